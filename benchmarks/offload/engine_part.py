@@ -139,7 +139,7 @@ def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[flo
 
 def _offloaded_bytes(engine: Engine) -> int:
     """Most KV that was on the host."""
-    return 0 if engine.pool.fronts is None else engine.pool.fronts.fronts.pool.peak_bytes
+    return 0 if engine.pool.offload is None else engine.pool.offload.prefixes.pool.peak_bytes
 
 
 def _table(tokens: int, times: Mapping[str, list[float]], ends: Mapping[str, Engine]) -> Table:
@@ -156,7 +156,7 @@ def _table(tokens: int, times: Mapping[str, list[float]], ends: Mapping[str, Eng
                 1e3 * statistics.median(times[name]),
                 ends[name].stats().recomputed_tokens,
                 ends[name].stats().cpu_attended_tokens,
-                "" if (fronts := ends[name].pool.fronts) is None else fronts.why,
+                "" if (offload := ends[name].pool.offload) is None else offload.why,
             )
             for name in ARMS
         ),

@@ -68,7 +68,7 @@ def replay(case: Case, seen: SeenLogits, contexts: list[Context]) -> SeenLogits:
             GenerationRequest(context[0], params, request_id=name, evict=seen.evict[context])
         )
         watched.open(name, context[0])
-        for _, request in engine._replies.unfinished(name):
+        for _, request in engine._outputs.unfinished(name):
             request.eviction.trace = list(seen.traces[context])
             request.spec = replace(request.spec, rope_variant=context[2])
     while engine.has_work:

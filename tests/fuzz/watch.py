@@ -143,8 +143,8 @@ class Watched:
         engine.check()
         if engine.pool.host is not None:
             engine.pool.host.check()
-        if engine.pool.fronts is not None:
-            engine.pool.fronts.check()
+        if engine.pool.offload is not None:
+            engine.pool.offload.check()
         if self.poisoned:
             self._poison()
 
@@ -172,9 +172,9 @@ class Watched:
         held = [f"rows {memory.live_rows.tolist()}"] if len(memory.live_rows) else []
         if self.engine.pool.host is not None and self.engine.pool.host.used_bytes:
             held.append(f"{self.engine.pool.host.used_bytes} B of the host pool")
-        fronts = self.engine.pool.fronts
-        if fronts is not None and fronts.fronts.pool.used_bytes:
-            held.append(f"{fronts.fronts.pool.used_bytes} B of offloaded KV")
+        offload = self.engine.pool.offload
+        if offload is not None and offload.prefixes.pool.used_bytes:
+            held.append(f"{offload.prefixes.pool.used_bytes} B of offloaded KV")
         scheduler.sequence_memory.sharing.drop_cached()
         if memory.cached_references or memory.arena.num_free_slabs != memory.arena.num_slabs:
             held.append(f"{memory.used_bytes} B of the arena")

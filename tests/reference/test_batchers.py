@@ -115,7 +115,7 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
                 raise  # it is not for want of memory
             size += size // 8
             continue
-        [[_, largest]] = engine._replies.unfinished()
+        [[_, largest]] = engine._outputs.unfinished()
         need = need_of(largest, largest.final_tokens)
         size = max(size, int(rooms * engine.scheduler.peaks.peak_bytes(need)))
         return Engine(model_of(architecture), kv_config(memory=size, **kv), schedule)

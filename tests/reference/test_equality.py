@@ -124,7 +124,7 @@ def check_forced_logits(
     for page_tokens, chunk_tokens, arena in cases:
         engine = engine_of(model, page_tokens, chunk_tokens, arena, attention)
         forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-        engine._choosing.sampler = forced
+        engine._sampling_step.sampler = forced
         _, cancelled = drive(engine, expected, seed=page_tokens * 100 + chunk_tokens)
 
         assert forced.worst <= TOLERANCE, (page_tokens, chunk_tokens, arena)
@@ -190,7 +190,7 @@ def test_logits_equal_transformers_on_cuda(architecture):
     model, expected = load(architecture, "cuda"), reference(architecture)
     engine = engine_of(model, 16, 64, "scarce")
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-    engine._choosing.sampler = forced
+    engine._sampling_step.sampler = forced
     drive(engine, expected, seed=1)
 
     assert forced.worst <= 1e-3

@@ -94,7 +94,7 @@ def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
 
 def answer(engine, prompts=PROMPTS, cancel=(), **options):
     """Answer prompts; logits and usages."""
-    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request, **options))
     usages, steps = {}, 0

@@ -40,7 +40,7 @@ def test_logits_equal_transformers_with_its_tokens_forced(architecture, store, r
     expected = expect(architecture, make_prompts(16, LONGEST, seed=5))
     engine = engine_of(architecture, store, room=room, chunk_tokens=7)
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-    engine._choosing.sampler = forced
+    engine._sampling_step.sampler = forced
 
     drive(engine, expected, seed=11)
 

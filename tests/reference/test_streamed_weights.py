@@ -38,7 +38,7 @@ def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, 
     """Answer all prompts; the engine, logits by request, answers."""
     schedule = ScheduleConfig(**steps, objective=objective)
     engine = Engine(model, kv_config(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
-    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     steps = 0
@@ -101,7 +101,7 @@ def test_answers_are_those_of_weights_on_the_device(name, stay):
 
     stats = engine.stats()
     assert_equal(logits, resident(name))
-    assert stats.brought_weight_bytes >= engine.num_steps * stats.host_weight_bytes > 0
+    assert stats.offloaded_weight_bytes >= engine.num_steps * stats.host_weight_bytes > 0
     assert stats.weight_bytes == model.place.device_bytes
 
 
@@ -131,7 +131,7 @@ def test_batches_of_a_step_share_each_layer(name, objective):
     assert by_column.num_steps < by_row.num_steps
     assert by_column.num_processed_tokens == by_row.num_processed_tokens
     per_token = [
-        engine.stats().brought_weight_bytes / engine.num_processed_tokens
+        engine.stats().offloaded_weight_bytes / engine.num_processed_tokens
         for engine in (by_row, by_column)
     ]
     assert per_token[1] < 0.9 * per_token[0]
@@ -200,7 +200,7 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
         KVConfig(memory="2MiB", page_tokens=4),
         ScheduleConfig(**STEPS, objective=objective),
     )
-    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
     transfer_worker.fails = {transfer_worker.num_copies + at: OSError("the disk is gone")}
     for request, prompt in PROMPTS.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
@@ -230,7 +230,7 @@ def test_weights_in_half_precision_are_brought_as_they_are_multiplied(dtype):
         plain, decoder=TransformersDecoder(model, weights), weights=weights, place=place
     )
 
-    assert weights.place.brought
+    assert weights.place.offloaded_layers
     assert_equal(run(streamed)[1], run(plain)[1])
 
 
@@ -242,7 +242,7 @@ def test_two_engines_of_one_model_take_turns():
     ]
     recorders = []
     for engine in engines:
-        recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+        recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
         recorders.append(recorder)
         for request, prompt in PROMPTS.items():
             engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
@@ -270,7 +270,7 @@ def test_a_memory_for_all_weights_brings_nothing_and_runs_as_ever():
     engine, logits = run(model, objective="auto")
 
     assert model.weights is None
-    assert engine.stats().brought_weight_bytes == 0
+    assert engine.stats().offloaded_weight_bytes == 0
     assert "all" in model.place.text
     assert_equal(logits, resident("qwen3"))
 
@@ -286,7 +286,7 @@ def test_recomputing_keys_is_refused_with_the_reason():
     for requested in ({"offload_recompute": "0.5"}, {"offload_activation_codec": "int8"}):
         with pytest.raises(UnsoundCombination, match="--weights-memory"):
             Engine(load_streamed("opt"), kv_config(**options, **requested))
-    assert Engine(load_streamed("opt"), kv_config(**options)).pool.fronts.splits is None
+    assert Engine(load_streamed("opt"), kv_config(**options)).pool.offload.splits is None
 
 
 @pytest.mark.gpu
@@ -302,7 +302,7 @@ def test_answers_on_a_device_are_those_of_weights_on_it(name, objective):
         engine, logits = run(model, objective=objective)
 
     assert largest_difference(logits, expected) <= 1e-4
-    assert engine.stats().brought_weight_bytes
+    assert engine.stats().offloaded_weight_bytes
 
 
 def not_the_whole_device(*_args):

@@ -90,7 +90,7 @@ def run(
     engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
     if engine.pool.kv.offload is not None:
         engine.pool.kv.offload.transfer_worker = Dawdling()
-    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(new_tokens), request_id=request))
     usages, steps = {}, 0
@@ -135,8 +135,8 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
     assert offloaded(engine)
     assert set(usages) == set(PROMPTS)
     assert largest_difference(logits, whole(name)) <= 1e-4
-    assert not engine.pool.fronts.fronts.pool.used_bytes
-    assert not engine.pool.fronts.fronts.rows
+    assert not engine.pool.offload.prefixes.pool.used_bytes
+    assert not engine.pool.offload.prefixes.rows
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_inputs_in_codes_cost_their_bytes_and_little_else():
         for codec in ("none", "int8")
     }
 
-    plain, coded = (runs[codec][0].pool.fronts.kv_offload.kv_recompute.store for codec in runs)
+    plain, coded = (runs[codec][0].pool.offload.kv_offload.kv_recompute.store for codec in runs)
     assert coded.codec.row_bytes < 0.3 * plain.codec.row_bytes
     assert coded.book.num_blocks * coded.block_bytes < plain.book.num_blocks * plain.block_bytes
     assert runs["int8"][0].stats().recomputed_tokens
@@ -234,8 +234,8 @@ def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkey
     expected = run("gpt2*4", 4, stream=0, **options)[1]
     moves = OffloadedPrefixes._moves
 
-    def fewer(fronts, row, slots):
-        for table, first, columns in moves(fronts, row, slots):
+    def fewer(prefixes, row, slots):
+        for table, first, columns in moves(prefixes, row, slots):
             left = columns - (table.group.name == "full.plain")
             if left:
                 yield table, first, left
@@ -309,7 +309,7 @@ def test_a_prefill_chunk_shrinks_to_what_the_memory_holds(name, rows, parts):
     assert offloaded(engine)
     assert set(logits) == set(PROMPTS)
     assert largest_difference(logits, whole(name)) <= 1e-4
-    assert not engine.pool.fronts.fronts.pool.used_bytes
+    assert not engine.pool.offload.prefixes.pool.used_bytes
 
 
 def test_quire_tiny_answers_1500_tokens_in_2_mib_and_offload_memory():
@@ -379,7 +379,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
     memory = int(0.8 * row_bytes("qwen3"))
     config = kv_config(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
-    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
     usages = {}
     for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], 24)):
         engine.submit(GenerationRequest(prompt, greedy(count), request_id=request))
@@ -421,7 +421,7 @@ def test_cancelled_ones_leave_nothing_behind():
     engine, logits, _ = run("qwen3", 0.7, cancel=[("b", 7), ("a", 9)])
 
     assert offloaded(engine)
-    assert not engine.pool.fronts.fronts.pool.used_bytes
+    assert not engine.pool.offload.prefixes.pool.used_bytes
     kept = {name: whole("qwen3")[name] for name in ("c", "d")}
     assert largest_difference({name: logits[name] for name in kept}, kept) <= 1e-4
 
@@ -613,19 +613,19 @@ def test_rates_decide_and_are_followed(monkeypatch):
     monkeypatch.setattr(PrefixSplits, "learn", learn_of_a_fast_link)
     engine, logits, _ = run("llama_mha", 0.8)
 
-    fronts = engine.pool.fronts
-    assert "activations are 0.5x the KV of this model: part" in fronts.why
+    offload = engine.pool.offload
+    assert "activations are 0.5x the KV of this model: part" in offload.why
     assert engine.stats().recomputed_tokens
-    assert fronts.splits.profiler.speeds.inward.bytes_per_s > 100 * slow.bytes_per_s
+    assert offload.splits.profiler.speeds.inward.bytes_per_s > 100 * slow.bytes_per_s
     assert parts[0] > 0.5 > parts[-1]
-    assert fronts.kv_offload.kv_recompute.store.book.peak_blocks
+    assert offload.kv_offload.kv_recompute.store.book.peak_blocks
     assert largest_difference(logits, whole("llama_mha")) <= 1e-4
 
 
 def why(name: str, **options) -> str:
     """What an engine says about what is made again."""
     config = kv_config(**{"memory": "8MiB", "offload_memory": "1MiB"} | options)
-    return Engine(model_of(name), config, ScheduleConfig()).pool.fronts.why
+    return Engine(model_of(name), config, ScheduleConfig()).pool.offload.why
 
 
 def test_why_nothing_is_made_again_is_said():

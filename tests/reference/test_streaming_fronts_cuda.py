@@ -19,7 +19,7 @@ def run(name, rows, **options):
     model = load(name, "cuda", times=3)
     config = kv_config(memory=int(rows * row_bytes(name)), page_tokens=4, **options)
     engine = Engine(model, config, ScheduleConfig(chunk_tokens=16, max_num_batched_tokens=40))
-    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
     for request, prompt in PROMPTS.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     while engine.has_work:
@@ -46,6 +46,6 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, parts, monkeypatc
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     engine, logits = run(name, 0.8, offload_memory="4MiB", **parts)
 
-    assert isinstance(engine.pool.fronts.kv_offload.transfer_worker, StreamTransferWorker)
+    assert isinstance(engine.pool.offload.kv_offload.transfer_worker, StreamTransferWorker)
     assert engine.events.newest(["offloaded"])
     assert largest_difference(logits, run(name, 16)[1]) <= 1e-3

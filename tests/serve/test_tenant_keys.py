@@ -106,13 +106,13 @@ def test_the_key_and_never_the_body_says_whose_request_it_is(serve, submitted):
     response = send(serve, BODY | {"tenant": "a", "cache_salt": "mine"}, headers)
 
     assert response.status_code == 200
-    assert [(r.tenant, r.cache_salt) for r in submitted] == [("b", "mine")]
+    assert [(r.tenant, r.spec.cache_salt) for r in submitted] == [("b", "mine")]
 
 
 def test_a_request_without_a_key_is_the_default_tenants(serve, submitted):
     assert send(serve, BODY, tenants="a;b;default").status_code == 200
 
-    assert [(r.tenant, r.cache_salt) for r in submitted] == [("default", "")]
+    assert [(r.tenant, r.spec.cache_salt) for r in submitted] == [("default", "")]
 
 
 def test_a_stranger_is_refused_before_anything_runs(serve, submitted):

@@ -135,7 +135,7 @@ class LLM:
         Raises:
             RequestError: a policy this engine does not serve, or that leaves too little.
         """
-        return self.engine.intake.context_tokens(prompt_tokens, evict)
+        return self.engine.input_processor.context_tokens(prompt_tokens, evict)
 
     def generate(
         self,

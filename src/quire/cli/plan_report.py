@@ -111,7 +111,7 @@ class PlanReport:
         numbers: dict[str, int | float] = {
             "num_parameters": self.model.num_parameters,
             "weights_bytes": self.memory.weights_bytes,
-            "brought_weight_bytes": self.weights.host_bytes,
+            "offloaded_weight_bytes": self.weights.host_bytes,
             "activation_peak_bytes": self.memory.activation_peak_bytes,
             "headroom_bytes": self.memory.headroom_bytes,
             "kv_memory_bytes": self.memory.kv_bytes,

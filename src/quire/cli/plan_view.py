@@ -35,9 +35,9 @@ def render(report: PlanReport) -> RenderableType:
         memory_table(report.memory),
         capacity_table(report),
     ]
-    if report.weights.brought:
-        brought = format_size(report.weights.host_bytes)
-        parts.append(Text(f"{report.weights.text}: {brought} over the link in every step"))
+    if report.weights.offloaded_layers:
+        offloaded_layers = format_size(report.weights.host_bytes)
+        parts.append(Text(f"{report.weights.text}: {offloaded_layers} over the link in every step"))
     if report.verdict is not None:
         parts.append(verdict_text(report.verdict))
     return Group(*parts)

@@ -110,7 +110,7 @@ class Settings:
                 "another store or policy"
             )
         place = llm.model.place
-        if place is not None and (self.verbose or not place.brought):
+        if place is not None and (self.verbose or not place.offloaded_layers):
             typer.echo(place.text, err=True)
         if self.verbose:
             typer.echo(llm.engine.pool.explanation, err=True)

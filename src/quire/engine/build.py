@@ -111,15 +111,15 @@ def build(
 def _make_offloader(
     pool: KVPool, sharing: PrefixSharing, state: SchedulerState, events: EventLog
 ) -> PrefixOffloader | None:
-    if pool.fronts is None:
+    if pool.offload is None:
         return None
     return PrefixOffloader(
         pool.kv.memory,
-        pool.fronts.fronts,
+        pool.offload.prefixes,
         events,
         sharing=sharing,
         running=state.running,
-        offload_bytes=pool.fronts.offload_bytes,
+        offload_bytes=pool.offload.offload_bytes,
     )
 
 
@@ -132,8 +132,8 @@ def _make_scheduler(
     sequence_memory: SequenceMemory,
     swapper: Swapper,
 ) -> Scheduler:
-    brought = model.weights if pool.fronts is None else None
-    step_size = StepSize(schedule.max_num_batched_tokens, schedule.objective, brought)
+    offloaded_weights = model.weights if pool.offload is None else None
+    step_size = StepSize(schedule.max_num_batched_tokens, schedule.objective, offloaded_weights)
     evictor, offloader = _evictor(pool, kv, model), sequence_memory.prefix_offloader
     if evictor is not None and offloader is not None:
         evictor = OffloadEvictor(evictor, offloader)

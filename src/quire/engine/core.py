@@ -81,21 +81,21 @@ class Engine:
         self._closing = closing(self, self.prefix_loader)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
-        self.intake = InputProcessor(model, rules, layout, self.schedule_config, kv, clock)
+        self.input_processor = InputProcessor(model, rules, layout, self.schedule_config, kv, clock)
         self._traces = Traces()
         eos_token_ids = model.generation.eos_token_ids
-        self._replies = OutputProcessor(self._open_text, self.scheduler.finish, eos_token_ids)
+        self._outputs = OutputProcessor(self._open_text, self.scheduler.finish, eos_token_ids)
         alone = self.schedule_config.batch_invariant
         sampler = Sampler(model.spec.vocab_size, eos_token_ids, one_by_one=alone)
-        self._choosing = SamplingStep(sampler, self._replies, self.scheduler.branch, clock)
+        self._sampling_step = SamplingStep(sampler, self._outputs, self.scheduler.branch, clock)
         self._cancelled: list[Request] = []
         self._unsent: list[OutputDelta] = []  # of a step that failed
-        memory, fronts, arriving = (
+        memory, offload, in_flight = (
             self.pool.kv.memory,
-            self.pool.fronts,
+            self.pool.offload,
             in_flight_bytes(self.prefix_loader),
         )
-        self._ledger = Ledger(memory, self._requests, self.pool.host, arriving, fronts)
+        self._ledger = Ledger(memory, self._requests, self.pool.host, in_flight, offload)
         self._arrivals = 0
         self.num_steps = self.num_processed_tokens = 0
 
@@ -122,7 +122,7 @@ class Engine:
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of answers chosen since the start."""
-        return self._choosing.num_generated_tokens
+        return self._sampling_step.num_generated_tokens
 
     def submit(self, generation_request: GenerationRequest) -> str:
         """Queue a request; return its id.
@@ -137,14 +137,14 @@ class Engine:
             NeverFits: it needs more KV than the whole pool has.
         """
         arrival = self._arrivals + 1
-        request_id = self._replies.free_id(generation_request.request_id, arrival)
-        request = self.intake.make(generation_request, request_id, arrival)
+        request_id = self._outputs.free_id(generation_request.request_id, arrival)
+        request = self.input_processor.make(generation_request, request_id, arrival)
         sequences = make_sequences(request)
-        reply = self._replies.make(request.request_id, request.params, sequences)
+        reply = self._outputs.make(request.request_id, request.params, sequences)
         self._traces.follow(sequences)
         self._arrivals += len(sequences)
         self.scheduler.submit(sequences[0])
-        self._replies.open(reply)
+        self._outputs.open(reply)
         return request.request_id
 
     def _open_text(self, request: Request) -> OutputText:
@@ -167,7 +167,7 @@ class Engine:
             request_id: of the submission.
             index: end only this one of its answers, where they are not ranked; None ends all.
         """
-        for number, request in list(self._replies.unfinished(request_id)):
+        for number, request in list(self._outputs.unfinished(request_id)):
             if index in (None, number) or request.params.ranked:
                 self.scheduler.finish(request, "cancelled")
                 self._cancelled.append(request)
@@ -188,7 +188,7 @@ class Engine:
         now_s = self._clock()
         deltas, self._unsent = self._unsent, []
         for request in self._cancelled:
-            deltas += self._replies.abort(request, now_s)
+            deltas += self._outputs.abort(request, now_s)
         self._cancelled.clear()
         plan = StepPlan()
         try:
@@ -201,7 +201,7 @@ class Engine:
                 self._unsent = deltas
                 raise
             for request in failed:
-                deltas += self._choosing.fail(request, no_memory_text(error))
+                deltas += self._sampling_step.fail(request, no_memory_text(error))
         return deltas
 
     def _schedule(self, deltas: list[OutputDelta]) -> StepPlan:
@@ -209,7 +209,7 @@ class Engine:
         plan = self.scheduler.schedule()
         self.times.scheduled(time.perf_counter() - started_s)
         for failure in self.scheduler.take_failures():
-            deltas += self._choosing.fail(failure.request, str(failure.error))
+            deltas += self._sampling_step.fail(failure.request, str(failure.error))
         if any(not request.is_running for request in plan.requests):
             self.scheduler.roll_back(plan)  # with who failed went others that were planned
             return StepPlan()
@@ -227,7 +227,7 @@ class Engine:
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
         self.num_processed_tokens += sum(plan.tokens)
-        yield from self._choosing.deltas(results, plan.requests, copies)
+        yield from self._sampling_step.deltas(results, plan.requests, copies)
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Engine:
 
     def _requests(self) -> list[Request]:
         """All requests that have not ended."""
-        unfinished = (request for _, request in self._replies.unfinished())
+        unfinished = (request for _, request in self._outputs.unfinished())
         return list(dict.fromkeys([*self.scheduler.running, *unfinished]))
 
     def check(self) -> None:

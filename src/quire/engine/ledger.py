@@ -59,8 +59,8 @@ class Ledger:
         memory: the arena.
         requests: gives all requests that have not ended.
         host: where swapped requests wait; None where none are.
-        arriving: bytes of pages that are being filled with prefixes from a tier.
-        fronts: first pages of running requests on the host; None where none are.
+        in_flight: bytes of pages that are being filled with prefixes from a tier.
+        offload: first pages of running requests on the host; None where none are.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Ledger:
         memory: KVMemory,
         requests: Callable[[], Iterable[Request]],
         host: HostPool | None = None,
-        arriving: Callable[[], int] = int,
-        fronts: OnHost | None = None,
+        in_flight: Callable[[], int] = int,
+        offload: OnHost | None = None,
     ) -> None:
         self._memory, self._requests, self._host = memory, requests, host
-        self._arriving, self._fronts = arriving, fronts
+        self._in_flight, self._offload = in_flight, offload
 
     def snapshot(self) -> Snapshot:
         """Totals on each axis, then tenants, requests and the prefix cache: plain JSON values.
@@ -91,7 +91,7 @@ class Ledger:
             "axes": self._axes(extents, host),
             "tenants": _tenants(rows),
             "requests": rows,
-            "host": {**self._host_totals(), **self._front_totals()},
+            "host": {**self._host_totals(), **self._offload_totals()},
             "prefix_cache": [_shown(e) for e in extents if e.row == NO_ROW],
         }
 
@@ -99,7 +99,7 @@ class Ledger:
         pools = self._memory.pools.values()
         device_bytes = sum(e.num_bytes for e in extents)
         cached = _sum((str(e.row == NO_ROW), e.num_bytes) for e in extents)
-        in_flight_bytes = self._arriving()
+        in_flight_bytes = self._in_flight()
         return {
             "residency": {"device": device_bytes, "host": sum(e.num_bytes for e in host)},
             "owner": {
@@ -121,9 +121,9 @@ class Ledger:
         free_bytes = total_bytes - used_bytes
         return {"total_bytes": total_bytes, "used_bytes": used_bytes, "free_bytes": free_bytes}
 
-    def _front_totals(self) -> Mapping[str, int]:
+    def _offload_totals(self) -> Mapping[str, int]:
         """Of first pages, where there may be any."""
-        totals = {} if self._fronts is None else self._fronts.totals()
+        totals = {} if self._offload is None else self._offload.totals()
         return {name: totals[name] for name in ("offloaded_bytes", "input_bytes") if totals}
 
     def check(self) -> None:
@@ -133,8 +133,8 @@ class Ledger:
             InvariantError: they differ.
         """
         prove_extents(self._memory, extents_of(self._memory))
-        if self._fronts is not None:
-            self._fronts.check()
+        if self._offload is not None:
+            self._offload.check()
         swapped_bytes = sum(e.num_bytes for e in _host_extents(list(self._requests())))
         if self._host is not None and swapped_bytes != self._host.used_bytes:
             raise InvariantError(

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from quire.config.kv_config import KVConfig
-from quire.engine.activation import measure_activation_peak
 from quire.engine.batch_invariance import (
     exact_statistics,
     one_by_one,
@@ -15,43 +12,41 @@ from quire.engine.batch_invariance import (
     refuse_pressure,
 )
 from quire.engine.codec import StoredAs, codec_of
+from quire.engine.kv_size import kv_memory_bytes
 from quire.engine.option_effects import refuse_without_effect
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, UnsoundCombination
 from quire.eviction.eviction_rules import EvictionRules, check_blocks
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.select import select_backend
-from quire.kv.arena import choose_slab_bytes
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory, MakeStore
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore, store_of
 from quire.kv.stores.registry import (
+    PRE_ROPE,
     PREFIX_CACHE,
-    UNROTATED,
     UNSOUND_TOGETHER,
     features_of,
     placement_maker,
     refuse_unsound,
-    run_lengths,
     unsound,
 )
 from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
-from quire.layout.pages import CacheLayout, PageClass
-from quire.models.device_memory import free_device_bytes
+from quire.layout.pages import CacheLayout
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, host_pool, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
-from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.policies.eviction import Eviction
 from quire.scheduler.preemption.swapper import refuse_idle_host_pool
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.step_size import most_batches, refuse_nothing_shared
+from quire.scheduler.step_size import refuse_nothing_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ class KVPool:
         store: who gives lanes their pages.
         batch_invariant: whether KV depends on the tokens alone.
         host: where preempted sequences wait; None where they are read again.
-        fronts: first pages of sequences that run; None where all are in the KV memory.
+        offload: offloaded KV of running requests; None where all KV is in the KV memory.
     """
 
     kv: PagedKV
@@ -78,7 +73,7 @@ class KVPool:
     store: str
     batch_invariant: bool = False
     host: HostPool | None = None
-    fronts: KVOffloadComponents | None = None
+    offload: KVOffloadComponents | None = None
 
     @property
     def codec(self) -> str:
@@ -94,17 +89,17 @@ class KVPool:
             f"{g.page_class.tokens} tokens"
             for g in memory.layout.groups
         )
-        fronts = "" if self.fronts is None else f"; on the host: {self.fronts.why}"
+        offload = "" if self.offload is None else f"; on the host: {self.offload.why}"
         no_cache = "" if self.why_no_prefix is None else f"; prefix cache off: {self.why_no_prefix}"
         return (
             f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
-            f"attention: {self.kv.backend.name} ({self.reason}){no_cache}{fronts}"
+            f"attention: {self.kv.backend.name} ({self.reason}){no_cache}{offload}"
         )
 
     @property
     def why_no_prefix(self) -> str | None:
         """Why prompts that begin alike share no KV here, whatever was asked; None if they can."""
-        together = UNSOUND_TOGETHER[UNROTATED, PREFIX_CACHE] if self.rules.rerotates_keys else None
+        together = UNSOUND_TOGETHER[PRE_ROPE, PREFIX_CACHE] if self.rules.rerotates_keys else None
         why = together or unsound(self.store, PREFIX_CACHE)
         return None if why is None else str(why)
 
@@ -128,33 +123,72 @@ def build_pool(
     Raises:
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
+    plan = _plan_pool(model, config, schedule)
+    layout, device, mover = plan.layout, model.decoder.device, plan.backend.move
+    host_bytes, offload_bytes = host_bytes_of(config, layout), stream_bytes_of(config, layout)
+    refuse_idle_host_pool(host_bytes, schedule)
+    choice = OffloadChoice(model, config, layout) if offload_bytes else None
+    if choice is not None:
+        choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)
+    refuse_too_many_rows(layout, schedule.num_rows)
+    if member is None:
+        make_store = partial(PageStore, device=device, mover=mover)
+        memory = _own_memory(model, config, schedule, layout, plan.eviction.spec, make_store)
+    else:
+        _check_member(config, member)
+        memory = member.make_memory(layout, schedule.num_rows, device, mover)
+    store, measured = store_of(memory), plan.stored_as.measured
+    host = host_pool(store, layout, host_bytes) if host_bytes else None
+    offload = None
+    if choice is not None:
+        coded = CodedLayers(store, measured)
+        offload = build_kv_offload(choice, memory, store, coded, offload_bytes, running)
+    kv_offload = None if offload is None else offload.kv_offload
+    return KVPool(
+        kv=PagedKV(memory, store, plan.backend, measured, offload=kv_offload),
+        rules=plan.rules,
+        eviction=plan.eviction,
+        stored_as=plan.stored_as,
+        reason=plan.reason,
+        store=config.store,
+        batch_invariant=schedule.batch_invariant,
+        host=host,
+        offload=offload,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolPlan:
+    """What a pool will be, before a byte of it is allocated; `KVPool` explains the names."""
+
+    stored_as: StoredAs
+    rules: EvictionRules
+    eviction: Eviction
+    layout: CacheLayout
+    backend: AttentionBackend
+    reason: str
+
+
+def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> _PoolPlan:
+    """Resolve the options of a pool and refuse those that do not go together.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
     refuse_without_effect(config)
-    decoder = model.decoder
-    offloaded = config.offload.kv_memory > 0
     refuse_nothing_shared(
-        schedule.objective, brought=model.weights is not None, offloaded=offloaded
+        schedule.objective,
+        offloaded_weights=model.weights is not None,
+        offloaded=config.offload.kv_memory > 0,
     )
     stored_as = codec_of(config, model)
-    codec = stored_as.codec
-    invariant = schedule.batch_invariant
-    if invariant:
-        prepare_batch_invariant(model, config, codec)
-    rules = EvictionRules(
-        config.evict,
-        config.evict_allow,
-        model=model.spec,
-        page_tokens=config.page_tokens,
-        codec=codec,
-        reserved=config.store != "paged",
-        why_not=exact_statistics(decoder.prepare) if invariant else decoder.prepare,
-    )
-    if invariant:
-        refuse_pressure(rules.default)
-    check_blocks(rules.default, schedule)
+    if schedule.batch_invariant:
+        prepare_batch_invariant(model, config, stored_as.codec)
+    rules = _make_rules(model, config, schedule, stored_as.codec)
     longest = rules.default.for_request(model.spec.max_positions, rules.lanes_of(rules.default))
     layout = layout_for(
         model.spec,
-        codec=codec,
+        codec=stored_as.codec,
         page_tokens=config.page_tokens,
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,
@@ -162,42 +196,38 @@ def build_pool(
         statistics=rules.statistics,
     )
     _check_store(config, rules)
-    _check_unrotated(model, rules)
+    _check_pre_rope(model, rules)
     refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     choice = select_backend(
         config.attention,
-        decoder.device,
-        dtype=decoder.dtype,
+        model.decoder.device,
+        dtype=model.decoder.dtype,
         head_dim=model.spec.head_dim,
         scratch_bytes=config.scratch,
         rotated=not rules.rerotates_keys,
+        codec=stored_as.codec,
+    )
+    backend = one_by_one(choice) if schedule.batch_invariant else choice.backend
+    return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason)
+
+
+def _make_rules(
+    model: LoadedModel, config: KVConfig, schedule: ScheduleConfig, codec: str
+) -> EvictionRules:
+    prepare = model.decoder.prepare
+    rules = EvictionRules(
+        config.evict,
+        config.evict_allow,
+        model=model.spec,
+        page_tokens=config.page_tokens,
         codec=codec,
+        reserved=config.store != "paged",
+        why_not=exact_statistics(prepare) if schedule.batch_invariant else prepare,
     )
-    backend = one_by_one(choice) if invariant else choice.backend
-    host_bytes = host_bytes_of(config, layout)
-    refuse_idle_host_pool(host_bytes, schedule)
-    stream_bytes = stream_bytes_of(config, layout)
-    offload = OffloadChoice(model, config, layout) if stream_bytes else None
-    if offload is not None:
-        offload.refuse_without_effect(stream_bytes, longest.spec.statistics)
-    refuse_too_many_rows(layout, schedule.num_rows)
-    if member is None:
-        make_store = partial(PageStore, device=decoder.device, mover=backend.move)
-        memory = _own_memory(model, config, schedule, layout, longest.spec, make_store)
-    else:
-        _check_member(config, member)
-        memory = member.make_memory(layout, schedule.num_rows, decoder.device, backend.move)
-    store = store_of(memory)
-    host = host_pool(store, layout, host_bytes) if host_bytes else None
-    fronts = None
-    if offload is not None:
-        coded = CodedLayers(store, stored_as.measured)
-        fronts = build_kv_offload(offload, memory, store, coded, stream_bytes, running)
-    kv_offload = None if fronts is None else fronts.kv_offload
-    kv = PagedKV(memory, store, backend, stored_as.measured, offload=kv_offload)
-    return KVPool(
-        kv, rules, longest, stored_as, choice.reason, config.store, invariant, host, fronts
-    )
+    if schedule.batch_invariant:
+        refuse_pressure(rules.default)
+    check_blocks(rules.default, schedule)
+    return rules
 
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:
@@ -215,7 +245,7 @@ def _check_store(config: KVConfig, rules: EvictionRules) -> None:
         )
 
 
-def _check_unrotated(model: LoadedModel, rules: EvictionRules) -> None:
+def _check_pre_rope(model: LoadedModel, rules: EvictionRules) -> None:
     """Keys can be stored before RoPE only where it is known what RoPE does."""
     why = model.decoder.prepare_pre_rope() if rules.rerotates_keys else None
     if why is not None:
@@ -237,7 +267,7 @@ def _own_memory(
     limits = LaneLimits.of(config.store_tokens or model.spec.max_positions, eviction)
     return KVMemory(
         layout,
-        _kv_bytes(model, config, schedule, layout, eviction),
+        kv_memory_bytes(model, config, schedule, layout, eviction),
         schedule.num_rows,
         store=make_store,
         track_changes=device.type != "cpu",
@@ -256,69 +286,3 @@ def _check_member(config: KVConfig, member: PoolMember) -> None:
             f"store {config.store!r} keeps its pages in a row and cannot borrow single slabs of a "
             "shared pool: use the store 'paged'"
         )
-
-
-def _kv_bytes(
-    model: LoadedModel,
-    config: KVConfig,
-    schedule: ScheduleConfig,
-    layout: CacheLayout,
-    eviction: EvictionSpec,
-) -> int:
-    device = model.decoder.device
-    free_bytes = free_device_bytes(device)
-    if device.type == "cpu":  # the host pool lies in the same memory
-        beside = config.swap_space + config.offload.kv_memory
-        free_bytes = max(0, free_bytes - beside)
-    if config.memory is not None:
-        if config.memory > free_bytes:
-            raise ConfigError(
-                f"a KV memory of {config.memory:,} B is more than the {free_bytes:,} B that "
-                "are free "
-                f"on {device}; lower --kv-memory or say auto"
-            )
-        return config.memory
-    total_bytes = free_bytes + model.weight_bytes
-    brought = None if config.offload.kv_memory else model.weights
-    left_bytes = auto_kv_memory(
-        total_bytes=total_bytes,
-        weights_bytes=model.weight_bytes,
-        activation_peak_bytes=measure_activation_peak(
-            model.decoder, schedule, most_batches(schedule.objective, brought)
-        ),
-        headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
-    )
-    longest = config.store_tokens or model.spec.max_positions
-    return min(left_bytes, most_kv_bytes(layout, longest, schedule, eviction, config.store))
-
-
-def most_kv_bytes(
-    layout: CacheLayout,
-    max_tokens: int,
-    schedule: ScheduleConfig,
-    eviction: EvictionSpec,
-    store: str = "paged",
-) -> int:
-    """Bytes of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.
-
-    Whole slabs, as many as every page class needs when slab borders cut pages.
-    """
-    chunk_tokens = max(schedule.longest_chunk, 0 if eviction.cap is None else eviction.every)
-    lengths = run_lengths(store, LaneLimits.of(max_tokens, eviction))
-    pages: dict[PageClass, int] = {}
-    for group in layout.groups:
-        tokens = max_tokens if group.ordered else eviction.peak_tokens(max_tokens)
-        slots = group.slots_at_most(tokens, chunk_tokens) if lengths is None else tokens
-        lane_pages = np.array([group.page_class.pages_for(slots)])
-        if lengths is not None:
-            lane_pages = lengths.peak_pages(group, lane_pages)
-        needed = int(lane_pages[0]) * group.num_lanes * schedule.num_rows
-        pages[group.page_class] = pages.get(group.page_class, 0) + needed
-    sizes = [page_class.page_bytes for page_class in pages]
-    # at least the slabs of an arena of any size, which are largest in a large one
-    slab_bytes = choose_slab_bytes(1 << 60, sizes, whole_pages=lengths is not None)
-    borders = 0 if lengths is None else lengths.border_slabs(len(pages))
-    return slab_bytes * sum(
-        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes))) + borders
-        for page, count in pages.items()
-    )

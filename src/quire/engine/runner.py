@@ -215,9 +215,9 @@ class StepBridge:
         return self._step.attend(call.layer, math, query, key, value, call.rotary)
 
     @property
-    def wants_shift(self) -> bool:
+    def wants_residual_similarity(self) -> bool:
         """Whether any row remembers how much attention changes the residual stream."""
-        return self._step.wants_shift
+        return self._step.wants_residual_similarity
 
     @property
     def wants_inputs(self) -> bool:
@@ -228,6 +228,6 @@ class StepBridge:
         """Pass on what a layer's attention is given."""
         self._step.note_input(layer, inputs)
 
-    def note_shift(self, layer: int, cosines: Tensor) -> None:
+    def note_residual_similarity(self, layer: int, cosines: Tensor) -> None:
         """Pass on how much it did in a layer."""
-        self._step.note_shift(layer, cosines)
+        self._step.note_residual_similarity(layer, cosines)

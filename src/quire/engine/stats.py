@@ -56,7 +56,7 @@ class EngineStats:
         scratch_peak_bytes: most gathered bytes held at once, outside the arena.
         weight_bytes: parameters and buffers on the device, slots for brought layers included.
         host_weight_bytes: of layers that are brought in every pass; 0 where all are on the device.
-        brought_weight_bytes: over the link so far.
+        offloaded_weight_bytes: over the link so far.
         num_running, num_waiting: requests with and without KV.
         num_preemptions, num_steps: since the start.
         num_evictions: times tokens of a request left since the start, repeated ones not counted.
@@ -86,7 +86,7 @@ class EngineStats:
     scratch_peak_bytes: int
     weight_bytes: int
     host_weight_bytes: int
-    brought_weight_bytes: int
+    offloaded_weight_bytes: int
     num_running: int
     num_waiting: int
     num_preemptions: int
@@ -120,7 +120,7 @@ class EngineStats:
         return asdict(self)
 
 
-NO_FRONTS = {
+NO_OFFLOAD = {
     "offloaded_bytes": 0,
     "input_bytes": 0,
     "recomputed_tokens": 0,
@@ -162,7 +162,7 @@ def memory_numbers(memory: KVMemory, model: LoadedModel) -> dict[str, int]:
     return {
         "weight_bytes": model.weight_bytes,
         "host_weight_bytes": 0 if weights is None else weights.place.host_bytes,
-        "brought_weight_bytes": 0 if weights is None else weights.num_bytes,
+        "offloaded_weight_bytes": 0 if weights is None else weights.num_bytes,
         "kv_total_bytes": memory.total_bytes,
         "kv_used_bytes": memory.used_bytes,
         "kv_free_bytes": memory.free_bytes,
@@ -204,7 +204,7 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     return EngineStats(
         **memory_numbers(memory, model),
         **scheduler_numbers(scheduler),
-        **(NO_FRONTS if pool.fronts is None else pool.fronts.totals()),
+        **(NO_OFFLOAD if pool.offload is None else pool.offload.totals()),
         scratch_peak_bytes=pool.kv.peak_scratch_bytes,
         num_steps=num_steps,
         num_processed_tokens=num_processed_tokens,

@@ -49,7 +49,7 @@ class PolicyEvictor:
         assert table is not None, "made for pools whose lanes lose tokens"
         self._kv, self._rules, self._table = kv, rules, table
         self._scratch_bytes, self._rotations = scratch_bytes, rotations
-        self._raising = _raising_of(kv, table.group.name)
+        self._promotion = _promotion_of(kv, table.group.name)
 
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
@@ -90,9 +90,9 @@ class PolicyEvictor:
         )
         commit_compaction(memory, plan_compaction(memory, name, request.memory.row, mask, kind))
         if entry.promoted is not None:
-            assert self._raising is not None, "raised in a memory with records"
+            assert self._promotion is not None, "raised in a memory with records"
             promoted = (reader.lane_positions >= 0) & ~entry.promoted.stays(reader.lane_positions)
-            self._raising.put(reader, request.memory.row, stays, promoted)
+            self._promotion.put(reader, request.memory.row, stays, promoted)
 
     def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
         """Write again what was written down when these tokens left: the rule is asked again."""
@@ -109,8 +109,8 @@ class PolicyEvictor:
         view = self._view(request, reader)
         rule = self._rules.rule(request.spec.evict)
         with _named(eviction):
-            settled = rule.finalize(eviction, view, self._rules.lanes_of(rule))
-        request.eviction.selection, request.eviction.spec = settled, settled.spec
+            final = rule.finalize(eviction, view, self._rules.lanes_of(rule))
+        request.eviction.selection, request.eviction.spec = final, final.spec
 
     # ---- views ---------------------------------------------------------------------------------
 
@@ -162,17 +162,17 @@ class PolicyEvictor:
         done, positions = request.progress.num_computed, reader.lane_positions
         left = EvictionEntry.of(done, positions, kept)
         promoted = None
-        if self._raising is not None:
+        if self._promotion is not None:
             with _named(eviction):
-                promoted = self._raising.choose(eviction, view, reader, kept, done)
+                promoted = self._promotion.choose(eviction, view, reader, kept, done)
             left = replace(left, promoted=promoted_entry(done, positions, promoted))
         return _Chosen(lying, left, reader, decision.notes, kept, promoted)
 
     def _give_records(self, row: int, parts: "Sequence[_Chosen]") -> None:
         """Let important tokens have the records that were found for them."""
         for part in parts:
-            if self._raising is not None and part.promoted is not None:
-                self._raising.put(part.reader, row, part.kept, part.promoted)
+            if self._promotion is not None and part.promoted is not None:
+                self._promotion.put(part.reader, row, part.kept, part.promoted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class _Chosen:
             self.reader.note(statistic, numbers)
 
 
-def _raising_of(kv: PagedKV, group: str) -> Promotion | None:
+def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
     place = kv.promoted.get(group)
     return None if place is None else Promotion(place, kv.kept[group])
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.engine.pool import most_kv_bytes
+from quire.engine.kv_size import most_kv_bytes
 from quire.errors import ConfigError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.kernels.select import select_backend

@@ -78,7 +78,7 @@ class KVMemory:
         self.cached_references: dict[
             int, Mapping[str, PageNumbers]
         ] = {}  # pages lent to nobody in particular
-        self.loan_keys = itertools.count()
+        self.cached_reference_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
         self.store: PageBytes = _made(store, self.arena.total_bytes)

@@ -102,7 +102,7 @@ def reference_blocks(
 def _registered(
     memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]
 ) -> CachedReference:
-    key = next(memory.loan_keys)
+    key = next(memory.cached_reference_keys)
     memory.cached_references[key] = pages
     return CachedReference(key, start, end, pages)
 

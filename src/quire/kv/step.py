@@ -215,7 +215,8 @@ class StepAttention:
             None where the step is one batch.
 
     Attributes:
-        wants_shift: whether any row has `AttentionShift`: then `note_shift` is to be called.
+        wants_residual_similarity: whether any row has `ResidualSimilarity`; then
+            `note_residual_similarity` is to be called.
         wants_inputs: whether `note_input` is to be called.
     """
 
@@ -230,15 +231,17 @@ class StepAttention:
         self._later = np.zeros_like(tokens) if later is None else later
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = kv.flat_batch(rows, tokens)
-        self._fronts = None if kv.offload is None else kv.offload.step(self._batch)
+        self._offload = None if kv.offload is None else kv.offload.step(self._batch)
         self._groups = {
             group.name: self._group_step(group)
             for group in kv.memory.layout.groups
             if not group.private
         }
         watches = (step.watch for step in self._groups.values())
-        self.wants_shift = any(watch is not None and watch.wants_shift for watch in watches)
-        self.wants_inputs = self._fronts is not None and self._fronts.wants_inputs
+        self.wants_residual_similarity = any(
+            watch is not None and watch.wants_residual_similarity for watch in watches
+        )
+        self.wants_inputs = self._offload is not None and self._offload.wants_inputs
 
     def attend(
         self,
@@ -271,9 +274,9 @@ class StepAttention:
             backend.write(slots, key, value)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
-        if self._fronts is not None:
-            self._fronts.start_cpu_attention(group, index, query, math)
-            self._fronts.arrive(group, index, backend, slots, step.positions)
+        if self._offload is not None:
+            self._offload.start_cpu_attention(group, index, query, math)
+            self._offload.arrive(group, index, backend, slots, step.positions)
         pages, watch = step.pages[index], step.watch
         if step.kept is not None:
             pages = replace(
@@ -283,22 +286,22 @@ class StepAttention:
             )
         sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
         out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
-        if self._fronts is not None:
-            self._fronts.merge_cpu_attention(out, group, pages, query, math)
+        if self._offload is not None:
+            self._offload.merge_cpu_attention(out, group, pages, query, math)
         if watch is not None:
             watch.note(index, backend, pages, math, query, sums, rotary)
         if step.kept is not None:
             step.kept.keep(index, key, value)
-        if self._fronts is not None:
-            self._fronts.leave(group, index)
+        if self._offload is not None:
+            self._offload.leave(group, index)
         return out
 
     def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
         """Keep what a layer's attention is given; called before it attends."""
-        assert self._fronts is not None, "asked for"
-        self._fronts.note_input(layer, inputs)
+        assert self._offload is not None, "asked for"
+        self._offload.note_input(layer, inputs)
 
-    def note_shift(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
+    def note_residual_similarity(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
         """Write down how much a layer's attention changed the residual stream.
 
         Args:
@@ -308,12 +311,12 @@ class StepAttention:
         group, index = self._kv.place[layer]
         watch = self._groups[group.name].watch
         if watch is not None:
-            watch.note_shift(index, cosines)
+            watch.note_residual_similarity(index, cosines)
 
     def _group_step(self, group: LaneGroup) -> GroupStep:
         held = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
         slots = held - self._later[:, None]
-        attended = slots if self._fronts is None else self._fronts.slots(group, slots)
+        attended = slots if self._offload is None else self._offload.slots(group, slots)
         layers = self._kv.layer_pages(group, self._batch.row_index)
         pages, offsets = self._new_slots(group, slots)
         places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)

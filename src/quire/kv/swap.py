@@ -25,7 +25,7 @@ from quire.kv.stored_sequences import (
     SwapSpace,
 )
 from quire.kv.tables import LaneTable, Rows
-from quire.kv.whole_rows import add_stored, bring_back, can_place
+from quire.kv.whole_rows import add_stored, can_place, restore_rows
 from quire.layout.pages import PageClass
 
 
@@ -84,7 +84,7 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
     if memory.num_free_rows < len(swapped.sequences):
         raise OutOfPages(f"{memory.num_free_rows} rows are free, {len(swapped.sequences)} needed")
     if not memory.placement.shares:
-        return bring_back(memory, swapped)
+        return restore_rows(memory, swapped)
     pages = _copy_in(memory, swapped)
     rows = []
     for sequence in swapped.sequences:

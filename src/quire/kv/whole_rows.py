@@ -70,7 +70,7 @@ def copy_row(memory: KVMemory, row: int) -> int:
     return copy
 
 
-def bring_back(memory: KVMemory, swapped: Swapped) -> list[int]:
+def restore_rows(memory: KVMemory, swapped: Swapped) -> list[int]:
     """Start sequences from what was stored of them; return their rows, in order.
 
     Raises:
@@ -88,7 +88,7 @@ def bring_back(memory: KVMemory, swapped: Swapped) -> list[int]:
 
 
 def can_place(memory: KVMemory, swapped: Swapped) -> bool:
-    """Whether `bring_back` would find pages for what was stored; there are rows enough."""
+    """Whether `restore_rows` would find pages for what was stored; there are rows enough."""
     free_rows = np.setdiff1d(np.arange(len(memory.lengths)), memory.live_rows)
     rows = free_rows[: len(swapped.sequences)]
     return memory.placement.can_give(_demands(memory, rows, _stored_counts(memory, swapped)))

@@ -208,7 +208,7 @@ class QueryMoments(Statistic):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShift(Statistic):
+class ResidualSimilarity(Statistic):
     """How much attention changes the residual stream of a layer: for SqueezeAttention.
 
     One record for each lane of a layer, all alike: sum over tokens of the cosine between the

@@ -45,8 +45,9 @@ class PagedAttention(Protocol):
     """Stores the keys and values of a flat batch, and attends over what each sequence holds.
 
     One instance serves one forward pass: it knows which row belongs to which sequence and where.
-    One that has `wants_shift` set is also told `note_shift(layer, cosines)`, once for each layer:
-    the cosine between the residual stream before and after attention was added, for each token.
+    One that has `wants_residual_similarity` set is also told
+    `note_residual_similarity(layer, cosines)`, once for each layer: the cosine between the residual
+    stream before and after attention was added, for each token.
     """
 
     def attend(

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from quire.layout.model import ModelSpec
-from quire.layout.statistics import AttentionShift, QueryMoments, Statistic
+from quire.layout.statistics import QueryMoments, ResidualSimilarity, Statistic
 from quire.models.base import AttentionCall
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
 from quire.models.layer_kv import LayerKV, watch_inputs
@@ -43,7 +43,7 @@ class Observing:
         """See `Decoder.prepare`."""
         if isinstance(statistic, QueryMoments) and not self._all_turn_as_known:
             return f"{self._name} rotates its queries in a way that cannot be taken off again"
-        if isinstance(statistic, AttentionShift) and self._shift is None:
+        if isinstance(statistic, ResidualSimilarity) and self._shift is None:
             return (
                 f"{self._name} does not add attention to its residual stream before all else, so "
                 "there is no stream after attention alone"
@@ -127,7 +127,7 @@ class Observing:
 
     @cached_property
     def _shift(self) -> list[RemovableHandle] | None:
-        return watch_shift(self._model, self._bridge, self._probe)
+        return watch_residual_similarity(self._model, self._bridge, self._probe)
 
 
 # ---- shift ---------------------------------------------------------------------------------------
@@ -159,11 +159,14 @@ class _Ran:
     parts: list[tuple[str, Tensor, Tensor]] | None = None
 
 
-def watch_shift(model: nn.Module, bridge: Bridge, probe: Probe) -> list[RemovableHandle] | None:
+def watch_residual_similarity(
+    model: nn.Module, bridge: Bridge, probe: Probe
+) -> list[RemovableHandle] | None:
     """From now on tell every attention that wants it; None where a layer cannot be watched.
 
-    An attention that has `wants_shift` is told `note_shift(layer, cosines)` for each layer, the
-    cosine between the residual stream before and after for each token, float32.
+    An attention that has `wants_residual_similarity` is told
+    `note_residual_similarity(layer, cosines)` for each layer: the cosine between the residual stream
+    before and after for each token, float32.
     """
     layers = list(_layers(model))
     ran = _run(layers, probe)
@@ -270,14 +273,16 @@ def _watch(layer: _Layer, part: str, bridge: Bridge) -> list[RemovableHandle]:
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held.clear()
-        if getattr(bridge.attention, "wants_shift", False):
+        if getattr(bridge.attention, "wants_residual_similarity", False):
             held.append(_stream(args, kwargs))
 
     def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if held:
             attention: Any = bridge.attention
             before, after = held.pop().float(), _stream(args, kwargs).float()
-            attention.note_shift(layer.number, F.cosine_similarity(before, after, dim=-1))
+            attention.note_residual_similarity(
+                layer.number, F.cosine_similarity(before, after, dim=-1)
+            )
 
     child = layer.module.get_submodule(part)
     return [

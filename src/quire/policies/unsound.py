@@ -27,7 +27,7 @@ class Parts:
         return f"budget {type(self.budget).__name__.lower()}"
 
     @property
-    def remembers_queries(self) -> bool:
+    def records_queries(self) -> bool:
         """Whether queries, or moments of them, are kept."""
         statistics = (*self.policy.statistics, *self.budget.statistics)
         return any(isinstance(one, QueryRing | QueryMoments) for one in statistics)
@@ -82,7 +82,7 @@ UNSOUND: tuple[Unsound, ...] = (
     Unsound(
         one="a rule that numbers anew what stays (streaming)",
         other="a rule or a budget that remembers queries (lazy, fastgen)",
-        meets=lambda parts: parts.policy.rerotates_keys and parts.remembers_queries,
+        meets=lambda parts: parts.policy.rerotates_keys and parts.records_queries,
         reason="queries are remembered at the positions they had, and keys are numbered anew",
         instead="sinks, which keeps the same tokens at the positions they had",
     ),

@@ -32,7 +32,7 @@ class SamplingStep:
         self, sampler: Sampler, replies: OutputProcessor, branch: Branch, clock: Callable[[], float]
     ) -> None:
         self.sampler = sampler
-        self._replies, self._branch, self._clock = replies, branch, clock
+        self._outputs, self._branch, self._clock = replies, branch, clock
         self.num_generated_tokens = 0
 
     def deltas(
@@ -56,7 +56,7 @@ class SamplingStep:
 
     def fail(self, request: Request, error: str) -> list[OutputDelta]:
         """End a sequence with an error."""
-        return self._replies.end(request, "error", self._clock(), error)
+        return self._outputs.end(request, "error", self._clock(), error)
 
     def _score_prompts(self, results: Iterable[StepLogits]) -> Iterator[OutputDelta]:
         for result in results:
@@ -75,7 +75,7 @@ class SamplingStep:
             except RequestError as error:
                 yield from self.fail(request, str(error))
                 continue
-            self._replies.add_scores(request, first, scored)
+            self._outputs.add_scores(request, first, scored)
 
     def _sample(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
         if not ready:
@@ -84,7 +84,7 @@ class SamplingStep:
         now_s = self._clock()
         for result, token in zip(ready, tokens, strict=True):
             self.num_generated_tokens += token.error is None
-            yield from self._replies.add_token(result.request, token, now_s)
+            yield from self._outputs.add_token(result.request, token, now_s)
 
     def _search_on(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
         """Last of all: where beams find no pages to branch, others may be preempted."""
@@ -96,7 +96,7 @@ class SamplingStep:
     def _search(self, group: RequestGroup, results: list[StepLogits]) -> Iterator[OutputDelta]:
         by_member = {id(result.request): result for result in results}
         rows = [by_member[id(member)] for member in group.members]
-        first, search = group.members[0], self._replies.search_of(group.members[0])
+        first, search = group.members[0], self._outputs.search_of(group.members[0])
         try:
             advance_beams(search, group, _last_rows(rows), self.sampler, self._branch)
         except RequestError as error:
@@ -104,14 +104,14 @@ class SamplingStep:
             return
         self.num_generated_tokens += len(rows)
         if search.is_done:
-            yield from self._replies.end_search(first, self._clock())
+            yield from self._outputs.end_search(first, self._clock())
 
     def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[OutputDelta]:
         """Requests that only wanted their prompt scored."""
         for request in requests:
             running = request.is_running
             if running and request.num_uncomputed == 0 and not request.params.max_tokens:
-                yield from self._replies.end(request, "length", self._clock())
+                yield from self._outputs.end(request, "length", self._clock())
 
 
 def _is_ready(request: Request) -> bool:

@@ -74,7 +74,7 @@ def make_components(
         ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
     """
     if step_size is None:
-        refuse_nothing_shared(config.objective, brought=False)
+        refuse_nothing_shared(config.objective, offloaded_weights=False)
     tenants = parse_tenants(config.tenants)
     state = state or SchedulerState.empty(tenants)
     arena = sequence_memory.memory.arena

@@ -208,7 +208,7 @@ class LaneCapacities:
         return self._lose(request, over_cap(request, self._table, tokens=1), least_gain=None)
 
     def _lose(self, request: Request, keep: Slots | None, *, least_gain: int | None) -> bool:
-        if keep is None or self._sequence_memory.sharing.borrows_unwritten(request):
+        if keep is None or self._sequence_memory.sharing.shares_unwritten(request):
             return False
         if self._shares_with_group(request):
             return False
@@ -250,7 +250,7 @@ class LaneCapacities:
     def _evict_due(self, request: Request) -> bool:
         """Make room for the next tokens; False where what is held has yet to be written."""
         assert self._table is not None
-        if self._sequence_memory.sharing.borrows_unwritten(request):
+        if self._sequence_memory.sharing.shares_unwritten(request):
             return not self._is_due(request)
         while (entry := request.eviction.next_replay) is not None:
             if entry.num_computed != request.progress.num_computed:

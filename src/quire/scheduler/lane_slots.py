@@ -76,7 +76,7 @@ def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | No
         tokens = 0  # later tokens come on top
     elif spec.when == DECODE and done < prompt_tokens:
         return None
-    return _brought_down(spec, table, held_slots(table, request), tokens)
+    return _at_capacity(spec, table, held_slots(table, request), tokens)
 
 
 def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | None:
@@ -89,7 +89,7 @@ def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | Non
     """
     if request.eviction.spec.cap is None:
         return None
-    return _brought_down(request.eviction.spec, table, held_slots(table, request), tokens)
+    return _at_capacity(request.eviction.spec, table, held_slots(table, request), tokens)
 
 
 def wants_page(request: Request, table: LaneTable) -> bool:
@@ -97,7 +97,7 @@ def wants_page(request: Request, table: LaneTable) -> bool:
     return bool(np.any(held_slots(table, request) % table.group.page_class.tokens == 0))
 
 
-def _brought_down(spec: EvictionSpec, table: LaneTable, held: Slots, tokens: int) -> Slots | None:
+def _at_capacity(spec: EvictionSpec, table: LaneTable, held: Slots, tokens: int) -> Slots | None:
     caps, lanes = lane_caps(spec, len(held)), table.group.lanes_per_layer
     if spec.ragged:
         layers, most = held.reshape(-1, lanes), caps.reshape(-1, lanes)

@@ -33,7 +33,7 @@ class KVOffloader(Protocol):
         """Offload pages of a request; False where none has any that would free memory."""
         ...
 
-    def bring_back(self, request: Request) -> None:
+    def load_back(self, request: Request) -> None:
         """Bring all pages of a request back into the arena, for it to evict.
 
         Raises:

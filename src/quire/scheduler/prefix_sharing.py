@@ -198,7 +198,7 @@ class PrefixSharing:
         if self.prefix is not None:
             self.prefix.withdraw()
 
-    def borrows_unwritten(self, request: Request) -> bool:
+    def shares_unwritten(self, request: Request) -> bool:
         """Whether a request shares blocks that the step being planned has yet to write."""
         prefix, lease = self.prefix, request.memory.lease
         return prefix is not None and lease is not None and prefix.is_pending(lease)

@@ -116,7 +116,7 @@ class Scheduler:
         """
         failed = [r for r in plan.requests or self.running if r.is_running]
         others = (r for r in self.running if r not in failed)
-        borrowed = [r for r in others if self.sequence_memory.sharing.borrows_unwritten(r)]
+        borrowed = [r for r in others if self.sequence_memory.sharing.shares_unwritten(r)]
         self.sequence_memory.sharing.withdraw()
         for request in failed + borrowed:
             if request.is_running:  # else it was queued with its group

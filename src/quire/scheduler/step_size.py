@@ -19,7 +19,7 @@ _FULL = 0.5  # of a batch's tokens: smaller ones say little of a full one
 
 
 @runtime_checkable
-class Brought(Protocol):
+class WeightTransfers(Protocol):
     """What brings layers, as far as step sizes ask."""
 
     @property
@@ -36,7 +36,7 @@ class Brought(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Brought since the start."""
+        """WeightTransfers since the start."""
 
 
 class StepSize:
@@ -45,7 +45,7 @@ class StepSize:
     Args:
         batch_tokens: of one batch.
         objective: see above.
-        brought: what brings layers; None where all are on the device.
+        offloaded_weights: what brings layers; None where all are on the device.
 
     Attributes:
         batch_tokens: of one batch.
@@ -53,12 +53,21 @@ class StepSize:
     """
 
     def __init__(
-        self, batch_tokens: int, objective: str = "auto", brought: Brought | None = None
+        self,
+        batch_tokens: int,
+        objective: str = "auto",
+        offloaded_weights: WeightTransfers | None = None,
     ) -> None:
-        self.batch_tokens, self._objective, self._brought = batch_tokens, objective, brought
-        self.num_batches = most_batches(objective, brought) if objective == "throughput" else 1
+        self.batch_tokens, self._objective, self._offloaded_weights = (
+            batch_tokens,
+            objective,
+            offloaded_weights,
+        )
+        self.num_batches = (
+            most_batches(objective, offloaded_weights) if objective == "throughput" else 1
+        )
         self._batch_s: float | None = None  # the device's work on a full batch
-        self._seen_s = 0.0 if brought is None else brought.device_s
+        self._seen_s = 0.0 if offloaded_weights is None else offloaded_weights.device_s
 
     @property
     def tokens(self) -> int:
@@ -68,7 +77,7 @@ class StepSize:
     @property
     def shares_layers(self) -> bool:
         """Whether batches of a step can share layers that are brought for it."""
-        return self._brought is not None
+        return self._offloaded_weights is not None
 
     def learn(self, tokens: int) -> None:
         """A step has ended.
@@ -76,16 +85,20 @@ class StepSize:
         Args:
             tokens: that it processed.
         """
-        brought = self._brought
-        if brought is None or self._objective != "auto":
+        offloaded_weights = self._offloaded_weights
+        if offloaded_weights is None or self._objective != "auto":
             return
-        took_s, self._seen_s = brought.device_s - self._seen_s, brought.device_s
+        took_s, self._seen_s = offloaded_weights.device_s - self._seen_s, offloaded_weights.device_s
         if took_s > 0 and tokens >= _FULL * self.batch_tokens:
             batch_s = took_s * self.batch_tokens / tokens
             old_s = batch_s if self._batch_s is None else self._batch_s
             self._batch_s = old_s + _NEW_SHARE * (batch_s - old_s)
-        if self._batch_s is not None and brought.num_bytes:
-            copy_s = brought.copied_s * brought.place.host_bytes / brought.num_bytes
+        if self._batch_s is not None and offloaded_weights.num_bytes:
+            copy_s = (
+                offloaded_weights.copied_s
+                * offloaded_weights.place.host_bytes
+                / offloaded_weights.num_bytes
+            )
             self.num_batches = best_pass(
                 copy_s=copy_s,
                 batch_s=self._batch_s,
@@ -94,17 +107,19 @@ class StepSize:
             ).batches
 
 
-def most_batches(objective: str, brought: Brought | None) -> int:
+def most_batches(objective: str, offloaded_weights: WeightTransfers | None) -> int:
     """Batches of one step at most."""
-    return 1 if brought is None or objective == "latency" else MOST_BATCHES
+    return 1 if offloaded_weights is None or objective == "latency" else MOST_BATCHES
 
 
-def refuse_nothing_shared(objective: str, *, brought: bool, offloaded: bool = False) -> None:
+def refuse_nothing_shared(
+    objective: str, *, offloaded_weights: bool, offloaded: bool = False
+) -> None:
     """Refuse an objective that would change nothing.
 
     Args:
         objective: of the schedule.
-        brought: whether layers' weights lie outside of the device.
+        offloaded_weights: whether layers' weights lie outside of the device.
         offloaded: whether first pages of sequences that run may lie on the host.
 
     Raises:
@@ -115,7 +130,7 @@ def refuse_nothing_shared(objective: str, *, brought: bool, offloaded: bool = Fa
             "with --kv-offload-memory a step is one batch, whose rows' pages are brought in turn "
             "with its layers: use --objective latency or auto, or leave out --kv-offload-memory"
         )
-    if objective == "throughput" and not brought:
+    if objective == "throughput" and not offloaded_weights:
         raise UnsoundCombination(
             "--objective throughput lets batches of a step share the layers that are brought for "
             "it, and all weights are on the device: give --weights-memory less than they take, or "

@@ -36,8 +36,8 @@ def test_answers_stay_and_weights_go_where_they_were_told(capsys: pytest.Capture
     assert answer.token_ids == expected.token_ids
     assert stats.weight_bytes <= 12 << 20
     assert stats.weight_bytes + stats.host_weight_bytes > resident.stats().weight_bytes
-    assert stats.brought_weight_bytes >= streamed.engine.num_steps * stats.host_weight_bytes > 0
-    assert resident.stats().host_weight_bytes == resident.stats().brought_weight_bytes == 0
+    assert stats.offloaded_weight_bytes >= streamed.engine.num_steps * stats.host_weight_bytes > 0
+    assert resident.stats().host_weight_bytes == resident.stats().offloaded_weight_bytes == 0
     assert capsys.readouterr().err == ""
 
     open_llm("1GiB")
@@ -71,11 +71,11 @@ def test_a_plan_gives_kv_what_weights_leave():
     whole = plan_report(folder, PlanOptions(**options))
     half = plan_report(folder, PlanOptions(**options, weights_memory_bytes=12 << 20))
 
-    assert whole.weights.brought == ()
+    assert whole.weights.offloaded_layers == ()
     assert half.memory.weights_bytes == half.weights.device_bytes <= 12 << 20
     gained = whole.memory.weights_bytes - half.memory.weights_bytes
     assert half.memory.kv_bytes == whole.memory.kv_bytes + gained
-    assert half.claims()["brought_weight_bytes"] == half.weights.host_bytes > 0
+    assert half.claims()["offloaded_weight_bytes"] == half.weights.host_bytes > 0
 
     shown = CliRunner().invoke(app, ["plan", str(folder), "--weights-memory", "8MiB"])
     assert "layers brought through 2 slots" in " ".join(shown.output.split())

@@ -82,7 +82,7 @@ def expected(model):
 
 def break_part(engine: Engine, part: str, at_call: int, error: BaseException) -> None:
     if part == "sampler":
-        engine._choosing.sampler = Breaking(engine._choosing.sampler, at_call, error)
+        engine._sampling_step.sampler = Breaking(engine._sampling_step.sampler, at_call, error)
     else:
         engine._runner._decoder = Breaking(engine._runner._decoder, at_call, error)
 

@@ -9,13 +9,13 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import StepAttention, allocate_kv
 from quire.layout.layout import layout_for
-from quire.layout.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing
+from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing, ResidualSimilarity
 from quire.models.adapter import TransformersDecoder
 from support import zoo
 from support.flat import sequences
 
 CPU = torch.device("cpu")
-STATISTICS = (AttentionSum(), QueryRing(4), QueryMoments(2), AttentionShift())
+STATISTICS = (AttentionSum(), QueryRing(4), QueryMoments(2), ResidualSimilarity())
 
 
 def remembered(name, cut):

@@ -98,8 +98,8 @@ def step(kv, chunks, math=MATH):
 
         query, key, value = map(flat, ("query", "key", "value"))
         outputs.append(attention.attend(layer, math, query, key, value, Turning()))
-        if attention.wants_shift:
-            attention.note_shift(layer, flat("cosines"))
+        if attention.wants_residual_similarity:
+            attention.note_residual_similarity(layer, flat("cosines"))
     return torch.stack(outputs)
 
 

@@ -42,7 +42,7 @@ def grown(memory, tokens, row=None):
 
 def reference_pages(memory, row, tokens):
     """Refer to the first pages of a row without being a sequence, as a prefix index does."""
-    key = next(memory.loan_keys)
+    key = next(memory.cached_reference_keys)
     memory.cached_references[key] = {
         name: table.pages[row, :, : tokens // PAGE_TOKENS].reshape(-1).copy()
         for name, table in memory.tables.items()

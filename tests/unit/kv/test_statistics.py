@@ -12,11 +12,11 @@ from quire.kv.statistics import slot_attention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.statistics import (
     REDUCTIONS,
-    AttentionShift,
     AttentionSum,
     LowAttentionCount,
     QueryMoments,
     QueryRing,
+    ResidualSimilarity,
     SquareSum,
 )
 from unit.kv.remembering import (
@@ -41,7 +41,7 @@ LOOKS = (
     *(kind(heads) for kind in KINDS for heads in REDUCTIONS),
     *(kind().each() for kind in KINDS),
 )
-OF_QUERIES = (QueryRing(6), QueryMoments(3), AttentionShift())
+OF_QUERIES = (QueryRing(6), QueryMoments(3), ResidualSimilarity())
 ALL = LOOKS + OF_QUERIES
 CUTS = {  # the prompt of 30 tokens in pieces; 5 more are decoded
     "whole": [30],

@@ -11,9 +11,9 @@ from quire.kv.sharing import fork, reference_pages
 from quire.kv.stores.registry import (
     LOSSY_CODEC,
     NO_WINDOW,
+    PRE_ROPE,
     PREFIX_CACHE,
     STORES,
-    UNROTATED,
     UNSOUND,
     UNSOUND_TOGETHER,
     features_of,
@@ -240,9 +240,9 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
 
 @pytest.mark.parametrize("other", [PREFIX_CACHE, LOSSY_CODEC])
 def test_keys_before_rope_are_neither_shared_nor_coded(other):
-    refuse_unsound("paged", {UNROTATED: True, other: False})
+    refuse_unsound("paged", {PRE_ROPE: True, other: False})
     with pytest.raises(UnsoundCombination, match=r"keys .*before RoPE.*'sinks'"):
-        refuse_unsound("paged", {UNROTATED: True, other: True, NO_WINDOW: True})
+        refuse_unsound("paged", {PRE_ROPE: True, other: True, NO_WINDOW: True})
 
 
 @pytest.mark.parametrize(("codec", "lossy"), [("bfloat16", False), ("int8", True)])
@@ -252,7 +252,7 @@ def test_a_layout_says_whether_its_keys_are_before_rope_and_in_codes(codec, loss
     layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
     features = features_of(layout, enable_prefix_caching=False)
 
-    assert (features[UNROTATED], features[LOSSY_CODEC]) == (True, lossy)
+    assert (features[PRE_ROPE], features[LOSSY_CODEC]) == (True, lossy)
 
 
 def test_every_refusal_names_a_store_and_gives_a_reason_and_a_way_out():

@@ -10,10 +10,10 @@ from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.statistics import (
-    AttentionShift,
     AttentionSum,
     QueryMoments,
     QueryRing,
+    ResidualSimilarity,
     SignatureBits,
     SquareSum,
 )
@@ -36,7 +36,7 @@ def model_of(*windows):
     )
 
 
-STATISTICS = (AttentionSum(), QueryRing(window=8), QueryMoments(), AttentionShift())
+STATISTICS = (AttentionSum(), QueryRing(window=8), QueryMoments(), ResidualSimilarity())
 
 
 def layout_of(*windows, **options):
@@ -144,7 +144,7 @@ def test_a_sequence_uses_the_groups_of_its_own_statistics():
     layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
 
     assert statistics_used(layout, ()) == frozenset()
-    assert statistics_used(layout, (AttentionShift(), SquareSum(), AttentionSum())) == {
+    assert statistics_used(layout, (ResidualSimilarity(), SquareSum(), AttentionSum())) == {
         "full.attention_sum.mean",
         "full.attention_shift",
     }

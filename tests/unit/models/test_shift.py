@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quire.layout.statistics import AttentionShift
+from quire.layout.statistics import ResidualSimilarity
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import load_model
 from quire.models.verify import DenseAttention
@@ -29,14 +29,14 @@ NEXT_PART = {
 class Watching:
     """Dense attention that wants to be told, or not."""
 
-    def __init__(self, tokens, *, wants_shift=True):
+    def __init__(self, tokens, *, wants_residual_similarity=True):
         self._batch = DenseAttention().batch([0] * tokens, range(tokens))
-        self.wants_shift, self.cosines = wants_shift, {}
+        self.wants_residual_similarity, self.cosines = wants_residual_similarity, {}
 
     def attend(self, call, query, key, value):
         return self._batch.attend(call, query, key, value)
 
-    def note_shift(self, layer, cosines):
+    def note_residual_similarity(self, layer, cosines):
         self.cosines[layer] = cosines
 
 
@@ -55,7 +55,7 @@ def run(decoder, attention):
 def test_the_stream_before_and_after_attention_is_seen(name):
     model = zoo.build(name)
     decoder, before, after = TransformersDecoder(model), {}, {}
-    assert decoder.prepare(AttentionShift()) is None
+    assert decoder.prepare(ResidualSimilarity()) is None
     for number, block in enumerate(blocks(model)):
 
         def keep(module, args, kwargs, into, number=number):
@@ -80,7 +80,7 @@ def test_the_stream_before_and_after_attention_is_seen(name):
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_watching_changes_no_logit(name):
     plain, watched = (TransformersDecoder(zoo.build(name)) for _ in range(2))
-    watched.prepare(AttentionShift())
+    watched.prepare(ResidualSimilarity())
     logits = []
     for decoder in (plain, watched):
         (tokens,) = sequences(11, vocab_size=zoo.VOCAB_SIZE)
@@ -91,15 +91,15 @@ def test_watching_changes_no_logit(name):
 
 def test_an_attention_that_does_not_want_it_is_not_told():
     decoder = TransformersDecoder(zoo.build("llama"))
-    decoder.prepare(AttentionShift())
+    decoder.prepare(ResidualSimilarity())
 
-    assert run(decoder, Watching(11, wants_shift=False)).cosines == {}
+    assert run(decoder, Watching(11, wants_residual_similarity=False)).cosines == {}
 
 
 def test_layers_that_add_attention_and_mlp_at_once_are_refused_by_name():
     decoder = TransformersDecoder(zoo.build("gpt_neox"))
 
-    assert "GPTNeoXForCausalLM does not add attention" in decoder.prepare(AttentionShift())
+    assert "GPTNeoXForCausalLM does not add attention" in decoder.prepare(ResidualSimilarity())
     assert run(decoder, Watching(11)).cosines == {}
 
 
@@ -107,4 +107,4 @@ def test_an_attention_much_larger_than_the_stream_is_not_taken_for_the_next_part
     """Then the stream behind it looks like what attention gave: the packaged model is so."""
     model = load_model("quire-tiny", dtype="float32")
 
-    assert model.decoder.prepare(AttentionShift()) is None
+    assert model.decoder.prepare(ResidualSimilarity()) is None

@@ -36,13 +36,13 @@ class Layers(nn.Module):
         return rows
 
 
-def streamed(count: int, brought: tuple[int, ...] | None = None, transfer_worker=None):
+def streamed(count: int, offloaded_layers: tuple[int, ...] | None = None, transfer_worker=None):
     """A model whose layers are brought, what brings them, and the same model as it was."""
     model, plain = Layers(count), Layers(count)
     layers = layer_weights(model, count)
     place = place_weights([layer.num_bytes for layer in layers], 0, None)
-    numbers = tuple(range(count)) if brought is None else brought
-    place = type(place)(other_bytes=0, layer_bytes=place.layer_bytes, brought=numbers)
+    numbers = tuple(range(count)) if offloaded_layers is None else offloaded_layers
+    place = type(place)(other_bytes=0, layer_bytes=place.layer_bytes, offloaded_layers=numbers)
     link = FileLink(place.host_bytes, transfer_worker or Dawdling())
     poison(link)
     for number in numbers:
@@ -122,15 +122,15 @@ def test_a_disk_without_room_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("brought", [(0, 1, 2), (1, 2, 4, 6), (0, 2, 3, 5, 6), tuple(range(7))])
-def test_passes_give_what_the_model_gave_and_bring_each_layer_once(brought, rows):
+def test_passes_give_what_the_model_gave_and_bring_each_layer_once(offloaded_layers, rows):
     """Also where slots do not divide the ring."""
-    model, weights, plain = streamed(7, brought)
+    model, weights, plain = streamed(7, offloaded_layers)
     for passes in range(1, 6):
         assert torch.equal(model(rows), plain(rows))
         assert weights.passes.num_passes == passes
         assert not weights.passes.pending
         ahead = SLOTS  # of the next pass
-        assert weights.link.transfer_worker.num_copies == passes * len(brought) + ahead
+        assert weights.link.transfer_worker.num_copies == passes * len(offloaded_layers) + ahead
 
 
 def test_a_layer_that_is_not_there_has_no_weights(rows):
@@ -284,7 +284,7 @@ def test_a_device_waits_for_layers_and_the_host_for_nothing(rows):
     layers = layer_weights(model, 7)
     place = place_weights([w.num_bytes for w in layers], 0, SLOTS * layers[0].num_bytes)
     link = CudaLink(device)
-    for number in place.brought:
+    for number in place.offloaded_layers:
         link.take_home(number, layers[number])
     model.to(device)
     link.open(SLOTS, place.slot_bytes)
@@ -313,5 +313,5 @@ def test_a_device_waits_for_layers_and_the_host_for_nothing(rows):
 def test_zoo_models_are_loaded_as_the_tests_say():
     model = load_streamed("llama", stay=2)
 
-    assert len(model.place.brought) == 4
+    assert len(model.place.offloaded_layers) == 4
     assert model.weight_bytes == model.place.device_bytes

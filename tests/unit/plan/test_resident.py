@@ -26,18 +26,20 @@ MODEL = ModelSpec.from_config(
     ("budget", "brought"),
     [(None, ()), (65, ()), (64, (0, 2, 4)), (54, (0, 1, 3, 4)), (44, (0, 1, 2, 3, 4))],
 )
-def test_as_many_stay_as_fit_beside_two_slots(budget, brought):
+def test_as_many_stay_as_fit_beside_two_slots(budget, offloaded_layers):
     """Six layers of 10 B and 5 B beside them: n brought take 5 + 10 * (6 - n) + 20 B."""
     found = place_weights([10] * 6, 5, budget)
 
-    assert found.brought == brought
-    assert found.device_bytes == (65 if not brought else 5 + 10 * (6 - len(brought)) + 20)
-    assert found.host_bytes == 10 * len(brought)
+    assert found.offloaded_layers == offloaded_layers
+    assert found.device_bytes == (
+        65 if not offloaded_layers else 5 + 10 * (6 - len(offloaded_layers)) + 20
+    )
+    assert found.host_bytes == 10 * len(offloaded_layers)
     assert found.total_bytes == 65
 
 
 def test_one_byte_less_than_the_least_is_refused_with_the_least():
-    assert place_weights([10] * 6, 5, 25).brought == (0, 1, 2, 3, 4, 5)
+    assert place_weights([10] * 6, 5, 25).offloaded_layers == (0, 1, 2, 3, 4, 5)
     with pytest.raises(ConfigError, match=r"24 B is too small.* 25 B .*raise --weights-memory"):
         place_weights([10] * 6, 5, 24)
 
@@ -45,7 +47,7 @@ def test_one_byte_less_than_the_least_is_refused_with_the_least():
 def test_two_layers_would_fill_both_slots_and_so_must_stay():
     with pytest.raises(ConfigError, match=r"25 B .* at least"):
         place_weights([10, 10], 5, 24)
-    assert not place_weights([10, 10], 5, 25).brought
+    assert not place_weights([10, 10], 5, 25).offloaded_layers
 
 
 @given(
@@ -62,8 +64,8 @@ def test_a_budget_is_kept_or_refused_where_no_way_keeps_it(layers, other, budget
         return
     assert found.device_bytes <= budget
     assert found.host_bytes + found.device_bytes == found.total_bytes + SLOTS * found.slot_bytes
-    assert len(set(found.brought)) == len(found.brought) != 1
-    gaps = [b - a for a, b in zip(found.brought, found.brought[1:], strict=False)]
+    assert len(set(found.offloaded_layers)) == len(found.offloaded_layers) != 1
+    gaps = [b - a for a, b in zip(found.offloaded_layers, found.offloaded_layers[1:], strict=False)]
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
@@ -73,7 +75,7 @@ def test_a_shape_is_placed_like_its_layers():
     found = planned_weights(MODEL, 2, total - each)
 
     assert planned_weights(MODEL, 2, None).device_bytes == total
-    assert len(found.brought) == 3
+    assert len(found.offloaded_layers) == 3
     assert found.device_bytes == total - each
     assert found.text.startswith("weights: ")
     assert "3 of 8 layers brought through 2 slots" in found.text

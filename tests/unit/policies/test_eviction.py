@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
 from quire.layout.eviction import MOST, MOST_CHARACTERS, Cap, EvictionSpec
-from quire.layout.statistics import AttentionShift, AttentionSum
+from quire.layout.statistics import AttentionSum, ResidualSimilarity
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.budgets.ada import Ada
@@ -199,7 +199,7 @@ def test_a_rule_remembers_what_it_and_its_budget_need_each_once() -> None:
     squeezed = make_eviction("h2o:cap=99,budget=squeeze,when=decode")
     fast = make_eviction("h2o:cap=99,budget=fastgen,when=decode")
 
-    assert squeezed.statistics == (AttentionSum(), AttentionShift())
+    assert squeezed.statistics == (AttentionSum(), ResidualSimilarity())
     assert fast.statistics == (AttentionSum(),)
 
 
@@ -326,7 +326,7 @@ def test_caps_are_settled_once_the_prompt_is_there() -> None:
         next_position=30,
         heads_per_layer=2,
         prompt_tokens=30,
-        statistics={AttentionShift().name: shift.repeat_interleave(2, dim=0)},
+        statistics={ResidualSimilarity().name: shift.repeat_interleave(2, dim=0)},
     )
 
     settled = rule.finalize(eviction, view, LANES)

@@ -278,10 +278,10 @@ class SchedulerLoad:
     ) -> PrefixOffloader | None:
         if not offload_bytes:
             return None
-        fronts = OffloadedPrefixes(self.memory, HostPool(offload_bytes, NoCopies()))
+        prefixes = OffloadedPrefixes(self.memory, HostPool(offload_bytes, NoCopies()))
         return PrefixOffloader(
             self.memory,
-            fronts,
+            prefixes,
             EventLog(),
             sharing=sharing,
             running=state.running,

@@ -19,7 +19,7 @@ class Bringing:
     num_bytes: int = 0
     place: WeightsPlacement = field(
         default_factory=lambda: WeightsPlacement(
-            other_bytes=0, layer_bytes=(100,) * 4, brought=(0, 1, 2, 3)
+            other_bytes=0, layer_bytes=(100,) * 4, offloaded_layers=(0, 1, 2, 3)
         )
     )
 
@@ -34,7 +34,7 @@ class Bringing:
 def test_a_step_is_one_batch_where_nothing_is_brought_and_for_latency():
     assert StepSize(64).tokens == 64
     assert StepSize(64, "throughput").tokens == 64
-    size, bringing = StepSize(64, "latency", brought := Bringing()), brought
+    size, bringing = StepSize(64, "latency", offloaded_layers := Bringing()), offloaded_layers
     bringing.step(size, device_s=1.0, copy_s=5.0, tokens=64)
 
     assert size.tokens == 64

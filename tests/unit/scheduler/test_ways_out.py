@@ -42,8 +42,8 @@ def peaks_of(*windows, columns=32, store="paged", offload_tokens=0, evicting=Fal
     return peaks
 
 
-def need(prompt, generated, eviction=KEEP_ALL, *, streams=True):
-    return Need(prompt + generated, prompt, eviction, streams)
+def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
+    return Need(prompt + generated, prompt, eviction, may_offload)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_beams_are_told_to_be_fewer_or_to_evict_before_there_is_pressure():
     peaks = peaks_of(FULL, FULL, evicting=True)
     spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
 
-    assert ways_out(peaks, need(20, 40, spec, streams=False), 2) == (
+    assert ways_out(peaks, need(20, 40, spec, may_offload=False), 2) == (
         "ask for fewer beams, lower max_tokens, raise --kv-memory to 29KiB or let it evict with "
         "when=prefill_and_decode"
     )

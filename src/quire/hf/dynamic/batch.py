@@ -51,7 +51,7 @@ class DynamicBatch:
     ) -> None:
         self.options = replace(options or BatchOptions(), **named)  # type: ignore[arg-type]
         self._model = SlabModel(model)
-        self._choosing = SamplingStep(
+        self._sampling_step = SamplingStep(
             self._model.vocab_size, self._model.eos_token_ids, self.options.clock
         )
         limit = self.options.capacity_tokens or self._model.max_tokens
@@ -75,7 +75,7 @@ class DynamicBatch:
             self._batch_slots,
             self._line,
             self._memory,
-            self._choosing.first,
+            self._sampling_step.first,
         )
         self._rule, self._reader = self._filling.rule, self._filling.reader
         self._count, self._seeds = 0, Random()
@@ -227,7 +227,7 @@ class DynamicBatch:
             Exception: of the model, as it is. Queries keep their tokens and those in rows are read
                 again, so that another step can be tried.
         """
-        self._choosing.begin_step()
+        self._sampling_step.begin_step()
         record = self.last = StepRecord()
         try:
             self._advance(record)
@@ -237,7 +237,7 @@ class DynamicBatch:
             self._filling.begin_again()
             raise
         record.kv_bytes = self.device_meter.used_bytes
-        return self._choosing.new
+        return self._sampling_step.new
 
     def _advance(self, record: StepRecord) -> None:
         self._memory.shrink()
@@ -267,7 +267,7 @@ class DynamicBatch:
             raise
         live = [row for row, query in enumerate(rows) if query is not None]
         running = [query for query in rows if query is not None]
-        self._choosing.next(running, logits if len(live) == len(rows) else logits[live])
+        self._sampling_step.next(running, logits if len(live) == len(rows) else logits[live])
         record.decode_s = self.options.clock() - started_s
         record.rows, record.live = len(rows), len(live)
         record.columns, record.new_columns = slab.window.width, max(map(len, fed))

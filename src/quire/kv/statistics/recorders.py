@@ -13,11 +13,11 @@ from quire.layout.statistics import QueryMoments, QueryRing
 # How much attention changes the residual stream: sum of cosines, and how many tokens.
 
 
-class ShiftStep:
+class ResidualSimilarityStep:
     """The shift of one lane group's layers in one step. Not made where no row has it.
 
     Args:
-        place: an `AttentionShift`.
+        place: an `ResidualSimilarity`.
         batch: the step.
     """
 
@@ -66,7 +66,7 @@ class MomentsStep:
         positions: logical positions of its tokens.
     """
 
-    needs_unrotated = True
+    needs_pre_rope_keys = True
 
     def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
         assert isinstance(place.statistic, QueryMoments), "made for moments"
@@ -125,7 +125,7 @@ class RingStep:
         positions: logical positions of its tokens.
     """
 
-    needs_unrotated = False
+    needs_pre_rope_keys = False
 
     def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
         assert isinstance(place.statistic, QueryRing), "made for a ring"

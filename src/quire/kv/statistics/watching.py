@@ -12,9 +12,15 @@ from quire.errors import InvariantError
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.pages import Queries, StatisticPages, positions_of
-from quire.kv.statistics.recorders import MomentsStep, RingStep, ShiftStep
+from quire.kv.statistics.recorders import MomentsStep, ResidualSimilarityStep, RingStep
 from quire.kv.statistics.slot_attention import AttentionStatisticsStep
-from quire.layout.statistics import AttentionShift, OfWeights, QueryMoments, QueryRing, Statistic
+from quire.layout.statistics import (
+    OfWeights,
+    QueryMoments,
+    QueryRing,
+    ResidualSimilarity,
+    Statistic,
+)
 
 QUERY_STEPS: dict[type[Statistic], type[RingStep] | type[MomentsStep]] = {
     QueryRing: RingStep,
@@ -87,16 +93,16 @@ class GroupWatch:
             if type(place.statistic) in QUERY_STEPS
         ]
         self._shifts = [
-            ShiftStep(place, batch)
+            ResidualSimilarityStep(place, batch)
             for place in places
-            if isinstance(place.statistic, AttentionShift)
+            if isinstance(place.statistic, ResidualSimilarity)
         ]
-        self._needs_unrotated = any(step.needs_unrotated for step in self._queries)
+        self._needs_pre_rope_keys = any(step.needs_pre_rope_keys for step in self._queries)
         self._positions = torch.from_numpy(positions).to(places[0].numbers.device)
 
     @property
-    def wants_shift(self) -> bool:
-        """Whether `note_shift` is to be called."""
+    def wants_residual_similarity(self) -> bool:
+        """Whether `note_residual_similarity` is to be called."""
         return bool(self._shifts)
 
     def room_for_sums(self, num_heads: int, scratch: SumsScratch) -> Tensor | None:
@@ -124,13 +130,13 @@ class GroupWatch:
                 step.note(layer, seen)
 
     def _before_rope(self, query: Tensor, rotary: Unrotates | None) -> Tensor | None:
-        if not self._needs_unrotated:
+        if not self._needs_pre_rope_keys:
             return None
         if rotary is None:
             raise InvariantError("queries before RoPE are asked of a model that cannot give them")
         return rotary.unrotate(query, self._positions)
 
-    def note_shift(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
+    def note_residual_similarity(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
         """Write down how much attention changed the residual stream."""
         for step in self._shifts:
             step.note(layer, cosines)

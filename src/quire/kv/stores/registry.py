@@ -20,7 +20,7 @@ from quire.layout.pages import CacheLayout
 
 PREFIX_CACHE = "prefix_cache"
 NO_WINDOW = "no_window"
-UNROTATED = "unrotated"
+PRE_ROPE = "unrotated"
 LOSSY_CODEC = "lossy_codec"
 
 
@@ -89,12 +89,12 @@ UNSOUND: Mapping[tuple[str, str], Unsound] = MappingProxyType(
 
 UNSOUND_TOGETHER: Mapping[tuple[str, str], Unsound] = MappingProxyType(
     {
-        (UNROTATED, PREFIX_CACHE): Unsound(
+        (PRE_ROPE, PREFIX_CACHE): Unsound(
             "keys are stored before RoPE, for streams, and a stream parts from every other at its "
             "first eviction: no prefix behind its cap could be shared",
             "to share prefixes use 'sinks'",
         ),
-        (UNROTATED, LOSSY_CODEC): Unsound(
+        (PRE_ROPE, LOSSY_CODEC): Unsound(
             "keys before RoPE are turned as plain numbers whenever they are attended, and codes "
             "would have to be read and turned at every look",
             "use a plain codec, or 'sinks'",
@@ -164,6 +164,6 @@ def features_of(layout: CacheLayout, *, enable_prefix_caching: bool) -> dict[str
     return {
         PREFIX_CACHE: enable_prefix_caching,
         NO_WINDOW: all(group.window is None for group in layout.groups),
-        UNROTATED: not all(group.page_class.rotated for group in layout.groups),
+        PRE_ROPE: not all(group.page_class.rotated for group in layout.groups),
         LOSSY_CODEC: not all(group.page_class.is_plain for group in layout.groups),
     }

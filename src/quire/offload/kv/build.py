@@ -20,14 +20,14 @@ class KVOffloadComponents:
     """What belongs to fronts on the host.
 
     Attributes:
-        fronts: of all sequences.
+        prefixes: of all sequences.
         kv_offload: for steps.
         splits: divides fronts; None where all of them is carried.
         why: what is made again or why nothing is, for people.
         offload_bytes: of offload memory, for KV and activations.
     """
 
-    fronts: OffloadedPrefixes
+    prefixes: OffloadedPrefixes
     kv_offload: KVOffload
     splits: PrefixSplits | None
     why: str
@@ -37,7 +37,7 @@ class KVOffloadComponents:
         """Bytes on the host, tokens that were not carried so far: as `EngineStats` names them."""
         kv_recompute, attention = self.kv_offload.kv_recompute, self.kv_offload.attention
         return {
-            "offloaded_bytes": self.fronts.pool.used_bytes,
+            "offloaded_bytes": self.prefixes.pool.used_bytes,
             "input_bytes": 0 if kv_recompute is None else kv_recompute.store.used_bytes,
             "recomputed_tokens": 0 if kv_recompute is None else kv_recompute.num_made,
             "cpu_attended_tokens": 0 if attention is None else attention.num_attended,
@@ -49,7 +49,7 @@ class KVOffloadComponents:
         Raises:
             InvariantError: one is not.
         """
-        self.fronts.pool.check()
+        self.prefixes.pool.check()
         if self.kv_offload.kv_recompute is not None:
             self.kv_offload.kv_recompute.store.book.check()
 
@@ -76,22 +76,24 @@ def build_kv_offload(
     book = choice.book(choice.input_bytes(part, stream_bytes))
     input_bytes = 0 if book is None else book.num_blocks * book.block_tokens * choice.x_bytes
     pool = host_pool(store, choice.layout, stream_bytes - input_bytes)
-    fronts = OffloadedPrefixes(memory, pool, store.page_positions)
+    prefixes = OffloadedPrefixes(memory, pool, store.page_positions)
     kv_recompute = None
     if book is not None:
         kv_recompute = choice.kv_recompute(book, RowRequests(part, running))
-    attention = choice.attention(memory, store, coded, fronts)
+    attention = choice.attention(memory, store, coded, prefixes)
     splits = None
     if kv_recompute is not None or attention is not None:
         splits = choice.splits(makes=kv_recompute is not None, attends=attention is not None)
     choice.say_fallbacks(why, recomputes=kv_recompute is not None, attends=attention is not None)
     kv_offload = KVOffload(
         memory,
-        fronts,
+        prefixes,
         choice.transfer_worker(),
         splits=splits,
         kv_recompute=kv_recompute,
-        remade=[group.name for group in choice.groups] if kv_recompute is not None else (),
+        recomputed_share=[group.name for group in choice.groups]
+        if kv_recompute is not None
+        else (),
         attention=attention,
     )
-    return KVOffloadComponents(fronts, kv_offload, splits, why, stream_bytes)
+    return KVOffloadComponents(prefixes, kv_offload, splits, why, stream_bytes)

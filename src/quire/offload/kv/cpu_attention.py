@@ -41,7 +41,7 @@ class CPUAttention:
         memory: of the sequences.
         store: its bytes.
         coded: what decodes its pages.
-        fronts: of all sequences.
+        prefixes: of all sequences.
         groups: names of those whose lanes can be attended to in parts.
     """
 
@@ -50,10 +50,10 @@ class CPUAttention:
         memory: KVMemory,
         store: PageStore,
         coded: CodedLayers,
-        fronts: OffloadedPrefixes,
+        prefixes: OffloadedPrefixes,
         groups: Sequence[str],
     ) -> None:
-        self.memory, self.store, self.coded, self.fronts = memory, store, coded, fronts
+        self.memory, self.store, self.coded, self.prefixes = memory, store, coded, prefixes
         self.groups = frozenset(groups)
         self.num_attended = 0  # tokens on the host so far, each layer counted
         self.threads = ThreadPoolExecutor(1, thread_name_prefix="quire-host-attention")
@@ -61,7 +61,7 @@ class CPUAttention:
     @property
     def host(self) -> Tensor:
         """The bytes of fronts."""
-        copies = self.fronts.pool.copies
+        copies = self.prefixes.pool.copies
         assert isinstance(copies, DirectCopies | StagedCopies), "a pool with bytes"
         return copies.host
 
@@ -201,13 +201,13 @@ class StepCPUAttention:
     ) -> Iterator[PageViews]:
         """Pages of a lane that are attended to on the host, piece by piece."""
         engine = self._engine
-        for piece in engine.fronts.pieces(row.row):
+        for piece in engine.prefixes.pieces(row.row):
             if piece.group == group.name:
                 columns = _overlap(piece, row.host)
                 if columns:
                     first = lane * piece.columns + columns.start - piece.first
                     space = piece.layers[index]
-                    for start, count in engine.fronts.pool.places(
+                    for start, count in engine.prefixes.pool.places(
                         space, group.page_class, first, len(columns)
                     ):
                         num_bytes = count * group.page_class.page_bytes

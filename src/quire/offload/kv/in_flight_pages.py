@@ -41,7 +41,7 @@ class InFlightPages:
             group.name: np.empty((group.num_lanes, 0), dtype=np.int32)
             for group in shared_groups(memory)
         }
-        self._key = next(memory.loan_keys)
+        self._key = next(memory.cached_reference_keys)
         memory.cached_references[self._key] = self.pages
         try:
             self.reach_down(first)

@@ -253,14 +253,14 @@ class OffloadChoice:
         return KVRecompute(decoder, inputs, rows, decoder.device)
 
     def attention(
-        self, memory: KVMemory, store: PageStore, coded: CodedLayers, fronts: OffloadedPrefixes
+        self, memory: KVMemory, store: PageStore, coded: CodedLayers, prefixes: OffloadedPrefixes
     ) -> CPUAttention | None:
         """What attends on the host; None for nothing. A device that is the host gains nothing."""
         part = self._config.offload.cpu_attention
         here = self._model.decoder.device.type == "cpu"
         if not self._in_parts or part == 0 or (part is None and here):
             return None
-        return CPUAttention(memory, store, coded, fronts, self._in_parts)
+        return CPUAttention(memory, store, coded, prefixes, self._in_parts)
 
     @property
     def _room_tokens(self) -> int:

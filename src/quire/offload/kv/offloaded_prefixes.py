@@ -150,7 +150,7 @@ class OffloadedPrefixes(MemoryListener):
             for space in piece.layers:
                 self.pool.release(space)
 
-    def bring_back(self, row: int) -> None:
+    def load_back(self, row: int) -> None:
         """Let a sequence have all its pages in the arena again; its staging is some of them.
 
         Raises:
@@ -166,7 +166,7 @@ class OffloadedPrefixes(MemoryListener):
             raise OutOfPages(f"{sum(needed.values())} pages needed to bring a front back")
         self.use.finalize()
         for piece in self.pieces(row):
-            self._bring_back(row, piece)
+            self._load_back(row, piece)
         self._forget(row)
 
     def halve_staging(self, row: int) -> int:
@@ -263,7 +263,7 @@ class OffloadedPrefixes(MemoryListener):
         table.repeated[row] += piece.staging.size - first.size
         return replace(piece, staging=first)
 
-    def _bring_back(self, row: int, piece: OffloadedPageGroup) -> None:
+    def _load_back(self, row: int, piece: OffloadedPageGroup) -> None:
         memory, table = self._memory, self._memory.tables[piece.group]
         group, pool = table.group, memory.pools[table.group.page_class]
         columns = slice(piece.first, piece.first + piece.columns)

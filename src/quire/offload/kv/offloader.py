@@ -13,7 +13,7 @@ from quire.errors import HostPoolFull, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.layout.layout import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.scheduler.admission.need import may_stream
+from quire.scheduler.admission.need import can_offload_request
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lane_capacities import Evicted, Evictor
@@ -33,7 +33,7 @@ class PrefixOffloader:
 
     Args:
         memory: the arena.
-        fronts: of its sequences.
+        prefixes: of its sequences.
         events: told of what moves.
         sharing: cached prefixes, which may name the same pages.
         running: requests that hold KV; the scheduler's own list.
@@ -47,14 +47,14 @@ class PrefixOffloader:
     def __init__(
         self,
         memory: KVMemory,
-        fronts: OffloadedPrefixes,
+        prefixes: OffloadedPrefixes,
         events: EventLog,
         *,
         sharing: PrefixSharing,
         running: Sequence[Request],
         offload_bytes: int,
     ) -> None:
-        self._memory, self._fronts, self._events = memory, fronts, events
+        self._memory, self._prefixes, self._events = memory, prefixes, events
         self._sharing, self._running = sharing, running
         self._holders = 1 if sharing.prefix is None else 2
         groups = [group for group in memory.layout.groups if can_be_offloaded(group)]
@@ -66,11 +66,11 @@ class PrefixOffloader:
     @property
     def offloaded_tokens(self) -> int:
         """Of one sequence that the host holds when nobody else has anything there."""
-        return self._fronts.pool.total_bytes // max(1, self._token_bytes)
+        return self._prefixes.pool.total_bytes // max(1, self._token_bytes)
 
     def is_staged(self, request: Request) -> bool:
         """Whether a running request has its first pages on the host."""
-        return request.memory.row in self._fronts.rows
+        return request.memory.row in self._prefixes.rows
 
     def stops_evicting(self, request: Request) -> bool:
         """Whether a running request could lose tokens if its first pages were back."""
@@ -91,7 +91,7 @@ class PrefixOffloader:
                 return True
         return False
 
-    def bring_back(self, request: Request) -> None:
+    def load_back(self, request: Request) -> None:
         """Let a request have all its pages in the memory again, in the room of others' if need be.
 
         Raises:
@@ -102,7 +102,7 @@ class PrefixOffloader:
         self._sharing.drop_cached()
         while self.is_staged(request):
             try:
-                self._fronts.bring_back(request.memory.row)
+                self._prefixes.load_back(request.memory.row)
             except OutOfPages:
                 if not self.move_some(but=request):
                     raise
@@ -113,20 +113,20 @@ class PrefixOffloader:
 
         Its pages are packed then, staging included, for pages of all classes to fill slabs.
         """
-        self._fronts.halve_staging(request.memory.row)
-        while may_stream(request) and self._move(request):
-            self._fronts.halve_staging(request.memory.row)
-        self._fronts.repack(request.memory.row)
+        self._prefixes.halve_staging(request.memory.row)
+        while can_offload_request(request) and self._move(request):
+            self._prefixes.halve_staging(request.memory.row)
+        self._prefixes.repack(request.memory.row)
 
     def _movable(self) -> list[Request]:
         return [
             request
             for request in self._running
-            if request.is_running and request.memory.row >= 0 and may_stream(request)
+            if request.is_running and request.memory.row >= 0 and can_offload_request(request)
         ]
 
     def _gain_bytes(self, request: Request) -> int:
-        return self._fronts.gain_bytes(request.memory.row, self._slots(request), self._holders)
+        return self._prefixes.gain_bytes(request.memory.row, self._slots(request), self._holders)
 
     def _slots(self, request: Request) -> int:
         """In every lane that could have a front; without those that the next step will write."""
@@ -148,12 +148,12 @@ class PrefixOffloader:
         left = slots // tokens - held
         pages = min(left, max(_LEAST_PAGES, -(-left // _PART)))
         self._sharing.withdraw_from_cache(request)
-        before = self._fronts.pool.used_bytes
-        while pages > 0 and self._fronts.pool.used_bytes == before:
+        before = self._prefixes.pool.used_bytes
+        while pages > 0 and self._prefixes.pool.used_bytes == before:
             with suppress(HostPoolFull, OutOfPages):  # what was offloaded before it stays so
-                self._fronts.host(request.memory.row, (held + pages) * tokens)
+                self._prefixes.host(request.memory.row, (held + pages) * tokens)
             pages //= 2
-        moved = self._fronts.pool.used_bytes - before
+        moved = self._prefixes.pool.used_bytes - before
         if moved:
             self._events.emit("offloaded", request, kv_bytes=moved)
         return moved > 0
@@ -182,15 +182,15 @@ class OffloadEvictor:
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
         """See `Evictor.evict`."""
-        self._prefix_offloader.bring_back(request)
+        self._prefix_offloader.load_back(request)
         return self._evictor.evict(request, keep, least_gain=least_gain)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """See `Evictor.repeat`."""
-        self._prefix_offloader.bring_back(request)
+        self._prefix_offloader.load_back(request)
         self._evictor.repeat(request, entry)
 
     def finalize(self, request: Request) -> None:
         """See `Evictor.finalize`; raises OutOfPages too."""
-        self._prefix_offloader.bring_back(request)
+        self._prefix_offloader.load_back(request)
         self._evictor.finalize(request)

@@ -42,7 +42,7 @@ class PrefixPrefetch:
     """The fronts of the sequences of one step.
 
     Args:
-        fronts: of all sequences.
+        prefixes: of all sequences.
         layout: of the memory.
         transfer_worker: copies.
         shares: of the sequences of the step that have a front, what becomes of it.
@@ -52,24 +52,24 @@ class PrefixPrefetch:
 
     def __init__(
         self,
-        fronts: OffloadedPrefixes,
+        prefixes: OffloadedPrefixes,
         layout: CacheLayout,
         transfer_worker: TransferWorker,
         shares: Mapping[int, Share],
         log: StepLog,
         parts: Mapping[str, Parts] | None = None,
     ) -> None:
-        self._pool, self._transfer_worker, self._log = fronts.pool, transfer_worker, log
+        self._pool, self._transfer_worker, self._log = prefixes.pool, transfer_worker, log
         self._parts = parts or {}
         self._runs: dict[str, list[_Run]] = {}
         for row, share in shares.items():
-            for piece in fronts.pieces(row):
+            for piece in prefixes.pieces(row):
                 self._runs.setdefault(piece.group, []).extend(_runs(piece, share))
         self._groups = {g.name: g for g in layout.groups if g.name in self._runs}
         self._tokens = sum(
             piece.columns * self._groups[piece.group].page_class.tokens
             for row in shares
-            for piece in fronts.pieces(row)
+            for piece in prefixes.pieces(row)
         ) // max(1, len(self._groups))
         self._coming: dict[tuple[str, int], list[Transfer]] = {}
         self._left: object | None = None

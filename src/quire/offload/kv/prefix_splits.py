@@ -64,28 +64,28 @@ CARRIED = Share()
 
 
 def divide_prefixes(
-    fronts: Mapping[int, OffloadedPrefix], made_tokens: int, host_tokens: int, page_tokens: int
+    prefixes: Mapping[int, OffloadedPrefix], made_tokens: int, host_tokens: int, page_tokens: int
 ) -> dict[int, Share]:
     """Divide tokens over sequences, in whole pages.
 
     Args:
-        fronts: by sequence.
+        prefixes: by sequence.
         made_tokens: to make again, of all sequences together; as many as inputs are kept of.
         host_tokens: to attend to on the host; of these, as many as are left.
         page_tokens: of a page.
     """
-    rows = list(fronts)
-    known = tuple(len(front.known) * page_tokens for front in fronts.values())
+    rows = list(prefixes)
+    known = tuple(len(front.known) * page_tokens for front in prefixes.values())
     made = share_rows(known, min(made_tokens, sum(known)), page_tokens)
     left = tuple(
         max(0, front.columns - _made(front, n // page_tokens).stop) * page_tokens * front.on_host
-        for front, n in zip(fronts.values(), made, strict=True)
+        for front, n in zip(prefixes.values(), made, strict=True)
     )
     host = share_rows(left, min(host_tokens, sum(left)), page_tokens)
     return {
         row: Share(
-            made=_made(fronts[row], n // page_tokens),
-            host=range(fronts[row].columns - a // page_tokens, fronts[row].columns),
+            made=_made(prefixes[row], n // page_tokens),
+            host=range(prefixes[row].columns - a // page_tokens, prefixes[row].columns),
         )
         for row, n, a in zip(rows, made, host, strict=True)
     }
@@ -139,14 +139,14 @@ class PrefixSplits:
         self._host_part: float | None = None
         self._rows = 0
 
-    def divide(self, fronts: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
+    def divide(self, prefixes: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
         """See `quire.offload.kv.step_offload.Splits`."""
-        tokens = self.tokens = sum(f.columns for f in fronts.values()) * self._page_tokens
+        tokens = self.tokens = sum(f.columns for f in prefixes.values()) * self._page_tokens
         self._rows = rows
         rates = self._rates()
         host = self._host_tokens(rates, tokens)
         made = min(self._made_tokens(rates, tokens - host), self._requested.most_made)
-        shares = divide_prefixes(fronts, made, host, self._page_tokens)
+        shares = divide_prefixes(prefixes, made, host, self._page_tokens)
         self.made_tokens = sum(len(s.made) for s in shares.values()) * self._page_tokens
         self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
         return shares

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.scheduler.admission.need import may_stream
+from quire.scheduler.admission.need import can_offload_request
 from quire.scheduler.request import Request
 
 
@@ -32,7 +32,9 @@ class RowRequests:
     def inputs_until(self, row: int) -> int:
         """Slots from this one on are never made again; 0: none is."""
         request = self._of(row)
-        return int(-(-request.final_tokens * self._part // 1)) if may_stream(request) else 0
+        return (
+            int(-(-request.final_tokens * self._part // 1)) if can_offload_request(request) else 0
+        )
 
     def _of(self, row: int) -> Request:
         return next(request for request in self._running if request.memory.row == row)

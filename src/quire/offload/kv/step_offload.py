@@ -33,7 +33,7 @@ from quire.offload.swap.transfer import TransferWorker
 class Splits(Protocol):
     """Divides fronts, and learns from how long that took."""
 
-    def divide(self, fronts: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
+    def divide(self, prefixes: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
         """What becomes of the fronts of a step of so many rows, by row."""
         ...
 
@@ -47,28 +47,28 @@ class KVOffload(MemoryListener):
 
     Args:
         memory: of the sequences.
-        fronts: of all sequences.
+        prefixes: of all sequences.
         transfer_worker: copies.
         splits: divides fronts; None has all of them carried.
         kv_recompute: makes keys and values again; None: nobody does.
-        remade: names of the groups for which it can.
+        recomputed_share: names of the groups for which it can.
         attention: attends on the host; None: nobody does.
     """
 
     def __init__(
         self,
         memory: KVMemory,
-        fronts: OffloadedPrefixes,
+        prefixes: OffloadedPrefixes,
         transfer_worker: TransferWorker,
         *,
         splits: Splits | None = None,
         kv_recompute: KVRecompute | None = None,
-        remade: Iterable[str] = (),
+        recomputed_share: Iterable[str] = (),
         attention: CPUAttention | None = None,
     ) -> None:
-        self.memory, self.fronts, self.transfer_worker = memory, fronts, transfer_worker
+        self.memory, self.prefixes, self.transfer_worker = memory, prefixes, transfer_worker
         self.splits, self.kv_recompute, self.attention = splits, kv_recompute, attention
-        self.tables = [memory.tables[name] for name in remade]
+        self.tables = [memory.tables[name] for name in recomputed_share]
         if kv_recompute is not None:
             memory.listeners.subscribe(self)
         self._last: StepKVOffload | None = None
@@ -82,15 +82,15 @@ class KVOffload(MemoryListener):
         """What a step has to do with fronts; None where that is nothing."""
         self._end()
         keeps = self._keep(batch)
-        rows = [row for row in batch.rows.tolist() if self.fronts.pieces(row)]
+        rows = [row for row in batch.rows.tolist() if self.prefixes.pieces(row)]
         if rows:
             shares = dict.fromkeys(rows, CARRIED)
             if self.splits is not None:
                 decodes = set(batch.rows[: batch.shape.num_decode].tolist())
-                fronts = {row: self._front(row, decodes=row in decodes) for row in rows}
-                shares = self.splits.divide(fronts, len(batch.rows))
+                prefixes = {row: self._prefix_of(row, decodes=row in decodes) for row in rows}
+                shares = self.splits.divide(prefixes, len(batch.rows))
             self._last = StepKVOffload(self, batch, shares)
-            self.fronts.use.begin(self._last)
+            self.prefixes.use.begin(self._last)
             return self._last
         return StepKVOffload(self, batch, {}) if keeps else None
 
@@ -127,11 +127,11 @@ class KVOffload(MemoryListener):
     def _end(self) -> None:
         """The last step is over: learn from it."""
         last, self._last = self._last, None
-        self.fronts.use.end()
+        self.prefixes.use.end()
         if last is not None and self.splits is not None:
             self.splits.learn(last.log.read())
 
-    def _front(self, row: int, *, decodes: bool) -> OffloadedPrefix:
+    def _prefix_of(self, row: int, *, decodes: bool) -> OffloadedPrefix:
         tables = self.memory.tables.values()  # of one group more may have moved than of another
         staged = min(int(t.staged[row]) for t in tables if can_be_offloaded(t.group))
         on_host = decodes and self.attention is not None and not self.memory.statistics_of(row)
@@ -185,7 +185,7 @@ class StepKVOffload:
         for table in kv_offload.tables if kv_offload.kv_recompute is not None and shares else ():
             assert kv_offload.kv_recompute is not None, "just asked"
             part = StepKVRecompute(
-                kv_offload.kv_recompute, kv_offload.fronts, table, shares, self.log
+                kv_offload.kv_recompute, kv_offload.prefixes, table, shares, self.log
             )
             if part.tokens:
                 self._parts[table.group.name] = part
@@ -193,7 +193,7 @@ class StepKVOffload:
         if kv_offload.attention is not None:
             self._host = StepCPUAttention(kv_offload.attention, batch, shares, self.log)
         self._stream = PrefixPrefetch(
-            kv_offload.fronts,
+            kv_offload.prefixes,
             kv_offload.memory.layout,
             kv_offload.transfer_worker,
             shares,

@@ -143,7 +143,7 @@ class StepKVRecompute:
 
     Args:
         kv_recompute: of the engine.
-        fronts: of all sequences.
+        prefixes: of all sequences.
         table: of the group.
         shares: of the sequences of the step.
         log: of the step.
@@ -152,13 +152,13 @@ class StepKVRecompute:
     def __init__(
         self,
         kv_recompute: KVRecompute,
-        fronts: OffloadedPrefixes,
+        prefixes: OffloadedPrefixes,
         table: LaneTable,
         shares: Mapping[int, Share],
         log: StepLog,
     ) -> None:
         self._engine, self._log, self._group = kv_recompute, log, table.group
-        self._fronts = fronts
+        self._prefixes = prefixes
         slots = _slots(table, shares)
         self.rows = {row: slots for row, slots in slots.items() if len(slots)}
         self.tokens = sum(map(len, self.rows.values()))
@@ -225,7 +225,7 @@ class StepKVRecompute:
         return self._engine.model.first_layer(tokens, positions, rope_variant=self._rope_variant)
 
     def _logical(self, row: int, index: int) -> NDArray[np.int64]:
-        return self._fronts.positions(row, self._group.name, index, self.rows[row])
+        return self._prefixes.positions(row, self._group.name, index, self.rows[row])
 
     def _positions_of(self, index: int) -> Tensor:
         """Logical positions of all tokens, in a layer."""

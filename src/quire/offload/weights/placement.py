@@ -73,12 +73,12 @@ class WithinBudget(LayerPlacer):
         layers = layer_weights(model, _num_layers(model))
         place = _place(model, layers, self.budget_bytes)
         _check_room(place, device)
-        if not place.brought:
+        if not place.offloaded_layers:
             nn.Module.to(model, device)
             return place, None
         with torch.inference_mode(False):
             link = make_link(device, place.host_bytes)
-            for number in place.brought:
+            for number in place.offloaded_layers:
                 link.take_home(number, layers[number])
                 for held in layers[number].held:  # free at once: the model may fill the memory
                     held.parameter.data = torch.empty(0, dtype=held.dtype)

@@ -76,8 +76,8 @@ class WeightStream:
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         with torch.inference_mode(False):
             self._absent = {h.dtype: _nothing(h.dtype, link) for h in self._all_held()}
-            for brought in place.brought:
-                self._unpoint(brought)
+            for offloaded_layers in place.offloaded_layers:
+                self._unpoint(offloaded_layers)
         for number, layer in enumerate(layers):
             layer.module.register_forward_pre_hook(self._before(number), prepend=True)
             layer.module.register_forward_hook(self._behind(number))
@@ -100,7 +100,7 @@ class WeightStream:
 
     @property
     def num_bytes(self) -> int:
-        """Brought so far."""
+        """WeightTransfers so far."""
         return self.link.num_bytes
 
     @contextmanager
@@ -120,7 +120,7 @@ class WeightStream:
         """
         if layer == 0 and not self._left:
             self._began = self.link.clock_s()
-        if layer not in self.place.brought:
+        if layer not in self.place.offloaded_layers:
             return
         if layer not in self._slot_of:
             self._restart(layer)
@@ -152,7 +152,7 @@ class WeightStream:
     def _restart(self, layer: int) -> None:
         """Somebody begins elsewhere, or a pass has ended early."""
         self._forget()
-        self._next = self.place.brought.index(layer)
+        self._next = self.place.offloaded_layers.index(layer)
         for slot in range(len(self.link.slots)):
             self.link.release(slot)
             self._bring(slot)
@@ -164,8 +164,8 @@ class WeightStream:
             self._unpoint(layer)
 
     def _bring(self, slot: int) -> None:
-        layer = self.place.brought[self._next]
-        self._next = (self._next + 1) % len(self.place.brought)
+        layer = self.place.offloaded_layers[self._next]
+        self._next = (self._next + 1) % len(self.place.offloaded_layers)
         self._slot_of[layer] = slot
         self.link.bring(layer, slot)
 
@@ -187,7 +187,7 @@ class WeightStream:
         self._pointing.discard(layer)
 
     def _all_held(self) -> Iterator[Held]:
-        for layer in self.place.brought:
+        for layer in self.place.offloaded_layers:
             yield from self._layers[layer].held
 
     def _before(self, number: int) -> Callable[..., None]:

@@ -136,22 +136,22 @@ class WeightsPlacement:
     Attributes:
         other_bytes: of all that is no layer's own: embeddings, norms, head, buffers.
         layer_bytes: of each layer.
-        brought: numbers of the layers that are brought in every pass; none where all stay.
+        offloaded_layers: numbers of the layers that are brought in every pass; none where all stay.
     """
 
     other_bytes: int
     layer_bytes: tuple[int, ...]
-    brought: tuple[int, ...] = ()
+    offloaded_layers: tuple[int, ...] = ()
 
     @property
     def slot_bytes(self) -> int:
         """Of one slot: the largest layer that is brought."""
-        return max((self.layer_bytes[layer] for layer in self.brought), default=0)
+        return max((self.layer_bytes[layer] for layer in self.offloaded_layers), default=0)
 
     @property
     def host_bytes(self) -> int:
         """Outside of the device, and brought in every pass."""
-        return sum(self.layer_bytes[layer] for layer in self.brought)
+        return sum(self.layer_bytes[layer] for layer in self.offloaded_layers)
 
     @property
     def total_bytes(self) -> int:
@@ -166,12 +166,12 @@ class WeightsPlacement:
     @property
     def text(self) -> str:
         """One line for people."""
-        if not self.brought:
+        if not self.offloaded_layers:
             return f"weights: all {format_size(self.total_bytes)} on the device"
         return (
             f"weights: {format_size(self.device_bytes)} of {format_size(self.total_bytes)} on the "
-            f"device, {len(self.brought)} of {len(self.layer_bytes)} layers brought through "
-            f"{SLOTS} slots of {format_size(self.slot_bytes)}"
+            f"device, {len(self.offloaded_layers)} of {len(self.layer_bytes)} layers brought "
+            f"through {SLOTS} slots of {format_size(self.slot_bytes)}"
         )
 
 
@@ -196,7 +196,7 @@ def place_weights(
         place = WeightsPlacement(
             other_bytes=other_bytes,
             layer_bytes=all_stay.layer_bytes,
-            brought=tuple(len(layer_bytes) * i // count for i in range(count)),
+            offloaded_layers=tuple(len(layer_bytes) * i // count for i in range(count)),
         )
         if place.device_bytes <= budget_bytes:
             return place

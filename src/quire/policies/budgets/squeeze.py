@@ -22,7 +22,7 @@ from functools import cache
 from math import ceil
 
 from quire.errors import ConfigError, PolicyError
-from quire.layout.statistics import AttentionShift, Statistic
+from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.policies.base import ScorePolicy
 from quire.policies.budgets.base import Budget, Shape, decimal_fraction, share_out
 from quire.policies.registry import register_budget
@@ -52,7 +52,7 @@ class Squeeze(Budget):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        return (AttentionShift(),)
+        return (ResidualSimilarity(),)
 
     def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
         share, layers = decimal_fraction(self.share), shape.num_layers
@@ -67,7 +67,7 @@ class Squeeze(Budget):
 
     def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         del rule
-        first_heads = view.by_layer(view.remembered(AttentionShift()))[:, 0, 0].double()
+        first_heads = view.by_layer(view.remembered(ResidualSimilarity()))[:, 0, 0].double()
         if bool((first_heads[:, 1] < 1).any()):
             raise PolicyError(
                 "budget squeeze asks how attention changed each layer's stream, and for some layer "

@@ -27,13 +27,13 @@ class Need:
         tokens: it has had then.
         prompt_tokens: of which so many are its prompt; None: all.
         eviction: what of them stays, and what is remembered of them.
-        streams: its first pages may be on the host, in engines that have room for them there.
+        may_offload: its first pages may be on the host, in engines that have room for them there.
     """
 
     tokens: int
     prompt_tokens: int | None = None
     eviction: EvictionSpec = KEEP_ALL
-    streams: bool = False
+    may_offload: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -44,15 +44,15 @@ class Need:
 def need_of(request: Request, tokens: int) -> Need:
     """What a request needs to have had so many tokens."""
     # those that evict go back into the memory for it, and so must have room there
-    streams = (
-        may_stream(request)
+    may_offload = (
+        can_offload_request(request)
         and request.eviction.spec.cap is None
         and not request.progress.cached_tokens
     )
-    return Need(tokens, len(request.prompt_token_ids), request.eviction.spec, streams)
+    return Need(tokens, len(request.prompt_token_ids), request.eviction.spec, may_offload)
 
 
-def may_stream(request: Request) -> bool:
+def can_offload_request(request: Request) -> bool:
     """Whether the first pages of a request may be on the host while it runs.
 
     Not in groups, whose members share pages; not once they could not return for an eviction.
@@ -66,13 +66,13 @@ class Alike:
 
     Attributes:
         eviction: of them all.
-        streams: likewise.
+        may_offload: likewise.
         index: [n] their places.
         tokens, prompts: [n] of each, a prompt at most as long as its sequence.
     """
 
     eviction: EvictionSpec
-    streams: bool
+    may_offload: bool
     index: Tokens
     tokens: Tokens
     prompts: Tokens
@@ -82,14 +82,14 @@ def alike(needs: Sequence[Need]) -> Iterator[Alike]:
     """The needs by eviction: many are counted at once, and most share a few of them."""
     places: dict[tuple[int, bool], list[int]] = {}
     for i, need in enumerate(needs):
-        places.setdefault((id(need.eviction), need.streams), []).append(i)
+        places.setdefault((id(need.eviction), need.may_offload), []).append(i)
     for members in places.values():
         tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
         requested = [needs[i].prompt_tokens for i in members]
         prompts = np.array([t if p is None else p for t, p in zip(tokens, requested, strict=True)])
         first = needs[members[0]]
         index, prompts = np.array(members), np.minimum(prompts, tokens)
-        yield Alike(first.eviction, first.streams, index, tokens, prompts)
+        yield Alike(first.eviction, first.may_offload, index, tokens, prompts)
 
 
 @dataclass(frozen=True, slots=True)

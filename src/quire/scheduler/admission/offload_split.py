@@ -35,7 +35,7 @@ def offload_text(peaks: "Peaks", need: Need) -> str:
         peaks: of the memory.
         need: of the one sequence of a request.
     """
-    if not (need.streams and peaks.offloaded_tokens):
+    if not (need.may_offload and peaks.offloaded_tokens):
         return ""
     split, unlimited = peaks.offload_split(need), copy(peaks)
     unlimited.offloaded_tokens = UNBOUNDED

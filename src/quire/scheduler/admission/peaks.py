@@ -81,7 +81,9 @@ class Peaks:
         """Whether each of the sequences holds fewer pages where steps are smaller."""
         if self._windows:
             return np.ones(len(needs), dtype=bool)
-        return np.array([need.streams and self.offloaded_tokens > 0 for need in needs], dtype=bool)
+        return np.array(
+            [need.may_offload and self.offloaded_tokens > 0 for need in needs], dtype=bool
+        )
 
     def _groups_of(self, eviction: EvictionSpec) -> list[LaneGroup]:
         """The groups that sequences use: all but the statistics they do without."""
@@ -106,17 +108,17 @@ class Peaks:
             chunk = max(chunk, eviction.every)
         most = group.slots_at_most(UNBOUNDED, chunk)
         pages: Counts = placement.peak_pages(group, slots, most)
-        if sequences.streams and self.offloaded_tokens and can_be_offloaded(group):
+        if sequences.may_offload and self.offloaded_tokens and can_be_offloaded(group):
             return self._streamed_pages(group, pages, shape)
         return pages * group.num_lanes
 
     def _streamed_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
         """What is left in the arena of lanes whose first pages are in offload memory."""
-        front = self._front_pages(group, pages, shape)
-        staged: Counts = front * shape.staging_slots * group.lanes_per_layer
-        return staged + (pages - front) * group.num_lanes
+        lane_offloaded = self._offloaded_pages(group, pages, shape)
+        staged: Counts = lane_offloaded * shape.staging_slots * group.lanes_per_layer
+        return staged + (pages - lane_offloaded) * group.num_lanes
 
-    def _front_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
+    def _offloaded_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
         """First pages of each lane that are in offload memory, of so many."""
         page_tokens = group.page_class.tokens
         rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
@@ -125,16 +127,20 @@ class Peaks:
     def offload_split(self, need: Need) -> OffloadSplit:
         """Where the bytes of a sequence are in the smallest steps, its first pages offloaded."""
         shape, staging, rest, offloaded, tokens = self._shapes[-1], 0, 0, 0, 0
-        [sequence] = alike([replace(need, streams=False)])
+        [sequence] = alike([replace(need, may_offload=False)])
         for group in self._groups_of(need.eviction):
             page = group.page_class
             pages = self._group_pages(group, sequence, shape)
             rest += int(pages[0]) * page.page_bytes
-            if need.streams and self.offloaded_tokens and can_be_offloaded(group):
-                front = int(self._front_pages(group, pages // group.num_lanes, shape)[0])
-                tokens = max(tokens, front * page.tokens)
-                staging += front * shape.staging_slots * group.lanes_per_layer * page.page_bytes
-                offloaded += front * group.num_lanes * page.page_bytes
+            if need.may_offload and self.offloaded_tokens and can_be_offloaded(group):
+                lane_offloaded = int(
+                    self._offloaded_pages(group, pages // group.num_lanes, shape)[0]
+                )
+                tokens = max(tokens, lane_offloaded * page.tokens)
+                staging += (
+                    lane_offloaded * shape.staging_slots * group.lanes_per_layer * page.page_bytes
+                )
+                offloaded += lane_offloaded * group.num_lanes * page.page_bytes
         return OffloadSplit(staging, rest - offloaded, offloaded, tokens)
 
     def shared_counts(self, need: Need, cached_tokens: int) -> Counts:
@@ -172,7 +178,7 @@ class Peaks:
         [sequences] = alike(needs)
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
         for group in self._groups_of(sequences.eviction):
-            alone = self._group_pages(group, replace(sequences, streams=False), shape)
+            alone = self._group_pages(group, replace(sequences, may_offload=False), shape)
             own, shared = alone, 0
             if group.window is not None:
                 # decoding, a window lane holds less than while a prompt is read in chunks
@@ -263,7 +269,7 @@ class Peaks:
 
         def too_long(tokens: int) -> bool:
             return not self.fits_alone(
-                Need(tokens, eviction=eviction, streams=eviction.cap is None)
+                Need(tokens, eviction=eviction, may_offload=eviction.cap is None)
             )
 
         if not too_long(max_positions):

@@ -56,7 +56,7 @@ class AdmissionRule(ABC):
         What it shares it cannot move to the host with gain: it does one or the other.
         """
         need = need_of(request, tokens)
-        [apart, whole] = self.peaks.counts([need, replace(need, streams=False)])
+        [apart, whole] = self.peaks.counts([need, replace(need, may_offload=False)])
         missing = np.maximum(whole - self.peaks.shared_counts(need, cached_tokens), 0)
         least: Counts = np.minimum(apart, missing)
         return least

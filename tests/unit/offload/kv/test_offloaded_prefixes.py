@@ -115,8 +115,8 @@ def make(
     memory = KVMemory(layout, total_bytes, max_rows=8, store=make_store)
     memory.store.arena.fill_(0xFF)
     pool = HostPool(host_bytes, host_copies(memory.store, host_bytes, 1))
-    fronts = OffloadedPrefixes(memory, pool, memory.store.page_positions)
-    kv_offload = KVOffload(memory, fronts, transfer_worker or ThreadTransferWorker())
+    prefixes = OffloadedPrefixes(memory, pool, memory.store.page_positions)
+    kv_offload = KVOffload(memory, prefixes, transfer_worker or ThreadTransferWorker())
     return PagedKV(memory, memory.store, backend, offload=kv_offload)
 
 
@@ -145,9 +145,9 @@ def page_bytes(kv):
 
 def poison(kv):
     """What lay in the staging is gone."""
-    fronts = kv.offload.fronts
-    for row in fronts.rows:
-        for piece in fronts.pieces(row):
+    prefixes = kv.offload.prefixes
+    for row in prefixes.rows:
+        for piece in prefixes.pieces(row):
             page_class = kv.memory.tables[piece.group].group.page_class
             whole = kv.store.views(page_class).whole
             whole[torch.from_numpy(piece.staging.reshape(-1)).long()] = 0xFF
@@ -171,7 +171,7 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
         make(codec, backend=make_backend(), transfer_worker=transfer_worker, evicting=evicting)
         for transfer_worker in (SlowCarrier(), None)
     )
-    rng, fronts = np.random.default_rng(seed), offloaded.offload.fronts
+    rng, prefixes = np.random.default_rng(seed), offloaded.offload.prefixes
     rows = [offloaded.memory.start() for _ in range(3)]
     assert rows == [whole.memory.start() for _ in range(3)]
     for number in range(6):
@@ -184,26 +184,26 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
         length = int(offloaded.memory.lengths[row])
         if rng.random() < 0.7:
             tokens = int(rng.integers(length + 1)) if rng.random() < 0.5 else length
-            before, gain = page_bytes(offloaded), fronts.gain_bytes(row, tokens)
-            fronts.host(row, tokens)
+            before, gain = page_bytes(offloaded), prefixes.gain_bytes(row, tokens)
+            prefixes.host(row, tokens)
             assert page_bytes(offloaded) == before - gain
-        elif row in fronts.rows:
-            fronts.bring_back(row)
+        elif row in prefixes.rows:
+            prefixes.load_back(row)
         row = int(rng.choice(rows))
         if rng.random() < 0.3:
             before = page_bytes(offloaded)
-            freed = fronts.halve_staging(row)
+            freed = prefixes.halve_staging(row)
             assert page_bytes(offloaded) == before - freed
         if rng.random() < 0.3:
             before = page_bytes(offloaded)
-            fronts.repack(row)
+            prefixes.repack(row)
             assert page_bytes(offloaded) == before
         offloaded.memory.check()
     offloaded.memory.release(rows)
     offloaded.memory.check()
-    assert not fronts.rows
+    assert not prefixes.rows
     assert not offloaded.memory.used_bytes
-    assert not fronts.pool.used_bytes
+    assert not prefixes.pool.used_bytes
 
 
 def test_of_a_front_the_arena_holds_two_layers():
@@ -214,13 +214,13 @@ def test_of_a_front_the_arena_holds_two_layers():
     each = kv.memory.tables["full"].group.page_class.page_bytes
     before = page_bytes(kv)
 
-    gain = kv.offload.fronts.gain_bytes(row, 24)
-    moved = kv.offload.fronts.host(row, 24)
+    gain = kv.offload.prefixes.gain_bytes(row, 24)
+    moved = kv.offload.prefixes.host(row, 24)
 
     assert gain == (FULL_LAYERS - SLOTS) * 6 * each
-    assert moved == kv.offload.fronts.pool.used_bytes == FULL_LAYERS * 6 * each
+    assert moved == kv.offload.prefixes.pool.used_bytes == FULL_LAYERS * 6 * each
     assert page_bytes(kv) == before - gain
-    assert kv.offload.fronts.host(row, 24) == 0
+    assert kv.offload.prefixes.host(row, 24) == 0
     kv.memory.check()
 
 
@@ -232,14 +232,14 @@ def test_one_staging_slot_holds_one_layer_at_a_time():
         step(one, {row: 24}, 0)
     each = kv.memory.tables["full"].group.page_class.page_bytes
     before, held = page_bytes(kv), kv.memory.row_bytes(rows[0])
-    kv.offload.fronts.host(rows[0], 24)
+    kv.offload.prefixes.host(rows[0], 24)
 
-    freed = kv.offload.fronts.halve_staging(rows[0])
+    freed = kv.offload.prefixes.halve_staging(rows[0])
 
     assert freed == (SLOTS - 1) * 6 * each
     assert page_bytes(kv) == before - (FULL_LAYERS - 1) * 6 * each
     assert kv.memory.row_bytes(rows[0]) == held - (FULL_LAYERS - 1) * 6 * each
-    assert kv.offload.fronts.halve_staging(rows[0]) == 0
+    assert kv.offload.prefixes.halve_staging(rows[0]) == 0
     kv.memory.check()
     for number in range(2):
         poison(kv)
@@ -247,7 +247,7 @@ def test_one_staging_slot_holds_one_layer_at_a_time():
             step(one, {row: 1}, number) for one, row in zip((kv, whole), rows, strict=True)
         )
         assert torch.equal(found, expected)
-    kv.offload.fronts.bring_back(rows[0])
+    kv.offload.prefixes.load_back(rows[0])
     assert page_bytes(kv) == page_bytes(whole)
     kv.memory.check()
 
@@ -259,12 +259,12 @@ def test_a_full_host_takes_no_part_of_a_group():
     before = page_bytes(kv)
 
     with pytest.raises(HostPoolFull):
-        kv.offload.fronts.host(row, 24)
+        kv.offload.prefixes.host(row, 24)
 
-    assert not kv.offload.fronts.pool.used_bytes
+    assert not kv.offload.prefixes.pool.used_bytes
     assert page_bytes(kv) == before
     kv.memory.check()
-    assert kv.offload.fronts.host(row, 4)
+    assert kv.offload.prefixes.host(row, 4)
 
 
 def test_a_row_counts_its_staging_once():
@@ -274,7 +274,7 @@ def test_a_row_counts_its_staging_once():
     step(kv, {row: 26}, 0)
     before, each = kv.memory.row_bytes(row), kv.memory.tables["full"].group.page_class.page_bytes
 
-    kv.offload.fronts.host(row, 26)
+    kv.offload.prefixes.host(row, 26)
 
     assert kv.memory.row_bytes(row) == before - (FULL_LAYERS - SLOTS) * 6 * each
 
@@ -287,7 +287,7 @@ def test_a_full_arena_makes_room_by_hosting():
         step(kv, {row: PAGE}, 1)
     held = int(kv.memory.lengths[row])
 
-    kv.offload.fronts.host(row, held)
+    kv.offload.prefixes.host(row, held)
     step(kv, {row: PAGE}, 2)
 
     assert int(kv.memory.lengths[row]) == held + PAGE
@@ -307,8 +307,8 @@ def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
         for one, cached_reference in zip((kv, whole), cached_references, strict=True)
     ]
 
-    assert kv.offload.fronts.gain_bytes(rows[0], 8) < 0
-    kv.offload.fronts.host(rows[0], 8)
+    assert kv.offload.prefixes.gain_bytes(rows[0], 8) < 0
+    kv.offload.prefixes.host(rows[0], 8)
 
     for number in range(3):
         found, expected = (
@@ -325,7 +325,7 @@ def test_what_would_read_or_move_a_front_is_refused():
     kv = make(evicting=True)
     row = kv.memory.start()
     step(kv, {row: 12}, 4)
-    kv.offload.fronts.host(row, 8)
+    kv.offload.prefixes.host(row, 8)
     keep = np.ones((FULL_LAYERS, 12), dtype=bool)
     keep[:, 3] = False
 
@@ -339,7 +339,7 @@ def test_what_would_read_or_move_a_front_is_refused():
         with pytest.raises(ConfigError, match=r"first 2 pages .* are on the host; bring them back"):
             refused()
     kv.memory.check()
-    kv.offload.fronts.bring_back(row)
+    kv.offload.prefixes.load_back(row)
     plan_compaction(kv.memory, "full", row, keep)
     swap_out(kv.memory, [row])
 
@@ -351,7 +351,7 @@ def test_a_front_is_of_slots_that_there_are():
     step(kv, {row: 12}, 5)
     kv.memory.tables["full"].num_slots[row] -= 1
 
-    kv.offload.fronts.host(row, 12)
+    kv.offload.prefixes.host(row, 12)
 
     assert kv.memory.tables["full"].staged[row] == 2
 
@@ -360,16 +360,16 @@ def test_a_front_comes_back_only_where_there_is_room():
     kv = make(sequences=2)
     row, other = kv.memory.start(), kv.memory.start()
     step(kv, {row: 24}, 6)
-    kv.offload.fronts.host(row, 24)
+    kv.offload.prefixes.host(row, 24)
     while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
         kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
 
     with pytest.raises(OutOfPages, match="18 pages needed to bring a front back"):
-        kv.offload.fronts.bring_back(row)
+        kv.offload.prefixes.load_back(row)
     kv.memory.check()
     kv.memory.release([other])
-    kv.offload.fronts.bring_back(row)
-    assert not kv.offload.fronts.rows
+    kv.offload.prefixes.load_back(row)
+    assert not kv.offload.prefixes.rows
     kv.memory.check()
 
 
@@ -380,13 +380,13 @@ def test_a_front_comes_back_in_the_room_of_its_pages():
     step(kv, {row: 24}, 6)
     [(page_class, pool)] = kv.memory.pools.items()
     before = list(stored_pages(kv.memory, kv.store, row))
-    kv.offload.fronts.host(row, 24)
+    kv.offload.prefixes.host(row, 24)
     poison(kv)
     taken = []
     while kv.memory.fits({page_class: 19}):  # six pages in each of five layers, two of them staged
         taken += pool.allocate(1).tolist()
 
-    kv.offload.fronts.bring_back(row)
+    kv.offload.prefixes.load_back(row)
 
     assert list(stored_pages(kv.memory, kv.store, row)) == before
     pool.release(np.array(taken, dtype=np.int32))
@@ -397,7 +397,7 @@ def test_a_copy_that_fails_is_told_to_who_would_have_attended():
     kv = make(transfer_worker=BrokenCarrier())
     row = kv.memory.start()
     step(kv, {row: 12}, 7)
-    kv.offload.fronts.host(row, 8)
+    kv.offload.prefixes.host(row, 8)
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, {row: 1}, 8)
@@ -411,8 +411,8 @@ def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
     rows = [kv.memory.start() for _ in range(2)]
     for row in rows:
         step(kv, {row: 16}, 9)
-        kv.offload.fronts.host(row, 16)
-    kv.offload.fronts.halve_staging(rows[0])
+        kv.offload.prefixes.host(row, 16)
+    kv.offload.prefixes.halve_staging(rows[0])
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, dict.fromkeys(rows, 1), 10)
@@ -428,7 +428,7 @@ def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
     kv = make(transfer_worker=SlowCarrier())
     row = kv.memory.start()
     step(kv, {row: 16}, 9)
-    kv.offload.fronts.host(row, 16)
+    kv.offload.prefixes.host(row, 16)
     kv.memory.grow(np.array([row]), np.array([1], dtype=np.int32))
     StepAttention(kv, np.array([row]), np.array([1], dtype=np.int32))  # and no layer attends
 

@@ -9,7 +9,7 @@ PAGE = 4
 
 
 @st.composite
-def fronts(draw):
+def prefixes(draw):
     found = {}
     for row in range(draw(st.integers(1, 4))):
         columns = draw(st.integers(1, 9))
@@ -19,7 +19,7 @@ def fronts(draw):
     return found
 
 
-@given(of=fronts(), made=st.integers(0, 200), host=st.integers(0, 200))
+@given(of=prefixes(), made=st.integers(0, 200), host=st.integers(0, 200))
 def test_every_page_is_served_once(of, made, host):
     shares = divide_prefixes(of, made, host, PAGE)
 

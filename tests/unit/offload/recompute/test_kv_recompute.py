@@ -76,10 +76,10 @@ class Anyhow:
     def __init__(self, seed):
         self.rng, self.timed, self.shares = np.random.default_rng(seed), [], {}
 
-    def divide(self, fronts, rows):
-        total = sum(front.columns for front in fronts.values()) * PAGE
+    def divide(self, prefixes, rows):
+        total = sum(front.columns for front in prefixes.values()) * PAGE
         made, host = (int(self.rng.choice([0, total // 3, total])) for _ in range(2))
-        self.shares = divide_prefixes(fronts, made, host, PAGE)
+        self.shares = divide_prefixes(prefixes, made, host, PAGE)
         return self.shares
 
     def learn(self, timed):
@@ -102,12 +102,12 @@ def kv_offload(kv, seed, *, blocks=64):
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
     offload = type(first)(
         kv.memory,
-        first.fronts,
+        first.prefixes,
         first.transfer_worker,
         splits=Anyhow(seed),
         kv_recompute=kv_recompute,
-        remade=made,
-        attention=CPUAttention(kv.memory, kv.store, kv.coded, first.fronts, in_parts),
+        recomputed_share=made,
+        attention=CPUAttention(kv.memory, kv.store, kv.coded, first.prefixes, in_parts),
     )
     return PagedKV(kv.memory, kv.store, kv.backend, offload=offload)
 
@@ -142,7 +142,7 @@ def step(kv, model, known, tokens, seed):
 
 def spoil(kv):
     """What a step staged is gone."""
-    kv.offload.fronts.use.finalize()
+    kv.offload.prefixes.use.finalize()
     poison(kv)
     for staging in kv.offload.kv_recompute._staging.values():
         staging.fill_(0xFF)  # NaN as float32
@@ -171,7 +171,7 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
         Linear(),
         {},
     )
-    kv_recompute, fronts = split.offload.kv_recompute, split.offload.fronts
+    kv_recompute, prefixes = split.offload.kv_recompute, split.offload.prefixes
     kv_recompute.tokens.tokens, kv_recompute.tokens.until = known, until
     rows = [split.memory.start() for _ in range(3)]
     assert rows == [whole.memory.start() for _ in range(3)]
@@ -183,16 +183,21 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
         spoil(split)
         row = int(rng.choice(rows))
         if rng.random() < 0.7:
-            fronts.host(row, int(split.memory.lengths[row]))
-        elif row in fronts.rows:
-            fronts.bring_back(row)
-        if evicting and rng.random() < 0.3 and row not in fronts.rows and split.memory.lengths[row]:
+            prefixes.host(row, int(split.memory.lengths[row]))
+        elif row in prefixes.rows:
+            prefixes.load_back(row)
+        if (
+            evicting
+            and rng.random() < 0.3
+            and row not in prefixes.rows
+            and split.memory.lengths[row]
+        ):
             lose((split, whole), row, rng)
         split.memory.check()
         kv_recompute.store.book.check()
     split.memory.release(rows)
     assert not kv_recompute.store.used_bytes
-    assert not fronts.pool.used_bytes
+    assert not prefixes.pool.used_bytes
 
 
 def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
@@ -201,12 +206,12 @@ def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
     for made, host in ((total, 0), (0, total)):
         kv, model, known = kv_offload(make(), 0), Linear(), {}
         kv.offload.kv_recompute.tokens.tokens = known
-        kv.offload.splits.divide = lambda fronts, rows, made=made, host=host: divide_prefixes(
-            fronts, made, host, PAGE
+        kv.offload.splits.divide = lambda prefixes, rows, made=made, host=host: divide_prefixes(
+            prefixes, made, host, PAGE
         )
         row = kv.memory.start()
         step(kv, model, known, {row: total + 1}, 3)
-        kv.offload.fronts.host(row, total)
+        kv.offload.prefixes.host(row, total)
         step(kv, model, known, {row: 1}, 4)
 
         assert kv.offload.kv_recompute.num_made == made * FULL_LAYERS
@@ -219,10 +224,10 @@ def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
 def test_without_room_for_x_all_is_carried():
     kv, model, known = kv_offload(make(), 0, blocks=1), Linear(), {}
     kv.offload.kv_recompute.tokens.tokens = known
-    kv.offload.splits.divide = lambda fronts, rows: divide_prefixes(fronts, 1000, 0, PAGE)
+    kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(prefixes, 1000, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 25}, 3)
-    kv.offload.fronts.host(row, 24)
+    kv.offload.prefixes.host(row, 24)
     step(kv, model, known, {row: 1}, 4)
 
     assert kv.offload.kv_recompute.num_made == 2 * PAGE * FULL_LAYERS
@@ -242,10 +247,10 @@ class Failing(ThreadTransferWorker):
 def test_a_copy_that_fails_is_told_and_nothing_is_left_under_way(made):
     kv, model, known = kv_offload(make(transfer_worker=Failing()), 0), Linear(), {}
     kv.offload.kv_recompute.tokens.tokens = known
-    kv.offload.splits.divide = lambda fronts, rows: divide_prefixes(fronts, made * 8, 0, PAGE)
+    kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(prefixes, made * 8, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 12}, 3)
-    kv.offload.fronts.host(row, 8)
+    kv.offload.prefixes.host(row, 8)
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, model, known, {row: 1}, 4)

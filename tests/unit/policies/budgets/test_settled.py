@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, PolicyError
-from quire.layout.statistics import AttentionShift, AttentionSum, QueryRing
+from quire.layout.statistics import AttentionSum, QueryRing, ResidualSimilarity
 from quire.policies.base import SinksAndRecent
 from quire.policies.budgets.base import UNBOUNDED, Shape
 from quire.policies.budgets.fastgen import FastGen
@@ -86,7 +86,7 @@ def view_with_cosines(cosines: list[float], heads: int = 1, tokens: int = 50) ->
         torch.zeros(len(record), 1, dtype=torch.long),
         next_position=1,
         heads_per_layer=heads,
-        statistics={AttentionShift().name: record},
+        statistics={ResidualSimilarity().name: record},
     )
 
 

@@ -1,0 +1,90 @@
+"""How many bytes the KV memory of an engine gets, where its user gives a number or none."""
+
+import numpy as np
+
+from quire.config.kv_config import KVConfig
+from quire.engine.activation import measure_activation_peak
+from quire.errors import ConfigError
+from quire.kv.arena import choose_slab_bytes
+from quire.kv.stores.registry import (
+    run_lengths,
+)
+from quire.kv.stores.runs import LaneLimits
+from quire.layout.eviction import EvictionSpec
+from quire.layout.pages import CacheLayout, PageClass
+from quire.models.device_memory import free_device_bytes
+from quire.models.loader import LoadedModel
+from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.step_size import most_batches
+
+
+def kv_memory_bytes(
+    model: LoadedModel,
+    config: KVConfig,
+    schedule: ScheduleConfig,
+    layout: CacheLayout,
+    eviction: EvictionSpec,
+) -> int:
+    """Bytes of the KV memory: as configured, or what weights and activations leave.
+
+    Raises:
+        ConfigError: more than is free on the device.
+    """
+    device = model.decoder.device
+    free_bytes = free_device_bytes(device)
+    if device.type == "cpu":  # the host pool lies in the same memory
+        beside = config.swap_space + config.offload.kv_memory
+        free_bytes = max(0, free_bytes - beside)
+    if config.memory is not None:
+        if config.memory > free_bytes:
+            raise ConfigError(
+                f"a KV memory of {config.memory:,} B is more than the {free_bytes:,} B that "
+                "are free "
+                f"on {device}; lower --kv-memory or say auto"
+            )
+        return config.memory
+    total_bytes = free_bytes + model.weight_bytes
+    offloaded_weights = None if config.offload.kv_memory else model.weights
+    left_bytes = auto_kv_memory(
+        total_bytes=total_bytes,
+        weights_bytes=model.weight_bytes,
+        activation_peak_bytes=measure_activation_peak(
+            model.decoder, schedule, most_batches(schedule.objective, offloaded_weights)
+        ),
+        headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
+    )
+    longest = config.store_tokens or model.spec.max_positions
+    return min(left_bytes, most_kv_bytes(layout, longest, schedule, eviction, config.store))
+
+
+def most_kv_bytes(
+    layout: CacheLayout,
+    max_tokens: int,
+    schedule: ScheduleConfig,
+    eviction: EvictionSpec,
+    store: str = "paged",
+) -> int:
+    """Bytes of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.
+
+    Whole slabs, as many as every page class needs when slab borders cut pages.
+    """
+    chunk_tokens = max(schedule.longest_chunk, 0 if eviction.cap is None else eviction.every)
+    lengths = run_lengths(store, LaneLimits.of(max_tokens, eviction))
+    pages: dict[PageClass, int] = {}
+    for group in layout.groups:
+        tokens = max_tokens if group.ordered else eviction.peak_tokens(max_tokens)
+        slots = group.slots_at_most(tokens, chunk_tokens) if lengths is None else tokens
+        lane_pages = np.array([group.page_class.pages_for(slots)])
+        if lengths is not None:
+            lane_pages = lengths.peak_pages(group, lane_pages)
+        needed = int(lane_pages[0]) * group.num_lanes * schedule.num_rows
+        pages[group.page_class] = pages.get(group.page_class, 0) + needed
+    sizes = [page_class.page_bytes for page_class in pages]
+    # at least the slabs of an arena of any size, which are largest in a large one
+    slab_bytes = choose_slab_bytes(1 << 60, sizes, whole_pages=lengths is not None)
+    borders = 0 if lengths is None else lengths.border_slabs(len(pages))
+    return slab_bytes * sum(
+        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes))) + borders
+        for page, count in pages.items()
+    )
