@@ -200,15 +200,15 @@ def test_a_head_that_is_read_again_goes_before_a_tail_of_codes(codec):
     def split(engine: Engine) -> None:
         memory = engine.pool.kv.memory
         for request in engine.scheduler.running:
-            length = int(memory.lengths[request.row])
-            if request.num_uncomputed > 1 or not can_split(memory, request.row, 16):
+            length = int(memory.lengths[request.memory.row])
+            if request.num_uncomputed > 1 or not can_split(memory, request.memory.row, 16):
                 continue
-            swapped = swap_out(memory, [request.row], keep_from=16)
+            swapped = swap_out(memory, [request.memory.row], keep_from=16)
             engine.pool.kv.store.arena.fill_(0xFF)
-            request.row, request.num_computed = memory.start(), 0
+            request.memory.row, request.progress.num_computed = memory.start(), 0
             engine.step()
-            append_tail(memory, request.row, swapped)
-            request.num_computed = length
+            append_tail(memory, request.memory.row, swapped)
+            request.progress.num_computed = length
             splits.append(length)
 
     other = run({"r": (prompt, "full")}, model="qwen3", kv=kv, chunk_tokens=16, before_step=split)

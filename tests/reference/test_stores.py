@@ -5,7 +5,7 @@ import pytest
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kv.stores.registry import NO_WINDOW, STORES, UNSOUND
 from reference.test_equality import TOLERANCE, Forced, drive
 from support import zoo
@@ -74,7 +74,7 @@ def test_a_store_that_shares_nothing_says_that_the_prefix_cache_is_off(store):
 
 
 def test_an_unknown_store_is_refused_with_the_known_ones():
-    with pytest.raises(UnknownName, match=r"unknown KV store 'pages': did you mean paged"):
+    with pytest.raises(ConfigError, match=r"expected kv-store .* got .pages.: did you mean paged"):
         engine_of("llama", "pages", room=2.0)
 
 

@@ -22,7 +22,6 @@ LONG_FILES = {
     "src/quire/kv/memory.py": "the life of a row, whole: start, grow, shrink, release, proof",
     "src/quire/kv/prefix.py": "one index: match, publish, drop",
     "src/quire/offload/kv/offloaded_prefixes.py": "one bookkeeping: offload, reload, staging",
-    "src/quire/engine/pool.py": "what a KV memory consists of, checked before it is taken",
     "src/quire/kv/step.py": "the attention of one step over all stores",
     "src/quire/api/llm.py": "the public entry: half of it is docstrings",
     "src/quire/policies/eviction.py": "one class, and what its specification says by default",

@@ -165,8 +165,8 @@ def watch_residual_similarity(
     """From now on tell every attention that wants it; None where a layer cannot be watched.
 
     An attention that has `wants_residual_similarity` is told
-    `note_residual_similarity(layer, cosines)` for each layer: the cosine between the residual stream
-    before and after for each token, float32.
+    `note_residual_similarity(layer, cosines)` for each layer: the cosine between the residual
+    stream before and after for each token, float32.
     """
     layers = list(_layers(model))
     ran = _run(layers, probe)

@@ -37,7 +37,7 @@ class Layers(nn.Module):
 
 
 def streamed(count: int, offloaded_layers: tuple[int, ...] | None = None, transfer_worker=None):
-    """A model whose layers are brought, what brings them, and the same model as it was."""
+    """A model whose layers are offloaded, what brings them, and the same model as it was."""
     model, plain = Layers(count), Layers(count)
     layers = layer_weights(model, count)
     place = place_weights([layer.num_bytes for layer in layers], 0, None)
@@ -121,7 +121,9 @@ def test_a_disk_without_room_is_named(monkeypatch, tmp_path):
 # ---- the ring ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("brought", [(0, 1, 2), (1, 2, 4, 6), (0, 2, 3, 5, 6), tuple(range(7))])
+@pytest.mark.parametrize(
+    "offloaded_layers", [(0, 1, 2), (1, 2, 4, 6), (0, 2, 3, 5, 6), tuple(range(7))]
+)
 def test_passes_give_what_the_model_gave_and_bring_each_layer_once(offloaded_layers, rows):
     """Also where slots do not divide the ring."""
     model, weights, plain = streamed(7, offloaded_layers)

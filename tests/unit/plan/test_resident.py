@@ -23,7 +23,7 @@ MODEL = ModelSpec.from_config(
 
 
 @pytest.mark.parametrize(
-    ("budget", "brought"),
+    ("budget", "offloaded_layers"),
     [(None, ()), (65, ()), (64, (0, 2, 4)), (54, (0, 1, 3, 4)), (44, (0, 1, 2, 3, 4))],
 )
 def test_as_many_stay_as_fit_beside_two_slots(budget, offloaded_layers):
