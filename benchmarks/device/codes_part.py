@@ -7,6 +7,7 @@ from benchmarks.device.bench import DeviceBench
 from benchmarks.device.link_codecs import LinkCodecs, link_sizes
 from benchmarks.device.step_harness import StepHarness, expected_seconds, median_ms
 from benchmarks.offload.arms import BY_NAME
+from benchmarks.offload_schedule.timelines import copied_bytes
 from quire.offload.timeline import Kind
 
 _COPIES = (Kind.KV_IN, Kind.X_IN)
@@ -57,7 +58,7 @@ def _measured(bench: DeviceBench, link_codecs: LinkCodecs) -> tuple[_CodedSteps,
         split_ms=split_ms / case.rows,
         expected_gain=expected_gain(bench, harness),
         error=max(step.error for step in steps["lB"]),
-        copied_bytes=steps["lB"][0].timeline.schedule.num_bytes(*_COPIES),
+        copied_bytes=copied_bytes(steps["lB"][0].timeline.schedule, *_COPIES),
     )
     share = layouts["lB"].batch.x / case.tokens
     return found, (link_codecs.label, case.label, x_ratio, share, prefetch_ms, split_ms)

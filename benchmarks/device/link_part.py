@@ -11,6 +11,7 @@ from benchmarks.device.bench import DeviceBench
 from benchmarks.device.host_bytes import HostBytes, require_host
 from benchmarks.device.side_by_side import run_calls
 from benchmarks.device.target import Target, rate_gb
+from benchmarks.offload_schedule.timelines import busy_s
 from quire.offload.timeline import IN, OUT, Kind
 from quire.plan.fitting import fit_seconds
 from quire.profile.timing import touched_buffer
@@ -132,7 +133,7 @@ def _duplex(bench: DeviceBench, pair: _Pair) -> Numbers:
     executor = bench.target.executor()
     run_calls(executor, calls)
     timeline = run_calls(executor, calls)
-    busy = {lane: float(timeline.busy_s(lane)) for lane in (IN, OUT)}
+    busy = {lane: float(busy_s(timeline, lane)) for lane in (IN, OUT)}
     moved = _DUPLEX_COPIES * size / 1e9
     return {
         "duplex_h2d_gb_per_s": moved / busy[IN],

@@ -30,6 +30,7 @@ from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, r
 from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
 from quire.profile.copies import measure_copies
+from quire.profile.prefill_rates import ChunkTime, prefill_rates
 
 _CHANGE = "name shorter prompts, or leave the part swap out"
 
@@ -181,10 +182,8 @@ def _times(bench: DeviceBench, harness: PromptHarness, tokens: int) -> LengthTim
 
 def fitted(times: list[LengthTimes]) -> tuple[PrefillRates, Loading]:
     """Rates of reading and of loading that fit all lengths best."""
-    amounts = [(1, t.tokens, t.tokens**2) for t in times]
-    call_s, token_s, square_s = fit_seconds(amounts, [t.read_s for t in times])
-    load_call_s, load_s = fit_seconds([a[:2] for a in amounts], [t.back_s for t in times])
-    prefill = PrefillRates(call_s=call_s, token_s=max(token_s, _LEAST_TOKEN_S), square_s=square_s)
+    prefill = prefill_rates([ChunkTime(tokens=t.tokens, before=0, seconds=t.read_s) for t in times])
+    load_call_s, load_s = fit_seconds([(1, t.tokens) for t in times], [t.back_s for t in times])
     return prefill, Loading(token_s=max(load_s, _LEAST_TOKEN_S), call_s=load_call_s)
 
 

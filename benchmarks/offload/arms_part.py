@@ -11,7 +11,7 @@ from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Spans, Ta
 from benchmarks.offload.arms import ARMS, BY_NAME, Arm, step_work
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import MeasuredStep, SimulatedMachine
-from benchmarks.offload_schedule.timelines import chrome_trace
+from benchmarks.offload_schedule.timelines import busy_fraction, chrome_trace, seconds_by_kind
 from benchmarks.offload_schedule.work import staging_bytes
 from quire.offload.timeline import DEVICE, IN, Kind, Timeline
 from quire.plan.offload.split import paper_gain, pipelined_gain
@@ -90,7 +90,7 @@ def claims(machine: SimulatedMachine, steps: Steps) -> Numbers:
     """
     rates = machine.layout(BY_NAME["prefetch"]).rates
     exact = [s.error for arm in ARMS if not arm.coded for s in steps[arm.name]]
-    busy = [step.timeline.busy_fraction() for step in steps["lB"]]
+    busy = [busy_fraction(step.timeline) for step in steps["lB"]]
     return {
         "gain_lB_over_prefetch": ratio(steps, "prefetch", "lB"),
         "gain_lB_over_prefetch_formula": pipelined_gain(rates),
@@ -160,8 +160,8 @@ def _row(machine: SimulatedMachine, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
         1e3 * median([step.seconds for step in found]),
         ratio(steps, "prefetch", arm.name),
         1e3 * median([step.predicted_s for step in found]),
-        median([step.timeline.busy_fraction(DEVICE) for step in found]),
-        median([step.timeline.busy_fraction(IN) for step in found]),
+        median([busy_fraction(step.timeline, DEVICE) for step in found]),
+        median([busy_fraction(step.timeline, IN) for step in found]),
         _staging(machine, arm.name) / _staging(machine, "prefetch"),
     )
 
@@ -170,7 +170,7 @@ def _breakdown(steps: Steps) -> Table:
     """As the paper's Figure 10: seconds of each kind over the sum of all."""
     rows: list[tuple[Cell, ...]] = []
     for arm in ARMS:
-        kinds = steps[arm.name][-1].timeline.by_kind()
+        kinds = seconds_by_kind(steps[arm.name][-1].timeline)
         whole = sum(kinds.values())
         rows.append((arm.label, *(kinds.get(kind, 0.0) / whole for _, kind in _BREAKDOWN)))
     return Table(

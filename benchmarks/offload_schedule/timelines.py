@@ -1,10 +1,10 @@
-"""What is read off timelines of whole steps: speeds that fit them, and traces for people."""
+"""What is read off schedules and timelines of whole steps: speeds, totals, traces for people."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.offload_schedule.executor import Executor, Work
 from quire.offload.profiler import COST_CLASSES, Speeds, call_and_units, speeds_of
-from quire.offload.timeline import Schedule, Span, Timeline
+from quire.offload.timeline import DEVICE, IN, Kind, Schedule, Span, Timeline
 from quire.plan.fitting import fit_seconds
 
 
@@ -32,6 +32,42 @@ def fit_speeds(spans: Iterable[Span]) -> Speeds:
             seconds.append(float(span.seconds))
     fitted = {name: fit_seconds(*found) for name, found in samples.items() if found[1]}
     return speeds_of({name: (call_s, unit_s) for name, (call_s, unit_s) in fitted.items()})
+
+
+# ---- totals --------------------------------------------------------------------------------------
+
+
+def copied_bytes(schedule: Schedule, *kinds: Kind) -> int:
+    """Bytes of these kinds of copies."""
+    return sum(op.num_bytes for op in schedule.operations if op.kind in kinds)
+
+
+def busy_s(timeline: Timeline, lane: str) -> int | float:
+    """Time in which a lane worked."""
+    return sum(span.seconds for span in timeline.of(lane))
+
+
+def busy_fraction(timeline: Timeline, lane: str = DEVICE) -> float:
+    """Part of the step in which a lane worked."""
+    return busy_s(timeline, lane) / timeline.seconds if timeline.seconds else 0.0
+
+
+def seconds_by_kind(timeline: Timeline) -> dict[Kind, float]:
+    """Seconds of all operations of a kind."""
+    found: dict[Kind, float] = {}
+    for span in timeline.spans:
+        kind = span.operation.kind
+        found[kind] = found.get(kind, 0.0) + span.seconds
+    return found
+
+
+def overlap(timeline: Timeline, one: str = IN, other: str = DEVICE) -> float:
+    """Of the less busy lane's time, the part that ran while the other worked too.
+
+    (t_one + t_other - t_step) / min(t_one, t_other): 1 where all is hidden, at most.
+    """
+    times = (busy_s(timeline, one), busy_s(timeline, other))
+    return (sum(times) - timeline.seconds) / min(times) if min(times) else 0.0
 
 
 # ---- traces --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ An operation begins when the one before it on its lane and all that it needs hav
 share one resource: both directions of a half-duplex link, the hosts of several devices. Buffers are
 needs, too: what overwrites a slot needs what last read it.
 
-A timeline says when each of them ran: how busy each lane was, and what it waited for.
+A timeline says when each of them ran, and what each lane waited for.
 """
 
 from collections.abc import Mapping
@@ -115,10 +115,6 @@ class Schedule:
         """What a lane occupies."""
         return self.shared.get(lane, lane)
 
-    def num_bytes(self, *kinds: Kind) -> int:
-        """Bytes of these kinds of copies."""
-        return sum(op.num_bytes for op in self.operations if op.kind in kinds)
-
     def check(self) -> None:
         """Prove that every operation needs earlier ones only, so that no order can stand still.
 
@@ -175,30 +171,6 @@ class Timeline:
     def seconds(self) -> int | float:
         """Of the step, from its beginning to the last end."""
         return max((span.end_s for span in self.spans), default=0.0)
-
-    def busy_s(self, lane: str) -> int | float:
-        """Time in which a lane worked."""
-        return sum(span.seconds for span in self.of(lane))
-
-    def busy_fraction(self, lane: str = DEVICE) -> float:
-        """Part of the step in which a lane worked."""
-        return self.busy_s(lane) / self.seconds if self.seconds else 0.0
-
-    def by_kind(self) -> dict[Kind, float]:
-        """Seconds of all operations of a kind."""
-        found: dict[Kind, float] = {}
-        for span in self.spans:
-            kind = span.operation.kind
-            found[kind] = found.get(kind, 0.0) + span.seconds
-        return found
-
-    def overlap(self, one: str = IN, other: str = DEVICE) -> float:
-        """Of the less busy lane's time, the part that ran while the other worked too.
-
-        (t_one + t_other - t_step) / min(t_one, t_other): 1 where all is hidden, at most.
-        """
-        times = (self.busy_s(one), self.busy_s(other))
-        return (sum(times) - self.seconds) / min(times) if min(times) else 0.0
 
     def stalls(self, lane: str = DEVICE, from_layer: int = 0) -> dict[str, float]:
         """Seconds in which a lane stood still, by the kind of operation that it waited for.

@@ -30,6 +30,7 @@ from benchmarks.offload.machines import MACHINES, speeds_of
 from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.threads import Pace, ThreadExecutor
+from benchmarks.offload_schedule.timelines import copied_bytes
 from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError, UnknownName
 from quire.offload.timeline import IN, Kind, Operation, Schedule
@@ -111,8 +112,8 @@ def test_every_arm_ends_with_the_same_hidden_states(case):
     assert {name: run[0].error < 1e-5 for name, run in steps.items()} == dict.fromkeys(steps, True)
     assert layouts["all_host"].batch.host == case.tokens
     assert layouts["lB"].batch.x == 0 or case is CASE
-    assert steps["resident"][0].timeline.schedule.num_bytes(Kind.KV_IN, Kind.X_IN) == 0
-    prefetched = steps["prefetch"][0].timeline.schedule.num_bytes(Kind.KV_IN)
+    assert copied_bytes(steps["resident"][0].timeline.schedule, Kind.KV_IN, Kind.X_IN) == 0
+    prefetched = copied_bytes(steps["prefetch"][0].timeline.schedule, Kind.KV_IN)
     assert prefetched == case.kv_bytes
 
 
@@ -135,7 +136,7 @@ def test_codes_cross_in_as_many_bytes_as_counted_and_change_little(link_codecs, 
 
     assert sum(plane.nbytes for plane in model.kv(0)) == CASE.tokens * sizes.kv_bytes
     assert sum(plane.nbytes for plane in model.x(0)) == CASE.tokens * sizes.x_bytes
-    copied = steps[1].timeline.schedule.num_bytes(Kind.KV_IN, Kind.X_IN)
+    copied = copied_bytes(steps[1].timeline.schedule, Kind.KV_IN, Kind.X_IN)
     layers = CASE.spec.num_layers  # the first one's activations are here
     assert copied == layers * 28 * sizes.kv_bytes + (layers - 1) * 20 * sizes.x_bytes
     assert all(0 < step.error < most for step in steps if link_codecs.kv != "plain")

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import plan_step, side_by_side
-from benchmarks.offload_schedule.timelines import chrome_trace
+from benchmarks.offload_schedule.timelines import (
+    busy_fraction,
+    busy_s,
+    chrome_trace,
+    copied_bytes,
+    overlap,
+    seconds_by_kind,
+)
 from benchmarks.offload_schedule.work import (
     BatchTokens,
     Rules,
@@ -267,9 +274,9 @@ def test_hidden_states_leave_and_come_back_between_batches():
     )
     schedule = plan_step(work)
 
-    assert schedule.num_bytes(Kind.HIDDEN_IN) == 3 * 3 * 6  # not into the first layer
-    assert schedule.num_bytes(Kind.HIDDEN_OUT) == 3 * 3 * 6  # nor out of the last
-    assert schedule.num_bytes(Kind.KV_OUT) == 4 * 9
+    assert copied_bytes(schedule, Kind.HIDDEN_IN) == 3 * 3 * 6  # not into the first layer
+    assert copied_bytes(schedule, Kind.HIDDEN_OUT) == 3 * 3 * 6  # nor out of the last
+    assert copied_bytes(schedule, Kind.KV_OUT) == 4 * 9
     VirtualClock().run(schedule).check()
 
 
@@ -322,9 +329,9 @@ def test_every_layout_is_sound_and_loses_nothing(layers, rules):
     timeline = VirtualClock().run(schedule)
     timeline.check()
     everything = [batch for batches in layers for batch in batches]
-    assert schedule.num_bytes(Kind.KV_IN) == 3 * sum(b.kv for b in everything)
-    assert schedule.num_bytes(Kind.X_IN) == 2 * sum(b.x for b in everything)
-    assert schedule.num_bytes(Kind.WEIGHTS_IN) == pytest.approx(
+    assert copied_bytes(schedule, Kind.KV_IN) == 3 * sum(b.kv for b in everything)
+    assert copied_bytes(schedule, Kind.X_IN) == 2 * sum(b.x for b in everything)
+    assert copied_bytes(schedule, Kind.WEIGHTS_IN) == pytest.approx(
         27 * len(layers), abs=4 * len(layers)
     )
     _slots_are_overwritten_after_their_use(schedule, timeline, rules.x_ring)
@@ -367,12 +374,12 @@ def test_busy_times_stalls_and_overlap():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5, other_s=1.0)
     timeline = VirtualClock().run(plan_step(step_of(rates, 0, 10, 4)))
 
-    assert timeline.busy_s(IN) == 40
-    assert timeline.busy_s(DEVICE) == 4
-    assert timeline.busy_fraction() == pytest.approx(4 / 41)
+    assert busy_s(timeline, IN) == 40
+    assert busy_s(timeline, DEVICE) == 4
+    assert busy_fraction(timeline) == pytest.approx(4 / 41)
     assert timeline.stalls() == {Kind.KV_IN: 37}
-    assert timeline.overlap() == pytest.approx(3 / 4)
-    assert timeline.by_kind()[Kind.KV_IN] == 40
+    assert overlap(timeline) == pytest.approx(3 / 4)
+    assert seconds_by_kind(timeline)[Kind.KV_IN] == 40
 
 
 def test_a_trace_names_lanes_and_times():

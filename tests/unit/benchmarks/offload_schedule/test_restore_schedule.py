@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import fastest
 from benchmarks.offload_schedule.restore import plan_restore
+from benchmarks.offload_schedule.timelines import copied_bytes
 from benchmarks.offload_schedule.work import BatchTokens, Rules, StepWork, even_layers
 from quire.errors import ConfigError
 from quire.offload.profiler import Sizes, Speeds
@@ -39,7 +40,7 @@ def test_a_restoration_takes_what_the_quadratic_says(prefill, loading, tokens, c
     covered = sorted((op.first, op.first + op.tokens) for op in schedule.operations)
     assert [a for a, _ in covered] == [0, *[b for _, b in covered[:-1]]][: len(covered)]
     assert sum(op.tokens for op in schedule.operations) == tokens
-    assert schedule.num_bytes(*{op.kind for op in schedule.operations}) == 3 * (tokens - split)
+    assert copied_bytes(schedule, *{op.kind for op in schedule.operations}) == 3 * (tokens - split)
 
 
 def test_the_front_is_read_forwards_and_the_back_is_loaded_backwards():
