@@ -38,7 +38,7 @@ class LayerSource(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """WeightTransfers so far."""
+        """Bytes transferred so far."""
 
     def shared_by(self, batches: int) -> AbstractContextManager[None]:
         """Within, so many forwards run layer by layer: a layer goes when all have left it."""

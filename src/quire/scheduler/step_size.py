@@ -20,7 +20,7 @@ _FULL = 0.5  # of a batch's tokens: smaller ones say little of a full one
 
 @runtime_checkable
 class WeightTransfers(Protocol):
-    """What brings layers, as far as step sizes ask."""
+    """Transfers of offloaded layers, as far as step sizes depend on them."""
 
     @property
     def place(self) -> WeightsPlacement:
@@ -36,7 +36,7 @@ class WeightTransfers(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """WeightTransfers since the start."""
+        """Bytes transferred since the start."""
 
 
 class StepSize:

@@ -100,7 +100,7 @@ class WeightStream:
 
     @property
     def num_bytes(self) -> int:
-        """WeightTransfers so far."""
+        """Bytes transferred so far."""
         return self.link.num_bytes
 
     @contextmanager
