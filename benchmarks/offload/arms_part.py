@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.kvpr import paper_gain, pipelined_gain
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Spans, Table
 from benchmarks.offload.arms import ARMS, BY_NAME, Arm, step_work
 from benchmarks.offload.config import OffloadBenchConfig
@@ -14,7 +15,6 @@ from benchmarks.offload.simulated_machine import MeasuredStep, SimulatedMachine
 from benchmarks.offload_schedule.timelines import busy_fraction, chrome_trace, seconds_by_kind
 from benchmarks.offload_schedule.work import staging_bytes
 from quire.offload.timeline import DEVICE, IN, Kind, Timeline
-from quire.plan.offload.split import paper_gain, pipelined_gain
 
 Steps = Mapping[str, Sequence[MeasuredStep]]
 COMPARED = ("prefetch", "lA", "lB")

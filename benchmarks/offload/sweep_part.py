@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from benchmarks.common.kvpr import pipelined_gain
 from benchmarks.common.result import Cell, PartResult, Table
 from benchmarks.offload.arms import BY_NAME, step_work
 from benchmarks.offload.arms_part import error_p95, model_errors, ratio, run_rounds
@@ -10,7 +11,6 @@ from benchmarks.offload.simulated_machine import SimulatedMachine
 from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import fastest, plan_step
 from benchmarks.offload_schedule.work import BatchTokens, Rules
-from quire.plan.offload.split import pipelined_gain
 
 _TOLERANCE = 0.05
 

@@ -5,8 +5,7 @@ docs/offload.md lists the parts that contradict each other with the same arithme
 
 import pytest
 
-from quire.plan.offload.rates import offload_rates
-from quire.plan.offload.split import paper_split
+from benchmarks.common.kvpr import offload_rates, paper_split
 from support.offload_shapes import OPT_6_7B, OPT_13B, OPT_30B, opt
 
 pytestmark = pytest.mark.paper

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common.kvpr import pipelined_gain
 from benchmarks.common.result import PartResult
 from benchmarks.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from benchmarks.offload.arms_part import claims, error_p95, run_arms
@@ -26,7 +27,7 @@ from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.work import BatchTokens, Rules, staging_bytes
 from quire.offload.profiler import Speeds
-from quire.plan.offload.split import pipelined_gain, pipelined_seconds
+from quire.plan.offload.split import pipelined_seconds
 from quire.plan.rates import CopyRate
 
 SHAPE = LayerShape(hidden=16, tokens=48, rows=2, num_layers=3)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common.floor_rates import floor_rates
 from quire.errors import ConfigError
 from quire.layout.eviction import (
     DECODE,
@@ -14,7 +15,6 @@ from quire.layout.eviction import (
     EvictionSpec,
 )
 from quire.layout.model import ModelSpec
-from quire.plan.floor_rates import floor_rates
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 from quire.plan.static_run import RowStep, row_steps, run_seconds
 

@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass, fields
 
 from quire.errors import ConfigError
-from quire.layout.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,42 +57,3 @@ class OffloadRates:
     def recompute_ratio(self) -> float:
         """Rho: what recomputing takes, over carrying the KV."""
         return self.recompute_s / self.kv_s
-
-
-def offload_rates(
-    model: ModelSpec,
-    *,
-    link_bytes_per_s: int | float,
-    flops_per_s: int | float,
-    kv_value_bytes: int | float = 2,
-    x_value_bytes: int | float = 2,
-    host_bytes_per_s: int | float = 0.0,
-    other_s: int | float = 0.0,
-) -> OffloadRates:
-    """Rates from a model's shape and a machine's speeds.
-
-    Args:
-        model: the shape.
-        link_bytes_per_s: from host to device.
-        flops_per_s: of products as wide as the hidden size.
-        kv_value_bytes: of a number of KV on the link, metadata of its codec counted.
-        x_value_bytes: likewise of an activation.
-        host_bytes_per_s: at which the host reads KV while it attends; 0: it does not.
-        other_s: see `OffloadRates`.
-
-    Raises:
-        ConfigError: a speed that is not above 0.
-    """
-    if min(link_bytes_per_s, flops_per_s) <= 0:
-        raise ConfigError(
-            f"expected speeds above 0, got {link_bytes_per_s} B/s and {flops_per_s} FLOP/s"
-        )
-    kv_bytes = model.kv_values_per_layer_token * kv_value_bytes
-    flops = 2 * model.hidden_size * model.kv_values_per_layer_token
-    return OffloadRates(
-        kv_s=kv_bytes / link_bytes_per_s,
-        x_s=model.hidden_size * x_value_bytes / link_bytes_per_s,
-        recompute_s=flops / flops_per_s,
-        host_s=kv_bytes / host_bytes_per_s if host_bytes_per_s else math.inf,
-        other_s=other_s,
-    )

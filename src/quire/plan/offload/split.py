@@ -25,20 +25,14 @@ from quire.errors import ConfigError
 from quire.plan.offload.rates import OffloadRates
 
 
-def paper_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
-    """T_A: a layer whose activations land before anything overlaps; equation 10."""
-    carried_s = rates.kv_s * (tokens - x_tokens)
-    return rates.x_s * x_tokens + max(rates.recompute_s * x_tokens, carried_s)
-
-
 def pipelined_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
     """T_B: a layer in the steady state, link and device both at work."""
     carried_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
     return max(rates.link_s + carried_s, rates.recompute_s * x_tokens + rates.other_s)
 
 
-def paper_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
-    """l_A, of whole units the best; 0 where activations do not pay.
+def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
+    """l_B, of whole units the best; 0 where activations do not pay.
 
     Args:
         rates: of a layer.
@@ -47,33 +41,10 @@ def paper_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
     """
     if rates.x_s >= rates.kv_s:
         return 0
-    best = rates.kv_s * tokens / (rates.kv_s + rates.recompute_s)
-    return min(whole_units(best, tokens, unit), key=lambda x: (paper_seconds(rates, tokens, x), x))
-
-
-def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
-    """l_B, of whole units the best; 0 where activations do not pay. See `paper_split`."""
-    if rates.x_s >= rates.kv_s:
-        return 0
     spare_s = rates.link_s + rates.kv_s * tokens - rates.other_s
     best = spare_s / (rates.kv_s - rates.x_s + rates.recompute_s)
     found = whole_units(best, tokens, unit)
     return min(found, key=lambda x: (pipelined_seconds(rates, tokens, x), x))
-
-
-def paper_gain(rates: OffloadRates) -> float:
-    """Prefetched KV alone over the paper's split: (1 + rho) / (xi + rho)."""
-    if rates.x_ratio >= 1:
-        return 1.0
-    return (1 + rates.recompute_ratio) / (rates.x_ratio + rates.recompute_ratio)
-
-
-def pipelined_gain(rates: OffloadRates) -> float:
-    """Prefetched KV alone over the pipelined split, c = w = 0: min(1 / xi, 1 + (1 - xi) / rho)."""
-    xi, rho = rates.x_ratio, rates.recompute_ratio
-    if xi >= 1:
-        return 1.0
-    return min(1 / xi if xi else math.inf, 1 + (1 - xi) / rho if rho else math.inf)
 
 
 def whole_units(best: float, tokens: int, unit: int) -> tuple[int, int]:

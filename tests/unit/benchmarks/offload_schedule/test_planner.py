@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common.kvpr import paper_split
 from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import plan_step, side_by_side
 from benchmarks.offload_schedule.timelines import (
@@ -28,7 +29,7 @@ from quire.offload.profiler import Sizes, Speeds
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import with_weights
-from quire.plan.offload.split import best_shares, paper_split, pipelined_seconds, pipelined_split
+from quire.plan.offload.split import best_shares, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
 

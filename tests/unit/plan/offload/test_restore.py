@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common.kvpr import offload_rates
 from quire.errors import ConfigError
 from quire.plan.offload.activations import ActivationRange, activation_range
-from quire.plan.offload.rates import OffloadRates, offload_rates
+from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
 from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common.kvpr import offload_rates
 from quire.errors import ConfigError
-from quire.plan.offload.rates import OffloadRates, offload_rates
+from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import best_shares
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B
 

@@ -6,17 +6,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError
-from quire.plan.offload.rates import OffloadRates, offload_rates
-from quire.plan.offload.split import (
+from benchmarks.common.kvpr import (
+    offload_rates,
     paper_gain,
     paper_seconds,
     paper_split,
     pipelined_gain,
-    pipelined_seconds,
-    pipelined_split,
-    share_rows,
 )
+from quire.errors import ConfigError
+from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.split import pipelined_seconds, pipelined_split, share_rows
 from quire.plan.rates import CopyRate
 from support.offload_formulas import (
     effective_bytes_per_s,
