@@ -160,10 +160,6 @@ class MemoryListeners:
         """Tell a listener from now on."""
         self._listeners.append(listener)
 
-    def unsubscribe(self, listener: MemoryListener) -> None:
-        """Tell a listener nothing any more."""
-        self._listeners.remove(listener)
-
     def idle_bytes(self) -> int:
         """Bytes of pages in use that no running request uses."""
         return sum(listener.idle_bytes for listener in self._listeners)

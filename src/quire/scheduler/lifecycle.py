@@ -34,7 +34,8 @@ class Lifecycle:
     """Moves the requests of one scheduler.
 
     Args:
-        state: the running and the waiting requests; only this object changes them.
+        state: the running requests, which only this object changes, and the waiting ones, of which
+            admission takes the next.
         sequence_memory: the requests' pages.
         admission_rule: learns the lengths of finished requests.
         fairness: the tenants' accounts.
@@ -88,7 +89,7 @@ class Lifecycle:
 
         For batchers that hold prefilled requests in the swap space: it is no preemption.
         """
-        leaving = self._of_group(request, RequestState.RUNNING)
+        leaving = _running_members(request)
         if self._preempter.swap_out(leaving):
             for member in leaving:
                 self._running.remove(member)
@@ -146,12 +147,9 @@ class Lifecycle:
 
     # ---- groups --------------------------------------------------------------------------------
 
-    def _of_group(self, request: Request, state: RequestState) -> list[Request]:
-        return [member for member in together(request) if member.progress.state is state]
-
     def _stop(self, request: Request) -> list[Request]:
         """Take a request and its group out of the running list."""
-        leaving = self._of_group(request, RequestState.RUNNING)
+        leaving = _running_members(request)
         for member in leaving:
             self._running.remove(member)
         return leaving
@@ -175,3 +173,7 @@ class Lifecycle:
     def resume_group(self, members: Sequence[Request]) -> None:
         """Put the beams that hold pages back into the running list."""
         self._running.extend(member for member in members if member.memory.row >= 0)
+
+
+def _running_members(request: Request) -> list[Request]:
+    return [member for member in together(request) if member.is_running]

@@ -10,7 +10,7 @@ from quire.tenancy.tenants import TenantSpec
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """The requests of one scheduler, which alone changes them.
+    """The requests of one scheduler, whose lifecycle and admission alone change them.
 
     Attributes:
         running: requests that hold KV, in the order in which they were admitted.
