@@ -118,6 +118,15 @@ class Fairness:
             return Right.SHARE
         return self.accounts.may_take(request.tenant, size_bytes).right
 
+    def may_hold(self, request: Request, peak_bytes: int) -> bool:
+        """Whether so many bytes are within the limit of a request's tenant.
+
+        Raises:
+            RequestError: an unknown tenant, or a name that cannot be one.
+        """
+        limit_bytes = self.accounts.spec(checked_tenant(self.accounts, request.tenant)).limit_bytes
+        return limit_bytes is None or peak_bytes <= limit_bytes
+
     def has_limit(self, request: Request) -> bool:
         """Whether its tenant may hold so much and no more."""
         return self.has_several and self.accounts.spec(request.tenant).limit_bytes is not None

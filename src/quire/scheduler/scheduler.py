@@ -144,16 +144,32 @@ class Scheduler:
         """Queue a request, or a group by its first member.
 
         Raises:
-            NeverFits: it could not run even alone.
+            NeverFits: it could not run even alone, or its tenant may never hold as much.
             RequestError: a search has more beams than can ever run, or an unknown tenant.
         """
         refuse_beams(request, self.config, self.memory)
-        shares = self.memory.placement.shares and num_rows(request) <= self.config.max_num_seqs
-        sequences = [request] if shares and self.peaks.fit_whole(request) else dissolve(request)
+        sequences = [request] if self._can_run_whole(request) else dissolve(request)
         refuse_if_never(self.peaks, request)
-        self.fairness.admit(request, self.peaks.peak_bytes(need_of(request, request.final_tokens)))
+        self.fairness.admit(request, self._peak_bytes(request))
         for sequence in sequences:
             self.lifecycle.wait(sequence)
+
+    def _can_run_whole(self, request: Request) -> bool:
+        """Whether a request and its group can run together, in the memory and its tenant's limit.
+
+        Members of one group are not preempted for each other, so the limit is checked here.
+        """
+        if request.group is None:
+            return True
+        shares = self.memory.placement.shares and num_rows(request) <= self.config.max_num_seqs
+        if not (shares and self.peaks.fit_whole(request)):
+            return False
+        return self.fairness.may_hold(request, self._peak_bytes(request))
+
+    def _peak_bytes(self, request: Request) -> int:
+        """Bytes of a request and its group at their peak."""
+        need = need_of(request, request.final_tokens)
+        return self.peaks.num_bytes(self.peaks.whole_counts(need, num_rows(request)))
 
     def finish(self, request: Request, reason: str = FINISHED) -> None:
         """End a request in any state, and free its pages at once."""

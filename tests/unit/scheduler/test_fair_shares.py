@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quire.scheduler.request import Request
+from quire.errors import NeverFits
+from quire.scheduler.request import Request, RequestGroup
 from quire.scheduler.request_parts import RequestState
 from quire.sim.fairness import jain_index
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
@@ -159,3 +160,52 @@ def test_a_tenant_never_holds_more_than_its_limit(admission):
         most = max(most, fairness.accounts.held_bytes("b"))
 
     assert 0 < most <= fairness.accounts.spec("b").limit_bytes
+
+
+@pytest.mark.parametrize("num_answers", [2, 6])
+def test_several_answers_to_one_prompt_stay_within_the_limit_of_their_tenant(num_answers):
+    """Members of a group are not preempted for each other: over the limit they run apart."""
+    load = SchedulerLoad(
+        Setting(
+            page_tokens=8,
+            pages=60,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            guaranteed=0,
+            burst=40,
+        )
+    )
+    members = [load.request(16, 40) for _ in range(num_answers)]
+    for member in members:
+        member.spec = replace(member.spec, tenant="b")
+    load.submit_group(members, atomic=False)
+    fairness, most = load.scheduler.fairness, 0
+    while load.scheduler.has_work:
+        load.step()
+        fairness.recount(load.scheduler.running)
+        most = max(most, fairness.accounts.held_bytes("b"))
+
+    assert 0 < most <= fairness.accounts.spec("b").limit_bytes
+    assert not load.requests
+
+
+def test_beams_that_would_pass_the_limit_of_their_tenant_are_refused():
+    load = SchedulerLoad(
+        Setting(
+            page_tokens=8,
+            pages=60,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            guaranteed=0,
+            burst=40,
+        )
+    )
+    members = [load.request(16, 40) for _ in range(6)]
+    for member in members:
+        member.spec = replace(member.spec, tenant="b")
+    group = members[0].group = RequestGroup("r", atomic=True)
+    group.members, group.spare = members[:1], members[1:]
+
+    with pytest.raises(NeverFits, match="tenant 'b' may hold"):
+        load.scheduler.submit(members[0])
+    assert not load.scheduler.has_work
