@@ -561,6 +561,22 @@ def test_two_engines_do_not_share_a_folder(tmp_path):
     engine_of("qwen3", **on_disk(tmp_path)).close()
 
 
+def test_an_engine_that_cannot_be_made_lets_its_folder_go(tmp_path):
+    """The folder is taken before the tenants of the scheduler are checked."""
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="lower guaranteed="):
+        engine_of("qwen3", schedule={"tenants": "a:guaranteed=1GiB"}, **on_disk(tmp_path))
+    assert threading.active_count() == threads
+    secret = tmp_path / "kv" / "secret"
+    secret.unlink()
+    secret.mkdir()
+    with pytest.raises(ConfigError, match="Is a directory"):
+        engine_of("qwen3", **on_disk(tmp_path))
+    secret.rmdir()
+
+    engine_of("qwen3", **on_disk(tmp_path)).close()
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "kv").write_text("a file")
     with pytest.raises(ConfigError, match="name another folder"):

@@ -5,6 +5,7 @@ Everything that a part needs is handed to its constructor; nothing is assigned t
 
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 
@@ -82,10 +83,12 @@ def build(
     Raises:
         ConfigError: options that cannot be; raised before the arena is allocated.
     """
-    with joining(member) as attach:
+    with joining(member) as attach, ExitStack() as undo:
         state = SchedulerState.empty(parse_tenants(schedule.tenants))
         pool = build_pool(model, kv, schedule, member, state.running)
         opened = open_tier(kv, pool, model)
+        if opened is not None:
+            undo.callback(opened.tier.close)
         swapper = _swapper(pool, schedule, model)
         sharing = _make_sharing(pool, kv, model, opened, listener)
         if sharing.prefix is not None:
@@ -93,6 +96,8 @@ def build(
         prefix_loader = None
         if opened is not None and sharing.prefix is not None:
             tier = opened.attach(sharing.prefix)
+            undo.pop_all()
+            undo.callback(tier.close)  # which closes the opened one
             prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events)
         sequence_memory = SequenceMemory(
             sharing,
@@ -102,6 +107,7 @@ def build(
         )
         scheduler = _make_scheduler(pool, kv, schedule, model, state, sequence_memory, swapper)
         attach(scheduler)
+        undo.pop_all()
     times = StepTimes()
     rows = INVARIANT_ROWS if schedule.batch_invariant else None
     runner = Runner(model.decoder, pool.kv, times, scheduler.step_size, fixed_rows=rows)

@@ -54,7 +54,7 @@ class OpenedTier:
     makes_room: bool
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
-        """Keep the blocks of an index here.
+        """Keep the blocks of an index here; the caller closes the tier where that fails.
 
         Raises:
             ConfigError: the tier does not hold one block, or cannot be reached.
@@ -64,7 +64,6 @@ class OpenedTier:
             record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
             store = PrefixStore(self.tier, self.nature, record_bytes, makes_room=self.makes_room)
         except StorageError as error:
-            self.tier.close()
             raise ConfigError(f"prefixes cannot be kept: {error}") from error
         return PrefixTier(index, store, RateEstimator((_CALL_S, byte_s)))
 
@@ -90,7 +89,12 @@ def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier 
         return OpenedTier(tier, nature, None, makes_room=False)
     folder = Path(kept.disk_path).expanduser()
     disk = DiskTier(folder, disk_bytes)
-    return OpenedTier(disk, nature, _secret(folder / "secret"), makes_room=True)
+    try:
+        secret = _secret(folder / "secret")
+    except ConfigError:
+        disk.close()
+        raise
+    return OpenedTier(disk, nature, secret, makes_room=True)
 
 
 def _check(config: PrefixCacheConfig, pool: KVPool) -> None:

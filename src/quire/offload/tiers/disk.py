@@ -60,17 +60,18 @@ class DiskTier:
                 f"expected a disk tier of {BLOCK_BYTES:,} B or more, got {total_bytes:,} B"
             )
         self._turn = threading.RLock()
-        self._lock = _lock(folder)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._lock = _lock(folder)
+            undo.callback(os.close, self._lock)
             self._file = BlockFile(folder / "blocks", self._num_blocks, direct=direct)
+            undo.callback(self._file.close)
             self._journal = Journal(folder / "index")
+            undo.callback(self._journal.close)
             self._map = ExtentMap(self._num_blocks)
             self._entries: dict[str, _Entry] = {}
             self.num_discarded = 0
             self._recover()
-        except BaseException:
-            os.close(self._lock)
-            raise
+            undo.pop_all()
 
     @property
     def total_bytes(self) -> int:
