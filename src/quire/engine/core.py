@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.activation import is_out_of_memory, no_memory_text
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
@@ -137,13 +138,16 @@ class Engine:
             NeverFits: it needs more KV than the whole pool has.
         """
         arrival = self._arrivals + 1
-        request_id = self._outputs.free_id(generation_request.request_id, arrival)
+        sampling = generation_request.sampling or SamplingParams()
+        request_id = self._outputs.free_id(
+            generation_request.request_id, arrival, sampling.num_sequences
+        )
         request = self.input_processor.make(generation_request, request_id, arrival)
         sequences = make_sequences(request)
         reply = self._outputs.make(request.request_id, request.params, sequences)
-        self._traces.follow(sequences)
         self._arrivals += len(sequences)
         self.scheduler.submit(sequences[0])
+        self._traces.follow(sequences)
         self._outputs.open(reply)
         return request.request_id
 

@@ -10,6 +10,7 @@ from quire.sampling.outputs import FinishReason, OutputDelta
 from quire.sampling.request_state import RequestOutputState
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.stop_rules import OutputText
+from quire.scheduler.group import sequence_id
 from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestState
 
@@ -37,22 +38,29 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open or request_id in self._of_sequence
 
-    def free_id(self, wanted: str | None, number: int) -> str:
-        """An id for a new submission.
+    def free_id(self, wanted: str | None, number: int, num_sequences: int = 1) -> str:
+        """An id for a new submission, such that the ids of its sequences are free too.
 
         Args:
             wanted: of the caller's choice; None for one of ours.
             number: that ours begin with.
+            num_sequences: of the submission.
 
         Raises:
-            RequestError: it is in use.
+            RequestError: it is in use, or the id of one of its sequences is.
         """
         if wanted is None:
             ids = (f"request-{n}" for n in itertools.count(number))
-            return next(request_id for request_id in ids if request_id not in self)
-        if wanted in self:
-            raise RequestError(f"a request {wanted!r} is already running; use another id")
+            return next(free for free in ids if self._taken(free, num_sequences) is None)
+        taken = self._taken(wanted, num_sequences)
+        if taken is not None:
+            raise RequestError(f"a request {taken!r} is already running; use another id")
         return wanted
+
+    def _taken(self, request_id: str, num_sequences: int) -> str | None:
+        """The first id of a submission's sequences that is in use."""
+        ids = (sequence_id(request_id, index) for index in range(num_sequences))
+        return next((taken for taken in ids if taken in self), None)
 
     def make(
         self, submission_id: str, params: SamplingParams, sequences: Sequence[Request]

@@ -254,6 +254,11 @@ def distinct_bytes(memory: KVMemory, rows: Sequence[int]) -> int:
     return total
 
 
+def sequence_id(request_id: str, index: int) -> str:
+    """The id of one of the sequences of a request; the first has the request's own."""
+    return f"{request_id}#{index}" if index else request_id
+
+
 def make_sequences(request: Request) -> list[Request]:
     """The sequences that a request asks for, itself the first or the only one.
 
@@ -277,7 +282,7 @@ def _sibling(request: Request, index: int) -> Request:
     scored = not index or not params.max_tokens  # without tokens to generate it must be asked for
     spec = replace(
         request.spec,
-        request_id=f"{request.request_id}#{index}" if index else request.request_id,
+        request_id=sequence_id(request.request_id, index),
         sampling_seed=request.sampling_seed + index,
         arrival=request.spec.arrival + index,
         params=replace(

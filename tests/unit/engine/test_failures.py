@@ -7,7 +7,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import PolicyError
+from quire.errors import PolicyError, RequestError
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
@@ -169,6 +169,42 @@ def test_an_id_the_engine_chooses_is_nobody_elses(model):
     engine.submit(GenerationRequest([3], engines.greedy(), request_id="request-2"))
 
     assert engine.submit(GenerationRequest([3], engines.greedy())) != "request-2"
+
+
+def test_an_id_whose_sequences_would_take_the_id_of_another_request_is_refused(model):
+    engine, tokens = small_engine(model), {}
+    several = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    engine.submit(GenerationRequest([3], engines.greedy(), request_id="r#1"))
+    with pytest.raises(RequestError, match="'r#1' is already running"):
+        engine.submit(GenerationRequest([4], several, request_id="r"))
+    engine.submit(GenerationRequest([3], engines.greedy(), request_id="request-3#1"))
+    chosen = engine.submit(GenerationRequest([4], several))
+
+    assert chosen != "request-3"
+    assert not finish(engine, tokens)
+    assert tokens.keys() == {"r#1", "request-3#1", chosen}
+
+
+def test_a_refused_request_takes_no_place_among_the_recorded_ones(model):
+    config = KVConfig(memory="96KiB", page_tokens=4, evict="recent:cap=8,every=2")
+    engine = Engine(model, config, ScheduleConfig(max_num_seqs=2))
+    again = {"request_id": "r", "record_evictions": True}
+    engine.submit(GenerationRequest([3] * 12, engines.greedy(), **again))
+    finish(engine, {})
+    left = engine.eviction_trace("r")
+    with pytest.raises(RequestError):
+        engine.submit(
+            GenerationRequest(
+                [3] * 60,
+                SamplingParams(n=4, max_tokens=40, use_beam_search=True),
+                **again,
+            )
+        )
+
+    assert left
+    assert [step.num_computed for step in engine.eviction_trace("r")] == [
+        step.num_computed for step in left
+    ]
 
 
 def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_processed(monkeypatch):
