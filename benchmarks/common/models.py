@@ -3,10 +3,13 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from quire.layout.model import ModelSpec
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
+
+_CPU = torch.device("cpu")
 
 
 def llama_125m() -> LlamaConfig:
@@ -69,9 +72,27 @@ def llama_wide() -> LlamaConfig:
     )
 
 
-def random_weights(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """A Transformers model of this shape; the same seed and dtype give the same weights."""
-    with torch.random.fork_rng(devices=[]):
+def llama_of(spec: ModelSpec, context: int) -> LlamaConfig:
+    """A Llama of any model's shape, whose context is `context` tokens or more."""
+    return LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=max(context, spec.max_positions),
+        tie_word_embeddings=False,
+    )
+
+
+def random_weights(
+    config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0, device: torch.device = _CPU
+) -> PreTrainedModel:
+    """A Transformers model of this shape; the same seed, dtype and device give the same weights."""
+    seeded = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=seeded), device:
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation="sdpa"
@@ -80,9 +101,11 @@ def random_weights(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) ->
     return model
 
 
-def random_model(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> LoadedModel:
+def random_model(
+    config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0, device: torch.device = _CPU
+) -> LoadedModel:
     """A model of this shape behind Quire's adapter, without a tokenizer."""
-    model = random_weights(config, dtype=dtype, seed=seed)
+    model = random_weights(config, dtype=dtype, seed=seed, device=device)
     decoder = TransformersDecoder(model)
     return LoadedModel(
         decoder=decoder,

@@ -39,6 +39,10 @@ class DeviceBench:
             self._pool.append(HostBytes(self.config.pinned_bytes, self.target))
         return self._pool[0]
 
+    def drop_pool(self) -> None:
+        """Unpin the pool, for a part whose engine pins its own; the next part makes a new one."""
+        self._pool.clear()
+
     def fitting(self, case: DecodeCase, link_codecs: LinkCodecs | None = None) -> DecodeCase:
         """The batch, with rows halved until it fits the pool and the device.
 

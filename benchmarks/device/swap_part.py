@@ -1,120 +1,49 @@
-"""M7: a preempted sequence is swapped, read again, or both at once: what each takes, by length.
+"""M7: a preempted request is swapped, recomputed, or half of each: what each takes, by length.
 
-The sequence is read chunk by chunk, with random weights and KV in one piece a layer. What an engine
-takes for swaps and recomputation is the part `swap` of `python -m benchmarks memory`.
+The engine does all of it, with a model of random weights at a real shape: `measure_swap` of
+`python -m benchmarks memory` on the device for the first two, and preempted requests whose KV is
+twice the swap space for the third. That a prefix's front can be recomputed while its back is loaded
+is the part `restore` of `python -m benchmarks offload`: a preempted request does not do it.
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from benchmarks.common.models import llama_of, random_model
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.host_bytes import HostBytes
-from benchmarks.device.random_layer import Layer, normed
-from benchmarks.device.shapes import SPECS, DecodeCase
-from benchmarks.device.target import Target
-from benchmarks.memory.swapping import measured_breakeven
+from benchmarks.device.shapes import SPECS
+from benchmarks.memory.swapping import (
+    SwapConfig,
+    SwapTime,
+    measure_swap,
+    measured_breakeven,
+    swap_space_for,
+)
 from benchmarks.offload.machines import MACHINES
-from benchmarks.offload_schedule.executor import dispatch
-from benchmarks.offload_schedule.restore import plan_restore
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
 from quire.errors import ConfigError
-from quire.kernels.backend import AttentionMath
-from quire.kernels.dense import attend_dense
-from quire.offload.timeline import Kind
-from quire.plan.fitting import fit_seconds
-from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
+from quire.kv.store import store_of
+from quire.models.loader import LoadedModel
+from quire.plan.offload.restore import Loading, read_seconds
 from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
 from quire.profile.copies import measure_copies
-from quire.profile.prefill_rates import ChunkTime, prefill_rates
+from quire.profile.prefill_rates import ChunkTime, kv_memory_for, prefill_rates, random_prompt
+from quire.profile.timing import seconds
+from quire.scheduler.request import Request
+from quire.scheduler.schedule_config import ScheduleConfig
 
-_CHANGE = "name shorter prompts, or leave the part swap out"
-
-
-class PromptHarness:
-    """One sequence on a device, and a copy of its KV on the host.
-
-    Tokens of a chunk see the whole chunk: half a chunk's products of attention too many, and the
-    same kernel whatever is ahead.
-
-    Args:
-        case: one row; its context is the longest prompt.
-        chunk_tokens: that a call reads.
-        target: the device.
-        pool: host memory; taken back from whoever had it.
-
-    Attributes:
-        kv: on the device, [layer, token, width].
-        host: its copy.
-
-    Raises:
-        ConfigError: device or pool has no room.
-    """
-
-    def __init__(
-        self, case: DecodeCase, chunk_tokens: int, target: Target, pool: HostBytes
-    ) -> None:
-        self.case, self.chunk_tokens = case, chunk_tokens
-        spec, dtype = case.spec, getattr(torch, case.dtype)
-        weight_bytes = spec.num_layers * case.layer_weight_bytes
-        target.require(weight_bytes + case.kv_bytes, f"a prompt of {case.context:,}", _CHANGE)
-        draw = torch.Generator(target.device)
-        draw.manual_seed(0)
-        self._layers = [Layer.random(case, draw) for _ in range(spec.num_layers)]
-        shape = (spec.num_layers, case.context, case.kv_width)
-        self.kv = torch.zeros(shape, dtype=dtype, device=target.device)
-        pool.clear()
-        self.host = pool.take(shape, dtype)
-        self._embedded = torch.randn(
-            chunk_tokens, spec.hidden_size, generator=draw, device=target.device, dtype=dtype
-        )
-
-    def read(self, first: int, count: int) -> None:
-        """One chunk through all layers; its KV is in its place behind it."""
-        with torch.inference_mode():
-            hidden = self._embedded[:count]
-            for kv, layer in zip(self.kv, self._layers, strict=True):
-                given = normed(hidden)
-                layer.project(given, kv[first : first + count])
-                out = self._attend(given @ layer.query, kv[: first + count])
-                hidden = layer.finish(hidden, out)
-
-    def read_all(self, tokens: int) -> None:
-        """A prompt from its beginning."""
-        for first in range(0, tokens, self.chunk_tokens):
-            self.read(first, min(self.chunk_tokens, tokens - first))
-
-    def save(self, tokens: int) -> None:
-        """Begin to copy its KV to the host, layer by layer."""
-        for kv, host in zip(self.kv, self.host, strict=True):
-            host[:tokens].copy_(kv[:tokens], non_blocking=True)
-
-    def load(self, first: int, count: int) -> None:
-        """Begin to copy some tokens' KV back."""
-        for kv, host in zip(self.kv, self.host, strict=True):
-            kv[first : first + count].copy_(host[first : first + count], non_blocking=True)
-
-    def off(self, tokens: int) -> float:
-        """How far the device's KV is from the host's, relative."""
-        kv, host = self.kv[:, :tokens], self.host[:, :tokens].to(self.kv.device)
-        return float((kv - host).float().norm() / host.float().norm())
-
-    def _attend(
-        self, query: Float[Tensor, "token head"], kv: Float[Tensor, "seen width"]
-    ) -> Float[Tensor, "token head"]:
-        spec, count = self.case.spec, len(query)
-        planes = kv.view(1, -1, 2, spec.num_kv_heads, spec.head_dim)
-        key, value = (planes[:, :, side].transpose(1, 2) for side in (0, 1))
-        heads = query.view(1, count, spec.num_heads, spec.head_dim).transpose(1, 2)
-        out = attend_dense(heads, key, value, math=AttentionMath(spec.head_dim**-0.5), seen=None)
-        return out.transpose(1, 2).reshape(count, -1)
-
-
-_LEAST_TOKEN_S = 1e-12
+_VALUE_BYTES = 2  # bfloat16
+_DECODED = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,104 +51,200 @@ class LengthTimes:
     """One length, medians.
 
     Attributes:
-        tokens: of the sequence.
-        out_s, back_s: of its KV to the host and back.
-        read_s: of reading it again.
+        tokens: of the request.
+        swap_s: its KV swapped out and in.
+        recompute_s: its prefill.
     """
 
     tokens: int
-    out_s: float
-    back_s: float
-    read_s: float
+    swap_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridTime:
+    """A request of which the swap space holds half, once.
+
+    Attributes:
+        read_tokens: of its head, recomputed.
+        seconds: its tail swapped out, its head recomputed, its tail swapped in.
+        error: of its KV afterwards against what it held, relative.
+    """
+
+    read_tokens: int
+    seconds: float
+    error: float
 
 
 def run_swap(bench: DeviceBench) -> PartResult:
     """The part."""
-    harness = _harness(bench)
-    lengths = [n for n in bench.config.swap_tokens if n <= harness.case.context]
-    times = [_times(bench, harness, tokens) for tokens in lengths]
-    prefill, loading = fitted(times)
-    both = [_hybrid(bench, harness, time, prefill, loading) for time in times]
-    rows = [_row(bench, harness.case, time, found) for time, found in zip(times, both, strict=True)]
-    ratios = {t.tokens: t.read_s / (t.out_s + t.back_s) for t in times}
+    lengths = lengths_that_fit(bench)
+    model = _model(bench, max(lengths))
+    times = _times(bench, model, lengths)
+    hybrids = [measured_hybrid(bench, model, tokens) for tokens in lengths]
+    pairs = list(zip(times, hybrids, strict=True))
+    prefill = fitted(times)
+    ratios = {t.tokens: t.recompute_s / t.swap_s for t in times}
     return PartResult(
         claims={
-            "swap_token_us": 1e6 * (times[-1].out_s + times[-1].back_s) / times[-1].tokens,
+            "swap_token_us": 1e6 * times[-1].swap_s / times[-1].tokens,
             "swap_read_token_us": 1e6 * prefill.token_s,
             "swap_read_square_ns": 1e9 * prefill.square_s,
             "swap_breakeven_tokens": measured_breakeven(ratios),
             "swap_hybrid_over_alone": max(
-                found[1] / min(t.back_s, t.read_s) for t, found in zip(times, both, strict=True)
+                hybrid.seconds / min(t.swap_s, t.recompute_s) for t, hybrid in pairs
             ),
-            "swap_restored_error": max(found[2] for found in both),
+            "swap_restored_error": max(hybrid.error for hybrid in hybrids),
         }
         | _paged(bench),
-        tables=(_table(bench, harness.case, rows),),
+        tables=(_table(bench, [_row(bench, time, hybrid) for time, hybrid in pairs]),),
     )
 
 
-def _harness(bench: DeviceBench) -> PromptHarness:
-    """With the longest prompt that the pool has room for."""
-    config, spec = bench.config, SPECS[bench.config.swap_model]
-    token_bytes = spec.kv_bytes_per_token(2)
-    fits = [n for n in config.swap_tokens if n * token_bytes <= bench.pool.num_bytes]
-    if not fits:
+# ---- the model and its engine ------------------------------------------------------------------
+
+
+def lengths_that_fit(bench: DeviceBench) -> list[int]:
+    """Those whose swap space fits the host memory that the bench may pin; its pool is given back.
+
+    Raises:
+        ConfigError: none does.
+    """
+    bench.drop_pool()
+    spec, most_bytes = SPECS[bench.config.swap_model], bench.config.pinned_bytes
+    sizes = {n: swap_space_for(spec, n, _VALUE_BYTES) for n in bench.config.swap_tokens}
+    found = [tokens for tokens, size in sizes.items() if size <= most_bytes]
+    if not found:
         raise ConfigError(
-            f"expected room for {min(config.swap_tokens) * token_bytes:,} B of KV on the host, the "
-            f"pool has {bench.pool.num_bytes:,} B; raise --pinned"
+            f"expected room for {min(sizes.values()):,} B of swap space, {most_bytes:,} B of host "
+            "memory may be pinned; raise --pinned"
         )
-    case = DecodeCase(model=config.swap_model, rows=1, context=max(fits))
-    return PromptHarness(case, config.chunk_tokens, bench.target, bench.pool)
+    return found
 
 
-def _times(bench: DeviceBench, harness: PromptHarness, tokens: int) -> LengthTimes:
-    target, repeats = bench.target, bench.config.repeats
-    read_s = target.median(lambda: harness.read_all(tokens), repeats)
-    out_s = target.median(lambda: harness.save(tokens), repeats)
-    back_s = target.median(lambda: harness.load(0, tokens), repeats)
-    return LengthTimes(tokens=tokens, out_s=out_s, back_s=back_s, read_s=read_s)
+def _model(bench: DeviceBench, longest: int) -> LoadedModel:
+    """Weights of the shape on the device, where they have the room beside the KV memory."""
+    spec = SPECS[bench.config.swap_model]
+    weight_bytes = spec.num_parameters * _VALUE_BYTES
+    bench.target.require(
+        weight_bytes + kv_memory_for(spec, longest + 2),
+        f"{bench.config.swap_model} with a request of {longest:,} tokens",
+        "name shorter prompts, or leave the part swap out",
+    )
+    config = llama_of(spec, longest + _DECODED.max_tokens + 2)
+    return random_model(config, dtype=torch.bfloat16, device=bench.target.device)
 
 
-def fitted(times: list[LengthTimes]) -> tuple[PrefillRates, Loading]:
-    """Rates of reading and of loading that fit all lengths best."""
-    prefill = prefill_rates([ChunkTime(tokens=t.tokens, before=0, seconds=t.read_s) for t in times])
-    load_call_s, load_s = fit_seconds([(1, t.tokens) for t in times], [t.back_s for t in times])
-    return prefill, Loading(token_s=max(load_s, _LEAST_TOKEN_S), call_s=load_call_s)
+def _times(bench: DeviceBench, model: LoadedModel, lengths: Sequence[int]) -> list[LengthTimes]:
+    config = bench.config
+    swap = SwapConfig(
+        lengths=tuple(lengths), repeats=config.repeats, max_num_batched_tokens=config.chunk_tokens
+    )
+    found = list(measure_swap(model, swap))
+    return [_medians(tokens, [t for t in found if t.tokens == tokens]) for tokens in lengths]
 
 
-def _hybrid(
-    bench: DeviceBench,
-    harness: PromptHarness,
-    time: LengthTimes,
-    prefill: PrefillRates,
-    loading: Loading,
-) -> tuple[int, float, float]:
-    """Tokens read again, seconds of both at once, and how far the KV is from what was saved."""
-    tokens, chunk = time.tokens, harness.chunk_tokens
-    split = restore_split(prefill, loading, tokens, chunk)
-    harness.read_all(tokens)
-    harness.save(tokens)
-    schedule = plan_restore(
-        prefill,
-        loading,
+def _medians(tokens: int, found: Sequence[SwapTime]) -> LengthTimes:
+    return LengthTimes(
         tokens=tokens,
-        read_tokens=split,
-        token_bytes=harness.case.kv_bytes / harness.case.context,
-        chunk_tokens=chunk,
+        swap_s=statistics.median(time.swap_s for time in found),
+        recompute_s=statistics.median(time.recompute_s for time in found),
     )
-    work = dispatch(
-        {
-            Kind.PROJECT: lambda op: harness.read(op.first, op.tokens),
-            Kind.KV_IN: lambda op: harness.load(op.first, op.tokens),
-        }
+
+
+def fitted(times: Sequence[LengthTimes]) -> PrefillRates:
+    """Prefill rates that fit all lengths best."""
+    return prefill_rates(
+        [ChunkTime(tokens=t.tokens, before=0, seconds=t.recompute_s) for t in times]
     )
-    bench.target.seconds(lambda: None)  # what was begun has ended
-    harness.kv.fill_(0)
-    executor, taken = bench.target.executor(), []
-    for _ in range(bench.config.repeats + 1):
-        timeline = executor.run(schedule, work)
-        taken.append(float(timeline.wall_s or timeline.seconds))
-    return split, statistics.median(taken[1:]), harness.off(tokens)
+
+
+# ---- half of each ------------------------------------------------------------------------------
+
+
+def measured_hybrid(bench: DeviceBench, model: LoadedModel, tokens: int) -> HybridTime:
+    """Medians over preempted requests of one length, the first of them not counted."""
+    engine = Engine(
+        model,
+        KVConfig(
+            memory=kv_memory_for(model.spec, tokens + _DECODED.max_tokens),
+            swap_space=model.spec.kv_bytes(tokens, _VALUE_BYTES) // 2,
+            prefix_cache=PrefixCacheConfig(enabled=False),
+        ),
+        ScheduleConfig(max_num_batched_tokens=bench.config.chunk_tokens, preempt="hybrid"),
+    )
+    found = [
+        _hybrid_once(bench, engine, random_prompt(model, tokens, seed))
+        for seed in range(bench.config.repeats + 1)
+    ][1:]
+    return HybridTime(
+        read_tokens=found[-1].read_tokens,
+        seconds=statistics.median(time.seconds for time in found),
+        error=max(time.error for time in found),
+    )
+
+
+def _hybrid_once(bench: DeviceBench, engine: Engine, prompt: list[int]) -> HybridTime:
+    """Preempt a request behind its prefill, and time it until it holds all of its KV again.
+
+    The last step swaps the tail in and decodes a token; only its copy is counted.
+    """
+    request_id = engine.submit(GenerationRequest(prompt, _DECODED))
+    request = _prefilled(engine, len(prompt))
+    held = _held_kv(engine, request, len(prompt))
+    taken_s = seconds(lambda: engine.scheduler.lifecycle.preempt(request, "measured"))
+    if request.memory.swapped is None:
+        raise ConfigError(f"expected a swap space for half of {len(prompt)} tokens' KV")
+    read_tokens = request.memory.swapped.keep_from
+    taken_s += _resume_s(bench, engine, request)
+    again = _held_kv(engine, request, len(prompt))
+    engine.cancel(request_id)
+    while engine.has_work:
+        engine.step()
+    error = float((again - held).norm() / held.norm())
+    return HybridTime(read_tokens=read_tokens, seconds=taken_s, error=error)
+
+
+def _resume_s(bench: DeviceBench, engine: Engine, request: Request) -> float:
+    """Seconds of the steps that recompute the head, and of the copy behind them."""
+
+    def step() -> None:
+        engine.step()
+        bench.target.wait()
+
+    taken_s = step_s = 0.0
+    while request.memory.swapped is not None:
+        taken_s += step_s
+        step_s = seconds(step)
+    return taken_s + float(engine.events.newest(["swapped_in"])[-1].data["seconds"])
+
+
+def _prefilled(engine: Engine, tokens: int) -> Request:
+    """The request that was submitted last, behind its prefill."""
+    engine.step()
+    [request] = engine.scheduler.running
+    while request.progress.num_computed < tokens:
+        engine.step()
+    return request
+
+
+def _held_kv(engine: Engine, request: Request, tokens: int) -> Float[Tensor, " values"]:
+    """Keys and values of its first tokens, page by page, in float32 on the CPU."""
+    memory = engine.pool.kv.memory
+    store = store_of(memory)
+    planes: list[Tensor] = []
+    for table in memory.tables.values():
+        page_class = table.group.page_class
+        pages = table.pages[request.memory.row][:, : tokens // page_class.tokens]
+        views = store.views(page_class)
+        index = torch.from_numpy(pages.reshape(-1).astype("int64")).to(store.device)
+        planes += [
+            plane[index].flatten() for plane in (views.key, views.value) if plane is not None
+        ]
+    return torch.cat(planes).cpu().float()
+
+
+# ---- tables ------------------------------------------------------------------------------------
 
 
 def _paged(bench: DeviceBench) -> Numbers:
@@ -233,34 +258,32 @@ def _paged(bench: DeviceBench) -> Numbers:
     }
 
 
-def _row(
-    bench: DeviceBench, case: DecodeCase, time: LengthTimes, found: tuple[int, float, float]
-) -> tuple[Cell, ...]:
-    machine = MACHINES[bench.config.machine]
-    sheet = assumed_prefill(case.spec, machine.flops_per_s)
-    loading = Loading(token_s=case.spec.kv_bytes_per_token(2) / machine.link_bytes_per_s)
-    n = time.tokens
-    split = restore_split(sheet, loading, n)
+def _row(bench: DeviceBench, time: LengthTimes, hybrid: HybridTime) -> tuple[Cell, ...]:
+    machine, spec = MACHINES[bench.config.machine], SPECS[bench.config.swap_model]
+    sheet = assumed_prefill(spec, machine.flops_per_s)
+    loading = Loading(token_s=spec.kv_bytes_per_token(_VALUE_BYTES) / machine.link_bytes_per_s)
+    n, read = time.tokens, hybrid.read_tokens
     expected = (
         2 * loading.seconds(n),
         read_seconds(sheet, n),
-        loading.seconds(n) + restore_seconds(sheet, loading, n, split),
+        2 * loading.seconds(n - read) + read_seconds(sheet, read),
     )
-    measured = (time.out_s + time.back_s, time.read_s, time.out_s + found[1])
-    return (n, *(1e3 * s for s in measured), found[0] / n, *(1e3 * s for s in expected))
+    measured = (time.swap_s, time.recompute_s, hybrid.seconds)
+    return (n, *(1e3 * s for s in measured), read / n, *(1e3 * s for s in expected))
 
 
-def _table(bench: DeviceBench, case: DecodeCase, rows: list[tuple[Cell, ...]]) -> Table:
+def _table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
         name="device-swap",
         caption=(
-            f"{bench.where} {case.model}, one sequence, ms: its KV out and back; read again in "
-            f"chunks of {bench.config.chunk_tokens:,}; out, then its front read again while its "
-            f"back is loaded. Expected: by the data sheet of {bench.config.machine}."
+            f"{bench.where} {bench.config.swap_model} in the engine, one request, ms: its KV "
+            f"swapped out and in; recomputed in chunks of {bench.config.chunk_tokens:,}; the tail "
+            "that half the swap space holds swapped, its head recomputed. Expected: by the data "
+            f"sheet of {bench.config.machine}."
         ),
         columns=(
-            *("tokens", "swap", "read again", "both", "share read"),
-            *("swap, expected", "read again, expected", "both, expected"),
+            *("tokens", "swap", "recompute", "hybrid", "share recomputed"),
+            *("swap, expected", "recompute, expected", "hybrid, expected"),
         ),
         rows=tuple(rows),
     )

@@ -80,6 +80,11 @@ class Target:
             end.synchronize()
         return max(float(begin.elapsed_time(end)) / 1e3 / times, _LEAST_S)
 
+    def wait(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
     def samples(self, call: Callable[[], object], repeats: int, times: int = 1) -> list[float]:
         """`seconds` again and again, after one that is not counted."""
         self.seconds(call)

@@ -64,7 +64,7 @@ def measure_generation(config: GenerationConfig) -> list[TokenTime]:
     engine = Engine(
         model,
         KVConfig(
-            memory=kv_memory_for(model, longest + config.steps + 1),
+            memory=kv_memory_for(model.spec, longest + config.steps + 1),
             prefix_cache=PrefixCacheConfig(enabled=False),
         ),
         ScheduleConfig(max_num_batched_tokens=longest, chunk_tokens=longest),

@@ -22,11 +22,13 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, InvariantError
 from quire.kv.stored_sequences import Swapped
 from quire.kv.swap import swap_in, swap_out
+from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.profile.prefill_rates import kv_memory_for, random_prompt
 from quire.profile.timing import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
+_SPARE_TOKENS = 256  # new ones, and slots of last pages
 LENGTHS = (64, 128, 256, 512, 1_024, 2_048, 4_096)
 
 
@@ -89,10 +91,9 @@ def measure_swap(model: LoadedModel, config: SwapConfig) -> Iterator[SwapTime]:
             f"a prompt of {longest} tokens leaves no room in a context of "
             f"{model.spec.max_positions}: measure shorter ones"
         )
-    size = kv_memory_for(model, longest + 2)
     kv = KVConfig(
-        memory=size,
-        swap_space=size,
+        memory=kv_memory_for(model.spec, longest + 2),
+        swap_space=swap_space_for(model.spec, longest, model.decoder.dtype.itemsize),
         attention=config.attention,
         prefix_cache=PrefixCacheConfig(enabled=False),
     )
@@ -103,6 +104,11 @@ def measure_swap(model: LoadedModel, config: SwapConfig) -> Iterator[SwapTime]:
             time = _measure_one(engine, random_prompt(model, tokens, next(seeds)))
             if round_number:
                 yield time
+
+
+def swap_space_for(spec: ModelSpec, tokens: int, value_bytes: int) -> int:
+    """Swap space that holds a request and what its pages leave empty."""
+    return spec.kv_bytes(tokens + _SPARE_TOKENS, value_bytes)
 
 
 def _measure_one(engine: Engine, prompt: list[int]) -> SwapTime:

@@ -19,7 +19,7 @@ class OffloadBenchConfig:
         rhos, xis: of the part `sweep`.
         hosts: u / k of the part `host`.
         refit_steps: of the part `refit`, before and behind the change of the link.
-        restore_tokens: of the prefix that the part `restore` brings back on threads.
+        restore_tokens: of the prefix that the part `restore` brings back.
         batches: of the tables on the virtual clock.
         prompts: likewise.
         generated: likewise.
@@ -37,7 +37,7 @@ class OffloadBenchConfig:
     xis: tuple[float, ...] = (0.5, 1.0, 2.0)
     hosts: tuple[float, ...] = (1.0, 0.5)
     refit_steps: int = 12
-    restore_tokens: int = 8192
+    restore_tokens: int = 2048
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 48)
     prompts: tuple[int, ...] = (128, 256, 512, 1024)
     generated: tuple[int, ...] = (32, 128)

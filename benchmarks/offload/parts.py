@@ -6,7 +6,6 @@ from benchmarks.common.result import PartResult
 from benchmarks.offload.arms_part import run_arms
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.engine_part import run_engine
-from benchmarks.offload.engine_restore_part import run_engine_restore
 from benchmarks.offload.host_part import run_host
 from benchmarks.offload.refit_part import run_refit
 from benchmarks.offload.restore_part import run_restore
@@ -19,7 +18,6 @@ PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
     "host": run_host,
     "refit": run_refit,
     "restore": run_restore,
-    "engine_restore": run_engine_restore,
     "latency": run_latency,
     "weights": run_weights,
     "codec": run_codec,

@@ -1,54 +1,54 @@
-"""Bringing a prefix back: all loaded, all read again, or both at once; by data sheets, and really.
+"""Bringing a prefix back: all loaded, all recomputed, or both at once; by data sheets, and really.
 
-On threads a prefix lies in a tier: on disk, or in a store over TCP. Its back is loaded from there
-while real products stand for reading its front, both padded to a preset's ratio.
+The engine reads a prompt with the packaged model, whose KV lies in a store over TCP. The store's
+answers are as slow as the ratio of loading to prefill of Llama-3-8B on an H200 asks for, from a
+disk or over 10 Gb; nothing else is padded. A restored prefix is answered as a computed one.
 """
 
 import statistics
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+import time
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.machines import MACHINES, MODELS
-from benchmarks.offload_schedule.executor import dispatch
-from benchmarks.offload_schedule.restore import plan_restore
-from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, expected
-from quire.offload.tiers.base import Tier
-from quire.offload.tiers.disk import DiskTier
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.models.loader import LoadedModel, load_model
+from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.network import NetworkTier
+from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer
-from quire.offload.timeline import DEVICE, IN, Kind, Operation
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
-from quire.plan.preemption_costs import assumed_prefill
-from quire.plan.rates import PrefillRates
-from quire.profile.timing import seconds
+from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
+from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
+from quire.sampling.outputs import OutputDelta
 
 _LINKS = (("PCIe 5", 55e9), ("NVMe", 6.9e9), ("100 Gb", 11e9), ("10 Gb", 1.1e9))
 _PRESETS = (("disk", 6.9e9), ("10gb", 1.1e9))
-_WIDTH, _INNER, _CHUNK = 2048, 512, 128  # numbers of a token on threads; tokens of 1 MiB
-_HEADROOM = 2.0
+_SHEET_TOKENS = 16_384
+_NEVER_READ = PrefillRates(token_s=1e6)
+_ANSWER = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def run_restore(config: OffloadBenchConfig) -> PartResult:
     """The part."""
+    model = load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
     claims: Numbers = {}
-    rows = [_threads(config, name, rate, claims) for name, rate in _PRESETS]
+    rows = [_preset(config, model, name, rate, claims) for name, rate in _PRESETS]
+    tokens = _prompt_tokens(config, model)
     return PartResult(
         claims=claims,
         tables=(
             _sheet(),
             Table(
-                name="offload-restore-threads",
+                name="offload-engine-restore",
                 caption=(
-                    f"{config.restore_tokens:,} tokens from a tier on threads, at the ratios of "
-                    f"Llama-3-8B on an H200; medians of {config.repeats}, ms."
+                    f"An engine brings {tokens:,} tokens of quire-tiny back from a store over TCP, "
+                    f"at the ratios of Llama-3-8B on an H200; medians of {config.repeats}, ms."
                 ),
-                columns=("tier", "read again", "load all", "read all", "both", "formula"),
+                columns=("tier", "load all", "read all", "both", "read again", "formula"),
                 rows=tuple(rows),
             ),
         ),
@@ -77,102 +77,106 @@ def _sheet() -> Table:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """A prefix in a tier, and the rates that this machine pretends."""
-
-    tier: Tier
-    tokens: int
-    prefill: PrefillRates
-    loading: Loading
-    x: torch.Tensor
-    weight: torch.Tensor
-
-    @property
-    def token_bytes(self) -> int:
-        return 4 * _WIDTH
-
-    def run(self, read_tokens: int) -> float:
-        """Seconds of bringing it back with so many tokens read again.
-
-        Raises:
-            AssertionError: what came back is not what was stored.
-        """
-        schedule = plan_restore(
-            self.prefill,
-            self.loading,
-            tokens=self.tokens,
-            read_tokens=read_tokens,
-            token_bytes=self.token_bytes,
-            chunk_tokens=_CHUNK,
-        )
-        out = torch.full((self.tokens, _WIDTH), float("nan"))
-
-        def read(op: Operation) -> None:
-            rows = slice(op.first, op.first + op.tokens)
-            torch.mm(self.x[rows], self.weight, out=out[rows])
-
-        def load(op: Operation) -> None:
-            target = out[op.first : op.first + op.tokens]
-            self.tier.read("prefix", target.numpy().data, op.first * self.token_bytes)
-
-        paces = {DEVICE: Pace(expected), IN: Pace(expected)}
-        work = dispatch({Kind.PROJECT: read, Kind.KV_IN: load})
-        timeline = ThreadExecutor(paces).run(schedule, work)
-        assert torch.allclose(out, self.x @ self.weight, atol=1e-3), "restored KV differs"
-        return float(timeline.wall_s or timeline.seconds)
+def _prompt_tokens(config: OffloadBenchConfig, model: LoadedModel) -> int:
+    return min(config.restore_tokens, model.spec.max_positions - 8)
 
 
-def _threads(
-    config: OffloadBenchConfig, name: str, bytes_per_s: float, claims: Numbers
+def _preset(
+    config: OffloadBenchConfig,
+    model: LoadedModel,
+    name: str,
+    bytes_per_s: float,
+    claims: Numbers,
 ) -> tuple[Cell, ...]:
-    with tempfile.TemporaryDirectory() as folder:
-        total_bytes = max(2 << 20, 8 * config.restore_tokens * _WIDTH)
-        server = None
-        if name == "disk":
-            tier: Tier = DiskTier(Path(folder), total_bytes)
-        else:
-            server = StoreServer(HostTier(total_bytes))
-            tier = NetworkTier(*server.address)
-        try:
-            prefix = _prefix(config, tier, bytes_per_s)
-            return _measured(config, name, prefix, claims)
-        finally:
-            tier.close()
-            if server is not None:
-                server.close()
-
-
-def _measured(
-    config: OffloadBenchConfig, name: str, prefix: _Prefix, claims: Numbers
-) -> tuple[Cell, ...]:
-    tokens = prefix.tokens
-    split = restore_split(prefix.prefill, prefix.loading, tokens, _CHUNK)
-    rounds = [[prefix.run(n) for n in (0, tokens, split)] for _ in range(config.repeats + 1)][1:]
-    load_s, read_s, both_s = (statistics.median(found) for found in zip(*rounds, strict=True))
-    gain = statistics.median(load / both for load, _, both in rounds)
+    tokens = _prompt_tokens(config, model)
+    prompt = [3 + i * i % 97 for i in range(tokens)]
+    plain = Engine(model, KVConfig())
+    read_s, answer = min(_run(plain, prompt) for _ in range(2))
+    kv_bytes = tokens * model.spec.kv_bytes_per_token(4)
+    server = StoreServer(
+        NewestTier(HostTier(2 * kv_bytes + (8 << 20))),
+        bytes_per_s=kv_bytes / (_ratio(bytes_per_s) * read_s),
+    )
+    engine = Engine(
+        model, KVConfig(prefix_cache=PrefixCacheConfig(remote="{}:{}".format(*server.address)))
+    )
+    try:
+        _run(engine, prompt)
+        rounds, read_again = [], 0
+        for _ in range(config.repeats + 1):  # the first one shows the rates
+            load_s, loaded = _run(engine, prompt, _NEVER_READ)
+            both_s, restored = _run(engine, prompt)
+            read_again = _read_again(engine, tokens)
+            assert loaded == restored == answer, "a restored prefix is answered differently"
+            rounds.append((load_s, _run(plain, prompt)[0], both_s))
+    finally:
+        engine.close()
+        server.close()
     suffix = "" if name == "disk" else f"_{name}"
+    gain = statistics.median(load / both for load, _, both in rounds[1:])
     claims[f"restore_gain_vs_load{suffix}"] = gain
     claims[f"restore_over_alone{suffix}"] = statistics.median(
-        both / min(load, read) for load, read, both in rounds
+        both / min(load, read) for load, read, both in rounds[1:]
     )
-    formula_s = restore_seconds(prefix.prefill, prefix.loading, tokens, split)
-    return (name, split, *(1e3 * t for t in (load_s, read_s, both_s, formula_s)))
+    load_s, plain_s, both_s = (statistics.median(found) for found in zip(*rounds[1:], strict=True))
+    formula_s = _formula_s(model, tokens, load_s, plain_s)
+    return (name, *(1e3 * s for s in (load_s, plain_s, both_s)), read_again, 1e3 * formula_s)
 
 
-def _prefix(config: OffloadBenchConfig, tier: Tier, bytes_per_s: float) -> _Prefix:
-    """At the ratio of loading to reading, and of attention to products, of Llama-3-8B."""
-    tokens = config.restore_tokens
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, _INNER, generator=draw)
-    weight = torch.randn(_INNER, _WIDTH, generator=draw) / _INNER**0.5
-    out = torch.empty(_CHUNK, _WIDTH)
-    taken_s = min(seconds(lambda: torch.mm(x[:_CHUNK], weight, out=out)) for _ in range(9))
+def _formula_s(model: LoadedModel, tokens: int, load_s: float, read_s: float) -> float:
+    """Seconds of both at once, of what each took alone; attention's share is that of arithmetic."""
+    shape = assumed_prefill(model.spec, 1.0)
+    scale = read_s / read_seconds(shape, tokens)
+    prefill = PrefillRates(token_s=shape.token_s * scale, square_s=shape.square_s * scale)
+    loading = Loading(token_s=load_s / tokens)
+    split = restore_split(prefill, loading, tokens)
+    return restore_seconds(prefill, loading, tokens, split)
+
+
+def _ratio(bytes_per_s: float) -> float:
+    """Seconds of loading over seconds of reading, by data sheets."""
     spec = MODELS["Llama-3-8B"]
-    sheet = assumed_prefill(spec, MACHINES["h200"].flops_per_s)
-    token_s = _HEADROOM * taken_s / _CHUNK
-    scale = token_s / sheet.token_s
-    prefill = PrefillRates(token_s=token_s, square_s=sheet.square_s * scale * 16_384 / tokens)
-    loading = Loading(token_s=spec.kv_bytes_per_token(2) / bytes_per_s * scale)
-    tier.write("prefix", (x @ weight).numpy().data, {"tokens": tokens})
-    return _Prefix(tier, tokens, prefill, loading, x, weight)
+    prefill = assumed_prefill(spec, MACHINES["h200"].flops_per_s)
+    loading = Loading(token_s=spec.kv_bytes_per_token(2) / bytes_per_s)
+    return loading.seconds(_SHEET_TOKENS) / read_seconds(prefill, _SHEET_TOKENS)
+
+
+def _run(
+    engine: Engine, prompt: list[int], prefill: PrefillRates | None = None
+) -> tuple[float, list[int]]:
+    """Seconds to the first token, with nothing cached in memory, and that token.
+
+    Args:
+        engine: idle.
+        prompt: tokens.
+        prefill: what reading is said to take; None: what the engine has learned.
+    """
+    sequence_memory = engine.scheduler.sequence_memory
+    sequence_memory.sharing.drop_cached()
+    learned = engine.prefix_loader
+    if learned is not None:
+        learned.tier.transfer_worker.drain()
+        if prefill is not None:
+            sequence_memory.prefix_loader = _with_costs(learned, engine, prefill)
+    started_s = time.perf_counter()
+    engine.submit(GenerationRequest(prompt, _ANSWER))
+    deltas: list[OutputDelta] = []
+    while engine.has_work:
+        deltas += engine.step()
+    taken_s = time.perf_counter() - started_s
+    sequence_memory.prefix_loader = learned
+    return taken_s, [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def _with_costs(learned: PrefixLoader, engine: Engine, prefill: PrefillRates) -> PrefixLoader:
+    copies = CopyRate(bytes_per_s=1e9)
+    costs = LearnedCosts(Costs(copies=CopyRates(out=copies, back=copies), prefill=prefill))
+    return PrefixLoader(
+        learned.tier, costs, engine.scheduler.sequence_memory.sharing, engine.events
+    )
+
+
+def _read_again(engine: Engine, tokens: int) -> int:
+    """Tokens of the last prompt that were read; all where nothing was loaded for it."""
+    newest = engine.events.newest(["admitted", "restored"])[-1]
+    return tokens - int(newest.data["tokens"]) if newest.kind == "restored" else tokens

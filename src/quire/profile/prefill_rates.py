@@ -11,6 +11,7 @@ from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.offload.swap.host_store import device_name
 from quire.plan.fitting import fit_seconds
@@ -48,9 +49,9 @@ def random_prompt(model: LoadedModel, tokens: int, seed: int) -> list[int]:
     return [rng.randrange(model.spec.vocab_size) for _ in range(tokens)]
 
 
-def kv_memory_for(model: LoadedModel, tokens: int) -> int:
+def kv_memory_for(spec: ModelSpec, tokens: int) -> int:
     """KV bytes that hold a sequence twice over, in slabs of any size."""
-    return 2 * model.spec.kv_bytes(tokens, 4) + (64 << 20)
+    return 2 * spec.kv_bytes(tokens, 4) + (64 << 20)
 
 
 def measure_chunks(
@@ -72,7 +73,7 @@ def measure_chunks(
             f"expected prompts of 1 to {model.spec.max_positions - 1} tokens, got {prompt_tokens}"
         )
     seeds = itertools.count()
-    memory = kv_memory_for(model, prompt_tokens + 1)
+    memory = kv_memory_for(model.spec, prompt_tokens + 1)
     for chunk in chunks:
         schedule = ScheduleConfig(max_num_batched_tokens=chunk)
         engine = Engine(

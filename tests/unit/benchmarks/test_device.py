@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common.models import llama_of, random_model
 from benchmarks.device import link_codecs as codecs_of_links
 from benchmarks.device.bench import DeviceBench
 from benchmarks.device.busy_link import ThrottledHalf
@@ -18,13 +19,19 @@ from benchmarks.device.link_codecs import LinkCodecs, activations_pay, coders, l
 from benchmarks.device.link_part import host_kinds
 from benchmarks.device.parts import PARTS
 from benchmarks.device.refit_part import at, settling_steps
-from benchmarks.device.shapes import DecodeCase
+from benchmarks.device.shapes import SPECS, DecodeCase
 from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
 from benchmarks.device.step import DeviceStep, Staging
 from benchmarks.device.step_harness import StepHarness, expected_seconds, whole_rows
-from benchmarks.device.swap_part import LengthTimes, PromptHarness, fitted
+from benchmarks.device.swap_part import (
+    LengthTimes,
+    fitted,
+    lengths_that_fit,
+    measured_hybrid,
+)
 from benchmarks.device.sweep_part import turns
 from benchmarks.device.target import Target
+from benchmarks.memory.swapping import swap_space_for
 from benchmarks.offload.arms import ARMS, BY_NAME, step_work
 from benchmarks.offload.machines import MACHINES, speeds_of
 from benchmarks.offload_schedule.executor import VirtualClock
@@ -33,8 +40,10 @@ from benchmarks.offload_schedule.threads import Pace, ThreadExecutor
 from benchmarks.offload_schedule.timelines import copied_bytes
 from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError, UnknownName
+from quire.kv.store import store_of
 from quire.offload.timeline import IN, Kind, Operation, Schedule
 from quire.plan.rates import CopyRate
+from quire.scheduler.preemption import swapper
 
 CPU = Target(torch.device("cpu"))
 MIB = 1 << 20
@@ -256,17 +265,16 @@ def test_a_split_has_followed_when_it_stays_right():
     assert at([(10, 2.0), (0, 1.0)], 5) == 1.5
 
 
-def test_rates_of_a_sequence_are_those_it_was_made_of():
+def test_prefill_rates_of_lengths_are_those_they_were_made_of():
     times = [
-        LengthTimes(tokens=n, out_s=1.0, back_s=2e-4 + 3e-6 * n, read_s=1e-5 * n + 2e-9 * n**2)
+        LengthTimes(tokens=n, swap_s=1.0, recompute_s=1e-5 * n + 2e-9 * n**2)
         for n in (100, 1000, 4000, 9000)
     ]
 
-    prefill, loading = fitted(times)
+    prefill = fitted(times)
 
     assert prefill.token_s == pytest.approx(1e-5, rel=1e-3)
     assert prefill.square_s == pytest.approx(2e-9, rel=1e-3)
-    assert (loading.token_s, loading.call_s) == pytest.approx((3e-6, 2e-4), rel=1e-3)
 
 
 # ---- devices -----------------------------------------------------------------------------------
@@ -313,25 +321,46 @@ def test_a_busy_link_leaves_half():
     assert times == [2e-3, 4e-3, 2e-3, 2e-3]
 
 
-def test_a_prompt_comes_back_as_it_was_saved():
-    case = DecodeCase(model="toy", rows=1, context=24, dtype="float32")
-    model = PromptHarness(case, 8, CPU, POOL)
-    model.read_all(20)
-    model.save(20)
-    whole = model.kv.clone()
+def hybrid(tokens=64):
+    """A preempted request of a toy whose swap space holds half of it."""
+    config = replace(QUICK_DEVICE, device="cpu", repeats=1)
+    model = random_model(llama_of(SPECS["toy"], tokens), dtype=torch.bfloat16)
+    return measured_hybrid(DeviceBench.of(config), model, tokens)
 
-    model.kv.zero_()
-    model.read(0, 8)
-    assert model.off(20) > 0.1  # the back is missing
-    model.load(8, 12)
 
-    assert model.off(20) == 0
-    assert torch.equal(model.kv[:, :20], whole[:, :20])
-    model.read(8, 8)  # chunks see what is ahead of them
-    assert torch.allclose(model.kv, whole, atol=1e-6)
-    model.kv[:, :8].zero_()
-    model.read(8, 8)
-    assert not torch.allclose(model.kv[1:, 8:16], whole[1:, 8:16], atol=1e-2)
+def test_a_request_that_was_half_swapped_holds_the_kv_it_held():
+    found = hybrid()
+
+    assert found.read_tokens == 32
+    assert found.seconds > 0
+    assert found.error == 0
+
+
+def test_a_tail_that_comes_back_wrong_is_an_error(monkeypatch):
+    """The test above can fail: with the tail's pages zeroed it would."""
+    append = swapper.append_tail
+
+    def zeroed(memory, row, swapped):
+        append(memory, row, swapped)
+        for table in memory.tables.values():
+            views = store_of(memory).views(table.group.page_class)
+            views.whole[torch.from_numpy(table.pages[row][:, 2:4].reshape(-1))] = 0
+
+    monkeypatch.setattr(swapper, "append_tail", zeroed)
+
+    assert hybrid().error > 0.5
+
+
+def test_lengths_whose_swap_space_may_not_be_pinned_are_left_out():
+    config = replace(QUICK_DEVICE, device="cpu")
+    sizes = {n: swap_space_for(SPECS["toy"], n, 2) for n in (32, 64)}
+    bench = DeviceBench.of(replace(config, pinned_bytes=sizes[64] - 1))
+    bench.pool.take((1,), torch.uint8)
+
+    assert lengths_that_fit(bench) == [32]
+    assert bench.facts()["pinned_bytes"] == 0  # the engine pins its own
+    with pytest.raises(ConfigError, match="raise --pinned"):
+        lengths_that_fit(DeviceBench.of(replace(config, pinned_bytes=sizes[32] - 1)))
 
 
 # ---- parts -------------------------------------------------------------------------------------

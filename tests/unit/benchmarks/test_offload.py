@@ -13,7 +13,6 @@ from benchmarks.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from benchmarks.offload.arms_part import claims, error_p95, run_arms
 from benchmarks.offload.config import QUICK_OFFLOAD
 from benchmarks.offload.engine_part import run_engine
-from benchmarks.offload.engine_restore_part import run_engine_restore
 from benchmarks.offload.host_part import run_host
 from benchmarks.offload.layer_harness import LayerHarness, LayerShape
 from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
@@ -39,7 +38,7 @@ CONFIG = replace(
     repeats=1,
     rhos=(0.5,),
     refit_steps=2,
-    restore_tokens=256,
+    restore_tokens=128,
     batches=(1,),
     prompts=(128,),
     layers=2,
@@ -172,7 +171,6 @@ PARTS = (
     run_host,
     run_refit,
     run_restore,
-    pytest.param(run_engine_restore, marks=pytest.mark.slow),
     run_latency,
     run_weights,
     run_codec,
@@ -193,7 +191,6 @@ CLAIMS = {
     run_host: {"gain_host_attention", "gain_host_attention_off_formula"},
     run_refit: {"refit_steps"},
     run_restore: {"restore_gain_vs_load", "restore_gain_vs_load_10gb", "restore_over_alone"},
-    run_engine_restore: {"engine_restore_gain_vs_load", "engine_restore_gain_vs_load_10gb"},
     run_engine: {"prefill_overhead_fraction", "engine_auto_over_off"},
 }
 

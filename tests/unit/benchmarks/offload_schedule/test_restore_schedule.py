@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import fastest
-from benchmarks.offload_schedule.restore import plan_restore
 from benchmarks.offload_schedule.timelines import copied_bytes
 from benchmarks.offload_schedule.work import BatchTokens, Rules, StepWork, even_layers
 from quire.errors import ConfigError
@@ -14,6 +13,7 @@ from quire.offload.profiler import Sizes, Speeds
 from quire.offload.timeline import DEVICE, IN
 from quire.plan.offload.restore import Loading, restore_seconds, restore_split
 from quire.plan.rates import CopyRate, PrefillRates
+from support.restore_schedule import plan_restore
 
 
 @given(
