@@ -44,8 +44,8 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "policies.md", HEADER + policies()
     yield REFERENCE / "codecs.md", HEADER + codecs()
     yield REFERENCE / "models.md", HEADER + models()
+    yield REFERENCE / "modules.md", HEADER + modules()
     for name in (
-        "architecture.md",
         "add-a-policy.md",
         "eviction.md",
         "quantization.md",
@@ -58,8 +58,6 @@ def documents() -> Iterator[tuple[Path, str]]:
 def fill(text: str) -> str:
     """A document with the parts between its marks made new."""
     parts: dict[str, Callable[[], str]] = {
-        "modules": modules,
-        "torch-free": torch_free,
         "fields": server_fields,
         "stores": stores,
         "unsound": unsound,
@@ -77,8 +75,8 @@ def fill(text: str) -> str:
 
 
 def modules() -> str:
-    """A table of each package's modules with the first sentence of their docstrings."""
-    return "\n".join(
+    """Each package's modules with their first sentences, and which of them import no torch."""
+    tables = "\n".join(
         f"\n`{folder}`: {first_sentence(SOURCE / folder / '__init__.py')}\n\n"
         "| module | what it is |\n|---|---|\n"
         + "\n".join(
@@ -88,6 +86,11 @@ def modules() -> str:
         )
         for folder in FLOORS
     ).strip("\n")
+    return (
+        f"# Modules\n\nThe packages of `src/quire`, from the top down.\n\n{tables}\n\n"
+        f"## Modules without torch\n\nimport-linter keeps torch and Transformers out of these: "
+        f"{torch_free()}.\n"
+    )
 
 
 def first_sentence(path: Path) -> str:
