@@ -41,7 +41,7 @@ def test_a_store_outlives_engines_and_itself(tmp_path):
     store.send_signal(signal.SIGTERM)
     assert store.wait(30) == 0
     store.stdout.close()
-    with pytest.raises(TierUnreachable, match="did not answer"):
+    with pytest.raises(TierUnreachable, match="did not respond"):
         tier.stored()
 
     store, tier = start(tmp_path / "kv")

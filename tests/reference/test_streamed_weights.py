@@ -213,7 +213,7 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
         engine.check()
 
     assert len(failures) == 1
-    assert "could not be brought: the disk is gone" in failures[0]
+    assert "could not be transferred: the disk is gone" in failures[0]
     assert_close(recorder.logits, resident("qwen3"))
 
 

@@ -456,7 +456,7 @@ def test_those_that_evict_have_fronts_between_evictions(
 ):
     """Prefix hits, swaps, cancels and delays at once; a token's X moves and leaves with its KV.
 
-    Where each KV head keeps tokens of its own no X is kept, and `auto` transfers all KV.
+    Where each KV head retains tokens of its own no X is kept, and `auto` transfers all KV.
     """
     if codec != "none":  # another company rounds otherwise, and codes make more of that
         use_exact_products(monkeypatch)
@@ -483,12 +483,12 @@ def test_those_that_evict_have_fronts_between_evictions(
         (
             {"offload_memory": 0, "offload_recompute": "0.5"},
             ConfigError,
-            "say --kv-offload-memory SIZE",
+            "set --kv-offload-memory",
         ),
         (
             {"offload_memory": 0, "offload_activation_codec": "int8"},
             ConfigError,
-            "say --kv-offload-memory SIZE",
+            "set --kv-offload-memory",
         ),
         ({"offload_recompute": "2"}, ConfigError, "a fraction from 0 to 1, got '2'"),
         (
@@ -510,7 +510,7 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
         (
             "llama_mha",
             {"offload_recompute": "0.5", "evict": "h2o:cap=32,every=8"},
-            "0.5 cannot recompute any KV: each KV head keeps tokens of its own; use eviction rules",
+            "0.5 cannot recompute any KV: each KV head retains tokens of its own; use eviction rules",
         ),
         (
             "llama_mha",
@@ -630,12 +630,12 @@ def why(name: str, **options) -> str:
 
 def test_why_nothing_is_made_again_is_said():
     assert "activations are 1.0x the KV of this model: KV alone" in why("llama")
-    assert "each KV head keeps tokens of its own" in why("llama_mha", evict="h2o:cap=32,every=8")
+    assert "each KV head retains tokens of its own" in why("llama_mha", evict="h2o:cap=32,every=8")
     assert "not written one by one" in why("llama_mha", codec="int4_page")
     assert "--kv-offload-recompute off" in why("llama_mha", offload_recompute="off")
-    assert "made again from activations, as asked" in why("llama", offload_recompute="0.5")
+    assert "recomputed from activations, as requested" in why("llama", offload_recompute="0.5")
 
 
 def test_a_model_that_would_gain_nothing_is_refused():
-    with pytest.raises(ConfigError, match="no more than two that look back"):
+    with pytest.raises(ConfigError, match="no more than two layers with full attention"):
         Engine(load("qwen3"), kv_config(memory="8MiB", offload_memory="1MiB"), ScheduleConfig())

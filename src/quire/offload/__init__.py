@@ -1,7 +1,7 @@
-"""KV and weights that are not on the device: what moves when, how fast, and where it rests.
+"""Offload of KV and weights: stores in CPU memory and on disk, transfers, rates and timelines.
 
 `kv` offloads the oldest pages of running requests, `prefix_store` cached prefixes, `swap` preempted
-requests, `weights` layers of the model; `recompute` makes KV from stored activations, `tiers` hold
-bytes. A timeline says when a step's transfers and products ran, the profiler learns rates from it.
-Knows no requests and no engine.
+requests, and `weights` decoder layers. `recompute` computes KV from stored activations. `tiers` are
+byte stores. A timeline records when the transfers and products of a step ran; the profiler learns
+rates from it. This package does not depend on the engine.
 """

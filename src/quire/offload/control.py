@@ -1,9 +1,9 @@
-"""Which split a step takes: the model's, corrected by what stands still, moved only where it pays.
+"""Controls the recompute split of each step: the model's optimum, corrected by observed stalls.
 
-The model's rates are followed on every operation (`profiler`). What it cannot know shows in waits:
-where the device waits for the link more tokens are recomputed, where the link waits for the device
-fewer. Only waits that the model does not explain count; they add up, so a wrong model still ends
-near the right split.
+The profiler updates the model's rates on every operation. Effects outside the model show as
+stalls: if the device waits for the link, more tokens are recomputed; if the link waits for the
+device, fewer. Only stalls that the model does not explain count. Their corrections accumulate, so
+the split converges even if the model is wrong.
 """
 
 import math
@@ -13,22 +13,22 @@ from quire.offload.timeline import DEVICE, IN, Timeline
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 
-_DEAD_BAND = 0.02  # of a step: waits that are noise
-_MOST_CORRECTION = 0.3  # of all tokens
-_MOST_MOVE = 0.25  # of all tokens, in a step: one bad step says little
-_LEAK = 0.95  # of the correction, in a step whose waits the model explains
+_DEAD_BAND = 0.02  # fraction of the step's time; smaller stalls are noise
+_MOST_CORRECTION = 0.3  # fraction of all tokens
+_MOST_MOVE = 0.25  # fraction of all tokens per step: limits the effect of one slow step
+_LEAK = 0.95  # decay of the correction in a step whose stalls the model explains
 
 
 class SplitController:
-    """Keeps one sequence of splits steady.
+    """Controls the recompute split of one sequence of steps, with hysteresis.
 
     Args:
-        unit: tokens that go together; splits are whole units, or all tokens.
-        least_gain: of a step's time, below which the split stays.
-        pace: of the correction by waits; 0: none.
+        unit: granularity of splits in tokens; a split is a multiple of it, or all tokens.
+        least_gain: smallest predicted gain, as a fraction of the step's time, that moves the split.
+        pace: gain of the correction by stalls; 0 disables it.
 
     Attributes:
-        num_moves: times at which the split moved other than with the length.
+        num_moves: number of times the split moved for another reason than a new length.
 
     Raises:
         ConfigError: a negative gain or pace.
@@ -46,15 +46,15 @@ class SplitController:
 
     @property
     def correction(self) -> float:
-        """Part of all tokens that is recomputed beyond what the model says."""
+        """Fraction of all tokens recomputed in addition to the model's optimum."""
         return self._correction
 
     def split(self, rates: OffloadRates, tokens: int) -> int:
-        """Tokens to recompute in the next step; 0 where activations do not pay.
+        """Return the number of tokens to recompute in the next step; 0 if activations do not pay.
 
         Args:
-            rates: of a layer, as known now.
-            tokens: of all rows.
+            rates: current rates of a layer.
+            tokens: offloaded tokens of all rows.
         """
         if rates.x_s >= rates.kv_s or not tokens:
             self._share = None
@@ -74,12 +74,12 @@ class SplitController:
         return moved
 
     def observe(self, timeline: Timeline, rates: OffloadRates, tokens: int) -> None:
-        """Learn from what stood still in a step, its first layer and what was expected left out.
+        """Learn from the stalls of a step, except expected ones and those of its first layer.
 
         Args:
-            timeline: of the step that took the last split.
-            rates: of a layer, this step learned from.
-            tokens: of all rows, in that step.
+            timeline: of the step that used the last split.
+            rates: of a layer, including what the profiler learned from this step.
+            tokens: offloaded tokens of all rows in that step.
         """
         if self._share is None or not timeline.seconds:
             return
@@ -96,20 +96,20 @@ class SplitController:
         self._correction = min(max(moved, -_MOST_CORRECTION), _MOST_CORRECTION)
 
     def _pays(self, rates: OffloadRates, tokens: int, wanted: int, held: int) -> bool:
-        """Whether the model gains by moving, or the correction alone asks for a move as large."""
+        """Whether the model predicts a gain, or the correction alone asks for a large move."""
         held_s, wanted_s = (pipelined_seconds(rates, tokens, x) for x in (held, wanted))
         off = abs(wanted - held) / tokens
         return held_s > wanted_s * (1 + self._least_gain) or off > 2 * self._least_gain
 
     def _whole(self, best: int | float, tokens: int) -> int:
-        """Whole units below: too few cost less than too many."""
+        """Round down to whole units: too few tokens cost less than too many."""
         if best >= tokens:
             return tokens
         return int(max(best, 0.0) // self._unit) * self._unit
 
 
 def _expected_error(rates: OffloadRates, tokens: int, x_tokens: int) -> float:
-    """Waits of the device, less waits of the link, over a layer's time, if the model is right."""
-    carried_s = rates.link_s + rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
-    made_s = rates.recompute_s * x_tokens + rates.other_s
-    return (carried_s - made_s) / max(carried_s, made_s)
+    """Device stalls minus link stalls over a layer's time, as the model predicts them."""
+    transfer_s = rates.link_s + rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
+    device_s = rates.recompute_s * x_tokens + rates.other_s
+    return (transfer_s - device_s) / max(transfer_s, device_s)

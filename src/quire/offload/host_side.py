@@ -1,4 +1,4 @@
-"""Host memory beside the KV memory: for sequences that wait, and first pages of those that run."""
+"""CPU memory of the engine: swap space, and memory for offloaded KV of running requests."""
 
 import torch
 
@@ -13,30 +13,29 @@ from quire.offload.swap.host_store import host_copies
 
 
 def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
-    """Host memory for preempted sequences.
+    """Size of the swap space for preempted requests in bytes.
 
     Raises:
-        ConfigError: more than is free, or too little for any sequence.
+        ConfigError: the size exceeds free memory, or is too small for any request.
     """
     requested_bytes = config.swap_space
     refuse_too_small(requested_bytes, layout)
     free_bytes = free_device_bytes(torch.device("cpu"))
     if requested_bytes > free_bytes:
         raise ConfigError(
-            f"a host pool of {requested_bytes:,} B is more than the {free_bytes:,} B that are "
-            "free on "
-            "this machine or in its container; lower --swap-space"
+            f"expected --swap-space of at most {free_bytes:,} B (CPU memory that is free on this "
+            f"machine or in its container), got {requested_bytes:,} B; lower --swap-space"
         )
     return requested_bytes
 
 
 def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
-    """Host memory for fronts.
+    """Size of the memory for offloaded KV of running requests in bytes.
 
     Raises:
-        ConfigError: more than is free beside the host pool, no layers that could have a front, or
-            a part of what is not there at all.
-        UnsoundCombination: a store whose lanes lie in one piece.
+        ConfigError: the size exceeds free memory, no layer can be offloaded, or a fraction is set
+            while no KV is offloaded.
+        UnsoundCombination: the store keeps a lane in one contiguous run.
     """
     requested_bytes = config.offload.kv_memory
     if not requested_bytes:
@@ -44,21 +43,19 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
         return 0
     if config.store != "paged":
         raise UnsoundCombination(
-            f"store {config.store!r} keeps a lane's pages in a row, of which the first cannot be "
-            "elsewhere; use --kv-store paged or leave out --kv-offload-memory"
+            f"store {config.store!r} keeps the pages of a lane contiguous, so its first pages "
+            "cannot be offloaded; use --kv-store paged or leave out --kv-offload-memory"
         )
     if not any(map(can_be_offloaded, layout.groups)):
         raise ConfigError(
-            "--kv-offload-memory keeps two layers of what it moves in the KV memory, and this "
-            "model "
-            "has no more than two that look back at all tokens; leave it out"
+            "--kv-offload-memory stages two layers in the KV memory, and this model has no more "
+            "than two layers with full attention; leave it out"
         )
     free_bytes = free_device_bytes(torch.device("cpu")) - config.swap_space
     if requested_bytes > free_bytes:
         raise ConfigError(
-            f"{requested_bytes:,} B for sequences that run are more than the "
-            f"{max(0, free_bytes):,} B "
-            "that are free beside the host pool; lower --kv-offload-memory"
+            f"expected --kv-offload-memory of at most {max(0, free_bytes):,} B (free CPU memory "
+            f"without the swap space), got {requested_bytes:,} B; lower --kv-offload-memory"
         )
     return requested_bytes
 
@@ -68,22 +65,21 @@ def _refuse_parts_of_nothing(config: KVConfig) -> None:
         "--kv-offload-recompute": config.offload.recompute,
         "--kv-offload-cpu-attention": config.offload.cpu_attention,
     }
-    for flag, part in requested.items():
-        if part:
+    for flag, fraction in requested.items():
+        if fraction:
             raise ConfigError(
-                f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "
-                f"--kv-offload-memory SIZE too, or leave out {flag}"
+                f"{flag} {fraction:g} is a fraction of the offloaded KV, and no KV is offloaded: "
+                f"set --kv-offload-memory too, or leave out {flag}"
             )
     if config.offload.activation_codec is not None:
         raise ConfigError(
             f"--kv-offload-activation-codec {config.offload.activation_codec.name} is for "
-            "activations of the first "
-            "pages on the host, and none go there: say --kv-offload-memory SIZE too, or leave "
-            "it out"
+            "activations of offloaded KV, and no KV is offloaded: set --kv-offload-memory too, or "
+            "leave it out"
         )
 
 
 def host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
-    """A pool of so many bytes beside an arena."""
+    """Allocate a host pool of this size for the pages of a store."""
     largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
     return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))

@@ -1,12 +1,12 @@
-"""How fast operations are: measured once at the start, then followed on every real one.
+"""Rates of operations: measured at the start, then updated from every operation of every step.
 
     copies in, out        seconds = call_s + bytes / bytes_per_s
     project, attend       seconds = call_s + tokens * token_s
     layer                 seconds = layer_s + rows * row_s
 
-What primitives take alone is a prior only: what they take in a step, beside each other, is what
-counts. Where times change for good (another program takes half the link) a detector says so, and
-the next samples are believed at once.
+Times of isolated operations are only a prior: concurrent operations of a step slow each other
+down. A change detector finds lasting changes (another program takes half the link); the samples
+after a change get full weight.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from quire.plan.fitting import ChangeDetector, RateEstimator
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.rates import CopyRate
 
-# a coefficient of 0 would stay so; what was taken for nothing is learned from about there
+# An estimate of 0 would stay 0, so coefficients start at no less than these.
 _LEAST_CALL_S, _LEAST_UNIT_S = 1e-6, 1e-12
 COST_CLASSES = {
     Kind.WEIGHTS_IN: "in",
@@ -30,22 +30,22 @@ COST_CLASSES = {
     Kind.HOST_ATTEND: "host",
     Kind.LAYER: "layer",
 }
-"""Operations that one law holds for."""
+"""Cost class of an operation; operations of one class share a cost law."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes of what crosses the link; 0 for what does not.
+    """Bytes that cross the link; 0 for data that does not.
 
     Attributes:
-        kv_bytes: of a token of a layer.
-        x_bytes: of its activation.
-        new_kv_bytes: of a row's new token, out.
-        new_x_bytes: of its activation, out.
-        hidden_bytes: of a row's hidden state between layers, in and out.
-        kv_weight_bytes: of W_K and W_V of a layer.
-        qo_weight_bytes: of W_Q and W_O.
-        mlp_weight_bytes: of the MLP.
+        kv_bytes: KV of a token in a layer.
+        x_bytes: activation of a token in a layer.
+        new_kv_bytes: KV of a row's new token, device to host.
+        new_x_bytes: activation of a row's new token, device to host.
+        hidden_bytes: hidden state of a row between layers, in each direction.
+        kv_weight_bytes: W_K and W_V of a layer.
+        qo_weight_bytes: W_Q and W_O of a layer.
+        mlp_weight_bytes: MLP weights of a layer.
     """
 
     kv_bytes: int | float
@@ -59,25 +59,25 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int | float:
-        """Of a whole layer."""
+        """Weights of a whole layer."""
         return self.kv_weight_bytes + self.qo_weight_bytes + self.mlp_weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """How long operations take.
+    """Durations of operations.
 
     Attributes:
-        inward: of copies to the device.
-        outward: of copies from it.
-        project_token_s: of recomputing a token of a layer.
-        project_call_s: of a call that recomputes.
-        attend_token_s: of attending to a token on the device.
-        attend_call_s: of a call that attends.
-        host_token_s: of attending to a token on the host.
-        host_call_s: of a call that does.
-        row_s: of a row's other products in a layer.
-        layer_s: of a layer, whatever its rows.
+        inward: rate of copies to the device.
+        outward: rate of copies from the device.
+        project_token_s: recompute of a token's KV in a layer.
+        project_call_s: fixed cost of a recompute call.
+        attend_token_s: attention to a token on the device.
+        attend_call_s: fixed cost of an attention call on the device.
+        host_token_s: attention to a token on the CPU.
+        host_call_s: fixed cost of an attention call on the CPU.
+        row_s: other products of a row in a layer.
+        layer_s: fixed cost of a layer.
     """
 
     inward: CopyRate
@@ -94,13 +94,13 @@ class Speeds:
     def rates(
         self, sizes: Sizes, *, rows: int, tokens: int, half_duplex: bool = False
     ) -> OffloadRates:
-        """The rates of the formulas: what a layer of one batch takes, weights left out.
+        """Rates of the formulas in `quire.plan.offload` for a layer of one batch, without weights.
 
         Args:
-            sizes: of what moves.
+            sizes: bytes that cross the link.
             rows: of the batch.
-            tokens: of all its rows, which the device attends to.
-            half_duplex: stores take time of the same wire.
+            tokens: of all rows, which the device attends to.
+            half_duplex: whether both directions share the link.
         """
         byte_s = 1 / self.inward.bytes_per_s
         stored_bytes = rows * (sizes.new_kv_bytes + sizes.new_x_bytes) * half_duplex
@@ -116,7 +116,7 @@ class Speeds:
         )
 
 
-# ---- following -----------------------------------------------------------------------------------
+# ---- online estimates ----------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -126,14 +126,14 @@ class _Followed:
 
 
 class OffloadProfiler:
-    """Speeds of this engine on this machine, as known now.
+    """Current estimates of the durations of an engine's operations.
 
     Args:
         prior: measured at the start, or assumed.
         forgetting: see `RateEstimator`.
 
     Attributes:
-        num_changes: times at which an operation's time changed for good.
+        num_changes: number of lasting changes detected.
     """
 
     def __init__(self, prior: Speeds, *, forgetting: float = 0.97) -> None:
@@ -149,7 +149,7 @@ class OffloadProfiler:
 
     @property
     def speeds(self) -> Speeds:
-        """As known now; what never ran stays as it was given."""
+        """Current estimates; the prior for operations that have not run."""
         before = _coefficients(self._prior)
         return speeds_of(
             {
@@ -178,7 +178,7 @@ class OffloadProfiler:
 
 
 def call_and_units(operation: Operation) -> tuple[float, float]:
-    """One call, and bytes of a copy or tokens of a product."""
+    """One call, and the bytes of a copy or the tokens of a product."""
     copies = COST_CLASSES[operation.kind] in ("in", "out")
     units = operation.num_bytes if copies else operation.tokens
     return 1.0, float(units)
@@ -196,7 +196,7 @@ def _coefficients(speeds: Speeds) -> dict[str, tuple[float, float]]:
 
 
 def speeds_of(found: dict[str, tuple[float, ...]]) -> Speeds:
-    """Speeds from seconds of a call and of a unit by class; a class that is left out is free."""
+    """Build `Speeds` from (seconds per call, seconds per unit) by class; default: 0."""
 
     def of(name: str) -> tuple[float, float]:
         call_s, unit_s = found.get(name, (0.0, 0.0))

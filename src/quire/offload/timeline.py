@@ -1,16 +1,17 @@
-"""Operations of a step: what is copied or computed, on which lane, after what.
+"""Operations of a step: copies and computations, their lanes and dependencies.
 
     lane     operations                                            in this order, one at a time
     in       weights in, X in, KV in, hidden in                    host to device
     out      KV out, hidden and X out                              device to host
     device   project (recompute), attend, layer
-    host     attend there
+    host     CPU attention
 
-An operation begins when the one before it on its lane and all that it needs have ended. Lanes may
-share one resource: both directions of a half-duplex link, the hosts of several devices. Buffers are
-needs, too: what overwrites a slot needs what last read it.
+A lane is a queue: an operation starts when the previous operation of its lane and all operations
+that it depends on have ended. Lanes may share a resource, such as a half-duplex link or the CPU of
+several devices. Buffers are dependencies too: an operation that overwrites a slot depends on the
+slot's last reader.
 
-A timeline says when each of them ran, and what each lane waited for.
+A timeline records when each operation ran and how long each lane stalled.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from quire.errors import InvariantError
 
 
 class Kind(StrEnum):
-    """What an operation does."""
+    """Type of an operation."""
 
     WEIGHTS_IN = "weights in"
     KV_IN = "KV in"
@@ -55,20 +56,20 @@ class Operation:
     """One copy or one computation.
 
     Attributes:
-        index: place in the schedule.
-        kind: what it does.
-        lane: where; see the module.
+        index: index in the schedule.
+        kind: type of the operation.
+        lane: queue that runs it; see the module.
         layer: of the model.
         batch: of the step.
         part: chunk of X and of its projection; of weights 0 for W_K and W_V, 1 for W_Q and W_O,
             2 for the MLP.
-        first: token, of those that are recomputed or carried; or byte, of a part of weights.
-        slot: of staging for KV or weights, that it fills or reads.
-        x_slot: of staging for X, likewise.
-        tokens: it is about.
-        num_bytes: it copies.
-        seconds: it is expected to take.
-        needs: indices of operations that must have ended.
+        first: first token that is recomputed or transferred; for weights the first byte.
+        slot: staging slot for KV or weights that the operation writes or reads.
+        x_slot: staging slot for X that the operation writes or reads.
+        tokens: number of tokens processed.
+        num_bytes: number of bytes copied.
+        seconds: predicted duration.
+        needs: indices of the operations it depends on.
     """
 
     index: int
@@ -87,17 +88,17 @@ class Operation:
 
     @property
     def label(self) -> str:
-        """For people: `KV in 3.0`."""
+        """Display name, such as `KV in 3.0`."""
         return f"{self.kind} {self.layer}.{self.batch}"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations in the order in which their lanes take them.
+    """Operations, in issue order for each lane.
 
     Attributes:
         operations: by index.
-        shared: lane to the resource it shares; others have one of their own.
+        shared: resource of each lane that shares one; other lanes have a resource of their own.
     """
 
     operations: tuple[Operation, ...]
@@ -112,26 +113,26 @@ class Schedule:
         return {lane: tuple(operations) for lane, operations in found.items()}
 
     def resource(self, lane: str) -> str:
-        """What a lane occupies."""
+        """Resource that a lane occupies."""
         return self.shared.get(lane, lane)
 
     def check(self) -> None:
-        """Prove that every operation needs earlier ones only, so that no order can stand still.
+        """Check that every operation depends on earlier ones only, which excludes deadlocks.
 
         Raises:
-            InvariantError: one does not.
+            InvariantError: an operation depends on a later one.
         """
-        for place, operation in enumerate(self.operations):
-            if operation.index != place:
-                raise InvariantError(f"{operation.label} is at {place}, not {operation.index}")
-            if any(not 0 <= need < place for need in operation.needs):
-                raise InvariantError(f"{operation.label} at {place} needs {operation.needs}")
+        for index, operation in enumerate(self.operations):
+            if operation.index != index:
+                raise InvariantError(f"{operation.label} is at {index}, not {operation.index}")
+            if any(not 0 <= need < index for need in operation.needs):
+                raise InvariantError(f"{operation.label} at {index} needs {operation.needs}")
 
 
 # ---- timelines -----------------------------------------------------------------------------------
 
 FIRST = "the first"
-"""What a lane waits for before anything could be there."""
+"""Cause of a stall before the first operation of a lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,8 @@ class Span:
     """One operation as it ran.
 
     Attributes:
-        operation: what.
-        start_s, end_s: since the step began.
+        operation: the operation.
+        start_s, end_s: seconds since the start of the step.
     """
 
     operation: Operation
@@ -149,7 +150,7 @@ class Span:
 
     @property
     def seconds(self) -> int | float:
-        """It took."""
+        """Duration."""
         return self.end_s - self.start_s
 
 
@@ -158,9 +159,9 @@ class Timeline:
     """A schedule as it ran.
 
     Attributes:
-        schedule: what was to run.
+        schedule: the operations.
         spans: by index of the operation.
-        wall_s: that the run took by the wall clock; None where no wall clock was asked.
+        wall_s: wall-clock duration of the run; None if it was not measured.
     """
 
     schedule: Schedule
@@ -169,15 +170,15 @@ class Timeline:
 
     @property
     def seconds(self) -> int | float:
-        """Of the step, from its beginning to the last end."""
+        """Duration of the step, up to the end of its last operation."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def stalls(self, lane: str = DEVICE, from_layer: int = 0) -> dict[str, float]:
-        """Seconds in which a lane stood still, by the kind of operation that it waited for.
+        """Stall seconds of a lane, by the kind of operation that it waited for.
 
         Args:
-            lane: whose.
-            from_layer: waits of earlier layers are left out: the first has nothing to hide behind.
+            lane: the lane.
+            from_layer: first layer whose stalls count; the first layer's copies cannot be hidden.
         """
         found: dict[str, float] = {}
         free_s: int | float = 0.0
@@ -189,10 +190,10 @@ class Timeline:
         return found
 
     def check(self) -> None:
-        """Prove that lanes did one thing at a time, and nothing before what it needs.
+        """Check that each lane ran one operation at a time, each after its dependencies.
 
         Raises:
-            InvariantError: one did.
+            InvariantError: operations overlap, or one ran before a dependency.
         """
         for lane in self.schedule.lanes:
             free_s: int | float = 0.0
@@ -201,12 +202,12 @@ class Timeline:
                 if span.start_s < max(free_s, ready_s) or span.end_s < span.start_s:
                     raise InvariantError(
                         f"{span.operation.label} ran from {span.start_s} to {span.end_s} s; its "
-                        f"lane was free at {free_s}, what it needs there at {ready_s}"
+                        f"lane was free at {free_s} s, its dependencies ended at {ready_s} s"
                     )
                 free_s = span.end_s
 
     def of(self, lane: str) -> list[Span]:
-        """What a lane did, in order."""
+        """Spans of a lane, in order."""
         return [span for span in self.spans if span.operation.lane == lane]
 
     def _last_needed(self, operation: Operation) -> str:

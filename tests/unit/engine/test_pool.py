@@ -40,7 +40,7 @@ def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requeste
 @pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
 def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model, requested):
     before = resident_bytes()
-    with pytest.raises(ConfigError, match=r"host pool .* this machine .* lower --swap-space"):
+    with pytest.raises(ConfigError, match=r"of at most .* this machine .* lower --swap-space"):
         build_pool(model, KVConfig(memory="1MiB", swap_space=requested), ScheduleConfig())
     assert resident_bytes() - before < GIB // 16
 
@@ -78,7 +78,7 @@ def test_without_swaps_a_host_pool_is_of_use_to_who_scales_down_or_holds_there(m
 def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
     monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 3 * MIB)
 
-    with pytest.raises(ConfigError, match=r"more than the 3,145,728 B that are free"):
+    with pytest.raises(ConfigError, match=r"at most 3,145,728 B .CPU memory that is free"):
         build_pool(model, KVConfig(memory="1MiB", swap_space="4MiB"), ScheduleConfig())
 
 

@@ -180,7 +180,7 @@ def test_a_copy_that_fails_is_named_and_tried_again(at, rows):
 
     assert equal == [True, True]
     assert len(errors) == 1
-    assert "could not be brought: gone" in errors[0]
+    assert "could not be transferred: gone" in errors[0]
 
 
 def test_a_file_cut_short_is_an_error_and_not_old_numbers(rows):

@@ -150,7 +150,7 @@ def test_a_host_pool_is_exactly_as_large_as_asked_for_and_entries_lie_in_one_pie
     tier.write("b", data_of(MIB))
     tier.drop("a")
     tier.write("c", data_of(2 * MIB))
-    with pytest.raises(StorageError, match="in one piece"):
+    with pytest.raises(StorageError, match="contiguous B"):
         tier.write("d", data_of(2 * MIB))  # as much is free, but not together
     tier.check()
 
@@ -158,7 +158,7 @@ def test_a_host_pool_is_exactly_as_large_as_asked_for_and_entries_lie_in_one_pie
 def test_a_host_pool_larger_than_free_memory_is_refused(monkeypatch):
     monkeypatch.setattr(host_module, "free_host_bytes", lambda: 3 * MIB)
 
-    with pytest.raises(ConfigError, match=r"4,194,304 B is more than the 3,145,728 B .*lower"):
+    with pytest.raises(ConfigError, match=r"at most 3,145,728 B .*got 4,194,304 B; lower"):
         HostTier(4 * MIB)
 
 
@@ -470,7 +470,7 @@ def test_a_store_that_is_gone_is_named():
     tier.close()
     server.close()
 
-    with pytest.raises(StorageError, match=r"127\.0\.0\.1:\d+ did not answer 2 times"):
+    with pytest.raises(StorageError, match=r"127\.0\.0\.1:\d+ did not respond to 2 attempts"):
         read(tier, "a", 3)
 
 

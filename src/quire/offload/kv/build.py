@@ -1,4 +1,4 @@
-"""Builds what an engine needs for fronts on the host: bytes of KV and of inputs, rates, carrier."""
+"""Builds the parts of an engine's KV offload: host pool, activation store, splits, transfers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from quire.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class KVOffloadComponents:
-    """What belongs to fronts on the host.
+    """The parts of an engine's KV offload.
 
     Attributes:
-        prefixes: of all sequences.
-        kv_offload: for steps.
-        splits: divides fronts; None where all of them is carried.
-        why: what is made again or why nothing is, for people.
-        offload_bytes: of offload memory, for KV and activations.
+        prefixes: offloaded prefixes of all sequences.
+        kv_offload: creates the offload of each step.
+        splits: divides offloaded prefixes; None if all KV is transferred.
+        why: reason that KV is or is not recomputed, for messages.
+        offload_bytes: size of offload memory, for KV and activations.
     """
 
     prefixes: OffloadedPrefixes
@@ -34,7 +34,7 @@ class KVOffloadComponents:
     offload_bytes: int
 
     def totals(self) -> dict[str, int]:
-        """Bytes on the host, tokens that were not carried so far: as `EngineStats` names them."""
+        """Bytes offloaded and tokens not transferred so far, under the names of `EngineStats`."""
         kv_recompute, attention = self.kv_offload.kv_recompute, self.kv_offload.attention
         return {
             "offloaded_bytes": self.prefixes.pool.used_bytes,
@@ -44,10 +44,10 @@ class KVOffloadComponents:
         }
 
     def check(self) -> None:
-        """Prove that every byte on the host is free or somebody's.
+        """Check that every byte of offload memory is free or has one owner.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a byte has no owner or several.
         """
         self.prefixes.pool.check()
         if self.kv_offload.kv_recompute is not None:
@@ -62,14 +62,14 @@ def build_kv_offload(
     stream_bytes: int,
     running: Sequence[Request],
 ) -> KVOffloadComponents:
-    """Divide the bytes for fronts over KV and inputs, as rates or the user say.
+    """Divide offload memory over KV and activations, by measured rates or the user's fractions.
 
     Args:
-        choice: what of them is not transferred as it is.
-        memory: whose first pages they are.
-        store: its bytes.
-        coded: what encodes and decodes its pages.
-        stream_bytes: of the host.
+        choice: which offloaded KV is recomputed or attended to on the CPU.
+        memory: block tables and pools of the KV memory.
+        store: bytes of the KV memory.
+        coded: encodes and decodes pages.
+        stream_bytes: size of offload memory.
         running: requests that hold KV; the scheduler's own list.
     """
     part, why = choice.part_and_why()

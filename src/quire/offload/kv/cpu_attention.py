@@ -1,12 +1,12 @@
-"""Attention to the part of a front that stays where it is: on the host, beside the link.
+"""CPU attention to the last part of an offloaded prefix, in parallel with the prefetch of the rest.
 
-    host     |        attend to a pages |
+    CPU      |    attention to part a   |
     link     | KV of the others  |
-    device               | attend to them and to the rest | merge by log-sum-exp
+    device               | attention to the others and new tokens | merge by log-sum-exp
 
-Only what comes of it crosses the link: a vector and a number for each head. Rows that decode; those
-of which something is remembered, and codecs that keep tokens as they were made, stay out of it,
-since they take what only whole attention knows.
+Only the partial outputs cross the link: a vector and a log-sum-exp for each head. Only decode rows
+take part. Rows with attention statistics and codecs that keep some tokens at full precision do not:
+both need the attention weights over all tokens.
 """
 
 import time
@@ -35,14 +35,14 @@ from quire.offload.swap.host_store import DirectCopies, StagedCopies
 
 
 class CPUAttention:
-    """Attends on the host, for the steps of an engine; one thread, one layer after the other.
+    """Runs attention on the CPU for the steps of an engine: one thread, one layer after another.
 
     Args:
-        memory: of the sequences.
+        memory: block tables of the sequences.
         store: its bytes.
-        coded: what decodes its pages.
-        prefixes: of all sequences.
-        groups: names of those whose lanes can be attended to in parts.
+        coded: decodes pages.
+        prefixes: offloaded prefixes of all sequences.
+        groups: names of the groups whose lanes support partial attention.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class CPUAttention:
     ) -> None:
         self.memory, self.store, self.coded, self.prefixes = memory, store, coded, prefixes
         self.groups = frozenset(groups)
-        self.num_attended = 0  # tokens on the host so far, each layer counted
+        self.num_attended = 0  # tokens attended to on the CPU so far, counted in each layer
         self.threads = ThreadPoolExecutor(1, thread_name_prefix="quire-host-attention")
 
     @property
     def host(self) -> Tensor:
-        """The bytes of fronts."""
+        """The bytes of the offloaded prefixes."""
         copies = self.prefixes.pool.copies
         assert isinstance(copies, DirectCopies | StagedCopies), "a pool with bytes"
         return copies.host
@@ -68,12 +68,12 @@ class CPUAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of the step, part of whose front is attended to on the host.
+    """A row of the step with CPU attention to a part of its offloaded prefix.
 
     Attributes:
-        place: in the step.
+        place: index of the row in the step.
         row: of the tables.
-        host: columns that are.
+        host: page columns attended to on the CPU.
     """
 
     place: int
@@ -82,16 +82,16 @@ class _Row:
 
 
 class StepCPUAttention:
-    """What is attended to on the host in one step.
+    """CPU attention of one step.
 
     Args:
-        engine: attends.
+        engine: runs the attention.
         batch: of the step.
-        shares: what becomes of fronts, by row.
+        shares: split of the offloaded prefixes, by row.
         log: of the step.
 
     Attributes:
-        places: of rows in the batch that are served here, and by no backend.
+        places: indices of the batch's rows with CPU attention; no backend serves them.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StepCPUAttention:
         self._coming: Future[list[Partial]] | None = None
 
     def serves(self, group: LaneGroup) -> bool:
-        """Whether rows of the step are attended to here in the layers of a group."""
+        """Whether rows of the step use CPU attention in the layers of a group."""
         return bool(self._rows) and group.name in self._engine.groups
 
     def ask(
@@ -118,13 +118,13 @@ class StepCPUAttention:
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         math: AttentionMath,
     ) -> None:
-        """Begin to attend to a layer's part on the host; query as for `merge_into`."""
+        """Start CPU attention of a layer; `query` as for `merge_into`."""
         if not self.serves(group):
             return
         places = torch.from_numpy(self.places).to(query.device)
         requested = query[places].to("cpu", non_blocking=query.is_cuda)
         ready = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
-        plain = AttentionMath(math.scale, math.softcap)  # sinks count once, in the last merge
+        plain = AttentionMath(math.scale, math.softcap)  # sinks count once, in the final merge
 
         def attend() -> list[Partial]:
             if ready is not None:
@@ -151,14 +151,14 @@ class StepCPUAttention:
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         math: AttentionMath,
     ) -> None:
-        """Attend to the rest on the device, and put what both come to into the rows' outputs.
+        """Attend to the other tokens on the device and write the merged output of the rows.
 
         Args:
-            out: of the step.
+            out: output of the step.
             group: of the layer.
-            pages: of the layer, new tokens written and carried ones arrived.
+            pages: of the layer, after new tokens are written and transferred ones have arrived.
             query: of the step, after RoPE.
-            math: scale and extras.
+            math: scale, soft cap and sinks.
         """
         coming, self._coming = self._coming, None
         if coming is None:
@@ -176,16 +176,16 @@ class StepCPUAttention:
             out[row.place] = whole.out[0, :, 0].to(out.dtype)
 
     def finalize(self) -> None:
-        """Return when nothing is read on the host, also where a step has ended early."""
+        """Wait until no CPU attention is running, also after a failed step."""
         if self._coming is not None:
             self._coming.exception()
 
-    # ---- where the pages are -------------------------------------------------------------------
+    # ---- location of the pages -----------------------------------------------------------------
 
     def _on_host(
         self, group: LaneGroup, index: int, row: _Row, query: Tensor, math: AttentionMath
     ) -> Partial:
-        """What a layer's part of a front on the host comes to."""
+        """Attend to the CPU part of a row in one layer."""
         by_lane = query.chunk(group.lanes_per_layer, dim=1)
         lanes: list[Partial] = []
         for lane, own in enumerate(by_lane):
@@ -199,7 +199,7 @@ class StepCPUAttention:
     def _host_views(
         self, group: LaneGroup, index: int, lane: int, row: _Row
     ) -> Iterator[PageViews]:
-        """Pages of a lane that are attended to on the host, piece by piece."""
+        """Pages of a lane with CPU attention, one contiguous segment at a time."""
         engine = self._engine
         for piece in engine.prefixes.pieces(row.row):
             if piece.group == group.name:
@@ -244,7 +244,7 @@ class StepCPUAttention:
         query: Tensor,
         math: AttentionMath,
     ) -> Partial:
-        """What all other tokens of a row come to."""
+        """Attend on the device to all other tokens of a row."""
         lanes: list[Partial] = []
         tokens = pages.page_tokens
         for lane, own in enumerate(query.chunk(pages.num_lanes, dim=1)):
@@ -261,14 +261,14 @@ class StepCPUAttention:
 
 
 def can_attend_in_parts(group: LaneGroup) -> bool:
-    """Whether attention to a lane can be the sum of two."""
+    """Whether attention in a group can be merged from two parts."""
     return group.window is None and group.page_class.rotated and group.page_class.value is not None
 
 
 def _read(
     key: Tensor, value: Tensor, coded: CodedPages | None, numbers: Tensor, lane: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of pages, [1, head, slot, head_dim]."""
+    """Read keys and values of pages, [1, head, slot, head_dim]."""
     if coded is None:
         return tuple(_joined(plane[numbers]) for plane in (key, value))  # type: ignore[return-value]
     lanes = torch.tensor([lane], device=numbers.device)
@@ -282,7 +282,7 @@ def _read(
 
 
 def _joined(pages: Float[Tensor, "page head token head_dim"]) -> Tensor:
-    """Pages side by side."""
+    """Concatenate pages along the token axis."""
     return pages.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -291,7 +291,7 @@ def _overlap(piece: OffloadedPageGroup, columns: range) -> range:
 
 
 def _side_by_side(lanes: Sequence[Partial]) -> Partial:
-    """Heads of all lanes in order."""
+    """Concatenate the heads of all lanes in order."""
     if len(lanes) == 1:
         return lanes[0]
     return Partial(torch.cat([p.out for p in lanes], 1), torch.cat([p.lse for p in lanes], 1))

@@ -1,7 +1,8 @@
-"""A carrier and marks for a CUDA device: a stream of its own, events, no thread.
+"""Transfer worker and time marks for a CUDA device: a stream of its own, events, no thread.
 
-Copies are queued when they are asked for, behind what the computing stream has queued by then: it
-has left the slot that they fill. Who computes waits for an event, in its stream and not here.
+A copy is queued at submission, after the work that the compute stream has queued by then: that
+work has finished with the slot which the copy overwrites. The compute stream waits for the copy's
+event; the CPU does not.
 """
 
 import time
@@ -17,28 +18,28 @@ class StreamTransfer:
     """A copy queued on a stream.
 
     Args:
-        event: behind it.
-        device: of who computes.
+        event: recorded after the copy.
+        device: whose current stream computes.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
 
     def result(self) -> None:
-        """What the current stream does from now on finds it done."""
+        """Make the current stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def exception(self) -> BaseException | None:
-        """Return when it is done."""
+        """Block until the copy is done."""
         self._event.synchronize()
         return None
 
 
 class EventMarks:
-    """Moments of streams, which are read when the step is over.
+    """Time marks of streams, read after the step.
 
     Args:
-        device: whose.
+        device: of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,13 +47,13 @@ class EventMarks:
         self._zero = self.now()
 
     def now(self) -> object:
-        """See `Marks`: of the current stream."""
+        """See `Marks`: an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def begin(self, requested: object) -> object:
-        """See `Marks`: of the stream that copies."""
+        """See `Marks`: an event on the copy stream."""
         return self.now()
 
     def ended(self) -> object:
@@ -60,7 +61,7 @@ class EventMarks:
         return self.now()
 
     def seconds(self, mark: object) -> float:
-        """See `Marks`; of the clock of the host too, which the stream lags behind a little."""
+        """See `Marks`; also accepts CPU times, which precede the stream's by its queueing delay."""
         if isinstance(mark, float):
             return mark - self._zero_s
         assert isinstance(mark, torch.cuda.Event), "a mark of a device"
@@ -70,10 +71,10 @@ class EventMarks:
 
 
 class StreamTransferWorker:
-    """Copies on a stream beside the one that computes.
+    """Copies on a stream next to the compute stream.
 
     Args:
-        device: whose.
+        device: of the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,4 +93,4 @@ class StreamTransferWorker:
         return EventMarks(self._device)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the stream needs no shutdown."""

@@ -1,10 +1,10 @@
-"""Pages whose bytes are on their way: taken from the arena before anybody reads them.
+"""Pages of a prefix load in flight: allocated from the arena before any row uses them.
 
-    [0 ........ at)          a row that is being read
-             [first ... end) pages that arrive from elsewhere, nobody's yet
-    [0 ........ at ... end)  attached: the row names those behind what it has read; the rest goes
+    [0 ........ at)          a row in prefill
+             [first ... end) pages of the in-flight load, not part of the row yet
+    [0 ........ at ... end)  attached: the row gets the pages after `at`; the others are freed
 
-Until then the memory counts them as lent, so that every page has a holder.
+Until then the memory counts them as cached references, so that every page has a holder.
 """
 
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ from quire.layout.pages import LaneGroup, PageClass
 
 
 class InFlightPages:
-    """Pages for whole blocks of tokens of one sequence, in every lane that sequences share.
+    """Pages for whole blocks of tokens of one sequence, in every group shared between sequences.
 
     Args:
-        memory: whose pages.
+        memory: allocates the pages.
         first: position of the first token.
-        end: behind the last one.
-        block_tokens: whole pages of every lane; both are multiples of it.
+        end: position after the last token.
+        block_tokens: whole pages of every lane; `first` and `end` are multiples of it.
 
     Attributes:
         first, end, block_tokens: see above.
         pages: of each shared group, [lanes, pages of a lane].
 
     Raises:
-        OutOfPages: there are not as many; nothing was changed.
+        OutOfPages: too few free pages; nothing was changed.
     """
 
     def __init__(self, memory: KVMemory, first: int, end: int, block_tokens: int) -> None:
@@ -51,7 +51,7 @@ class InFlightPages:
 
     @property
     def num_bytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all pages."""
         tables = self._memory.tables
         return sum(
             numbers.size * tables[name].group.page_class.page_bytes
@@ -59,10 +59,10 @@ class InFlightPages:
         )
 
     def reach_down(self, first: int) -> None:
-        """Take pages for tokens ahead of those there are too.
+        """Allocate pages for the tokens from this position up to the current first one.
 
         Raises:
-            OutOfPages: there are not as many; nothing was changed.
+            OutOfPages: too few free pages; nothing was changed.
         """
         taken: dict[str, PageNumbers] = {}
         try:
@@ -78,7 +78,7 @@ class InFlightPages:
         self.first = first
 
     def block_pages(self, start: int, end: int) -> dict[str, PageNumbers]:
-        """Pages [lanes, pages of a lane] of some blocks of tokens, by group."""
+        """Pages [lanes, pages of a lane] of the tokens from `start` to `end`, by group."""
         found = {}
         for group in shared_groups(self._memory):
             tokens = group.page_class.tokens
@@ -87,13 +87,13 @@ class InFlightPages:
         return found
 
     def attach(self, row: int) -> bool:
-        """Put what lies behind a row's last token behind it, and let the rest go.
+        """Append the pages after a row's last token to the row and free the others.
 
         Returns:
-            False where the row cannot take it: it has lost tokens, or some are on the host.
+            False if the row cannot take them: it has evicted tokens or offloaded pages.
 
         Raises:
-            InvariantError: the row does not end at a border of blocks within these pages.
+            InvariantError: the row does not end at a block boundary within these pages.
         """
         at = int(self._memory.lengths[row])
         if not self.first <= at < self.end or at % self.block_tokens:
@@ -101,9 +101,9 @@ class InFlightPages:
         tables = [self._memory.tables[name] for name in self.pages]
         if any(t.staged[row] or not _is_dense(t.group, t.num_slots[row], at) for t in tables):
             return False
-        kept, passed = self.block_pages(at, self.end), self.block_pages(self.first, at)
+        after, before = self.block_pages(at, self.end), self.block_pages(self.first, at)
         for table in tables:
-            numbers, held = kept[table.group.name], int(table.num_pages[row, 0])
+            numbers, held = after[table.group.name], int(table.num_pages[row, 0])
             lanes, columns = numbers.shape
             counts = np.full((1, lanes), columns, dtype=np.int32)
             table.append(np.array([row]), counts, numbers.reshape(-1))
@@ -111,13 +111,13 @@ class InFlightPages:
             table.page_positions[row, :, held : held + columns] = positions
             table.num_slots[row] += self.end - at
         del self._memory.cached_references[self._key]
-        self._give_back(passed)
+        self._give_back(before)
         self._memory.lengths[row] = self.end
         self._memory.note_peaks(np.array([row]))
         return True
 
     def release(self) -> None:
-        """Let all pages go; those of a row that took them are its own."""
+        """Free all pages that no row has taken."""
         if self._memory.cached_references.pop(self._key, None) is not None:
             self._give_back(self.pages)
 
@@ -132,7 +132,7 @@ class InFlightPages:
 
 
 def pages_needed(memory: KVMemory, tokens: int) -> dict[PageClass, int]:
-    """Pages of each class that so many tokens take, whole blocks of them."""
+    """Pages of each class for whole blocks of this many tokens."""
     needed: dict[PageClass, int] = {}
     for group in shared_groups(memory):
         page_class = group.page_class
@@ -142,7 +142,7 @@ def pages_needed(memory: KVMemory, tokens: int) -> dict[PageClass, int]:
 
 
 def _is_dense(group: LaneGroup, num_slots: PageNumbers, length: int) -> bool:
-    """Whether every lane ends with its last token, all pages full."""
+    """Whether every lane ends with the last token and all its pages are full."""
     least = 0 if group.window is not None else length
     held = int(num_slots[0])
     alike = bool((num_slots == held).all())

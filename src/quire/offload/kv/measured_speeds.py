@@ -1,6 +1,6 @@
-"""What carrying, making again and attending take on this machine, measured when an engine starts.
+"""Speeds of transfer, KV recompute and CPU attention, measured when an engine starts.
 
-A prior only: what they take beside each other is learned in steps.
+They are a prior only: the profiler learns the times of concurrent operations from steps.
 """
 
 import time
@@ -24,12 +24,12 @@ Run = Callable[[], object]
 
 
 def measure_offload_speeds(decoder: Decoder, layer: int, *, makes: bool) -> Speeds:
-    """Speeds of copies, products and attention on the host; the others are nothing until they ran.
+    """Measure copies, KV recompute and CPU attention; other speeds are 0 until they are observed.
 
     Args:
-        decoder: computes.
-        layer: of the model, to measure.
-        makes: the decoder is prepared to make keys and values again.
+        decoder: runs the products.
+        layer: model layer to measure.
+        makes: whether the decoder is prepared to recompute keys and values.
     """
     device = decoder.device
     call_s, byte_s = _fit(_COPY_BYTES, lambda size: _copy(size, device))
@@ -49,7 +49,7 @@ def measure_offload_speeds(decoder: Decoder, layer: int, *, makes: bool) -> Spee
 
 
 def _fit(sizes: tuple[int, ...], prepare: Callable[[int], Run]) -> tuple[float, float]:
-    """Seconds of a call and of a unit, from the quickest of a few runs of each size."""
+    """Fit seconds per call and per unit to the fastest of a few runs of each size."""
     amounts, seconds = [], []
     for size in sizes:
         run = prepare(size)

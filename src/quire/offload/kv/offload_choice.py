@@ -1,8 +1,8 @@
-"""What of offloaded KV is recomputed or attended to on the host, and what is refused.
+"""Chooses which offloaded KV is recomputed or attended to on the CPU; refuses the impossible.
 
-asked for     can be done    cannot be done
-auto          rates decide   all KV is transferred; said once, at info level
-a fraction    done           refused, with the reason and what to use instead
+requested     possible               impossible
+auto          decided by rates       all KV is transferred; logged once at info level
+a fraction    this fraction is used  refused, with the reason and an alternative
 """
 
 import logging
@@ -34,18 +34,18 @@ from quire.plan.offload.activations import activation_gate, activation_range
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 256 << 10  # of a layer's inputs that lie together
+_BLOCK_BYTES = 256 << 10  # contiguous activations of a layer
 _LEAST_BLOCKS = 64
-_LEAST_PART = 0.02  # of tokens made again, below which nothing is gained
+_LEAST_PART = 0.02  # smallest fraction of recomputed tokens that gains time
 
 
 @dataclass(frozen=True, slots=True)
 class Hindrance:
-    """Why something cannot be done with offloaded KV.
+    """Reason that offloaded KV cannot be recomputed or attended to on the CPU.
 
     Attributes:
-        reason: what stands against it.
-        instead: what to use.
+        reason: the reason.
+        instead: alternative to suggest.
     """
 
     reason: str
@@ -53,11 +53,11 @@ class Hindrance:
 
 
 class OffloadChoice:
-    """What of fronts is made again and what is attended to on the host, at most.
+    """Decides which fraction of offloaded prefixes may be recomputed or attended to on the CPU.
 
     Args:
-        model: computes and makes again.
-        config: what the user said.
+        model: computes and recomputes.
+        config: the user's options.
         layout: of the KV memory.
     """
 
@@ -79,20 +79,20 @@ class OffloadChoice:
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of a token's inputs, all layers together."""
+        """Bytes of a token's activations in all layers."""
         return int(self._sizes.x_bytes) * len(self._layers)
 
-    # ---- what cannot be ------------------------------------------------------------------------
+    # ---- refusals ------------------------------------------------------------------------------
 
     def refuse_without_effect(self, stream_bytes: int, statistics: Collection[Statistic]) -> None:
-        """Refuse what was asked for explicitly and would do nothing; before memory is allocated.
+        """Refuse options that were set explicitly but would have no effect, before allocation.
 
         Args:
-            stream_bytes: of the host.
-            statistics: of attention that the default eviction rule needs.
+            stream_bytes: size of offload memory.
+            statistics: attention statistics that the default eviction rule needs.
 
         Raises:
-            UnsoundCombination: with the reason and what to use instead.
+            UnsoundCombination: recompute or CPU attention is impossible.
             ConfigError: too few bytes for a page.
         """
         page_bytes = sum(g.num_lanes * g.page_class.page_bytes for g in self._staged)
@@ -106,7 +106,7 @@ class OffloadChoice:
         part, why_not = self._config.offload.cpu_attention, self._no_host_attention(statistics)
         if part and why_not is not None:
             raise UnsoundCombination(
-                f"--kv-offload-cpu-attention {part:g} cannot attend to any KV on the host: "
+                f"--kv-offload-cpu-attention {part:g} cannot attend to any KV on the CPU: "
                 f"{why_not.reason}; {why_not.instead}, or use --kv-offload-cpu-attention auto "
                 "or off"
             )
@@ -123,8 +123,8 @@ class OffloadChoice:
             )
         if self.book(self.input_bytes(part, stream_bytes)) is None:
             raise ConfigError(
-                f"--kv-offload-recompute {part:g} cannot recompute any KV: of --kv-offload-memory "
-                f"{stream_bytes:,} B its share holds no page of activations; raise "
+                f"--kv-offload-recompute {part:g} cannot recompute any KV: its share of "
+                f"--kv-offload-memory {stream_bytes:,} B holds no page of activations; raise "
                 "--kv-offload-memory"
             )
         if self._room_tokens < self._config.page_tokens:
@@ -154,8 +154,8 @@ class OffloadChoice:
         """Why KV of this layout cannot be recomputed."""
         if any(group.lanes_per_layer > 1 for group in self._staged):
             return Hindrance(
-                "each KV head keeps tokens of its own",
-                "use eviction rules that keep the same tokens for all heads of a layer, such as "
+                "each KV head retains tokens of its own",
+                "use eviction rules that retain the same tokens for all heads of a layer, such as "
                 "tova or recent",
             )
         if not self.groups:
@@ -165,21 +165,22 @@ class OffloadChoice:
         return None
 
     def _no_recompute_by_model(self) -> Hindrance | None:
-        """Why this model cannot recompute KV; gets it ready where it can."""
+        """Why this model cannot recompute KV; prepares the model if it can."""
         if self._model.weights is not None:
             return Hindrance(
-                "weights are brought too (--weights-memory)", "leave out --weights-memory"
+                "weights are offloaded too (--weights-memory)", "leave out --weights-memory"
             )
         decoder, other = self._model.decoder, "use another model"
         if not isinstance(decoder, TransformersDecoder):
-            return Hindrance("this decoder makes none again", other)
+            return Hindrance("this decoder cannot recompute KV", other)
         why_not = decoder.prepare_recomputation()
         return None if why_not is None else Hindrance(why_not, other)
 
     def _no_host_attention(self, statistics: Collection[Statistic]) -> Hindrance | None:
         if not self._in_parts:
             return Hindrance(
-                "attention to this codec's pages, or to keys stored before RoPE, has no parts",
+                "partial attention needs keys stored after RoPE, and a codec without "
+                "full-precision tokens",
                 "use a codec without +sinks and +residual and a rule other than streaming",
             )
         if statistics:
@@ -189,10 +190,10 @@ class OffloadChoice:
             )
         return None
 
-    # ---- what is done --------------------------------------------------------------------------
+    # ---- choices -------------------------------------------------------------------------------
 
     def part_and_why(self) -> tuple[float, str]:
-        """Part of a sequence's tokens whose inputs are kept; 0 for none."""
+        """Fraction (0 to 1) of a sequence's tokens with stored activations, and the reason."""
         requested = self._config.offload.recompute
         if requested == 0:
             return 0.0, "KV alone is transferred: --kv-offload-recompute off"
@@ -209,22 +210,22 @@ class OffloadChoice:
             return 0.0, f"KV alone is transferred: {why_not.reason}"
         self._makes = True
         if requested is not None:
-            return requested, f"{requested:.2g} of it is made again from activations, as asked"
+            return requested, f"{requested:.2g} of it is recomputed from activations, as requested"
         rates = self._rates().speeds.rates(self._sizes, rows=1, tokens=0)
         tokens = self._model.spec.max_positions
         part = activation_range(rates, tokens, tokens).x_until / tokens
-        said = f"making KV again takes {rates.recompute_ratio:.2g}x what carrying it does"
+        said = f"recomputing KV takes {rates.recompute_ratio:.2g}x the time of its transfer"
         if part < _LEAST_PART:
             return 0.0, f"{said}: KV alone is transferred"
-        return part, f"{gate.reason}; {said}: at most {part:.2g} of it is"
+        return part, f"{gate.reason}; {said}: at most {part:.2g} of it is recomputed"
 
     def say_fallbacks(self, why: str, *, recomputes: bool, attends: bool) -> None:
-        """Say once what `auto` has left out.
+        """Log once what `auto` does not use.
 
         Args:
-            why: of `part_and_why`.
+            why: reason from `part_and_why`.
             recomputes: whether the engine recomputes any KV.
-            attends: whether it attends on the host.
+            attends: whether it attends on the CPU.
         """
         if self._config.offload.recompute is None and not recomputes:
             logger.info("--kv-offload-recompute auto recomputes no KV: %s", why)
@@ -234,28 +235,28 @@ class OffloadChoice:
             logger.info("--kv-offload-cpu-attention auto attends on the device alone: %s", reason)
 
     def input_bytes(self, part: float, stream_bytes: int) -> int:
-        """Bytes of the host for inputs, so that they end with those for KV."""
+        """Bytes of offload memory for activations, such that they and the KV run out together."""
         kv_bytes = sum(_layer_bytes(g) * len(g.layers) for g in self._staged)
         return int(stream_bytes * part * self.x_bytes / (part * self.x_bytes + kv_bytes))
 
     def book(self, input_bytes: int) -> ActivationAllocator | None:
-        """Blocks of inputs; None where not one is held."""
+        """Create the allocator of activation blocks; None if not one block fits."""
         page, tokens = self._config.page_tokens, input_bytes // max(1, self.x_bytes)
         wanted = min(_BLOCK_BYTES // int(self._sizes.x_bytes), tokens // _LEAST_BLOCKS)
         block = max(page, wanted // page * page)
         return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
 
     def kv_recompute(self, book: ActivationAllocator, rows: RowRequests) -> KVRecompute:
-        """What makes keys and values again."""
+        """Create the recompute of keys and values."""
         decoder = self._model.decoder
-        assert isinstance(decoder, TransformersDecoder), "asked before"
+        assert isinstance(decoder, TransformersDecoder), "checked by part_and_why"
         inputs = ActivationStore(book, self._layers, self._codec, decoder.device)
         return KVRecompute(decoder, inputs, rows, decoder.device)
 
     def attention(
         self, memory: KVMemory, store: PageStore, coded: CodedLayers, prefixes: OffloadedPrefixes
     ) -> CPUAttention | None:
-        """What attends on the host; None for nothing. A device that is the host gains nothing."""
+        """Create the CPU attention; None if it is off, impossible, or the device is the CPU."""
         part = self._config.offload.cpu_attention
         here = self._model.decoder.device.type == "cpu"
         if not self._in_parts or part == 0 or (part is None and here):
@@ -264,12 +265,12 @@ class OffloadChoice:
 
     @property
     def _room_tokens(self) -> int:
-        """Tokens of one layer whose inputs there is room for on the device."""
+        """Tokens of one layer whose activations fit in scratch memory on the device."""
         token_bytes = SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
         return self._config.scratch // token_bytes
 
     def splits(self, *, makes: bool, attends: bool) -> PrefixSplits:
-        """What divides fronts."""
+        """Create the splits of offloaded prefixes."""
         requested = SplitLimits(
             made=self._config.offload.recompute if makes else 0.0,
             most_made=self._room_tokens if makes else 0,
@@ -281,7 +282,7 @@ class OffloadChoice:
         )
 
     def transfer_worker(self) -> TransferWorker:
-        """Who copies."""
+        """Create the worker that runs the copies."""
         device = self._model.decoder.device
         return StreamTransferWorker(device) if device.type == "cuda" else ThreadTransferWorker()
 

@@ -1,18 +1,18 @@
-"""Sequences whose first pages are on the host: in the arena each has room for two layers of them.
+"""Sequences with offloaded first pages; the arena holds staging pages for two layers of them.
 
-    layer     0       1       2       3            pages of a lane, front | rest
-    table   a b|p q  c d|r s  a b|t u  c d|v w     a b c d: staging, two slots in turns
-    host    A0 B0    A1 B1    A2 B2    A3 B3       the bytes of the front, a layer in one piece
+    layer     0       1       2       3            pages of a lane: offloaded | resident
+    table   a b|p q  c d|r s  a b|t u  c d|v w     a b c d: staging, two slots used in turn
+    CPU     A0 B0    A1 B1    A2 B2    A3 B3       offloaded bytes, one segment for each layer
 
-Where memory is short one slot is left: a layer's bytes are copied when the one before attended.
+When memory is short, one slot is left; then a layer is copied after the layer before it attended.
 
-Every layer finds its lanes complete: the front's table entries name staging pages, which all layers
-of a slot share, and the bytes of a layer are brought there before it attends (see `streaming`). So
-whoever reads pages in a step reads these too, whatever codec, backend or statistics there are, and
-of a front of n layers the arena holds two. Pages behind the front are the sequence's own, and new
-tokens are written there.
+Every layer sees complete page tables. The table entries of the offloaded prefix name staging pages,
+which all layers of a slot share. The bytes of a layer are prefetched into them before the layer
+attends (see `prefetch`). So all code that reads pages in a step works on them unchanged: codecs,
+backends and statistics. For a prefix of n layers the arena holds two. The pages after the prefix
+are the sequence's own; new tokens are written there.
 
-Bookkeeping, and the copies that it asks of a `PageBytes`.
+This module does the bookkeeping; a `PageBytes` does the copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +37,14 @@ ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class OffloadedPageGroup:
-    """Pages of one group of one sequence that went to the host together.
+    """Pages of one group of one sequence that were offloaded together.
 
     Attributes:
-        group: its name.
-        first: column of the first one.
-        layers: for each layer of the group where the bytes of its pages are, lane by lane.
+        group: name of the group.
+        first: column of the first page.
+        layers: location of the pages' bytes for each layer of the group, lane by lane.
         staging: [slots, lanes of a layer, pages of a lane] pages of the arena.
-        positions: [lanes, slots] logical ones of what lies there; None where lanes are in order.
+        positions: [lanes, slots] logical positions of the slots; None if lanes are in order.
     """
 
     group: str
@@ -55,29 +55,29 @@ class OffloadedPageGroup:
 
     @property
     def columns(self) -> int:
-        """Pages of a lane."""
+        """Number of pages of a lane."""
         return int(self.staging.shape[2])
 
     @property
     def slots(self) -> int:
-        """Layers whose pages the staging holds at a time."""
+        """Number of layers whose pages the staging holds at a time."""
         return len(self.staging)
 
 
 class OffloadedPrefixes(MemoryListener):
-    """The fronts of all sequences of a memory.
+    """The offloaded prefixes of all sequences of a memory.
 
     Args:
-        memory: where they are.
-        pool: takes their bytes, and nobody else's.
-        read_positions: logical positions of pages' slots, of a class that carries them.
+        memory: holds the sequences.
+        pool: holds the offloaded bytes, exclusively.
+        read_positions: reads logical positions of the slots of pages, for a class that stores them.
 
     Attributes:
         pool: see above.
         use: the step that reads the staging pages.
 
     Raises:
-        ConfigError: the store lays lanes out in runs.
+        ConfigError: the store keeps lanes contiguous.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class OffloadedPrefixes(MemoryListener):
     ) -> None:
         if not memory.placement.shares:
             raise ConfigError(
-                "expected a store whose pages lie anywhere, as paged: lanes in one piece cannot "
-                "have their first pages on the host"
+                "expected a store with pages at any location, such as paged: the first pages of a "
+                "contiguous lane cannot be offloaded"
             )
         self._memory, self.pool = memory, pool
         self._pieces: dict[int, list[OffloadedPageGroup]] = {}
@@ -96,21 +96,21 @@ class OffloadedPrefixes(MemoryListener):
 
     @property
     def rows(self) -> frozenset[int]:
-        """Sequences with a front on the host."""
+        """Rows of the sequences with an offloaded prefix."""
         return frozenset(self._pieces)
 
     def pieces(self, row: int) -> Sequence[OffloadedPageGroup]:
-        """The front of a sequence; empty where it has none."""
+        """Offloaded page groups of a sequence; empty if it has none."""
         return self._pieces.get(row, ())
 
     def gain_bytes(self, row: int, slots: int, holders: int = 1) -> int:
-        """Bytes of the arena that hosting the slots before this one would free.
+        """Bytes of the arena that offloading the slots before `slots` would free.
 
         Args:
             row: the sequence.
             slots: as for `host`.
-            holders: most that may name a page which will be free then: 2 where the others may be
-                cached prefixes, which can be dropped. Pages that more share free nothing.
+            holders: most references of a page that counts as freed. 2 if one of them may be a
+                cached prefix, which can be evicted. Pages with more references free nothing.
         """
         gained = 0
         for table, first, columns in self._moves(row, slots):
@@ -120,14 +120,14 @@ class OffloadedPrefixes(MemoryListener):
         return gained
 
     def host(self, row: int, slots: int) -> int:
-        """Move the pages of the slots before this one to the host; return how many bytes moved.
+        """Offload the whole pages before slot `slots`; return the bytes moved.
 
-        Whole pages only. Groups of no more layers than there are slots stay, and so do those that
-        look back through a window: they would gain nothing.
+        Groups with no more layers than staging slots, and groups with a window, are not offloaded:
+        they would free nothing.
 
         Raises:
-            OutOfPages: no pages to stage a group; what was moved before it stays moved.
-            HostPoolFull: the pool does not hold a group; likewise.
+            OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
+            HostPoolFull: the pool cannot hold a group; groups moved before it stay offloaded.
         """
         moves = list(self._moves(row, slots))
         self.use.finalize()
@@ -143,7 +143,7 @@ class OffloadedPrefixes(MemoryListener):
             self._forget(row)
 
     def _forget(self, row: int) -> None:
-        """Let go of the bytes of a sequence."""
+        """Free the offloaded bytes of a sequence."""
         for piece in self._pieces.pop(row, ()):
             table = self._memory.tables[piece.group]
             table.staged[row] = table.repeated[row] = 0
@@ -151,10 +151,10 @@ class OffloadedPrefixes(MemoryListener):
                 self.pool.release(space)
 
     def load_back(self, row: int) -> None:
-        """Let a sequence have all its pages in the arena again; its staging is some of them.
+        """Load all pages of a sequence back into the arena; its staging pages become some of them.
 
         Raises:
-            OutOfPages: no room for the others; nothing was changed.
+            OutOfPages: too few pages for the others; nothing was changed.
         """
         needed: dict[PageClass, int] = {}
         for piece in self.pieces(row):
@@ -163,16 +163,16 @@ class OffloadedPrefixes(MemoryListener):
             pages = piece.columns * table.group.num_lanes - piece.staging.size
             needed[page_class] = needed.get(page_class, 0) + pages
         if not self._memory.fits(needed):
-            raise OutOfPages(f"{sum(needed.values())} pages needed to bring a front back")
+            raise OutOfPages(f"{sum(needed.values())} pages needed to load an offloaded prefix")
         self.use.finalize()
         for piece in self.pieces(row):
             self._load_back(row, piece)
         self._forget(row)
 
     def halve_staging(self, row: int) -> int:
-        """Leave one slot of a sequence's staging and free the other; return the bytes freed.
+        """Keep one slot of a sequence's staging and free the other; return the bytes freed.
 
-        From then on a layer's bytes are copied when the layer before it has attended.
+        From then on a layer is copied after the layer before it has attended.
         """
         before = self._memory.row_bytes(row)
         if any(piece.slots > 1 for piece in self.pieces(row)):
@@ -181,9 +181,9 @@ class OffloadedPrefixes(MemoryListener):
         return before - self._memory.row_bytes(row)
 
     def repack(self, row: int) -> None:
-        """Move the pages of a sequence together, into as few slabs as hold them.
+        """Move the pages of a sequence into as few slabs as can hold them.
 
-        Pages of its staging are allocated again: every step loads what they hold.
+        Its staging pages are allocated again; every step loads their contents.
         """
         self.use.finalize()
         memory, pieces = self._memory, self.pieces(row)
@@ -197,13 +197,13 @@ class OffloadedPrefixes(MemoryListener):
             self._pieces[row][i] = replace(piece, staging=stage(memory, *place))
 
     def positions(self, row: int, group: str, index: int, slots: range) -> NDArray[np.int64]:
-        """Logical positions of slots of a front, in a layer's first lane.
+        """Logical positions of slots of an offloaded prefix, in the first lane of a layer.
 
         Args:
             row: the sequence.
             group: of the layer.
-            index: the layer, counted inside its group.
-            slots: of the front.
+            index: of the layer inside its group.
+            slots: of the offloaded prefix.
         """
         pieces = [piece for piece in self.pieces(row) if piece.group == group]
         if not pieces or pieces[0].positions is None:
@@ -217,7 +217,7 @@ class OffloadedPrefixes(MemoryListener):
     # ---- one group -----------------------------------------------------------------------------
 
     def _moves(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
-        """Tables, the first page to move, and how many of each lane."""
+        """Each table with pages to offload, its first page to offload, and the pages of a lane."""
         for table in self._memory.tables.values():
             group = table.group
             if not can_be_offloaded(group):
@@ -231,7 +231,9 @@ class OffloadedPrefixes(MemoryListener):
         memory, group = self._memory, table.group
         pool = memory.pools[group.page_class]
         staged = staged_pages(table, columns)
-        fits_behind = self._own(table, row, first, columns) >= staged  # what goes makes room
+        fits_behind = (
+            self._own(table, row, first, columns) >= staged
+        )  # freed pages hold the staging
         if not fits_behind and not memory.fits({group.page_class: staged}):
             raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
         old = table.pages[row, :, first : first + columns].copy()
@@ -249,13 +251,13 @@ class OffloadedPrefixes(MemoryListener):
         return piece
 
     def _halved(self, row: int, piece: OffloadedPageGroup) -> OffloadedPageGroup:
-        """A piece of one staging slot, which the entries of all layers name."""
+        """Reduce a page group to one staging slot, which the entries of all layers name."""
         table = self._memory.tables[piece.group]
         group, pool = table.group, self._memory.pools[table.group.page_class]
         columns = slice(piece.first, piece.first + piece.columns)
         old = table.pages[row, :, columns].reshape(len(group.layers), -1)
         first = piece.staging[:1]
-        moved = (old != old[0]).any(axis=1)  # layers of the other slots
+        moved = (old != old[0]).any(axis=1)  # layers of the other slot
         for _ in range(int(moved.sum())):
             pool.retain(first.reshape(-1))
         pool.release(old[moved].reshape(-1))
@@ -267,7 +269,7 @@ class OffloadedPrefixes(MemoryListener):
         memory, table = self._memory, self._memory.tables[piece.group]
         group, pool = table.group, memory.pools[table.group.page_class]
         columns = slice(piece.first, piece.first + piece.columns)
-        staged = piece.slots * group.lanes_per_layer  # lanes, whose pages the staging becomes
+        staged = piece.slots * group.lanes_per_layer  # lanes that take over the staging pages
         old = table.pages[row, staged:, columns].reshape(-1).copy()
         fresh = np.concatenate([piece.staging.reshape(-1), pool.allocate(old.size)])
         for pages, space in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):
@@ -277,7 +279,7 @@ class OffloadedPrefixes(MemoryListener):
         pool.release(old)
 
     def _save(self, page_class: PageClass, by_layer: PageNumbers) -> list[HostSpace]:
-        """The bytes of pages [layer, page] in the pool, all or none."""
+        """Save the bytes of pages [layer, page] to the pool, all or none."""
         spaces: list[HostSpace] = []
         try:
             for pages in by_layer:
@@ -291,7 +293,7 @@ class OffloadedPrefixes(MemoryListener):
         return spaces
 
     def _own(self, table: LaneTable, row: int, first: int, columns: int, holders: int = 1) -> int:
-        """Pages that no more than so many name."""
+        """Number of pages with no more than `holders` references."""
         pages = table.pages[row, :, first : first + columns]
         counts = self._memory.pools[table.group.page_class].ref_counts[pages]
         return int(np.count_nonzero(counts <= holders))

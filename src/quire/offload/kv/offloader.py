@@ -1,9 +1,9 @@
-"""Moves the first pages of running requests to the host for room, and evicts from such requests.
+"""Offloads the first pages of running requests to free memory, and evicts from such requests.
 
-Asked when cached prefixes are gone and pages are still short, before anybody gives way. A request
-that has moved runs on: its first pages are brought layer by layer (see
-`quire.offload.kv.offloaded_prefixes`). Which request: the one that frees most; of its pages a
-quarter at a time, so that little more is moved than is needed and copies stay large.
+The scheduler calls it when pages are short and cached prefixes are evicted, before it preempts. An
+offloaded request keeps running: its first pages are prefetched layer by layer (see
+`quire.offload.kv.offloaded_prefixes`). The request that frees most memory is offloaded first, a
+quarter of its remaining pages at a time: little more than needed moves, and copies stay large.
 """
 
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ from quire.scheduler.offload_port import KVOffloader
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 
-# Makes room in the KV memory by moving the first pages of running requests to the host.
+# Offloads the first pages of running requests to free KV memory.
 
-_PART = 4  # of what a request could still move, one in so many at a time
-_LEAST_PAGES = 4  # of a lane, where there are as many
+_PART = 4  # each move offloads 1 / _PART of a request's remaining pages
+_LEAST_PAGES = 4  # least pages of a lane per move, if there are as many
 
 
 class PrefixOffloader:
-    """Fronts of those who run.
+    """Offloads prefixes of running requests.
 
     Args:
         memory: the arena.
-        prefixes: of its sequences.
-        events: told of what moves.
-        sharing: cached prefixes, which may name the same pages.
+        prefixes: offloaded prefixes of its sequences.
+        events: receives `offloaded` events.
+        sharing: cached prefixes, which may reference the same pages.
         running: requests that hold KV; the scheduler's own list.
-        offload_bytes: of offload memory; larger than what KV has where activations share it.
+        offload_bytes: size of offload memory, including activations.
 
     Attributes:
         offload_bytes: see above.
-        num_returned: times all pages of a request came back, for it to evict.
+        num_returned: number of times all pages of a request were loaded back for an eviction.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class PrefixOffloader:
 
     @property
     def offloaded_tokens(self) -> int:
-        """Of one sequence that the host holds when nobody else has anything there."""
+        """Most tokens of one sequence that offload memory can hold."""
         return self._prefixes.pool.total_bytes // max(1, self._token_bytes)
 
     def is_staged(self, request: Request) -> bool:
-        """Whether a running request has its first pages on the host."""
+        """Whether the first pages of a running request are offloaded."""
         return request.memory.row in self._prefixes.rows
 
     def stops_evicting(self, request: Request) -> bool:
-        """Whether a running request could lose tokens if its first pages were back."""
+        """Whether a running request could evict tokens if its first pages were loaded back."""
         return request.eviction.spec.cap is not None and self.is_staged(request)
 
     def move_some(self, but: Request | None = None) -> bool:
-        """Move pages of somebody; False where nobody has any that would free memory.
+        """Offload pages of some request; False if that would free no memory.
 
         Args:
-            but: not of this one.
+            but: request to leave as it is.
         """
         movable = [request for request in self._movable() if request is not but]
         found = [(self._gain_bytes(request), request) for request in movable]
@@ -92,10 +92,10 @@ class PrefixOffloader:
         return False
 
     def load_back(self, request: Request) -> None:
-        """Let a request have all its pages in the memory again, in the room of others' if need be.
+        """Load all pages of a request back, offloading pages of other requests if needed.
 
         Raises:
-            OutOfPages: nobody else has pages that could move; nothing was changed.
+            OutOfPages: no other request has pages to offload; the request was not changed.
         """
         if not self.is_staged(request):
             return
@@ -109,9 +109,9 @@ class PrefixOffloader:
         self.num_returned += 1
 
     def halve_staging(self, request: Request) -> None:
-        """Leave a request one staging slot for its offloaded pages; offload all that can be.
+        """Leave a request one staging slot and offload as many of its pages as possible.
 
-        Its pages are packed then, staging included, for pages of all classes to fill slabs.
+        Its pages, staging included, are then packed so that pages of all classes fill slabs.
         """
         self._prefixes.halve_staging(request.memory.row)
         while can_offload_request(request) and self._move(request):
@@ -129,7 +129,7 @@ class PrefixOffloader:
         return self._prefixes.gain_bytes(request.memory.row, self._slots(request), self._holders)
 
     def _slots(self, request: Request) -> int:
-        """In every lane that could have a front; without those that the next step will write."""
+        """Slots of every lane that can be offloaded, without those that the next step writes."""
         tables = self._memory.tables.values()
         held = min(
             int(t.num_slots[request.memory.row].min()) for t in tables if can_be_offloaded(t.group)
@@ -139,9 +139,9 @@ class PrefixOffloader:
         )
 
     def _move(self, request: Request) -> bool:
-        """Offload the next pages of a request; False where neither side has room for one of each.
+        """Offload the next pages of a request; False if not one page of each lane fits.
 
-        Where offload memory or staging has no room for so many, fewer are offloaded.
+        If offload memory or staging is too small for the pages, fewer are offloaded.
         """
         tokens, slots = self._page_tokens, self._slots(request)
         held = max(int(t.staged[request.memory.row]) for t in self._memory.tables.values())
@@ -150,7 +150,7 @@ class PrefixOffloader:
         self._sharing.withdraw_from_cache(request)
         before = self._prefixes.pool.used_bytes
         while pages > 0 and self._prefixes.pool.used_bytes == before:
-            with suppress(HostPoolFull, OutOfPages):  # what was offloaded before it stays so
+            with suppress(HostPoolFull, OutOfPages):  # groups moved before the error stay offloaded
                 self._prefixes.host(request.memory.row, (held + pages) * tokens)
             pages //= 2
         moved = self._prefixes.pool.used_bytes - before
@@ -161,18 +161,18 @@ class PrefixOffloader:
 
 # ---- evictor -------------------------------------------------------------------------------------
 
-# Evicts from requests whose first pages may be on the host: for that they come back.
+# Evicts from requests with offloaded pages, which are loaded back first.
 #
-# Rules look at slots and slots move, so all of a request's pages must be in the memory. That is
-# once in as many tokens as an eviction lets be processed, where its front crosses the link at each.
+# Eviction rules read and move slots, so all pages of a request must be in the KV memory. This
+# happens once per eviction; prefetch moves the offloaded prefix over the link in every step.
 
 
 class OffloadEvictor:
-    """Implements `Evictor` in front of another.
+    """Implements `Evictor`: loads offloaded pages back, then calls another evictor.
 
     Args:
-        evictor: chooses and moves.
-        prefix_offloader: has the fronts.
+        evictor: selects and moves slots.
+        prefix_offloader: loads the offloaded pages.
     """
 
     def __init__(self, evictor: Evictor, prefix_offloader: KVOffloader) -> None:

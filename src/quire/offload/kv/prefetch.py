@@ -1,11 +1,11 @@
-"""Brings the fronts of sequences into the arena, layer by layer, while earlier layers run.
+"""Prefetches the offloaded prefixes of a step layer by layer, while earlier layers run.
 
-    carrier   | layer 0 | layer 1 | wait | layer 2 | wait | layer 3 |
+    transfer  | layer 0 | layer 1 | wait | layer 2 | wait | layer 3 |
     layers              | layer 0 | ...... layer 1 | ...... layer 2 |
 
-A layer's bytes go to its slot of the staging, which the layer two before it has left, or the layer
-before it where the staging has one slot. One carrier does all copies, in the order in which layers
-run; of each layer what keys and values are made of comes first (see `remaking`).
+A layer is copied into its staging slot once the layer two before it has attended, or the layer
+before it if the staging has one slot. One transfer worker does all copies, in layer order. The
+activations of a layer that recompute needs are copied first (see `kv_recompute`).
 """
 
 import itertools
@@ -25,29 +25,29 @@ from quire.offload.swap.transfer import Transfer, TransferWorker
 
 @runtime_checkable
 class Parts(Protocol):
-    """What of a group is not carried as it is; see `quire.offload.recompute.kv_recompute`."""
+    """Recompute of a part of a group; see `quire.offload.recompute.kv_recompute`."""
 
     def bring(
         self, index: int, submit: Callable[[str, int, int, int, Callable[[], None]], Transfer]
     ) -> None:
-        """Begin to carry what a layer's keys and values are made of."""
+        """Start the transfer of the activations of a layer."""
         ...
 
     def unfinished(self) -> Sequence[Transfer]:
-        """Copies that nobody has waited for."""
+        """Copies that no call has waited for."""
         ...
 
 
 class PrefixPrefetch:
-    """The fronts of the sequences of one step.
+    """Prefetch of the offloaded prefixes of one step.
 
     Args:
-        prefixes: of all sequences.
+        prefixes: offloaded prefixes of all sequences.
         layout: of the memory.
-        transfer_worker: copies.
-        shares: of the sequences of the step that have a front, what becomes of it.
+        transfer_worker: runs the copies.
+        shares: split of each offloaded prefix of the step, by row.
         log: of the step.
-        parts: by group, what is carried before the rest.
+        parts: recompute by group, whose transfers come before those of KV.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class PrefixPrefetch:
                 self._bring(name, layer, slots)
 
     def arriving(self, group: LaneGroup, layer: int) -> None:
-        """A layer, counted inside its group, is about to wait for its front."""
+        """Log the end of a layer's compute: it is about to wait for its prefix."""
         if group.name in self._groups and self._left is not None:
             now = self._log.marks.now()
             self._log.add(LAYER, group.layers[layer], 1, 0, self._left, now)
 
     def arrive(self, group: LaneGroup, layer: int) -> None:
-        """Return when what is carried of a layer is in its slot.
+        """Wait until the transferred pages of a layer are in their staging slot.
 
         Raises:
-            Exception: what the copy raised.
+            Exception: the error of the copy.
         """
         for coming in self._coming.get((group.name, layer), ()):
             coming.result()
-        self._coming.pop((group.name, layer), None)  # kept where one fails: `settle` waits for all
+        self._coming.pop((group.name, layer), None)  # not on failure: `finalize` waits for all
         self._ready = self._log.marks.now()
 
     def leave(self, group: LaneGroup, layer: int) -> None:
-        """A layer has attended: its slots are free for the layers that come into them next."""
+        """Start the next prefetches into the slots of a layer that has attended."""
         if group.name not in self._groups:
             return
         for slots in range(1, SLOTS + 1):
@@ -108,7 +108,7 @@ class PrefixPrefetch:
             self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._left)
 
     def finalize(self) -> None:
-        """Return when no copy is under way, also where a step has ended early."""
+        """Wait until no copy is in flight, also after a failed step."""
         for coming in itertools.chain.from_iterable(self._coming.values()):
             coming.exception()
         for part in self._parts.values():
@@ -116,7 +116,7 @@ class PrefixPrefetch:
                 arrival.exception()
 
     def _in_order(self) -> Sequence[tuple[int, str]]:
-        """Layers counted inside their groups, as the model runs them."""
+        """(Index in the group, group name) of all layers, in the order of the model."""
         of_model = [
             (layer, index, name)
             for name, group in self._groups.items()
@@ -125,7 +125,7 @@ class PrefixPrefetch:
         return [(index, name) for _, index, name in sorted(of_model)]
 
     def _bring(self, name: str, layer: int, slots: int) -> None:
-        """Begin to copy a layer of the pieces whose staging has so many slots."""
+        """Start the copy of a layer for page groups with this number of staging slots."""
         group, slot = self._groups[name], layer % slots
         runs = [run for run in self._runs[name] if len(run.pages) == slots]
         if name in self._parts and slots == SLOTS:
@@ -159,10 +159,10 @@ class PrefixPrefetch:
 
 
 class _Run:
-    """Neighbouring pages of one lane of a piece, in every layer.
+    """Neighbouring pages of one lane of a page group, in every layer.
 
     Args:
-        piece: of which.
+        piece: the page group.
         lane: of a layer.
         columns: of the sequence.
     """
@@ -177,7 +177,7 @@ class _Run:
 
 
 def _runs(piece: OffloadedPageGroup, share: Share) -> list[_Run]:
-    """What is carried of a piece."""
+    """Runs of pages of a page group that are transferred."""
     columns = list(share.transferred(piece.first, piece.first + piece.columns))
     if len(columns) == 1 and len(columns[0]) == piece.columns:
         return [_Whole(piece)]
@@ -185,7 +185,7 @@ def _runs(piece: OffloadedPageGroup, share: Share) -> list[_Run]:
 
 
 class _Whole(_Run):
-    """All pages of a piece, lane by lane."""
+    """All pages of a page group, lane by lane."""
 
     def __init__(self, piece: OffloadedPageGroup) -> None:
         self.piece, self.first = piece, 0

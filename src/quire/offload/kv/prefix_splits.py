@@ -1,7 +1,8 @@
-"""How much of fronts is made again or attended to on the host: what rates say, or what was asked.
+"""Splits offloaded prefixes into recomputed, transferred and CPU-attended pages.
 
-Rates are measured at the start and followed on every copy and product of every step (see
-`quire.offload.profiler`); the split moves where that gains (`quire.offload.control`).
+The split follows measured rates or the user's fractions. Rates are measured at the start and
+updated from every copy and product of every step (see `quire.offload.profiler`). The split moves
+only if that gains time (`quire.offload.control`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,23 +17,23 @@ from quire.plan.offload.split import best_shares, share_rows
 
 # ---- prefix shares -------------------------------------------------------------------------------
 
-# Which pages of a front are made again, which are carried, which are attended to on the host.
+# Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
 #
-#     columns   | carried (no X) | made again from X | carried | attended to on the host |
-#               0                made.start          made.stop host.start                staged
+#     columns   | transferred (no X) | recomputed from X | transferred | CPU attention |
+#               0                    made.start          made.stop     host.start      staged
 #
-# Pages of all layers and lanes of a sequence alike; only sums cost, so sequences get equal shares
-# of what they have.
+# The split is the same in all layers and lanes of a sequence. Only the total costs time, so all
+# sequences get the same fraction of the pages that qualify.
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedPrefix:
-    """A sequence's front in one step.
+    """The offloaded prefix of a sequence in one step.
 
     Attributes:
-        columns: pages of a lane on the host.
-        known: those of them whose inputs (X) are kept.
-        on_host: whether some may be attended to on the host.
+        columns: offloaded pages of a lane.
+        known: those of them with stored activations (X).
+        on_host: whether CPU attention may serve some of them.
     """
 
     columns: int
@@ -42,13 +43,13 @@ class OffloadedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What becomes of a front's columns; those in neither range are carried."""
+    """Split of the columns of an offloaded prefix; columns in neither range are transferred."""
 
     made: range = range(0)
     host: range = range(0)
 
     def transferred(self, first: int, stop: int) -> Iterator[range]:
-        """Runs of columns from `first` to `stop` that the link carries as they are."""
+        """Runs of columns from `first` to `stop` that are transferred."""
         start = first
         for taken in sorted((self.made, self.host), key=lambda columns: columns.start):
             if taken:
@@ -60,7 +61,7 @@ class Share:
 
 
 CARRIED = Share()
-"""All of it is carried."""
+"""All columns are transferred."""
 
 
 def divide_prefixes(
@@ -70,9 +71,9 @@ def divide_prefixes(
 
     Args:
         prefixes: by sequence.
-        made_tokens: to make again, of all sequences together; as many as inputs are kept of.
-        host_tokens: to attend to on the host; of these, as many as are left.
-        page_tokens: of a page.
+        made_tokens: tokens to recompute in all sequences; limited by stored activations.
+        host_tokens: tokens to attend to on the CPU; limited to those not recomputed.
+        page_tokens: tokens of a page.
     """
     rows = list(prefixes)
     known = tuple(len(front.known) * page_tokens for front in prefixes.values())
@@ -97,17 +98,17 @@ def _made(front: OffloadedPrefix, columns: int) -> range:
 
 # ---- prefix splits -------------------------------------------------------------------------------
 
-_LEAST_MOVE = 0.1  # of all tokens, by which the host's share moves
+_LEAST_MOVE = 0.1  # smallest change of the CPU attention share, as a fraction of all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLimits:
-    """What the user or the model decides.
+    """Limits set by the user or the model.
 
     Attributes:
-        made: part of all tokens to make again; None: what rates say.
-        most_made: tokens of one layer, for which there is room on the device.
-        host: part to attend to on the host; None: what rates say.
+        made: fraction (0 to 1) of all tokens to recompute; None: chosen by rates.
+        most_made: most recomputed tokens of one layer, which scratch memory limits.
+        host: fraction (0 to 1) of tokens to attend to on the CPU; None: chosen by rates.
     """
 
     made: float | None = None
@@ -116,17 +117,17 @@ class SplitLimits:
 
 
 class PrefixSplits:
-    """Divides the fronts of steps.
+    """Splits the offloaded prefixes of each step.
 
     Args:
-        profiler: knows and learns the rates.
-        sizes: bytes of what crosses the link.
-        page_tokens: of a page.
-        requested: what is not left to rates.
+        profiler: provides and learns the rates.
+        sizes: bytes that cross the link.
+        page_tokens: tokens of a page.
+        requested: fractions that rates do not choose, and limits.
 
     Attributes:
-        made_tokens, host_tokens, tokens: of the last step that had fronts, of one layer.
-        controller: keeps the split steady.
+        made_tokens, host_tokens, tokens: of one layer in the last step with offloaded prefixes.
+        controller: controls the recompute split.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class PrefixSplits:
         timeline = timeline_of(timed)
         self.profiler.observe(timeline)
         if self._requested.made is None:
-            rates = self._rates()  # with what was just learned
+            rates = self._rates()  # includes this step's update
             self.controller.observe(timeline, rates, self.tokens - self.host_tokens)
 
     def _rates(self) -> OffloadRates:
@@ -168,11 +169,11 @@ class PrefixSplits:
         return round(self._requested.made * self.tokens)
 
     def _host_tokens(self, rates: OffloadRates, tokens: int) -> int:
-        """Held where the best share is near the last one."""
+        """Tokens to attend to on the CPU; unchanged while the best share is near the last one."""
         if self._requested.host is not None:
             return round(self._requested.host * tokens)
         if not self._requested.most_made:
-            rates = replace(rates, x_s=rates.kv_s)  # nothing can be made again
+            rates = replace(rates, x_s=rates.kv_s)  # nothing can be recomputed
         best = best_shares(rates, tokens).host_tokens / tokens if tokens else 0.0
         if self._host_part is None or abs(best - self._host_part) > _LEAST_MOVE:
             self._host_part = best
@@ -180,7 +181,7 @@ class PrefixSplits:
 
 
 def timeline_of(timed: Sequence[Timed]) -> Timeline:
-    """What a step did as a timeline of the schedule that it was."""
+    """Convert the log of a step to a timeline."""
     ordered = sorted(timed, key=lambda item: item.start_s)
     operations = tuple(
         Operation(

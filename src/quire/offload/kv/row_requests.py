@@ -1,4 +1,4 @@
-"""Who runs in which row: what making keys and values again has to know of sequences."""
+"""Requests by row: the properties of sequences that KV recompute needs."""
 
 from collections.abc import Sequence
 
@@ -10,27 +10,27 @@ from quire.scheduler.request import Request
 
 
 class RowRequests:
-    """Implements `quire.offload.recompute.kv_recompute.Tokens` over the requests that run.
+    """Implements `quire.offload.recompute.kv_recompute.Tokens` over the running requests.
 
     Args:
-        part: of a sequence's tokens that may ever be made again, from the first.
-        running: those who run; the scheduler's own list.
+        part: fraction (0 to 1) of a sequence's tokens that may be recomputed, from the first.
+        running: requests that hold KV; the scheduler's own list.
     """
 
     def __init__(self, part: int | float, running: Sequence[Request]) -> None:
         self._part, self._running = part, running
 
     def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
-        """Tokens at some positions."""
+        """Token ids at the given positions."""
         ids = self._of(row).token_ids(0, int(positions.max()) + 1)
         return [ids[position] for position in positions.tolist()]
 
     def rope_variant(self, row: int) -> int:
-        """Of the sequence."""
+        """RoPE scaling variant of the sequence."""
         return self._of(row).spec.rope_variant
 
     def inputs_until(self, row: int) -> int:
-        """Slots from this one on are never made again; 0: none is."""
+        """First slot that is never recomputed; 0 if no slot is."""
         request = self._of(row)
         return (
             int(-(-request.final_tokens * self._part // 1)) if can_offload_request(request) else 0

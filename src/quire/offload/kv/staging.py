@@ -1,4 +1,4 @@
-"""Staging: pages that the table entries of all layers of an offloaded prefix name in turns."""
+"""Staging: pages shared by the table entries of all layers of an offloaded prefix."""
 
 from typing import Protocol, runtime_checkable
 
@@ -11,14 +11,14 @@ from quire.layout.layout import SLOTS
 
 
 def staged_pages(table: LaneTable, columns: int) -> int:
-    """Pages of a staging for so many pages of each lane."""
+    """Staging pages needed for this number of pages of each lane."""
     return SLOTS * table.group.lanes_per_layer * columns
 
 
 def stage(
     memory: KVMemory, table: LaneTable, row: int, first: int, columns: int, slots: int
 ) -> PageNumbers:
-    """Allocate a staging, and let the entries of all layers name it in turns.
+    """Allocate staging pages and enter them in the tables of all layers, slot by slot in turn.
 
     Args:
         memory: of the table.
@@ -26,13 +26,13 @@ def stage(
         row: of the sequence.
         first: column of the first page.
         columns: pages of each lane.
-        slots: layers whose pages the staging holds at a time.
+        slots: number of layers whose pages the staging holds at a time.
 
     Returns:
-        Its pages [slots, lanes of a layer, columns].
+        Staging pages [slots, lanes of a layer, columns].
 
     Raises:
-        OutOfPages: the arena does not hold it.
+        OutOfPages: too few free pages in the arena.
     """
     group, pool = table.group, memory.pools[table.group.page_class]
     pages = pool.allocate(slots * group.lanes_per_layer * columns)
@@ -47,41 +47,41 @@ def stage(
 
 
 def name_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
-    """Let lanes name these pages [lanes, columns] from a column on."""
+    """Replace the table entries of a row from a column on by pages [lanes, columns]."""
     lane, column = (index.reshape(-1) for index in np.indices(pages.shape))
     table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))
 
 
 # ---- staging use ---------------------------------------------------------------------------------
 
-# The step that uses staging pages now: whoever moves pages ends its copies first.
+# The step that uses the staging pages: its copies end before pages move.
 
 
 @runtime_checkable  # for the type checks in tests
 class Pending(Protocol):
-    """A step whose copies may still be under way."""
+    """A step whose copies may be in flight."""
 
     def finalize(self) -> None:
-        """Return when nothing is under way."""
+        """Wait until no copy is in flight."""
         ...
 
 
 class StagingUse:
-    """Shared by the bookkeeping of offloaded pages and by the steps that read them."""
+    """The step that uses staging pages, shared by bookkeeping and steps."""
 
     def __init__(self) -> None:
         self._step: Pending | None = None
 
     def begin(self, step: Pending) -> None:
-        """Note the step that uses the staging pages from now on."""
+        """Set the step that uses the staging pages from now on."""
         self._step = step
 
     def finalize(self) -> None:
-        """Return when the step has no copies under way; it stays the one that uses the pages."""
+        """Wait for the copies of the current step, which continues to use the pages."""
         if self._step is not None:
             self._step.finalize()
 
     def end(self) -> None:
-        """Settle the step and forget it."""
+        """Wait for the copies of the current step and unset it."""
         self.finalize()
         self._step = None

@@ -1,7 +1,7 @@
-"""Fronts on the host in the steps of an engine: what is carried, made again, attended to there.
+"""KV offload in the steps of an engine: transfer, recompute and CPU attention.
 
-a step begins   inputs of its new tokens get a place; fronts are divided; the first layers come
-a layer         its inputs are noted; its front arrives; it attends; the slot is free again
+step start   activations of new tokens get blocks; prefixes are split; first layers are prefetched
+each layer   its activations are stored; its prefix arrives; it attends; its slot is free again
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,28 +31,28 @@ from quire.offload.swap.transfer import TransferWorker
 
 @runtime_checkable
 class Splits(Protocol):
-    """Divides fronts, and learns from how long that took."""
+    """Splits offloaded prefixes and learns from the times of steps."""
 
     def divide(self, prefixes: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
-        """What becomes of the fronts of a step of so many rows, by row."""
+        """Split of each offloaded prefix of a step with this number of rows, by row."""
         ...
 
     def learn(self, timed: Sequence[Timed]) -> None:
-        """What the last step that had fronts took."""
+        """Learn from the log of the last step with offloaded prefixes."""
         ...
 
 
 class KVOffload(MemoryListener):
-    """Fronts on the host and who brings them.
+    """KV offload of an engine.
 
     Args:
         memory: of the sequences.
-        prefixes: of all sequences.
-        transfer_worker: copies.
-        splits: divides fronts; None has all of them carried.
-        kv_recompute: makes keys and values again; None: nobody does.
-        recomputed_share: names of the groups for which it can.
-        attention: attends on the host; None: nobody does.
+        prefixes: offloaded prefixes of all sequences.
+        transfer_worker: runs the copies.
+        splits: splits offloaded prefixes; None: all KV is transferred.
+        kv_recompute: recomputes keys and values; None: no KV is recomputed.
+        recomputed_share: names of the groups that can be recomputed.
+        attention: CPU attention; None: all attention is on the device.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class KVOffload(MemoryListener):
 
     @property
     def staging_bytes(self) -> int:
-        """Of X on the device, beside the arena."""
+        """Bytes of X on the device, in addition to the arena."""
         return 0 if self.kv_recompute is None else self.kv_recompute.staging_bytes
 
     def step(self, batch: FlatBatch) -> "StepKVOffload | None":
-        """What a step has to do with fronts; None where that is nothing."""
+        """Start the offload of a step; None if the step has nothing offloaded or to store."""
         self._end()
         keeps = self._keep(batch)
         rows = [row for row in batch.rows.tolist() if self.prefixes.pieces(row)]
@@ -95,18 +95,18 @@ class KVOffload(MemoryListener):
         return StepKVOffload(self, batch, {}) if keeps else None
 
     def released(self, rows: Rows) -> None:
-        """Free the inputs of sequences."""
+        """Free the activations of sequences."""
         if self.kv_recompute is not None:
             self.kv_recompute.store.book.forget(rows.tolist())
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
-        """Let inputs follow the slots of a sequence that has lost some.
+        """Move stored activations along with the retained slots of a sequence after an eviction.
 
         Args:
             row: the sequence.
-            group: its lanes.
-            moves: of slots; None where whole pages left.
-            slots: each lane has now, at least.
+            group: of the lanes.
+            moves: of slots; None if whole pages were freed.
+            slots: least slots of each lane after the eviction.
         """
         table = self.memory.tables[group]
         if self.kv_recompute is None or table not in self.tables:
@@ -114,9 +114,9 @@ class KVOffload(MemoryListener):
         store = self.kv_recompute.store
         known = store.book.known(row)
         if moves is None or known.start or (table.num_slots[row] != slots).any():
-            store.book.forget([row])  # lanes differ, or it is not known what moved where
+            store.book.forget([row])  # lanes differ, or the moves are unknown
             return
-        unknown = moves.source >= known.stop  # nothing is kept of what fills these
+        unknown = moves.source >= known.stop  # slots without stored activations
         stop = int(min(slots, known.stop, moves.target[unknown].min(initial=slots)))
         some = ~unknown & (moves.target < stop)
         followed = SlotMoves(moves.lane[some], moves.source[some], moves.target[some])
@@ -125,14 +125,14 @@ class KVOffload(MemoryListener):
             store.book.cut(row, stop)
 
     def _end(self) -> None:
-        """The last step is over: learn from it."""
+        """Learn from the last step, which is over."""
         last, self._last = self._last, None
         self.prefixes.use.end()
         if last is not None and self.splits is not None:
             self.splits.learn(last.log.read())
 
     def _prefix_of(self, row: int, *, decodes: bool) -> OffloadedPrefix:
-        tables = self.memory.tables.values()  # of one group more may have moved than of another
+        tables = self.memory.tables.values()  # groups may differ in their offloaded pages
         staged = min(int(t.staged[row]) for t in tables if can_be_offloaded(t.group))
         on_host = decodes and self.attention is not None and not self.memory.statistics_of(row)
         if self.kv_recompute is None or not self.tables:
@@ -145,7 +145,7 @@ class KVOffload(MemoryListener):
         return OffloadedPrefix(staged, known=known, on_host=on_host)
 
     def _keep(self, batch: FlatBatch) -> bool:
-        """Give the inputs of a batch's new tokens places; whether there are any."""
+        """Allocate activation blocks for the batch's new tokens; whether any are stored."""
         if self.kv_recompute is None:
             return False
         store, until = self.kv_recompute.store, self.kv_recompute.tokens.inputs_until
@@ -154,7 +154,7 @@ class KVOffload(MemoryListener):
             held = [table.num_slots[row] for table in self.tables]
             end, tokens = int(held[0][0]), int(batch.shape.tokens[place])
             if any((slots != end).any() for slots in held):
-                store.book.forget([row])  # layers hold other tokens: slots would not match
+                store.book.forget([row])  # layers hold different tokens: slots would not match
                 continue
             segments = store.book.note(row, end - tokens, tokens, until(row))
             if segments:
@@ -164,16 +164,16 @@ class KVOffload(MemoryListener):
 
 
 class StepKVOffload:
-    """The fronts of one step.
+    """KV offload of one step.
 
     Args:
         kv_offload: of the engine.
         batch: of the step.
-        shares: of the rows that have a front.
+        shares: split of the rows with an offloaded prefix.
 
     Attributes:
-        log: of what takes time.
-        wants_inputs: whether inputs are kept.
+        log: times of operations.
+        wants_inputs: whether activations are stored.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class StepKVOffload:
         self.wants_inputs = kv_offload.kv_recompute is not None
         self._kv_recompute, self._parts = kv_offload.kv_recompute, dict[str, StepKVRecompute]()
         for table in kv_offload.tables if kv_offload.kv_recompute is not None and shares else ():
-            assert kv_offload.kv_recompute is not None, "just asked"
+            assert kv_offload.kv_recompute is not None, "checked above"
             part = StepKVRecompute(
                 kv_offload.kv_recompute, kv_offload.prefixes, table, shares, self.log
             )
@@ -202,7 +202,7 @@ class StepKVOffload:
         )
 
     def slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Live slots [rows, lanes] that a backend attends to: one of rows that are served here."""
+        """Live slots [rows, lanes] for the backend: 1 for rows that CPU attention serves."""
         if self._host is None or not self._host.serves(group):
             return slots
         fewer = slots.copy()
@@ -210,7 +210,7 @@ class StepKVOffload:
         return fewer
 
     def note_input(self, layer: int, inputs: Tensor) -> None:
-        """Keep what a layer's attention is given."""
+        """Store the inputs of a layer's attention."""
         if self._kv_recompute is not None:
             self._kv_recompute.store.note(layer, inputs)
 
@@ -222,14 +222,14 @@ class StepKVOffload:
         slots: NewSlots,
         positions: Tensor | None,
     ) -> None:
-        """Return when the front of a layer, counted inside its group, is in its slot.
+        """Wait until the offloaded prefix of a layer is in its staging slot.
 
         Args:
             group: of the layer.
-            index: of the layer.
-            backend: writes what is made again.
+            index: of the layer inside its group.
+            backend: writes recomputed KV.
             slots: of the layer's new tokens.
-            positions: of all pages of the class; None where they carry none.
+            positions: of all pages of the class; None if pages store no positions.
         """
         part = self._parts.get(group.name)
         self._stream.arriving(group, index)
@@ -246,23 +246,23 @@ class StepKVOffload:
     def start_cpu_attention(
         self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath
     ) -> None:
-        """Begin to attend on the host; see `StepCPUAttention.ask`."""
+        """Start CPU attention; see `StepCPUAttention.ask`."""
         if self._host is not None:
             self._host.ask(group, index, query, math)
 
     def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
     ) -> None:
-        """Put in what the host attended to; see `StepCPUAttention.merge_into`."""
+        """Merge the results of CPU attention; see `StepCPUAttention.merge_into`."""
         if self._host is not None:
             self._host.merge_into(out, group, pages, query, math)
 
     def leave(self, group: LaneGroup, index: int) -> None:
-        """A layer has attended."""
+        """Free the staging slot of a layer that has attended."""
         self._stream.leave(group, index)
 
     def finalize(self) -> None:
-        """Return when nothing is under way, also where a step has ended early."""
+        """Wait until no copy or CPU attention is in flight, also after a failed step."""
         self._stream.finalize()
         if self._host is not None:
             self._host.finalize()

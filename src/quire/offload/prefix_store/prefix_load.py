@@ -1,11 +1,12 @@
-"""Loads the back of a prefix from its end towards the front, piece by piece, beside whoever reads.
+"""Loads the end of a prefix backwards, segment by segment, while the request's prefill runs.
 
     read   0 ----------> at          wanted_from       claimed_from    loaded_from          end
-    load                             <---------------- [in flight] <---[here .................]
+    load                             <---------------- [in flight] <---[loaded ...............]
 
-The engine's thread says how far down to load and takes what is here when its own reading has come
-up to it; the carrier's thread brings piece after piece. What is in flight may be read over or given
-up at any time: bytes go into pages under a lock that whoever gives the pages back takes first.
+The engine's thread sets how far to load and attaches the loaded pages once its prefill reaches
+them. The transfer thread loads one segment after another. A segment in flight may be recomputed or
+cancelled at any time: its bytes are written into pages under a lock, and the pages are freed only
+after `stop` has taken the lock.
 """
 
 import contextlib
@@ -24,28 +25,28 @@ from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import Place, PrefixStore
 from quire.plan.offload.restore import Loading
 
-_SHARE = 4  # of what is wanted, one in so many blocks is a piece: small ones where both sides meet
-_LEAST_BYTES = 256 << 10  # of a piece, so that calls stay few
+_SHARE = 4  # a segment is 1 / _SHARE of the remaining blocks: small segments near the meeting point
+_LEAST_BYTES = 256 << 10  # of a segment, which limits the number of calls
 
 
 class PrefixLoad:
-    """One prefix on its way.
+    """Load of one prefix.
 
     Args:
-        store: where it is.
-        records: puts it into pages.
-        pages: of the arena, for its back.
-        found: consecutive blocks up to the end of the pages, and where each of them is.
+        store: holds the prefix.
+        records: converts records to pages.
+        pages: of the arena, for the end of the prefix.
+        found: consecutive blocks up to the end of the pages, and the location of each.
         clock: seconds.
 
     Attributes:
-        end: position behind the last token.
-        wanted_from: token down to which to load.
-        claimed_from: first token of the piece in flight; `loaded_from` where none is.
-        loaded_from: from here to the end everything is in the pages.
-        failed: nothing more will come.
-        moved_s: when bytes came or were asked for last.
-        pieces: (bytes, seconds) of what came, for whoever learns from it.
+        end: position after the last token.
+        wanted_from: first token to load.
+        claimed_from: first token of the segment in flight; `loaded_from` if none is in flight.
+        loaded_from: the pages hold all tokens from this one to the end.
+        failed: whether the load has ended with an error.
+        moved_s: time of the last submission or arrival.
+        pieces: (bytes, seconds) of loaded segments, for rate estimates.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class PrefixLoad:
         return not self.failed and self.wanted_from < self.loaded_from
 
     def reach_down(self, first: int) -> None:
-        """Load down to an earlier token than before.
+        """Extend the load down to an earlier token.
 
         Raises:
-            OutOfPages: the memory has no pages for it; nothing was changed.
+            OutOfPages: too few free pages; nothing was changed.
         """
         with self._turn:
             if first < self.pages.first:
@@ -85,12 +86,12 @@ class PrefixLoad:
             self.wanted_from = first
 
     def stop(self) -> None:
-        """Write to no page any more: when this returns they may be given to others."""
+        """Stop writing to pages: after this returns they may be freed."""
         with self._turn:
             self._cancelled = True
 
     def carry(self) -> bool:
-        """Bring the next piece; whether another one is wanted."""
+        """Load the next segment; whether another one is wanted."""
         claimed = self._claim()
         if claimed is None:
             return False
@@ -105,7 +106,7 @@ class PrefixLoad:
         return self.is_wanted and not self._cancelled
 
     def _claim(self) -> tuple[int, list[Block], Place] | None:
-        """The piece before what is here: a share of what is wanted, all of one entry."""
+        """Claim the segment before the loaded ones: a fraction of the wanted blocks."""
         with self._turn:
             if self._cancelled or not self.is_wanted:
                 return None
@@ -122,7 +123,7 @@ class PrefixLoad:
             return self.claimed_from, blocks, self._found[first][1]
 
     def _follows(self, number: int) -> bool:
-        """Whether a block lies right behind the one before it."""
+        """Whether a block directly follows the previous block in the same entry."""
         before, place = self._found[number - 1][1], self._found[number][1]
         return before.entry == place.entry and before.index + 1 == place.index
 
@@ -147,17 +148,17 @@ class PrefixLoad:
 
 # ---- load rate -----------------------------------------------------------------------------------
 
-# What loading from a tier takes: measured when it is opened, followed on every piece.
+# Load time of a tier: measured when the tier is opened, updated from every segment.
 
 LOOK_AGAIN_S = 10.0
 Pieces = deque[tuple[int, float]]
 
 
 class LoadRate:
-    """Seconds of loads.
+    """Estimates the load time of tokens.
 
     Args:
-        tier: that is loaded from.
+        tier: the tier to load from.
         token_bytes: of a token, all layers.
         clock: seconds.
     """
@@ -171,22 +172,22 @@ class LoadRate:
 
     @property
     def token_s(self) -> float:
-        """Seconds to load a token when nobody else loads."""
+        """Seconds to load a token while no other load runs."""
         return self._tier.rate.coefficients[1] * self._token_bytes
 
     def loading(self, token_s: float) -> Loading:
-        """Loads that take so long for each token."""
+        """Load cost at this time per token."""
         return Loading(token_s=token_s, call_s=self._tier.rate.coefficients[0])
 
     def learn(self, pieces: Pieces | None = None) -> None:
-        """Learn from what came, in (bytes, seconds), and from the last looks."""
+        """Learn from loaded segments (bytes, seconds) and from finished probes."""
         for found in (self._probes, Pieces() if pieces is None else pieces):
             while found:
                 num_bytes, seconds = found.popleft()
                 self._tier.rate.add((1, num_bytes), seconds)
 
     def refresh(self) -> None:
-        """See what others have written to a store in the meantime, now and then."""
+        """Refresh the index of a shared store at most every `LOOK_AGAIN_S` seconds."""
         store = self._tier.store
         if not store.is_shared or self._clock() - self._refreshed_s < LOOK_AGAIN_S:
             return
@@ -199,7 +200,7 @@ class LoadRate:
         self._tier.transfer_worker.later(refresh)
 
     def look_again(self, block: Block, place: Place) -> None:
-        """Load a block to nowhere now and then: a tier that was too slow may have become fast."""
+        """Load a block as a probe at most every `LOOK_AGAIN_S` s: a slow tier may be fast now."""
         if self._clock() - self._looked_s < LOOK_AGAIN_S:
             return
         self._looked_s = self._clock()

@@ -1,11 +1,11 @@
-"""Prefixes come back from a tier: the front is read again while the back is loaded.
+"""Loads cached prefixes from a tier: the start is recomputed while the end is loaded.
 
-    memory | read again, chunk by chunk -> | <- loaded, piece by piece, from the end | rest: read
-    0      m                              meet                                       n
+    memory | recomputed, chunk by chunk -> | <- loaded segments, from the end | rest: prefill
+    0      m                              meet                                n
 
-Where they should meet says the root of a quadratic (`plan.offload.restore`), asked anew before each
-chunk with what copies and prefills have taken so far: a link that becomes slow or stalls is read
-past, one that is faster loads more. A request that waits for its pages waits alone.
+The meeting point is the root of a quadratic (`plan.offload.restore`). It is recomputed before each
+chunk from observed copy and prefill times: less is loaded over a slow or stalled link, more over a
+fast one. A request that waits for its pages does not delay other requests.
 """
 
 import threading
@@ -32,20 +32,20 @@ from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 
 WAIT_S = 0.02
-"""A step with nothing else to do waits so long for pages, then returns: its caller may want in."""
-_GRACE_S = 0.05  # that a piece may be late before the link counts as stalled
-_LATE = 2  # times what a piece should take, likewise
+"""Longest wait for pages in a step without other work, after which the caller gets control."""
+_GRACE_S = 0.05  # a segment may be this late before the link counts as stalled
+_LATE = 2  # multiple of a segment's predicted time after which the link counts as stalled
 
 
 @dataclass(slots=True, eq=False)
 class RequestPrefixLoad:
-    """The prefix of one request on its way.
+    """The prefix load of one request.
 
     Attributes:
-        load: brings its back.
-        began_at: tokens the request had when it began.
-        started_s: clock reading then.
-        busy: the carrier has it in its queue.
+        load: of the end of the prefix.
+        began_at: computed tokens of the request when the load began.
+        started_s: clock reading when the load began.
+        busy: whether the load is in the queue of the transfer worker.
     """
 
     load: PrefixLoad
@@ -55,17 +55,17 @@ class RequestPrefixLoad:
 
 
 class PrefixLoader:
-    """Restores prefixes of requests that have just entered.
+    """Loads prefixes of newly admitted requests.
 
     Args:
-        tier: where prefixes are.
-        costs: what reading takes.
-        sharing: the prefix cache that loaded prefixes go to.
-        events: told of what has come back.
+        tier: holds the prefixes.
+        costs: prefill times.
+        sharing: the prefix cache that loaded prefixes are published to.
+        events: receives `stored` and `restored` events.
         clock: seconds.
 
     Attributes:
-        waits: somebody could not be planned since `begin_plan` because its pages are on their way.
+        waits: whether a request has waited for its pages since `begin_plan`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PrefixLoader:
         self.waits = False
         self._sharing = sharing
         self._costs, self._events, self._clock = costs, events, clock
-        assert sharing.prefix is not None, "prefixes are loaded for requests to share them"
+        assert sharing.prefix is not None, "a prefix load needs the prefix cache"
         self._memory, self._block_tokens = tier.memory, sharing.prefix.block_tokens
         self._token_bytes = tier.records.record_bytes / self._block_tokens
         self._rate = LoadRate(tier, self._token_bytes, clock)
@@ -91,7 +91,7 @@ class PrefixLoader:
 
     @property
     def stats(self) -> TierStats:
-        """What the tier holds and has done."""
+        """Contents and counters of the tier."""
         store = self.tier.store
         return TierStats(
             stored_bytes=store.num_bytes,
@@ -108,11 +108,11 @@ class PrefixLoader:
 
     @property
     def loading_bytes(self) -> int:
-        """Pages of the KV memory that are being filled now."""
+        """Bytes of KV pages with loads in flight."""
         return sum(found.load.pages.num_bytes for found in self._open.values())
 
     def pages_in_flight(self, request: Request) -> dict[PageClass, int]:
-        """Pages that are kept for a request already, beside those its row names."""
+        """Pages allocated for a request's load, in addition to those of its row."""
         found = self._open.get(request)
         if found is None:
             return {}
@@ -121,7 +121,7 @@ class PrefixLoader:
     # ---- a request -----------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """Begin to load what the tier has of a request behind what it shares, where that pays."""
+        """Start to load the stored tokens after a request's cached prefix, if that saves time."""
         found = self._find(request)
         if not found:
             self._rate.refresh()
@@ -154,7 +154,7 @@ class PrefixLoader:
         return self.tier.store.find(block for block in chain.blocks(most) if block.end > at)
 
     def forget(self, request: Request) -> None:
-        """A request leaves, or needs the room more: what was loaded for it goes."""
+        """Cancel the load of a request that ends or is preempted, and free its pages."""
         found = self._open.pop(request, None)
         if found is not None:
             found.load.stop()
@@ -163,25 +163,25 @@ class PrefixLoader:
     # ---- steps ---------------------------------------------------------------------------------
 
     def begin_plan(self) -> None:
-        """A step is being planned."""
+        """Reset `waits` for a new step plan, and emit `stored` events."""
         self.waits = False
         while self.tier.written:
             blocks, num_bytes = self.tier.written.popleft()
             self._events.emit("stored", None, blocks=blocks, kv_bytes=num_bytes)
 
     def wait(self) -> bool:
-        """Wait a moment for pages that somebody needs; whether some have come."""
+        """Wait up to `WAIT_S` seconds for pages; whether any have arrived."""
         with self._arrived:
             came = self._arrived.wait_for(lambda: self._num_arrived > self._num_seen, WAIT_S)
             self._num_seen = self._num_arrived
         return came
 
     def is_waiting(self, request: Request) -> bool:
-        """Whether a request can do nothing but wait for its pages."""
+        """Whether a request can only wait for its pages."""
         return self.waits and request in self._open
 
     def may_read(self, request: Request, budget: int) -> int:
-        """Tokens a request may read now, of so many: none while its pages are on their way."""
+        """Tokens of a budget that a request may prefill now: 0 while it waits for its pages."""
         found = self._open.get(request)
         if found is None or not budget:
             return budget
@@ -205,7 +205,7 @@ class PrefixLoader:
         return min(budget, tokens)
 
     def _to_read(self, found: RequestPrefixLoad, at: int) -> int:
-        """Tokens to read before the next look, and tell the carrier where to stop."""
+        """Tokens to prefill before the next check; sets where the load stops."""
         load = found.load
         gap = load.loaded_from - at
         if load.failed:
@@ -225,7 +225,7 @@ class PrefixLoader:
         return min(front, gap if stalled else load.claimed_from - at)
 
     def _meet(self, request: Request, found: RequestPrefixLoad) -> None:
-        """The front is there, and so is the back: from now on the request has both."""
+        """Attach the loaded pages: the prefill has reached them."""
         load, at = found.load, request.progress.num_computed
         load.stop()
         if load.pages.attach(request.memory.row):
@@ -248,7 +248,7 @@ class PrefixLoader:
     # ---- rates ---------------------------------------------------------------------------------
 
     def _front(self, at: int, tokens: int, token_s: float) -> int:
-        """Of so many tokens behind the first `at`, those to read while the others are loaded."""
+        """Number of the tokens after `at` to recompute while the others are loaded."""
         prefill = self._costs.costs.prefill
         behind = PrefillRates(
             call_s=prefill.call_s,
@@ -257,7 +257,7 @@ class PrefixLoader:
         )
         return restore_split(behind, self._rate.loading(token_s), tokens, self._block_tokens)
 
-    # ---- the carrier ---------------------------------------------------------------------------
+    # ---- transfer ------------------------------------------------------------------------------
 
     def _ask(self, found: RequestPrefixLoad) -> None:
         if not found.busy and found.load.is_wanted:
@@ -266,7 +266,7 @@ class PrefixLoader:
             self.tier.transfer_worker.urgent(partial(self._carry, found))
 
     def _carry(self, found: RequestPrefixLoad) -> None:
-        """On the carrier's thread: a piece, then it is the others' turn."""
+        """Load a segment on the transfer thread, then queue the next one behind other loads."""
         more = False
         try:
             more = found.load.carry()
@@ -280,12 +280,12 @@ class PrefixLoader:
 
 
 def closing(owner: object, prefix_loader: PrefixLoader | None) -> Callable[[], None]:
-    """What ends a tier: when it is called, when its owner is gone, or with the process."""
+    """Function that closes the tier; also runs when its owner is collected or the process ends."""
     if prefix_loader is None:
         return lambda: None
     return weakref.finalize(owner, prefix_loader.tier.close)
 
 
 def in_flight_bytes(prefix_loader: PrefixLoader | None) -> Callable[[], int]:
-    """Says how many bytes of pages are being filled; none where nothing is restored."""
+    """Function that returns the bytes of pages being loaded; 0 without a loader."""
     return int if prefix_loader is None else lambda: prefix_loader.loading_bytes

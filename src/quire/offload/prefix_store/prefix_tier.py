@@ -1,10 +1,10 @@
-"""Prefixes outside of the KV memory: what it lets go of is written to a tier before it goes.
+"""The prefix cache's second tier: blocks evicted from the KV memory are written to it.
 
-    KV memory --- a block is dropped: its run is gathered ---> queue ---> tier (a thread of its own)
-              <-- the back of a prefix, page by page ---------------------'        see `restoring`
+    KV memory --- a block is evicted: its run is gathered ---> queue ---> tier (its own thread)
+              <-- the end of a prefix, page by page ------------------'   see `prefix_loader`
 
-Written back, not through: blocks go to the tier when they leave the memory, and all of them when
-the engine closes. A step never waits for the tier: where the queue is full, a block just goes.
+The tier is write-back: blocks are written when they are evicted, and all others when the engine
+closes. A step never waits for the tier: if the queue is full, an evicted block is lost.
 """
 
 import logging
@@ -28,19 +28,19 @@ _QUEUE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """What a tier of prefixes holds and has done.
+    """Contents and counters of a prefix tier.
 
     Attributes:
-        stored_bytes: of blocks that can be found there.
-        found_blocks: that were there when the engine started.
-        stored_blocks: written since then.
-        skipped_blocks: not written because too many others waited to be.
-        restored_tokens: loaded since then, and attended to.
-        num_restores: prefixes that came back.
-        num_declined: prefixes that were there and faster to read again.
-        num_discarded: entries that were damaged or gone when they were read.
+        stored_bytes: of blocks that can be found in it.
+        found_blocks: blocks that it held when the engine started.
+        stored_blocks: blocks written since then.
+        skipped_blocks: blocks not written because the queue was full.
+        restored_tokens: tokens loaded since then and attached to requests.
+        num_restores: number of prefixes loaded.
+        num_declined: number of stored prefixes that were faster to recompute.
+        num_discarded: entries that were damaged or missing when they were read.
         num_failed: entries that could not be written.
-        loading_bytes: pages of the KV memory that are being filled now.
+        loading_bytes: pages of the KV memory with loads in flight.
     """
 
     stored_bytes: int
@@ -56,19 +56,19 @@ class TierStats:
 
 
 class PrefixTier:
-    """Keeps the blocks of one prefix index when the memory lets go of them.
+    """Stores the blocks of one prefix index when they are evicted.
 
     Args:
-        index: whose blocks.
-        store: where they go.
-        rate: seconds of a load and of a byte; learns.
-        queue_bytes: waiting to be written at most.
+        index: of the blocks.
+        store: receives the blocks.
+        rate: estimator of load time, by call and byte.
+        queue_bytes: most bytes waiting to be written.
 
     Attributes:
         store, rate: see above.
-        records: between pages and bytes.
-        transfer_worker: does the copies.
-        written: (blocks, bytes) of runs that have been stored, for whoever tells of it.
+        records: converts between pages and bytes.
+        transfer_worker: runs the copies.
+        written: (blocks, bytes) of stored runs not reported yet.
     """
 
     def __init__(
@@ -87,29 +87,29 @@ class PrefixTier:
         self._index, self._memory = index, index.memory
         self._run_tokens = store.run_blocks * index.block_tokens
         self._queue_bytes, self._queued_bytes = queue_bytes, 0
-        self._counting = threading.Lock()  # two threads count what is queued
+        self._counting = threading.Lock()  # guards _queued_bytes, which two threads update
         self._closed = self._waits = False
         index.on_drop(self.keep)
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be had from it any more."""
+        """Whether the tier is closed."""
         return self._closed
 
     @property
     def memory(self) -> KVMemory:
-        """Whose blocks these are."""
+        """Memory of the index."""
         return self._memory
 
     def keep(self, nodes: Sequence[PrefixNode]) -> None:
-        """Begin to write blocks that are about to be dropped, and those their runs begin with."""
+        """Queue blocks that are about to be evicted for writing, with the starts of their runs."""
         for node in nodes:
             run = self._run(node)
             if run:
                 self._write(run)
 
     def _run(self, last: PrefixNode) -> list[PrefixNode]:
-        """A block and those before it that belong into one entry with it and are not stored."""
+        """A block and the blocks before it in the same entry that are not stored yet."""
         entry = (last.block.end - 1) // self._run_tokens
         run: list[PrefixNode] = []
         node: PrefixNode | None = last
@@ -143,7 +143,7 @@ class PrefixTier:
         self.transfer_worker.later(partial(self._put, keys, records))
 
     def _put(self, keys: list[bytes], records: Records) -> None:
-        """On the carrier's thread."""
+        """Write a run on the transfer thread."""
         try:
             if self.store.put(keys, records):
                 self.written.append((len(keys), records.nbytes))
@@ -152,7 +152,7 @@ class PrefixTier:
                 self._queued_bytes -= records.nbytes
 
     def close(self) -> None:
-        """Write all blocks that nobody uses, then close the tier. Again: nothing happens."""
+        """Write all unreferenced blocks, then close the tier; no effect on a closed tier."""
         if self._closed:
             return
         self._waits = True
@@ -164,10 +164,10 @@ class PrefixTier:
 
 # ---- tier transfer -------------------------------------------------------------------------------
 
-# A thread between memory and a tier: what is asked for goes before what is put away.
+# A thread between memory and a tier: loads precede stores.
 #
-# urgent   [load a][load b][load a] ...      one after the other, in turn
-# later    [store x][store y] ...            when nothing is urgent
+# urgent   [load a][load b][load a] ...      round robin
+# later    [store x][store y] ...            only while no load is queued
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +175,9 @@ Work = Callable[[], None]
 
 
 class TierTransferWorker:
-    """Does one thing after another, beside whoever asks.
+    """Runs work items one at a time on a thread of its own.
 
-    Work that raises is logged and counts as done; nobody waits for what it would have said.
+    An exception of a work item is logged; the item counts as done.
     """
 
     def __init__(self) -> None:
@@ -189,11 +189,11 @@ class TierTransferWorker:
         self._thread.start()
 
     def urgent(self, work: Work) -> None:
-        """Do it behind all that is urgent already."""
+        """Queue work after all urgent work."""
         self._add(self._urgent, work)
 
     def later(self, work: Work) -> None:
-        """Do it when nothing is urgent."""
+        """Queue work to run while no urgent work is queued."""
         self._add(self._later, work)
 
     def _add(self, works: deque[Work], work: Work) -> None:
@@ -202,12 +202,12 @@ class TierTransferWorker:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Return when everything is done."""
+        """Wait until all queued work is done."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._urgent or self._later or self._busy))
 
     def close(self) -> None:
-        """Do what is left, then end the thread."""
+        """Finish all queued work, then end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -226,4 +226,4 @@ class TierTransferWorker:
             try:
                 work()
             except Exception:
-                logger.exception("carrying KV to or from a tier failed")
+                logger.exception("a KV transfer to or from a tier failed")

@@ -1,11 +1,11 @@
-"""Prefixes in a tier: runs of blocks of one chain, found again by the keys of their blocks.
+"""Prefixes in a tier: entries are runs of blocks of one chain, indexed by block keys.
 
     entry    [tokens, pages of block 0][tokens, pages of block 1] ...    a record for each block
-    facts    nature, keys of the blocks                                  beside it, in an index
+    facts    nature, keys of the blocks                                  stored in an index
 
-A key says all that KV depends on but the machine's own: tokens, salt, model, codec, pages. The
-nature says it again for the whole store, so that what another model or layout has left there is
-never looked at; the tokens of a block lie in its record and are compared before it is used.
+A key covers all that KV depends on except the machine: tokens, salt, model, codec and pages. The
+nature repeats the model's part for the whole store, so that entries of other models or layouts are
+never read. The tokens of a block are part of its record and are compared before use.
 """
 
 import logging
@@ -25,18 +25,18 @@ from quire.offload.tiers.newest import NewestTier
 
 Records = NDArray[np.uint8]
 AWAY_S = 10.0
-_ENTRY_BYTES = 4 << 20  # of a run, where a prefix is as long: a tier rounds entries up to 1 MiB
+_ENTRY_BYTES = 4 << 20  # most bytes of an entry; a tier rounds entries up to 1 MiB
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block lies.
+    """Location of a block.
 
     Attributes:
-        entry: key of the tier.
-        index: of its record.
+        entry: key of the entry in the tier.
+        index: of the block's record in the entry.
     """
 
     entry: str
@@ -46,22 +46,23 @@ class Place:
 class PrefixStore:
     """Blocks of prefixes in a tier.
 
-    Safe to be asked by several threads; the tier is asked outside of the lock.
+    Thread-safe; calls to the tier run outside of the lock.
 
     Args:
-        tier: that holds the bytes.
-        nature: of everything that may be read: model, precision, codec, layout.
-        record_bytes: of one block, its tokens included.
-        makes_room: drop what was used longest ago where the tier is full; else its owner does.
+        tier: holds the bytes.
+        nature: of all readable entries: model, precision, codec and layout.
+        record_bytes: of one block, including its tokens.
+        makes_room: whether to evict the least recently used entry if the tier is full; otherwise
+            the tier's owner does.
         clock: seconds.
 
     Attributes:
         record_bytes: see above.
-        is_shared: whether others write to the tier too.
-        run_blocks: blocks of one entry at most.
-        num_found: blocks that were there when it was opened.
+        is_shared: whether other processes write to the tier too.
+        run_blocks: most blocks of one entry.
+        num_found: blocks in the tier when it was opened.
         num_stored: blocks written so far.
-        num_discarded: entries that were damaged, foreign to their key or gone when they were read.
+        num_discarded: entries that were damaged, missing, or not those of their key when read.
         num_failed: entries that could not be written.
     """
 
@@ -92,14 +93,14 @@ class PrefixStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all records that can be found."""
+        """Bytes of all records that can be found."""
         return len(self._places) * self.record_bytes
 
     def refresh(self) -> None:
-        """Look at what is in the tier now: others may write to it too.
+        """Add entries that other processes have written to the tier.
 
         Raises:
-            StorageError: it cannot be had.
+            StorageError: the tier cannot be read.
         """
         found = self._tier.stored()
         with self._turn:
@@ -118,10 +119,10 @@ class PrefixStore:
         for index, key in enumerate(keys):
             self._places[key] = Place(entry, index)
 
-    # ---- looking up ----------------------------------------------------------------------------
+    # ---- lookup --------------------------------------------------------------------------------
 
     def find(self, blocks: Iterable[Block]) -> list[tuple[Block, Place]]:
-        """The first of these blocks that are here, up to the first that is not."""
+        """The leading blocks that are stored, up to the first that is not."""
         found: list[tuple[Block, Place]] = []
         if self._is_away:
             return found
@@ -134,19 +135,19 @@ class PrefixStore:
         return found
 
     def claim(self, keys: Sequence[bytes]) -> None:
-        """These blocks are about to be written."""
+        """Mark blocks as queued for writing."""
         with self._turn:
             self._coming.update(keys)
 
     def lacks(self, key: bytes) -> bool:
-        """Whether a block is neither here nor about to be written."""
+        """Whether a block is neither stored nor queued for writing."""
         with self._turn:
             return key not in self._places and key not in self._coming
 
     # ---- bytes ---------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[bytes], records: Records) -> bool:
-        """Write a run of blocks; whether it is there now.
+        """Write a run of blocks; whether it is stored now.
 
         Args:
             keys: of consecutive blocks of one chain.
@@ -156,7 +157,7 @@ class PrefixStore:
         facts = {"nature": self._nature, "keys": [key.hex() for key in keys]}
         try:
             if self._is_away:
-                raise TierUnreachable("it did not answer a moment ago")
+                raise TierUnreachable(f"the tier was unreachable less than {AWAY_S:g} s ago")
             self._tier.write(entry, records.reshape(-1).data, facts)
         except OffloadError as error:
             self._failed(error)
@@ -175,19 +176,19 @@ class PrefixStore:
             self._leave_alone()
         if self.num_failed == 1:
             logger.warning(
-                "a prefix could not be stored: %s; those that fail now stay silent", error
+                "a prefix could not be stored: %s; further failures are counted, not logged", error
             )
 
     def read(self, blocks: Sequence[Block], place: Place, into: Records) -> None:
         """Read the records of consecutive blocks of one entry.
 
         Args:
-            blocks: that are expected there.
-            place: of the first of them.
+            blocks: expected blocks.
+            place: location of the first of them.
             into: [blocks, record_bytes].
 
         Raises:
-            OffloadError: they cannot be had; where they are damaged or others, they are dropped.
+            OffloadError: the records cannot be read; damaged or foreign entries are discarded.
         """
         try:
             first = place.index * self.record_bytes
@@ -201,21 +202,21 @@ class PrefixStore:
         for block, record in zip(blocks, into, strict=True):
             if record[: len(block.tokens)].tobytes() != block.tokens:
                 self._tier.drop(place.entry)
-                self._discard(place.entry, "it has other tokens than its key says")
-                raise CorruptData(f"{place.entry!r} has other tokens than its key says")
+                self._discard(place.entry, "its tokens differ from those of its key")
+                raise CorruptData(f"the tokens of {place.entry!r} differ from those of its key")
 
     @property
     def _is_away(self) -> bool:
-        """Whether the tier did not answer a moment ago: nobody shall wait for that again."""
+        """Whether the tier was unreachable less than `AWAY_S` seconds ago."""
         return self._clock() < self._away_until_s
 
     def _leave_alone(self) -> None:
         if not self._is_away:
-            logger.warning("the store of prefixes does not answer: it is left alone for a while")
+            logger.warning("the prefix store is unreachable; it is not used for %g s", AWAY_S)
             self._away_until_s = self._clock() + AWAY_S
 
     def _discard(self, entry: str, why: str) -> None:
-        logger.warning("a stored prefix is discarded and will be computed again: %s", why)
+        logger.warning("a stored prefix is discarded and will be recomputed: %s", why)
         self.num_discarded += 1
         self._gone(entry)
 
@@ -227,5 +228,5 @@ class PrefixStore:
                     del self._places[key]
 
     def close(self) -> None:
-        """Close the tier; what is stored stays."""
+        """Close the tier; stored blocks are retained."""
         self._tier.close()

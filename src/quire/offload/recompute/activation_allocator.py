@@ -1,11 +1,11 @@
-"""Which slots' attention inputs (X) are on the host, and in which blocks: bookkeeping alone.
+"""Allocates blocks of CPU memory for the attention inputs (X) of slots: bookkeeping only.
 
-    row     | no X (a cached prefix) | X: blocks of so many slots, all layers in each | no X |
-             0                        first                                           end
+    row     | no X (a cached prefix) | X: blocks of slots, all layers in each | no X |
+             0                        first                                    end
 
-A block holds the inputs of some slots in every layer, each layer's in one piece, so that blocks of
-all sequences are alike and copies are large. An input lies at the slot of its token's KV; where
-slots move or leave, inputs do so with them.
+A block holds the activations of some slots in every layer, contiguous for each layer. So all blocks
+have the same size and copies are large. The activation of a token has the slot of its KV; it moves
+and is freed with that slot.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ class Segment:
     """Neighbouring slots of one block.
 
     Attributes:
-        start: slot of the first.
-        block: where they are.
-        offset: of the first in the block.
-        tokens: how many.
+        start: first slot.
+        block: index of the block.
+        offset: of the first slot in the block.
+        tokens: number of slots.
     """
 
     start: int
@@ -39,12 +39,12 @@ class _Kept:
 
 
 class ActivationAllocator:
-    """Blocks of inputs by sequence. Free blocks and those of sequences are all there are.
+    """Blocks of activations by sequence. Each block is free or belongs to one sequence.
 
     Args:
-        num_blocks: there are.
+        num_blocks: total number of blocks.
         block_tokens: slots of a block.
-        page_tokens: slots of a page; what is kept begins with one.
+        page_tokens: slots of a page; stored ranges begin at a page boundary.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, page_tokens: int) -> None:
@@ -56,30 +56,30 @@ class ActivationAllocator:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences have."""
+        """Blocks allocated to sequences."""
         return self.num_blocks - len(self._free)
 
     def known(self, row: int) -> range:
-        """Slots of a sequence whose inputs are kept; empty where none are."""
+        """Slots of a sequence with stored activations; empty if none are stored."""
         kept = self._rows.get(row)
         return range(kept.first, kept.end) if kept is not None else range(0)
 
     def note(self, row: int, start: int, tokens: int, until: int) -> list[Segment]:
-        """Take room for the inputs of new slots, as far as they are wanted and there is room.
+        """Allocate blocks for the activations of new slots before `until`, while blocks are free.
 
         Args:
             row: the sequence.
-            start: first new slot. Slots from there on that were known are new ones now.
-            tokens: how many are new.
-            until: slots from this one on are not kept.
+            start: first new slot. Activations stored from it on are replaced.
+            tokens: number of new slots.
+            until: first slot whose activation is not stored.
 
         Returns:
-            Where to write, in order; what is left out of it is not kept.
+            Locations to write to, in order; slots outside of them are not stored.
         """
         kept = self._rows.get(row)
         if kept is None or start > kept.end:
             if start >= until or self.block_tokens * len(self._free) < self._page_tokens:
-                return []  # nothing is begun that could not be held
+                return []  # not one page could be stored
             self.forget([row])
             first = -(-start // self._page_tokens) * self._page_tokens
             kept = self._rows[row] = _Kept(first, first)
@@ -91,7 +91,7 @@ class ActivationAllocator:
         return self.segments(row, begin, kept.end)
 
     def segments(self, row: int, start: int, stop: int) -> list[Segment]:
-        """Where known slots of a sequence are, in order."""
+        """Locations of stored slots of a sequence, in order."""
         kept, found = self._rows[row], []
         while start < stop:
             index, offset = divmod(start - kept.first, self.block_tokens)
@@ -101,7 +101,7 @@ class ActivationAllocator:
         return found
 
     def cut(self, row: int, slots: int) -> None:
-        """Keep nothing from this slot on."""
+        """Free the activations from this slot on."""
         kept = self._rows.get(row)
         if kept is None:
             return
@@ -114,24 +114,26 @@ class ActivationAllocator:
         del kept.blocks[needed:]
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Keep nothing of sequences."""
+        """Free all activations of sequences."""
         for row in rows:
             kept = self._rows.pop(row, None)
             if kept is not None:
                 self._free += kept.blocks
 
     def check(self) -> None:
-        """Prove that every block is free or one sequence's.
+        """Check that every block is free or belongs to one sequence.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a block is lost or has two owners.
         """
         named = sorted([*self._free, *(b for kept in self._rows.values() for b in kept.blocks)])
         if named != list(range(self.num_blocks)):
-            raise InvariantError("blocks of attention inputs are lost, or have two owners")
+            raise InvariantError("activation blocks are lost, or have two owners")
         for row, kept in self._rows.items():
             if not 0 <= kept.end - kept.first <= len(kept.blocks) * self.block_tokens:
-                raise InvariantError(f"inputs of row {row} are said to lie where no block is")
+                raise InvariantError(
+                    f"row {row} has more or fewer slots than its activation blocks"
+                )
 
     def _extend(self, kept: _Kept, stop: int) -> None:
         needed = -(-(stop - kept.first) // self.block_tokens) - len(kept.blocks)

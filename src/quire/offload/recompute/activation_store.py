@@ -1,10 +1,10 @@
-"""What attention is given (X), kept on the host while tokens are computed.
+"""Attention inputs (X) stored in CPU memory as tokens are computed.
 
-    blocks   [block, layer, slot of the block, row_bytes]      numbers as computed, or their codes
+    blocks   [block, layer, slot of the block, row_bytes]      elements as computed, or their codes
 
-On a CPU they are written as they are shown. From a device they come by a stream of their own, in
-pinned memory: those of a prompt straight into their place, those of rows that decode one behind the
-other, from where they are put in place before the next step.
+On a CPU, rows are written directly. From a device they are copied to pinned memory on a separate
+stream. Rows of a prompt go straight to their place. Rows of decode tokens go to a contiguous
+buffer, and from there to their place before the next step.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ from quire.offload.swap.host_store import pin_memory
 
 # ---- activation codec ----------------------------------------------------------------------------
 
-# How attention inputs (X) are kept on the host and carried: as computed, or in a codec's codes.
+# Storage and transfer format of attention inputs (X): as computed, or as codes of a codec.
 #
-# A row is one token's: its numbers in vectors of up to 64, of each the bytes of all planes.
+# A row holds one token: its elements in vectors of up to 64, and for each the bytes of all planes.
 
 
 class ActivationCodec:
-    """Rows of bytes of inputs, and back.
+    """Converts activations to rows of bytes and back.
 
     Args:
         spec: of a codec that writes tokens one by one and needs no constants; None: as computed.
-        hidden: numbers of an input.
-        dtype: of each, as the model computes them.
+        hidden: elements of an activation.
+        dtype: of each element, as computed.
 
     Attributes:
-        hidden, dtype: as given.
+        hidden, dtype: see above.
         row_bytes: of one token in one layer.
 
     Raises:
-        ConfigError: the codec does not suit vectors of this width.
+        ConfigError: the codec does not support vectors of this width.
     """
 
     def __init__(self, spec: CodecSpec | None, hidden: int, dtype: torch.dtype) -> None:
@@ -57,7 +57,7 @@ class ActivationCodec:
             self.row_bytes = hidden // self._width * vector_bytes
 
     def encode(self, inputs: Float[Tensor, "token hidden"]) -> UInt8[Tensor, "token row_bytes"]:
-        """Rows of inputs; as computed they are the same memory."""
+        """Rows of activations; without a codec a view of them."""
         if self._codec is None:
             return inputs.contiguous().view(torch.uint8)
         vectors = inputs.view(len(inputs), -1, self._width).float()
@@ -65,7 +65,7 @@ class ActivationCodec:
         return torch.cat(planes, dim=-1).view(len(inputs), -1)
 
     def decode(self, rows: UInt8[Tensor, "token row_bytes"]) -> Float[Tensor, "token hidden"]:
-        """Inputs of rows, in the model's dtype."""
+        """Activations of rows, in the model's dtype."""
         if self._codec is None:
             return rows.view(self.dtype)
         vectors = rows.view(len(rows), self.hidden // self._width, -1)
@@ -80,17 +80,17 @@ class ActivationCodec:
 
 # ---- activation store ----------------------------------------------------------------------------
 
-_SHORT = 8  # tokens of a row that are put in place one by one
+_SHORT = 8  # longest run of a row's tokens that is copied token by token
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """New tokens of a batch whose inputs are kept.
+    """New tokens of a batch whose activations are stored.
 
     Attributes:
-        long: where tokens of the batch, from one on, go together.
-        short: tokens of the batch that go one by one, int64 [n].
-        places: of these, as rows of the first layer, int64 [n].
+        long: (first token of the batch, segment) of tokens that are copied together.
+        short: tokens of the batch that are copied one by one, int64 [n].
+        places: rows of these in the first stored layer, int64 [n].
     """
 
     long: tuple[tuple[int, Segment], ...]
@@ -101,7 +101,7 @@ class Written:
     def of(
         cls, starts: Sequence[tuple[int, int, list[Segment]]], store: "ActivationStore"
     ) -> "Written":
-        """From each row's first token in the batch, its first new slot, and where they go."""
+        """Build from (first token in the batch, first new slot, segments) of each row."""
         long: list[tuple[int, Segment]] = []
         tokens: list[int] = []
         places: list[int] = []
@@ -122,16 +122,16 @@ class Written:
 
 
 class ActivationStore:
-    """Inputs of all sequences of an engine.
+    """Activations of all sequences of an engine.
 
     Args:
-        book: says what lies where.
-        layers: of the model, whose inputs are kept.
-        codec: how an input is kept.
-        device: that computes them.
+        book: allocates blocks.
+        layers: of the model, whose activations are stored.
+        codec: storage format of an activation.
+        device: of the model.
 
     Raises:
-        ConfigError: the system does not pin as much.
+        ConfigError: the system cannot pin the memory.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ActivationStore:
         if device.type == "cuda":
             pin_memory(host, self)
         with torch.inference_mode(mode=False):
-            self._slots = host.view(-1, codec.row_bytes)  # rows of the first layer, then others
+            self._slots = host.view(-1, codec.row_bytes)  # [block, layer, slot] flattened
         self._written: Written | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -159,28 +159,28 @@ class ActivationStore:
 
     @property
     def total_bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return self.book.num_blocks * self.block_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Of blocks that sequences have."""
+        """Bytes of blocks allocated to sequences."""
         return self.book.used_blocks * self.block_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Of one token, in all layers."""
+        """Bytes of one token in all layers."""
         return self.block_bytes // self.book.block_tokens
 
     def place(self, index: int, segment: Segment) -> int:
-        """Row of a segment's first slot in a layer, counted among those kept."""
+        """Row of a segment's first slot in a layer, counted over stored layers."""
         block = segment.block * len(self.index) + index
         return block * self.book.block_tokens + segment.offset
 
-    # ---- as tokens are computed ----------------------------------------------------------------
+    # ---- writes --------------------------------------------------------------------------------
 
     def begin(self, written: Written) -> None:
-        """A step begins whose batch has such new tokens. Ends the one before."""
+        """Begin a step with these new tokens; finishes the previous step."""
         self.finish()
         self._written = written
         if self._stream is not None:
@@ -191,7 +191,7 @@ class ActivationStore:
                     self._landing = torch.empty(2 * needed, dtype=torch.uint8, pin_memory=True)
 
     def note(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
-        """Keep what a layer's attention is given for the batch of the step."""
+        """Store the attention inputs of a layer for the batch of the step."""
         index, written = self.index.get(layer), self._written
         if index is None or written is None:
             return
@@ -208,7 +208,7 @@ class ActivationStore:
                 self._landed(index, written).copy_(short, non_blocking=True)
 
     def finish(self) -> None:
-        """The step is over: return when its inputs are in their places."""
+        """Wait until the activations of the step are in their places."""
         written, self._written = self._written, None
         if written is None or self._stream is None:
             return
@@ -234,10 +234,10 @@ class ActivationStore:
         size = len(written.short) * self.codec.row_bytes
         return self._landing[index * size : (index + 1) * size].view(-1, self.codec.row_bytes)
 
-    # ---- as they are read ----------------------------------------------------------------------
+    # ---- reads ---------------------------------------------------------------------------------
 
     def load(self, layer: int, segments: Sequence[Segment], out: Tensor) -> None:
-        """Begin to copy inputs of slots into a tensor [slots, row_bytes], one after the other."""
+        """Start to copy the activations of segments into consecutive rows of [slots, row_bytes]."""
         done = 0
         for segment in segments:
             place = self.place(self.index[layer], segment)
@@ -246,17 +246,17 @@ class ActivationStore:
             done += segment.tokens
 
     def move(self, row: int, moves: SlotMoves, layers: Sequence[int]) -> None:
-        """Let inputs follow their slots, each lane being a layer.
+        """Move activations with their slots; each lane is one layer.
 
         Args:
-            row: whose inputs are all known.
+            row: the sequence; the activations of all its moved slots are stored.
             moves: of a group.
             layers: of that group.
         """
         self.finish()
         known = self.book.known(row)
         of_layer = np.array([self.index.get(layer, -1) for layer in layers])
-        followed = of_layer[moves.lane] >= 0  # of the model's first layer nothing is kept
+        followed = of_layer[moves.lane] >= 0  # the model's first layer stores none
         places = np.concatenate(
             [
                 np.arange(s.tokens) + self.place(0, s)

@@ -1,11 +1,11 @@
-"""Keys and values of a front once more in a step, from the inputs (X) of its tokens.
+"""Recomputes keys and values of an offloaded prefix in a step from its stored activations (X).
 
     link      | X 0 | X 1 | KV of the others |
-    device          | make 0 | make 1 |  attend
+    device          | recompute 0 | recompute 1 |  attend
 
-X comes in pieces, so that making begins with the first, into memory beside the arena: two slots of
-it, for the layer that runs and the next. Keys and values go where those of the host would have
-gone. The model's first layer needs no X: its token ids are enough.
+X is transferred in chunks, so that recompute starts with the first chunk. The staging of X is next
+to the arena and has two slots: for the current layer and the next. Keys and values are written to
+the staging pages, as transferred ones are. The model's first layer needs no X, only its token ids.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +28,13 @@ from quire.offload.recompute.activation_allocator import Segment
 from quire.offload.recompute.activation_store import ActivationStore
 from quire.offload.swap.transfer import Transfer
 
-PIECE_TOKENS = 256  # of X that arrive together, at least
-_MOST_PIECES = 8
+PIECE_TOKENS = 256  # least tokens of a chunk of X
+_MOST_PIECES = 8  # most chunks of a layer above that size
 
 
 @runtime_checkable  # for the shape checks in tests
 class RecomputesKV(Protocol):
-    """Makes keys and values of a layer again; see `quire.models.layer_kv`."""
+    """Computes keys and values of a layer; see `quire.models.layer_kv`."""
 
     def keys_and_values(
         self,
@@ -44,7 +44,7 @@ class RecomputesKV(Protocol):
         *,
         rope_variant: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """From what its attention was given."""
+        """Keys and values from the layer's attention inputs."""
         ...
 
     def first_layer(
@@ -54,43 +54,43 @@ class RecomputesKV(Protocol):
         *,
         rope_variant: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Those of layer 0, from token ids."""
+        """Keys and values of layer 0 from token ids."""
         ...
 
 
 @runtime_checkable
 class Tokens(Protocol):
-    """What sequences are, by their row."""
+    """Properties of sequences, by row."""
 
     def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
-        """Tokens at some positions."""
+        """Token ids at the given positions."""
         ...
 
     def rope_variant(self, row: int) -> int:
-        """Of the sequence."""
+        """RoPE scaling variant of the sequence."""
         ...
 
     def inputs_until(self, row: int) -> int:
-        """Slots from this one on are never made again; 0: none is."""
+        """First slot that is never recomputed; 0 if no slot is."""
         ...
 
 
 Submit = Callable[[str, int, int, int, Callable[[], None]], Transfer]
-"""Begins a copy: kind, layer of the model, tokens, bytes, and what does it."""
+"""Starts a copy: kind, layer of the model, tokens, bytes, function that copies."""
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Puts keys and values into slots: pages, offsets [token, lane], positions, keys, values."""
+"""Writes keys and values to slots: pages, offsets [token, lane], positions, keys, values."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Slots of one group whose keys and values are made together.
+    """Slots of one group whose keys and values are computed together.
 
     Attributes:
-        first, tokens: among all of the step.
-        segments: where their inputs are.
-        pages: for each slot of the staging, of each token and lane.
-        offsets: of each token and lane.
+        first, tokens: range of the tokens recomputed in the step.
+        segments: locations of their activations.
+        pages: by staging slot, for each token and lane.
+        offsets: for each token and lane.
     """
 
     first: int
@@ -101,17 +101,17 @@ class _Piece:
 
 
 class KVRecompute:
-    """Makes keys and values of fronts again, for the steps of an engine.
+    """Recomputes keys and values of offloaded prefixes for the steps of an engine.
 
     Args:
-        model: makes them.
-        store: the inputs.
-        tokens: of sequences.
+        model: computes keys and values.
+        store: stores the activations.
+        tokens: properties of sequences.
         device: of the model.
 
     Attributes:
-        piece_tokens: of X that arrive together, at least.
-        num_made: tokens made again so far, each layer counted.
+        piece_tokens: least tokens of a chunk of X.
+        num_made: tokens recomputed so far, counted in each layer.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class KVRecompute:
 
     @property
     def staging_bytes(self) -> int:
-        """Of X on the device."""
+        """Bytes of X on the device."""
         return sum(staging.numel() for staging in self._staging.values())
 
     def staging(self, group: str, tokens: int) -> UInt8[Tensor, "slot token row_bytes"]:
-        """Room for X of two layers of a group, as it is carried: others' comes at the same time."""
+        """Staging of X for two layers of a group, encoded; each group has its own."""
         row_bytes = self.store.codec.row_bytes
         needed = SLOTS * tokens * row_bytes
         if group not in self._staging or self._staging[group].numel() < needed:
@@ -139,13 +139,13 @@ class KVRecompute:
 
 
 class StepKVRecompute:
-    """What one group makes again in a step.
+    """KV recompute of one group in a step.
 
     Args:
         kv_recompute: of the engine.
-        prefixes: of all sequences.
+        prefixes: offloaded prefixes of all sequences.
         table: of the group.
-        shares: of the sequences of the step.
+        shares: splits of the sequences of the step.
         log: of the step.
     """
 
@@ -171,7 +171,7 @@ class StepKVRecompute:
         self._first = self._make_first() if self.tokens and self._group.layers[0] == 0 else None
 
     def bring(self, index: int, submit: Submit) -> None:
-        """Begin to carry a layer's X into its slot of the staging."""
+        """Start the transfer of a layer's X into its staging slot."""
         layer = self._group.layers[index]
         if layer == 0:
             return
@@ -185,13 +185,13 @@ class StepKVRecompute:
             self._coming[index, number] = submit(X_IN, layer, piece.tokens, out.numel(), copy)
 
     def make(self, index: int, write: Write) -> None:
-        """Make a layer's keys and values as their X arrives, and put them into their slots."""
+        """Compute a layer's keys and values as its X arrives, and write them to their slots."""
         layer, positions = self._group.layers[index], self._positions_of(index)
         model, marks = self._engine.model, self._log.marks
         for number, piece in enumerate(self._pieces):
             some = slice(piece.first, piece.first + piece.tokens)
             if layer == 0:
-                assert self._first is not None, "made when the step began"
+                assert self._first is not None, "computed at the start of the step"
                 key, value = (part[some] for part in self._first)
             else:
                 self._coming.pop((index, number)).result()
@@ -208,13 +208,13 @@ class StepKVRecompute:
         self._engine.num_made += self.tokens
 
     def unfinished(self) -> Sequence[Transfer]:
-        """Copies that nobody has waited for."""
+        """Copies that no call has waited for."""
         return tuple(self._coming.values())
 
-    # ---- what goes where -----------------------------------------------------------------------
+    # ---- locations -----------------------------------------------------------------------------
 
     def _make_first(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of layer 0, before the model's own forward begins."""
+        """Compute keys and values of layer 0, before the model's forward begins."""
         ids = [
             token
             for row in self.rows
@@ -228,7 +228,7 @@ class StepKVRecompute:
         return self._prefixes.positions(row, self._group.name, index, self.rows[row])
 
     def _positions_of(self, index: int) -> Tensor:
-        """Logical positions of all tokens, in a layer."""
+        """Logical positions of all tokens in a layer."""
         place = 0 if self._group.ordered else index
         if place not in self._positions:
             found = [self._logical(row, index) for row in self.rows]
@@ -237,7 +237,7 @@ class StepKVRecompute:
         return self._positions[place]
 
     def _cut(self, table: LaneTable) -> list[_Piece]:
-        """Pieces of X, and the slots of the staging that their keys and values go to."""
+        """Divide X into chunks, with the staging pages for their keys and values."""
         most = max(self._engine.piece_tokens, -(-self.tokens // _MOST_PIECES))
         pages, offsets = _places(table, self.rows)
         pieces: list[_Piece] = []
@@ -251,7 +251,7 @@ class StepKVRecompute:
         return pieces
 
     def _segments(self, most: int) -> list[tuple[int, Segment]]:
-        """Where inputs are, cut where pieces end: each with its first token among all."""
+        """(First token, segment) of the stored activations, split at chunk boundaries."""
         found, done = [], 0
         for row, slots in self.rows.items():
             start = slots.start
@@ -269,7 +269,7 @@ class StepKVRecompute:
 
 
 def _slots(table: LaneTable, shares: Mapping[int, Share]) -> dict[int, range]:
-    """Slots of each sequence that are made again."""
+    """Slots of each sequence that are recomputed."""
     tokens, found = table.group.page_class.tokens, {}
     for row, share in shares.items():
         stop = min(share.made.stop, int(table.staged[row]))
@@ -295,6 +295,6 @@ def _places(
 
 
 def can_recompute(group: LaneGroup) -> bool:
-    """Whether slots of a group can be written again, one by one, as they were."""
+    """Whether single slots of a group can be recomputed with identical contents."""
     page_class = group.page_class
     return group.lanes_per_layer == 1 and not page_class.per_page and page_class.rotated

@@ -1,8 +1,7 @@
-"""The host pool: fixed bytes beside the arena, where preempted sequences wait.
+"""The host pool: a fixed amount of CPU memory for pages of preempted requests (swap space).
 
-Pages lie there as in the arena, byte for byte, page class by page class and lane by lane, so that
-the pages of a layer stand together and copies are large. Bookkeeping only; who moves the bytes is
-asked through `HostCopies`.
+Pages are stored byte for byte as in the arena, by page class and lane, so that the pages of a layer
+are contiguous and copies are large. This module does the bookkeeping; `HostCopies` does the copies.
 """
 
 import itertools
@@ -20,38 +19,38 @@ from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, PageClass
 
 @runtime_checkable
 class HostCopies(Protocol):
-    """Moves whole pages between the arena and an extent of the host's bytes."""
+    """Copies whole pages between the arena and an extent of host memory."""
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Begin to copy pages of the arena to the host, one behind the other from byte `start`."""
+        """Start to copy pages of the arena to consecutive host bytes from `start`."""
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Begin to copy such bytes of the host into pages of the arena."""
+        """Start to copy consecutive host bytes from `start` into pages of the arena."""
 
     def wait(self) -> None:
-        """Return when all copies that were begun are done."""
+        """Wait for all started copies."""
 
 
 class NoCopies:
-    """`HostCopies` without bytes, for simulations and schedules."""
+    """`HostCopies` without bytes, for simulations."""
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Nothing to copy."""
+        """Do nothing."""
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Nothing to copy."""
+        """Do nothing."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpace:
-    """Room in the pool for the pages of what was swapped out together.
+    """Space in the pool for the pages of one swap-out.
 
     Attributes:
         key: identity in the pool.
-        extents: of each page class; a class's pages fill them in order.
+        extents: of each page class; the pages of a class fill them in order.
     """
 
     key: int
@@ -64,31 +63,31 @@ class HostSpace:
 
     @property
     def num_pieces(self) -> int:
-        """Extents; one for each page class where nothing had to be split."""
+        """Number of extents; one for each page class without fragmentation."""
         return sum(map(len, self.extents.values()))
 
 
 def refuse_too_small(host_bytes: int, layout: CacheLayout) -> None:
-    """Refuse a host pool in which nothing could ever wait. 0 is none, and good.
+    """Refuse a host pool that cannot hold any request; 0 (no pool) is accepted.
 
     Raises:
-        ConfigError: it holds less than the shortest sequence.
+        ConfigError: the pool is smaller than the shortest sequence.
     """
     least_bytes = layout.smallest_sequence_bytes
     if 0 < host_bytes < least_bytes:
         raise ConfigError(
             f"expected a host pool of {least_bytes:,} B or more (a page of every lane), got "
-            f"{host_bytes:,} B, in which nothing could be swapped; raise --swap-space, or give "
-            "0 to have preempted requests read again"
+            f"{host_bytes:,} B, in which no request fits; raise --swap-space, or set it to 0 "
+            "to recompute preempted requests"
         )
 
 
 class HostPool:
-    """Fixed bytes on the host. `used_bytes + free_bytes == total_bytes` after every operation.
+    """CPU memory of fixed size. Invariant: `used_bytes + free_bytes == total_bytes`.
 
     Args:
-        total_bytes: rounded down to whole cache lines, which pages are multiples of.
-        copies: moves the bytes.
+        total_bytes: size, rounded down to a multiple of the page alignment.
+        copies: copies the bytes; default: none.
     """
 
     def __init__(self, total_bytes: int, copies: HostCopies | None = None) -> None:
@@ -101,28 +100,28 @@ class HostPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes nobody holds."""
+        """Bytes of no space."""
         return self._map.free_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that swapped pages hold."""
+        """Bytes of all spaces."""
         return self.total_bytes - self.free_bytes
 
     @property
     def spaces(self) -> tuple[HostSpace, ...]:
-        """What is swapped out now."""
+        """Allocated spaces."""
         return tuple(self._spaces.values())
 
     def store(self, pages: Mapping[PageClass, int]) -> "Pooled":
-        """Take room for pages that are to be saved here; see `reserve`."""
+        """Reserve space for pages that will be saved; see `reserve`."""
         return Pooled(self, self.reserve(pages))
 
     def reserve(self, pages: Mapping[PageClass, int]) -> HostSpace:
-        """Take room for so many pages of each class, all or nothing.
+        """Reserve space for a number of pages of each class, all or none.
 
         Raises:
-            HostPoolFull: there is not as much; nothing was changed.
+            HostPoolFull: too few free bytes; nothing was changed.
         """
         extents: dict[PageClass, tuple[Extent, ...]] = {}
         for page_class, count in pages.items():
@@ -132,7 +131,7 @@ class HostPool:
                     self._map.release(given)
                 needed = sum(c.page_bytes * n for c, n in pages.items())
                 raise HostPoolFull(
-                    f"{needed:,} B are to be swapped out, {self.free_bytes:,} of "
+                    f"{needed:,} B are to be swapped out, and {self.free_bytes:,} of "
                     f"{self.total_bytes:,} B of the host pool are free; raise --swap-space"
                 )
             extents[page_class] = taken
@@ -142,23 +141,23 @@ class HostPool:
         return space
 
     def release(self, space: HostSpace) -> None:
-        """Give room back.
+        """Free a space.
 
         Raises:
-            InvariantError: it has been given back already.
+            InvariantError: the space is free already.
         """
         if self._spaces.pop(space.key, None) is None:
-            raise InvariantError(f"host space {space.key} has been given back already")
+            raise InvariantError(f"host space {space.key} is free already")
         for extents in space.extents.values():
             self._map.release(extents)
 
     def clear(self) -> None:
-        """Give all room back: the engine closes, and nobody will come for it."""
+        """Free all spaces when the engine closes."""
         for space in self.spaces:
             self.release(space)
 
     def save(self, space: HostSpace, page_class: PageClass, pages: PageNumbers) -> None:
-        """Begin to copy the pages of a class into its extents."""
+        """Start to copy pages of a class into its extents."""
         done = 0
         for extent in space.extents[page_class]:
             count = extent.num_bytes // page_class.page_bytes
@@ -168,13 +167,13 @@ class HostPool:
     def load(
         self, space: HostSpace, page_class: PageClass, pages: PageNumbers, first: int = 0
     ) -> None:
-        """Begin to copy pages of a class's extents into pages.
+        """Start to copy pages of a space into pages of the arena.
 
         Args:
-            space: has them.
-            page_class: theirs.
+            space: the source.
+            page_class: of the pages.
             pages: of the arena.
-            first: which of the space's pages comes into the first of these; others follow.
+            first: index in the space of the first page to copy.
         """
         done = 0
         for start, count in self.places(space, page_class, first, len(pages)):
@@ -184,13 +183,13 @@ class HostPool:
     def places(
         self, space: HostSpace, page_class: PageClass, first: int, num_pages: int
     ) -> Iterator[tuple[int, int]]:
-        """First byte and number of pages of each piece in which neighbouring pages of a class lie.
+        """First byte and number of pages of each contiguous run of a class's pages.
 
         Args:
-            space: has them.
-            page_class: theirs.
-            first: page of the space.
-            num_pages: from there on.
+            space: holds the pages.
+            page_class: of the pages.
+            first: index of the first page in the space.
+            num_pages: number of pages from the first.
         """
         for extent in space.extents[page_class]:
             held = extent.num_bytes // page_class.page_bytes
@@ -201,10 +200,10 @@ class HostPool:
             first = max(0, first - held)
 
     def check(self) -> None:
-        """Prove that every byte is free or in exactly one space.
+        """Check that every byte is free or in exactly one space.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a byte is in no space or in several.
         """
         spaces = self.spaces
         self._map.check(tuple(e for s in spaces for part in s.extents.values() for e in part))
@@ -216,28 +215,28 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Bytes in a host pool.
+    """Pages in a host pool.
 
     Attributes:
-        pool: which.
-        space: where in it.
+        pool: the pool.
+        space: in the pool.
     """
 
     pool: HostPool
     space: HostSpace
 
     def save(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy into the pool."""
+        """Copy pages into the pool."""
         for page_class, numbers in pages.items():
             self.pool.save(self.space, page_class, numbers)
         self.pool.copies.wait()
 
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy out of the pool."""
+        """Copy pages out of the pool."""
         for page_class, numbers in pages.items():
             self.pool.load(self.space, page_class, numbers)
         self.pool.copies.wait()
 
     def free(self) -> None:
-        """Give the room back."""
+        """Free the space."""
         self.pool.release(self.space)

@@ -1,12 +1,12 @@
-"""The host's bytes as a tensor, and the two ways to copy pages there and back.
+"""The bytes of host memory as a tensor, and two ways to copy pages to and from them.
 
-On a CPU pages are gathered straight into their place. A device packs them first:
+On a CPU pages are copied directly. A device packs them first:
 
-    pages in the arena --gather--> staging on the device --copy--> pinned memory of the host
-    (16 KiB each, anywhere)        (up to 16 MiB, packed)          (one piece for each filling)
+    pages in the arena --gather--> staging on the device --copy--> pinned host memory
+    (16 KiB each, scattered)       (up to 16 MiB, packed)          (one segment for each batch)
 
-because a link moves few large pieces faster than many small ones: each copy costs some
-microseconds of its own, as much as 100 KB take on a fast link.
+because a link moves a few large segments faster than many small ones: each copy has a fixed cost of
+some microseconds, the transfer time of about 100 KB on a fast link.
 """
 
 import weakref
@@ -23,17 +23,16 @@ from quire.kv.store import PageStore, zero_bytes
 from quire.layout.pages import PageClass
 
 STAGING_BYTES = 16 << 20
-_MOST_NUMBERS = 4096  # lists of pages that are remembered on a device
+_MOST_NUMBERS = 4096  # page lists cached on a device
 
 
 def pieces_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut pages into equal pieces (one page more or less) that the staging holds.
+    """Divide pages into equal batches (one page more or less) that fit in the staging.
 
-    Equal, so that none is small: where there is more than one, each is at least about half of what
-    the staging holds.
+    Equal batches avoid a small last one: each of several fills about half of the staging or more.
 
     Yields:
-        First page and the page behind the last one, of each piece.
+        First page and the page after the last one, of each batch.
     """
     most = max(1, staging_bytes // page_bytes)
     count = -(-num_pages // most)
@@ -42,48 +41,48 @@ def pieces_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[t
 
 
 class DirectCopies:
-    """`HostCopies` for an arena that lies on the host itself.
+    """`HostCopies` for an arena in host memory.
 
-    Through NumPy, which copies whole pages with one `memcpy` each: torch puts rows of bytes into
-    their places at an eighth of that speed.
+    Copies use NumPy, which runs one `memcpy` for each page: torch is eight times slower at indexed
+    copies of byte rows.
 
     Args:
         store: the arena.
-        host: the pool's bytes.
+        host: the bytes of the pool.
 
     Attributes:
-        host: the pool's bytes.
+        host: the bytes of the pool.
     """
 
     def __init__(self, store: PageStore, host: UInt8[Tensor, " num_bytes"]) -> None:
         self._store, self.host = store, host
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Copy pages to the host, one behind the other from byte `start`."""
+        """Copy pages to consecutive host bytes from `start`."""
         target = _packed(self.host, page_class, len(pages), start).numpy()
         whole = self._store.views(page_class).whole.numpy()
         np.take(whole, pages, axis=0, out=target, mode="clip")  # "raise" would copy twice
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Copy bytes of the host into pages."""
+        """Copy host bytes into pages."""
         source = _packed(self.host, page_class, len(pages), start).numpy()
         self._store.views(page_class).whole.numpy()[pages] = source
 
     def wait(self) -> None:
-        """Nothing to wait for: copies on a CPU are done when they return."""
+        """Do nothing: copies on a CPU are complete on return."""
 
 
 class StagedCopies:
-    """`HostCopies` for an arena on a device, in packed pieces that do not block.
+    """`HostCopies` for an arena on a device, in packed asynchronous batches.
 
     Args:
         store: the arena.
-        host: the pool's bytes, pinned.
-        staging_bytes: memory on the device that packs pieces; at least a page of any class.
+        host: the bytes of the pool, pinned.
+        staging_bytes: device memory that batches are packed in; at least a page of any class.
 
     Attributes:
-        host: the pool's bytes.
-        num_pieces, num_bytes: copied so far, both ways.
+        host: the bytes of the pool.
+        num_pieces, num_bytes: batches and bytes copied so far, in both directions.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class StagedCopies:
         self._numbers: dict[bytes, Tensor] = {}
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Begin to copy pages to the host, one behind the other from byte `start`."""
+        """Start to copy pages to consecutive host bytes from `start`."""
         whole, index = self._store.views(page_class).whole, _index(pages).to(self._store.device)
         for first, end, staging, host in self._pieces(page_class, len(pages), start):
             torch.index_select(whole, 0, index[first:end], out=staging)
             host.copy_(staging, non_blocking=True)
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Begin to copy bytes of the host into pages."""
+        """Start to copy host bytes into pages."""
         whole, index = self._store.views(page_class).whole, self._on_device(pages)
         for first, end, staging, host in self._pieces(page_class, len(pages), start):
             staging.copy_(host, non_blocking=True)
@@ -114,9 +113,9 @@ class StagedCopies:
     def _pieces(
         self, page_class: PageClass, num_pages: int, start: int
     ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Pages of each piece, where it is packed, and where it lies on the host.
+        """Range of pages, staging and host bytes of each batch.
 
-        The staging is used again for each: copies and gathers of one stream run in order.
+        All batches use the same staging: copies and gathers of one stream run in order.
         """
         page_bytes = page_class.page_bytes
         for first, end in pieces_of(num_pages, page_bytes, self._staging.numel()):
@@ -127,9 +126,9 @@ class StagedCopies:
             yield first, end, _packed(self._staging, page_class, count, 0), host
 
     def _on_device(self, pages: PageNumbers) -> Tensor:
-        """Page numbers on the device.
+        """Page numbers on the device, cached.
 
-        The same ones come step after step, and a copy of pageable memory waits for its stream.
+        Steps repeat the same lists, and a copy from pageable memory blocks on its stream.
         """
         key = pages.tobytes()
         if key not in self._numbers:
@@ -139,29 +138,29 @@ class StagedCopies:
         return self._numbers[key]
 
     def wait(self) -> None:
-        """Return when all copies that were begun are done."""
+        """Wait for all started copies."""
         if self._store.device.type == "cuda":
             torch.cuda.current_stream(self._store.device).synchronize()
 
 
 def device_name(device: torch.device) -> str:
-    """What rates of a device are stored under: `cpu`, or the accelerator's name."""
+    """Name that a device's rates are stored under: `cpu`, or the accelerator's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def host_copies(
     store: PageStore, num_bytes: int, largest_page_bytes: int
 ) -> DirectCopies | StagedCopies:
-    """Take the host's bytes, and copy in the way that suits the arena's device.
+    """Allocate the host memory and the copies for the arena's device.
 
     Args:
         store: the arena.
-        num_bytes: of the pool. On a CPU the system gives them when they are first written; for a
-            device they are pinned, and so taken at once.
+        num_bytes: size of the pool. On a CPU the system commits the memory on first write; for
+            a device it is pinned, and committed at once.
         largest_page_bytes: of all page classes.
 
     Raises:
-        ConfigError: the system does not pin as much.
+        ConfigError: the system cannot pin the memory.
     """
     if store.device.type == "cpu":
         return DirectCopies(store, zero_bytes(num_bytes, store.device))
@@ -182,25 +181,25 @@ def _index(pages: PageNumbers) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
 
 
-# ---- pinned --------------------------------------------------------------------------------------
+# ---- pinned memory -------------------------------------------------------------------------------
 
-# Host memory that a device copies from and to by itself: pinned in place, not a byte more.
+# Host memory for direct access by a device: pinned in place, at exact size.
 
 
 def pin_memory(host: UInt8[Tensor, " num_bytes"], holder: object) -> None:
-    """Pin memory for as long as its holder lives.
+    """Pin memory for the lifetime of its holder.
 
-    Torch's own pinned tensors round up to a power of two, so a pool of 5 GiB would take 8.
+    Torch rounds pinned tensors up to a power of two, so that a pool of 5 GiB would take 8 GiB.
 
     Raises:
-        ConfigError: the system does not pin as much.
+        ConfigError: the system cannot pin the memory.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = host.data_ptr()
     code = int(runtime.cudaHostRegister(address, host.numel(), 0))
     if code:
         raise ConfigError(
-            f"the system does not pin {host.numel():,} B of host memory (CUDA error {code}); "
+            f"the system cannot pin {host.numel():,} B of host memory (CUDA error {code}); "
             "lower --swap-space or raise the limit on locked memory (ulimit -l)"
         )
     weakref.finalize(holder, runtime.cudaHostUnregister, address)

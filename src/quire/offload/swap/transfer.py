@@ -1,4 +1,4 @@
-"""Who copies beside whoever computes: a thread here, a stream of a device in `stream_carrier`."""
+"""Asynchronous copies: by a thread here, by a stream of a device in `kv.cuda_transfer`."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,37 +9,37 @@ from quire.kv.step_log import ClockMarks, Marks
 
 @runtime_checkable
 class Transfer(Protocol):
-    """A copy under way, as who computes sees it."""
+    """A copy in flight, as the computation sees it."""
 
     def result(self) -> None:
-        """Return when what is computed from now on finds it done; raise what it raised."""
+        """Make later computation wait for the copy; raises the copy's error."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Return when it is done; what it raised, or None."""
+        """Wait until the copy is done; its error, or None."""
         ...
 
 
 @runtime_checkable
 class TransferWorker(Protocol):
-    """Copies one thing after another, beside whoever asks."""
+    """Runs copies one after another, concurrently with the computation."""
 
     def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
-        """Begin a copy behind all others; its end can be waited for, and raises what it raised.
+        """Queue a copy; the result waits for its end and raises its error.
 
         Args:
-            copy: does it.
-            num_bytes: how much that is.
+            copy: runs the copy.
+            num_bytes: size of the copy.
         """
         ...
 
     def marks(self) -> Marks:
-        """For the times of one step."""
+        """Time marks for one step."""
         ...
 
 
 class ThreadTransferWorker:
-    """A thread that copies as fast as memory lets it."""
+    """Runs copies on a thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="quire-carrier")
@@ -53,5 +53,5 @@ class ThreadTransferWorker:
         return ClockMarks()
 
     def close(self) -> None:
-        """End the thread behind its last copy."""
+        """End the thread after its last copy."""
         self._threads.shutdown()

@@ -1,1 +1,1 @@
-"""Where KV rests outside the device: in host memory, on disk, over the network; one seam."""
+"""Stores for KV outside of the device: CPU memory, disk and network, with one interface."""

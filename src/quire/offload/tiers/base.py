@@ -1,4 +1,4 @@
-"""The seam of tiers: bytes under a key, whole when written, in ranges when read."""
+"""The interface of tiers: entries of bytes by key, written as a whole and read in ranges."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What lies under a key.
+    """An entry of a tier.
 
     Attributes:
-        num_bytes: of it.
-        facts: that whoever wrote it needs to read it: tokens, codec, shape. JSON values.
+        num_bytes: size.
+        facts: metadata that readers need, such as tokens, codec and shape; JSON values.
     """
 
     num_bytes: int
@@ -24,49 +24,49 @@ class Stored:
 
 @runtime_checkable
 class Tier(Protocol):
-    """Keeps bytes. What one layer of one sequence or prefix has lies in one piece where it can.
+    """Stores entries of bytes, each contiguous where possible.
 
-    Every method may raise `StorageError`: the tier cannot do it now, nothing has changed.
+    Every method may raise `StorageError`: the operation is impossible now, nothing has changed.
     """
 
     @property
     def total_bytes(self) -> int:
-        """That it holds at most."""
+        """Capacity."""
 
     @property
     def used_bytes(self) -> int:
-        """That are taken, rounding included."""
+        """Bytes in use, rounding included."""
 
     def stored(self) -> dict[str, Stored]:
-        """Everything that can be read, by key."""
+        """All readable entries, by key."""
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """Keep bytes under a key, in place of what was there; they last as long as the tier does.
+        """Store bytes under a key, replacing its entry; they last as long as the tier does.
 
         Raises:
-            StorageError: there is no room; what was there before is still there.
+            StorageError: too little free space; the previous entry is still there.
         """
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
-        """Fill `into` with the bytes from `first` on.
+        """Fill `into` with the entry's bytes from `first` on.
 
         Raises:
-            StorageError: nothing lies there, or not as much.
-            CorruptData: what lies there is not what was written; it is dropped.
+            StorageError: there is no such entry, or it is too short.
+            CorruptData: the bytes differ from those written; the entry is dropped.
         """
 
     def drop(self, key: str) -> None:
-        """Let bytes go; nothing happens where there are none."""
+        """Remove an entry if it exists."""
 
     def close(self) -> None:
-        """Give back what the tier holds of the system; what lasts stays."""
+        """Release system resources; entries of a persistent tier are retained."""
 
 
 def check_range(key: str, stored: Stored | None, into: memoryview, first: int) -> Stored:
-    """What lies under a key, if it has the range that is asked for.
+    """Check that an entry exists and has the requested range; return it.
 
     Raises:
-        StorageError: it has not.
+        StorageError: the entry is missing or too short.
     """
     if stored is None:
         raise StorageError(f"nothing is stored under {key!r}")
@@ -79,12 +79,12 @@ def check_range(key: str, stored: Stored | None, into: memoryview, first: int) -
 
 
 def flat(data: Bytes) -> memoryview:
-    """Bytes as a row of bytes.
+    """View of contiguous bytes as one dimension of bytes.
 
     Raises:
-        ConfigError: they do not lie in one piece.
+        ConfigError: the bytes are not contiguous.
     """
     view = memoryview(data)
     if not view.contiguous:
-        raise ConfigError("expected bytes in one piece")
+        raise ConfigError("expected contiguous bytes, got a strided buffer")
     return view if view.ndim == 1 and view.format == "B" else view.cast("B")

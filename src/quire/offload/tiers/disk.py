@@ -1,10 +1,10 @@
-"""Disk: blocks of 1 MiB with a sum each, and an index that finds them again after a crash.
+"""Disk tier: blocks of 1 MiB with a checksum each, and an index that survives a crash.
 
-    write    blocks -> flushed -> line of the index -> flushed       a crash on the way: nothing
-    read     blocks that a range touches -> sums compared -> bytes   a sum is wrong: dropped, named
+    write    blocks -> flush -> line of the index -> flush           crash before the end: no entry
+    read     blocks of the range -> checksums compared -> bytes      wrong checksum: entry dropped
 
-An entry takes whole blocks, one behind the other where a hole is large enough. What an engine wrote
-is there for the next one, which may lie torn or not at all, and is never taken for something else.
+An entry takes whole blocks, contiguous if a free run is large enough. After a restart the next
+engine finds every complete entry. Torn entries are detected and never returned.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _MOST_STALE_LINES = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry's blocks, and their sums."""
+    """Blocks of an entry and their checksums."""
 
     stored: Stored
     extents: tuple[Extent, ...]  # of blocks
@@ -39,18 +39,18 @@ class _Entry:
 
 
 class DiskTier:
-    """`Tier` in a folder that it has for itself.
+    """`Tier` in a folder of its own.
 
     Args:
-        folder: made if it is not there; entries of an earlier engine are found again.
-        total_bytes: rounded down to whole blocks.
-        direct: past the page cache where the file system allows it.
+        folder: created if missing; entries of an earlier engine are found again.
+        total_bytes: capacity, rounded down to whole blocks.
+        direct: whether to bypass the page cache where the file system allows it.
 
     Attributes:
-        num_discarded: entries of the index that could not be kept when it was opened.
+        num_discarded: entries of the index that were invalid when the tier was opened.
 
     Raises:
-        ConfigError: the folder cannot be written, is in use, or the disk has less room.
+        ConfigError: the folder cannot be written or is in use, or the disk is too small.
     """
 
     def __init__(self, folder: Path, total_bytes: int, *, direct: bool = True) -> None:
@@ -85,7 +85,7 @@ class DiskTier:
 
     @property
     def direct(self) -> bool:
-        """Whether blocks pass by the page cache."""
+        """Whether reads and writes bypass the page cache."""
         return self._file.direct
 
     def stored(self) -> dict[str, Stored]:
@@ -94,7 +94,7 @@ class DiskTier:
             return {key: entry.stored for key, entry in self._entries.items()}
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """See `Tier`. The entry would survive a loss of power when this returns."""
+        """See `Tier`. The entry survives a power loss once this returns."""
         source = flat(data)
         with self._turn:
             extents = self._allocate(key, source.nbytes)
@@ -114,7 +114,7 @@ class DiskTier:
         with self._turn:
             entry = self._entries.get(key)
             stored = check_range(key, entry.stored if entry else None, into, first)
-            assert entry is not None, "what is stored has blocks"
+            assert entry is not None, "a stored entry has blocks"
             blocks = entry.blocks
             for place in range(first // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 start = place * BLOCK_BYTES
@@ -123,13 +123,14 @@ class DiskTier:
                 if len(found) != length or zlib.crc32(found) != entry.totals[place]:
                     self.drop(key)
                     raise CorruptData(
-                        f"block {place} of {key!r} is not what was written; the entry is dropped"
+                        f"block {place} of {key!r} differs from what was written; the entry is "
+                        "dropped"
                     )
                 low, high = max(first, start), min(end, start + length)
                 target[low - first : high - first] = found[low - start : high - start]
 
     def drop(self, key: str) -> None:
-        """See `Tier`. Where the disk does not note it, the index may name it after a restart."""
+        """See `Tier`. If the disk fails, the index may still name the entry after a restart."""
         with self._turn, contextlib.suppress(StorageError, ConfigError):
             if self._forget(key):
                 self._journal.add({"drop": key})
@@ -144,10 +145,10 @@ class DiskTier:
             os.close(self._lock)
 
     def check(self) -> None:
-        """Prove that every block is free or of exactly one entry.
+        """Check that every block is free or part of exactly one entry.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a block is lost or has two owners.
         """
         self._map.check(tuple(e for entry in self._entries.values() for e in entry.extents))
 
@@ -158,8 +159,8 @@ class DiskTier:
         extents = self._map.allocate(blocks, 1)
         if extents is None:
             raise TierFull(
-                f"{key!r} needs {blocks} MiB, {self._map.free_bytes} of {self._num_blocks} MiB of "
-                "the disk tier are free; raise --disk-kv-memory"
+                f"{key!r} needs {blocks} MiB, and {self._map.free_bytes} of {self._num_blocks} "
+                "MiB of the disk tier are free; raise --disk-kv-memory"
             )
         return extents
 
@@ -182,7 +183,7 @@ class DiskTier:
         return entry is not None
 
     def _recover(self) -> None:
-        """Take over what the index names and this tier has room for; begin a new index with it."""
+        """Load the entries of the index that fit in this tier, and start a new index with them."""
         lines = self._journal.lines()
         head = next(lines, None)
         if head is not None and head.get("format") != FORMAT:
@@ -193,18 +194,18 @@ class DiskTier:
             if "key" in line:
                 found[line["key"]] = _entry(line)
         taken: list[Extent] = []
-        for key, entry in reversed(found.items()):  # the latest knows whose a block is
+        for key, entry in reversed(found.items()):  # the newest entry owns a block
             if self._can_take(entry, taken):
                 self._entries[key] = entry
                 taken += entry.extents
             else:
                 self.num_discarded += 1
-        self._entries = dict(reversed(self._entries.items()))  # oldest first, as they were written
+        self._entries = dict(reversed(self._entries.items()))  # oldest first
         self._map = _map_without(self._num_blocks, taken)
         self._rewrite()
 
     def _can_take(self, entry: _Entry, taken: list[Extent]) -> bool:
-        """Whether its blocks are in this file and nobody else's."""
+        """Whether the blocks of an entry are in this file and free."""
         return all(
             extent.end <= self._num_blocks
             and all(extent.end <= other.start or other.end <= extent.start for other in taken)
@@ -217,7 +218,7 @@ class DiskTier:
 
 
 def _map_without(total: int, taken: list[Extent]) -> ExtentMap:
-    """A map in which these extents are taken: all are, then the others are given back."""
+    """Create a map with these extents allocated: allocate all, then free the others."""
     found = ExtentMap(total)
     found.allocate(total, 1)
     position = 0
@@ -244,10 +245,10 @@ def _entry(line: dict[str, Any]) -> _Entry:
 
 
 def _lock(folder: Path) -> int:
-    """Have the folder for oneself.
+    """Lock the folder for this process.
 
     Raises:
-        ConfigError: it cannot be made or written, or another process has it.
+        ConfigError: the folder cannot be created or written, or another process has locked it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

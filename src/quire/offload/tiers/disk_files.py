@@ -1,7 +1,7 @@
-"""The files of a disk tier: blocks of 1 MiB past the page cache, and the journal that indexes them.
+"""The files of a disk tier: blocks of 1 MiB that bypass the page cache, and the index journal.
 
-Reading a cached file copies on the processor and fills memory that the host pool wants; with
-O_DIRECT the disk writes into the buffer itself. It needs aligned buffers, so blocks go through one.
+Reads through the page cache copy on the CPU and fill memory that the host pool needs. With O_DIRECT
+the disk writes into the buffer itself. It needs aligned buffers, so all blocks pass through one.
 """
 
 import contextlib
@@ -16,24 +16,24 @@ from typing import Any
 
 from quire.errors import ConfigError, StorageError
 
-# A file of blocks of 1 MiB, read and written whole, past the system's page cache where it lets us.
+# A file of blocks of 1 MiB, read and written whole, bypassing the page cache where possible.
 
 BLOCK_BYTES = 1 << 20
 
 
 class BlockFile:
-    """Blocks of one file, all of whose room is taken when it is made.
+    """Blocks of one file, allocated on disk at creation.
 
     Args:
-        path: of the file; what it holds stays.
-        num_blocks: it shall have.
-        direct: past the page cache where the file system allows it.
+        path: of the file; existing contents are retained.
+        num_blocks: size of the file.
+        direct: whether to bypass the page cache where the file system allows it.
 
     Attributes:
-        direct: whether it is so.
+        direct: whether the page cache is bypassed.
 
     Raises:
-        ConfigError: it cannot be written, or the disk has less room.
+        ConfigError: the file cannot be written, or the disk is too small.
     """
 
     def __init__(self, path: Path, num_blocks: int, *, direct: bool = True) -> None:
@@ -45,7 +45,7 @@ class BlockFile:
             self._file = self._open()
         except OSError as error:
             raise ConfigError(
-                f"cannot keep {num_blocks * BLOCK_BYTES:,} B in {path}: {error.strerror}; name "
+                f"cannot allocate {num_blocks * BLOCK_BYTES:,} B in {path}: {error.strerror}; name "
                 "another folder, or lower --disk-kv-memory"
             ) from error
 
@@ -66,10 +66,10 @@ class BlockFile:
         return file
 
     def write(self, block: int, data: memoryview) -> None:
-        """Write a block; what is behind its data becomes zeros.
+        """Write a block, padded with zeros.
 
         Raises:
-            StorageError: the disk does not take it.
+            StorageError: the disk write failed.
         """
         self._view[: data.nbytes] = data
         self._view[data.nbytes :] = bytes(BLOCK_BYTES - data.nbytes)
@@ -78,13 +78,13 @@ class BlockFile:
         except OSError as error:
             raise StorageError(f"cannot write {self._path}: {error.strerror}") from error
         if done != BLOCK_BYTES:
-            raise StorageError(f"the disk of {self._path} took {done:,} of {BLOCK_BYTES:,} B")
+            raise StorageError(f"the disk of {self._path} wrote {done:,} of {BLOCK_BYTES:,} B")
 
     def read(self, block: int) -> memoryview:
-        """A block, until the next call; shorter where the file has been cut.
+        """Read a block, valid until the next call; shorter if the file is truncated.
 
         Raises:
-            StorageError: the disk does not give it.
+            StorageError: the disk read failed.
         """
         try:
             done = os.preadv(self._file, [self._view], block * BLOCK_BYTES)
@@ -93,10 +93,10 @@ class BlockFile:
         return self._view[:done]
 
     def flush(self) -> None:
-        """Return when what was written would survive a loss of power.
+        """Make all written blocks survive a power loss.
 
         Raises:
-            StorageError: the disk has lost some of it.
+            StorageError: the disk has lost data.
         """
         try:
             os.fdatasync(self._file)
@@ -104,12 +104,12 @@ class BlockFile:
             raise StorageError(f"cannot write {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         os.close(self._file)
 
 
 def _take_room(file: int, num_bytes: int) -> None:
-    """Have the disk set room aside, so that it cannot be full later."""
+    """Allocate the file's blocks on disk, so that later writes cannot run out of space."""
     if os.fstat(file).st_size > num_bytes:
         os.ftruncate(file, num_bytes)
     if num_bytes and hasattr(os, "posix_fallocate"):
@@ -120,12 +120,12 @@ def _take_room(file: int, num_bytes: int) -> None:
 
 # ---- journal -------------------------------------------------------------------------------------
 
-# The index of a disk tier: a line for everything that was kept or let go, the newest last.
+# The index of a disk tier: a line for each entry written or dropped, the newest last.
 #
 #     crc32 of the rest in hexadecimal, a space, a JSON object
 #
-# A line is written behind the data it speaks of. A crash leaves a torn last line or none: reading
-# ends at the first line whose sum is wrong, so nothing is found that was not whole.
+# A line is written after the data it describes. A crash leaves at most one torn last line. Reading
+# ends at the first line with a wrong checksum, so every entry found is complete.
 
 FORMAT = 1
 
@@ -134,7 +134,7 @@ class Journal:
     """Lines of one file.
 
     Args:
-        path: of the file; made anew by `rewrite`.
+        path: of the file; `rewrite` replaces it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +143,7 @@ class Journal:
         self.num_lines = 0
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What was noted, up to the first torn line; nothing where there is no such file."""
+        """Lines up to the first torn one; none if the file does not exist."""
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:
@@ -157,12 +157,12 @@ class Journal:
             yield json.loads(rest)
 
     def rewrite(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Replace the file by one with these lines; a crash leaves the old one or the new.
+        """Replace the file by these lines, atomically with respect to crashes.
 
-        Where that fails before, lines go on behind the old ones.
+        On failure before the replacement the old file stays in use.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the file cannot be written.
         """
         part = self._path.with_suffix(".part")
         try:
@@ -181,10 +181,10 @@ class Journal:
         self.num_lines = len(lines)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line; it would survive a loss of power when this returns.
+        """Append a line; it survives a power loss once this returns.
 
         Raises:
-            StorageError: the disk does not take it; the line counts as not written.
+            StorageError: the write failed; the line counts as not written.
         """
         data = _line(line)
         before = os.fstat(self._file).st_size
@@ -193,13 +193,13 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fdatasync(self._file)
         except OSError as error:
-            with contextlib.suppress(OSError):  # lines behind a torn one would not be read
+            with contextlib.suppress(OSError):  # lines after a torn one would not be read
                 os.ftruncate(self._file, before)
             raise StorageError(f"cannot write {self._path}: {error.strerror}") from error
         self.num_lines += 1
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

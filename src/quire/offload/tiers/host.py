@@ -1,4 +1,4 @@
-"""Host memory: a pool of exactly so many bytes, every entry in one piece, pinned for a device."""
+"""Host memory tier: a pool of exact size with contiguous entries, pinned for a device."""
 
 import contextlib
 import threading
@@ -19,14 +19,14 @@ from quire.plan.machine import free_host_bytes
 
 
 class HostTier:
-    """`Tier` in memory; as many bytes as asked for, neither more nor rounded up.
+    """`Tier` in CPU memory of exactly the requested size.
 
     Args:
-        total_bytes: of the pool; rounded down to whole cache lines.
-        pinned: a CUDA device copies from and to it by itself.
+        total_bytes: capacity, rounded down to a multiple of the page alignment.
+        pinned: whether to pin the memory for a CUDA device.
 
     Raises:
-        ConfigError: more than is free, or than the system pins.
+        ConfigError: the size exceeds free memory, or the system cannot pin it.
     """
 
     def __init__(self, total_bytes: int, *, pinned: bool = False) -> None:
@@ -34,8 +34,8 @@ class HostTier:
         free_bytes = free_host_bytes()
         if self.total_bytes > free_bytes:
             raise ConfigError(
-                f"a host pool of {total_bytes:,} B is more than the {free_bytes:,} B that are free "
-                "on this machine or in its container; lower --swap-space"
+                f"expected a host pool of at most {free_bytes:,} B (CPU memory that is free on "
+                f"this machine or in its container), got {total_bytes:,} B; lower --swap-space"
             )
         self._bytes = zero_bytes(self.total_bytes, torch.device("cpu"))
         self._view = self._bytes.numpy().data
@@ -58,17 +58,17 @@ class HostTier:
     def reserve(
         self, key: str, num_bytes: int, facts: Mapping[str, Any] | None = None
     ) -> UInt8[Tensor, " num_bytes"]:
-        """Room for an entry, for a device to fill; in place of what was under the key.
+        """Allocate an entry for a device to fill, replacing the key's previous entry.
 
         Raises:
-            StorageError: no free piece is as large; nothing has changed.
+            StorageError: no free run is large enough; nothing has changed.
         """
         lines = -(-num_bytes // PAGE_ALIGNMENT_BYTES)
         with self._turn:
             taken = self._map.allocate(1, lines * PAGE_ALIGNMENT_BYTES) if lines else ()
             if taken is None:
                 raise TierFull(
-                    f"{key!r} needs {num_bytes:,} B in one piece; {self._map.free_bytes:,} of "
+                    f"{key!r} needs {num_bytes:,} contiguous B, and {self._map.free_bytes:,} of "
                     f"{self.total_bytes:,} B of the host pool are free; raise --swap-space"
                 )
             self.drop(key)
@@ -77,10 +77,10 @@ class HostTier:
             return self.tensor(key)
 
     def tensor(self, key: str) -> UInt8[Tensor, " num_bytes"]:
-        """An entry in place, for copies to a device.
+        """View of an entry, for copies to a device.
 
         Raises:
-            StorageError: nothing lies there.
+            StorageError: there is no such entry.
         """
         if key not in self._entries:
             raise StorageError(f"nothing is stored under {key!r}")
@@ -100,7 +100,7 @@ class HostTier:
         with self._turn:
             extent, stored = self._entries.get(key, (None, None))
             check_range(key, stored, into, first)
-            assert extent is not None, "what is stored has a place"
+            assert extent is not None, "a stored entry has an extent"
             start = extent.start + first
             flat(into)[:] = self._view[start : start + into.nbytes]
 
@@ -112,16 +112,16 @@ class HostTier:
                 self._map.release((extent,))
 
     def close(self) -> None:
-        """Drop everything: host memory does not last."""
+        """Drop all entries: host memory is not persistent."""
         for key in tuple(self._entries):
             self.drop(key)
-        with contextlib.suppress(BufferError):  # somebody still looks at it
+        with contextlib.suppress(BufferError):  # a view is still exported
             self._view.release()
 
     def check(self) -> None:
-        """Prove that every byte is free or of exactly one entry.
+        """Check that every byte is free or part of exactly one entry.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a byte is lost or has two owners.
         """
         self._map.check(tuple(e for e, _ in self._entries.values() if e.num_bytes))

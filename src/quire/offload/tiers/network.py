@@ -1,6 +1,6 @@
-"""Network: a store on another machine, over plain TCP, behind the same seam as a disk.
+"""Network tier: a store on another machine over plain TCP, with the interface of a disk tier.
 
-Whoever reaches the store's port can read and write it: keep it inside a network that you trust.
+Every host that can reach the store's port can read and write it: keep it in a trusted network.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from quire.offload.tiers.base import Bytes, Stored, check_range, flat
 
 # ---- wire ----------------------------------------------------------------------------------------
 
-# Messages between a network tier and its store: a fixed head, a key, facts, bytes and their sum.
+# Messages between a network tier and its store: a fixed header, a key, facts, bytes and a checksum.
 #
-# magic | what | key length | facts length | first | asked for | data length | crc32 of the data
+# magic | what | key length | facts length | first | requested | data length | crc32 of the data
 #   4       1        4             4           8          8            8              4
 
 MAGIC = b"QKV1"
 _HEAD = struct.Struct("!4sBIIQQQI")
-_MOST_TEXT_BYTES = 64 << 20  # the index of a large store
+_MOST_TEXT_BYTES = 64 << 20  # enough for the index of a large store
 _PIECE_BYTES = 1 << 20
 
 
 class What(IntEnum):
-    """Of a message: what is asked for, or how it went."""
+    """Type of a request or result of a response."""
 
     WRITE = 1
     READ = 2
@@ -47,7 +47,7 @@ _KNOWN = frozenset(int(what) for what in What)
 
 
 class BadMessage(OSError):
-    """What came is no message, or was changed on the way."""
+    """The received bytes are not a valid message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class Message:
     """One message.
 
     Attributes:
-        what: it is.
+        what: type or result.
         key: of an entry.
         facts: JSON values.
-        first: byte from which on is read.
-        requested_bytes: to read.
+        first: first byte to read.
+        requested_bytes: number of bytes to read.
         data: bytes of an entry.
     """
 
@@ -71,42 +71,42 @@ class Message:
     data: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def head(self) -> bytes:
-        """All but the data."""
+        """The encoded message without its data."""
         key, facts = self.key.encode(), json.dumps(dict(self.facts)).encode()
         sizes = (len(key), len(facts), self.first, self.requested_bytes, self.data.nbytes)
         return _HEAD.pack(MAGIC, self.what, *sizes, zlib.crc32(self.data)) + key + facts
 
 
 def receive(connection: socket.socket, most_bytes: int) -> Message | None:
-    """The next message; None where the other side has ended.
+    """Receive the next message; None if the other side has closed the connection.
 
     Args:
         connection: to read from.
-        most_bytes: of data; more is no message.
+        most_bytes: most bytes of data; more is an invalid message.
 
     Raises:
-        BadMessage: what came is none.
-        OSError: the connection broke, or nothing came in time.
+        BadMessage: the received bytes are not a valid message.
+        OSError: the connection broke or timed out.
     """
     head = _exactly(connection, _HEAD.size, may_end=True)
     if not head:
         return None
     magic, what, key_bytes, facts_bytes, first, requested, data_bytes, total = _HEAD.unpack(head)
     if magic != MAGIC or what not in _KNOWN or max(key_bytes, facts_bytes) > _MOST_TEXT_BYTES:
-        raise BadMessage("what came is no message of a network tier")
+        raise BadMessage("received bytes that are not a message of a network tier")
     if max(data_bytes, requested) > most_bytes:
         raise BadMessage(
-            f"{max(data_bytes, requested):,} B in a message, expected {most_bytes:,} at most"
+            f"expected a message of at most {most_bytes:,} B, got {max(data_bytes, requested):,} B"
         )
     key = _exactly(connection, key_bytes)
     facts = _exactly(connection, facts_bytes)
     data = _exactly(connection, data_bytes)
     if zlib.crc32(data) != total:
-        raise BadMessage("bytes were changed on the way")
+        raise BadMessage("the checksum of a message is wrong")
     try:
         name, said = key.decode(), json.loads(bytes(facts))
     except ValueError as error:
-        raise BadMessage(f"the text of a message cannot be read: {error}") from error
+        raise BadMessage(f"the text of a message is invalid: {error}") from error
     return Message(
         what=What(what),
         key=name,
@@ -125,7 +125,7 @@ def _exactly(connection: socket.socket, num_bytes: int, *, may_end: bool = False
         if not count:
             if may_end and not done:
                 return bytearray()
-            raise BadMessage("the connection ended within a message")
+            raise BadMessage("the connection was closed within a message")
         done += count
     return found
 
@@ -136,16 +136,16 @@ _MOST_BYTES = 1 << 40
 
 
 class NetworkTier:
-    """`Tier` in a store that `StoreServer` serves.
+    """`Tier` in a store that a `StoreServer` serves.
 
     Args:
         host: name or address.
         port: of the store.
-        timeout_s: without a byte, after which a connection counts as broken.
-        tries: of each request, each on a new connection but the first.
+        timeout_s: time without a byte after which a connection counts as broken.
+        tries: most attempts of a request, each on a new connection except the first.
 
     Attributes:
-        num_retries: requests that were sent again.
+        num_retries: number of requests sent again.
     """
 
     def __init__(
@@ -187,16 +187,16 @@ class NetworkTier:
         self._ask(Message(what=What.DROP, key=key))
 
     def close(self) -> None:
-        """End the connection; what is stored stays."""
+        """Close the connection; stored entries are retained."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.close()
             self._connection = None
 
     def _ask(self, message: Message) -> Message:
-        """Send a request and wait for its answer; again on a new connection where one breaks.
+        """Send a request and wait for the response; retry on a new connection if one breaks.
 
-        Every request may be sent twice: writing the same again changes nothing.
+        All requests are idempotent, so a retry changes nothing.
         """
         with self._turn:
             for attempt in range(self._tries):
@@ -207,8 +207,8 @@ class NetworkTier:
                     if attempt + 1 == self._tries:
                         place = f"{self._place[0]}:{self._place[1]}"
                         raise TierUnreachable(
-                            f"the store at {place} did not answer {self._tries} times: {error}; "
-                            "what it holds is computed again"
+                            f"the store at {place} did not respond to {self._tries} attempts: "
+                            f"{error}; its contents are recomputed"
                         ) from error
                     self.num_retries += 1
         raise AssertionError("every attempt returns or raises")
@@ -221,7 +221,7 @@ class NetworkTier:
         self._connection.sendall(message.data)
         answer = receive(self._connection, _MOST_BYTES)
         if answer is None:
-            raise BadMessage("the store ended the connection")
+            raise BadMessage("the store closed the connection")
         return answer
 
 

@@ -1,4 +1,4 @@
-"""A tier that makes room by itself: what was used longest ago goes first."""
+"""A tier with LRU eviction on top of another tier."""
 
 import threading
 from collections import OrderedDict
@@ -10,11 +10,11 @@ from quire.offload.tiers.base import Bytes, Stored, Tier
 
 
 class NewestTier:
-    """`Tier` over another one, which keeps what was written or read last.
+    """`Tier` over another one that evicts the least recently written or read entries.
 
     Args:
-        tier: that holds the bytes; what it has already counts as used in the order it names it.
-        dropped: told of a key whose bytes had to go.
+        tier: stores the bytes; its existing entries are ordered as it lists them.
+        dropped: called with the key of each evicted entry.
     """
 
     def __init__(self, tier: Tier, dropped: Callable[[str], None] = lambda key: None) -> None:
@@ -38,10 +38,10 @@ class NewestTier:
         return self.tier.stored()
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """See `Tier`. Drops others until there is room.
+        """See `Tier`. Evicts other entries until the new one fits.
 
         Raises:
-            TierFull: it is more than the tier holds at all.
+            TierFull: the entry exceeds the tier's capacity.
         """
         with self._turn:
             while True:

@@ -1,4 +1,4 @@
-"""The store behind a network tier: another tier, served over TCP, as fast as asked for."""
+"""The store behind a network tier: serves another tier over TCP, with an optional rate limit."""
 
 import socket
 import socketserver
@@ -18,17 +18,17 @@ class StoreServer:
     """Serves a tier until it is closed.
 
     Args:
-        tier: that keeps the bytes.
+        tier: stores the bytes.
         host: address to listen at.
-        port: 0 for any that is free.
-        bytes_per_s: at which answers leave, all together; None: as fast as the network takes them.
-        delay: seconds before an answer, by the request; for tests.
+        port: port to listen at; 0: any free port.
+        bytes_per_s: rate limit of all responses together; None: no limit.
+        delay: seconds to delay a response, by request; for tests.
 
     Attributes:
         address: host and port.
 
     Raises:
-        StorageError: the address cannot be listened at.
+        StorageError: it cannot listen at the address.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; the tier stays as it is."""
+        """Stop serving; the tier is not closed."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -84,7 +84,7 @@ class _Handler(socketserver.BaseRequestHandler):
                     time.sleep(server.delay(message))
                 self._send(connection, server, _answer(server.tier, message))
         except OSError:
-            return  # whoever asked has gone, or does not speak this language
+            return  # the client has disconnected or uses another protocol
 
     def _send(self, connection: socket.socket, server: _Server, answer: Message) -> None:
         connection.sendall(answer.head())
@@ -95,7 +95,7 @@ class _Handler(socketserver.BaseRequestHandler):
             connection.sendall(piece)
 
     def _wait(self, server: _Server, seconds: float) -> None:
-        """All connections share one link: its deadlines are absolute."""
+        """Wait for the time of a transfer: all connections share absolute deadlines."""
         with server.turn:
             server.deadline_s = max(server.deadline_s, time.perf_counter()) + seconds
             left_s = server.deadline_s - time.perf_counter()
@@ -128,4 +128,4 @@ def _done(tier: Tier, message: Message) -> Message:
         return Message(what=What.DONE, facts=found)
     if message.what == What.ROOM:
         return Message(what=What.DONE, facts={"total": tier.total_bytes, "used": tier.used_bytes})
-    raise BadMessage("an answer came where a request was expected")
+    raise BadMessage("expected a request, got a response")

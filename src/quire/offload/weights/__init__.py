@@ -1,1 +1,1 @@
-"""Decoder layers whose weights lie outside of the device and are brought while others compute."""
+"""Weight offload: decoder layers in CPU memory or a file, prefetched while others compute."""

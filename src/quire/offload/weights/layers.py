@@ -1,4 +1,4 @@
-"""The decoder layers of a Transformers model, and which weights are a layer's own."""
+"""The decoder layers of a Transformers model and the parameters that belong to one layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from quire.errors import UnsupportedModel
 
-ALIGNMENT_BYTES = 256  # of every tensor in a slot, as a device's own allocator does at least
+ALIGNMENT_BYTES = 256  # of each tensor in a slot: the least alignment of device allocators
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A parameter and its place in its layer's bytes.
+    """A parameter and its location in the bytes of its layer.
 
     Attributes:
-        parameter: of the model; where it lies changes, what it is does not.
+        parameter: of the model; its storage changes, the object does not.
         start: its first byte.
-        dtype, shape: what it was when it was found.
+        dtype, shape: of the parameter when it was found.
     """
 
     parameter: nn.Parameter
@@ -28,23 +28,23 @@ class Held:
 
     @property
     def num_bytes(self) -> int:
-        """Of its numbers."""
+        """Bytes of its elements."""
         return self.shape.numel() * self.dtype.itemsize
 
     def within(self, whole: Tensor) -> Tensor:
-        """Its numbers in the bytes of a layer, uint8 [num_bytes], as a view."""
+        """View of its elements in the bytes of a layer, uint8 [num_bytes]."""
         part = whole[self.start : self.start + self.num_bytes]
         return part.view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """A decoder layer and what is its own.
+    """A decoder layer and its own parameters.
 
     Attributes:
         module: of the model.
-        held: its parameters, one behind the other.
-        num_bytes: of all of them, each rounded up.
+        held: its parameters, in storage order.
+        num_bytes: of all parameters, each rounded up to the alignment.
     """
 
     module: nn.Module
@@ -53,13 +53,13 @@ class LayerWeights:
 
 
 def layer_weights(model: nn.Module, num_layers: int) -> tuple[LayerWeights, ...]:
-    """Find the layers.
+    """Find the decoder layers and their own parameters.
 
-    Not a layer's own: buffers, parameters that something else has too (a head tied to embeddings,
-    layers that share), and those that do not lie in one piece. They stay on the device.
+    Buffers, parameters shared with other modules (a head tied to embeddings, shared layers) and
+    non-contiguous parameters are not a layer's own: they stay on the device.
 
     Raises:
-        UnsupportedModel: the layers are not in one list, each with its number.
+        UnsupportedModel: the layers are not in one list, each with its index.
     """
     modules = decoder_layers(model, num_layers)
     shared = _shared(model, modules)
@@ -67,10 +67,10 @@ def layer_weights(model: nn.Module, num_layers: int) -> tuple[LayerWeights, ...]
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
-    """The list of decoder layers, in the order in which they run.
+    """The list of decoder layers in execution order.
 
     Raises:
-        UnsupportedModel: there is none.
+        UnsupportedModel: there is no such list.
     """
     for module in model.modules():
         if (
@@ -81,18 +81,18 @@ def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
             return tuple(module)
     raise UnsupportedModel(
         f"{type(model).__name__} does not keep its {num_layers} decoder layers in one list, so "
-        "their weights cannot be brought one by one; leave out --weights-memory"
+        "their weights cannot be offloaded; leave out --weights-memory"
     )
 
 
 def _numbers(module: nn.Module) -> set[int]:
-    """What numbers of layers the modules inside of one carry."""
+    """Layer indices of the modules inside a module."""
     found = (getattr(part, "layer_idx", None) for part in module.modules())
     return {int(number) for number in found if number is not None}
 
 
 def _shared(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
-    """Ids of parameters that are not one layer's alone."""
+    """Ids of parameters that more than one layer, or another module, uses."""
     owner: Mapping[int, int] = {
         id(part): number for number, layer in enumerate(modules) for part in layer.modules()
     }

@@ -1,11 +1,11 @@
-"""Ways to bring a layer's bytes into a slot: from a file, or from pinned memory over a link.
+"""Transfers of layer weights into slots: from a file, or from pinned memory over a link.
 
-    bring     begin to fill a slot, when who was in it has let it go
-    arrive    whoever computes next sees the slot filled
-    release   what has been asked of the device up to now is the last that reads the slot
-    settle    nothing is under way any more
+    bring     start to fill a slot, once its previous layer is released
+    arrive    make the next computation see the filled slot
+    release   mark the end of the work that reads the slot
+    finalize  wait until no transfer is in flight
 
-`copied_s` and `stalled_s` say how long copies took and how long somebody waited for them.
+`copied_s` is the time spent in copies, `stalled_s` the time computation waited for them.
 """
 
 import os
@@ -29,12 +29,12 @@ from quire.offload.weights.layers import LayerWeights
 
 
 class WeightLink(ABC):
-    """Layers' bytes outside of the device, and the slots on it.
+    """Offloaded bytes of layers, and the device slots that they are transferred to.
 
     Attributes:
-        slots: [slot_bytes] of the device each.
-        num_bytes: brought so far.
-        copied_s, stalled_s: see above; on a device they are known a little later.
+        slots: [slot_bytes] on the device each.
+        num_bytes: bytes transferred so far.
+        copied_s, stalled_s: see the module; delayed on a device.
     """
 
     slots: Sequence[UInt8[Tensor, " slot_bytes"]]
@@ -44,46 +44,46 @@ class WeightLink(ABC):
 
     @abstractmethod
     def take_home(self, layer: int, weights: LayerWeights) -> None:
-        """Keep the bytes of a layer outside of the device, from where they will be brought."""
+        """Store the bytes of a layer outside of the device."""
 
     @abstractmethod
     def open(self, num_slots: int, slot_bytes: int) -> None:
-        """Make the slots, when all layers are home."""
+        """Allocate the slots, after all layers are stored."""
 
     @abstractmethod
     def bring(self, layer: int, slot: int) -> None:
-        """See above."""
+        """Start to fill a slot with a layer; see the module."""
 
     @abstractmethod
     def arrive(self, slot: int) -> None:
-        """See above.
+        """Make the next computation see a filled slot; see the module.
 
         Raises:
-            Exception: what the copy raised.
+            Exception: the error of the copy.
         """
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """See above."""
+        """Mark the end of the work that reads a slot; see the module."""
 
     @abstractmethod
     def finalize(self) -> None:
-        """See above."""
+        """Wait until no transfer is in flight; see the module."""
 
     @abstractmethod
     def clock_s(self) -> Callable[[], float | None]:
-        """Mark this moment of the device's work; asked later it says when that was, once known."""
+        """Mark the current point of the device's work; the result returns its time once known."""
 
 
 class FileLink(WeightLink):
-    """From a file without a name, through the system's page cache: the link of a CPU.
+    """Reads from an unnamed file through the page cache of the system: the link of a CPU.
 
     Args:
-        num_bytes: of all layers that are brought.
-        transfer_worker: copies; a thread of its own by default.
+        num_bytes: of all offloaded layers.
+        transfer_worker: runs the copies; default: a thread of its own.
 
     Raises:
-        ConfigError: the disk has no room.
+        ConfigError: too little free disk space.
     """
 
     def __init__(self, num_bytes: int, transfer_worker: TransferWorker | None = None) -> None:
@@ -91,9 +91,9 @@ class FileLink(WeightLink):
         free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
         if num_bytes > free_bytes:
             raise ConfigError(
-                f"layers of {format_size(num_bytes)} go to a file in {folder}, which has room for "
-                f"{format_size(free_bytes)}; set TMPDIR to a folder on a larger disk, or raise "
-                "--weights-memory"
+                f"offloaded layers need {format_size(num_bytes)} in a file in {folder}, which has "
+                f"{format_size(free_bytes)} free; set TMPDIR to a folder on a larger disk, or "
+                "raise --weights-memory"
             )
         self._file = tempfile.TemporaryFile(prefix="quire-weights-")  # noqa: SIM115 - for life
         weakref.finalize(self, self._file.close)
@@ -136,7 +136,7 @@ class FileLink(WeightLink):
             self.stalled_s += time.perf_counter() - started_s
 
     def release(self, slot: int) -> None:
-        """Nothing to do: who read it has read it."""
+        """Do nothing: reads of a slot are complete on return."""
 
     def finalize(self) -> None:
         """See `WeightLink`."""
@@ -151,12 +151,12 @@ class FileLink(WeightLink):
 
 
 class CudaLink(WeightLink):
-    """From pinned host memory on a stream of its own: the link of a CUDA device.
+    """Copies from pinned memory on a stream of its own: the link of a CUDA device.
 
-    The host waits for nothing: streams wait for events.
+    Streams wait for events; the CPU does not wait.
 
     Args:
-        device: where the slots are.
+        device: of the slots.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,14 +173,14 @@ class CudaLink(WeightLink):
         """See `WeightLink`.
 
         Raises:
-            ConfigError: the system does not pin as much.
+            ConfigError: the system cannot pin the bytes.
         """
         whole = _packed(weights)
         try:
             pin_memory(whole, self)
         except ConfigError as error:
             raise ConfigError(
-                f"the system does not pin {format_size(weights.num_bytes)} for layer {layer}; "
+                f"the system cannot pin {format_size(weights.num_bytes)} for layer {layer}; "
                 "raise --weights-memory, or the limit on locked memory (ulimit -l)"
             ) from error
         self._home[layer] = whole
@@ -189,7 +189,7 @@ class CudaLink(WeightLink):
         """See `WeightLink`."""
         self.slots = tuple(zero_bytes(slot_bytes, self._device) for _ in range(num_slots))
         for slot in range(num_slots):
-            self.release(slot)  # behind the zeros
+            self.release(slot)  # after the zeros are written
 
     def bring(self, layer: int, slot: int) -> None:
         """See `WeightLink`."""
@@ -236,7 +236,7 @@ class CudaLink(WeightLink):
         return event
 
     def _note(self) -> None:
-        """Add up what the device is done with."""
+        """Add up the times of finished copies and stalls."""
         for pairs, name in ((self._copies, "copied_s"), (self._stalls, "stalled_s")):
             while pairs and pairs[0][1].query():  # type: ignore[no-untyped-call]
                 began, ended = pairs.popleft()
@@ -244,16 +244,16 @@ class CudaLink(WeightLink):
 
 
 def make_link(device: torch.device, num_bytes: int) -> WeightLink:
-    """The link that suits a device.
+    """Create the link for a type of device.
 
     Raises:
-        ConfigError: no room for what lies outside of it.
+        ConfigError: too little disk space for the offloaded layers.
     """
     return CudaLink(device) if device.type == "cuda" else FileLink(num_bytes)
 
 
 def _packed(weights: LayerWeights) -> UInt8[Tensor, " num_bytes"]:
-    """A layer's parameters in one piece."""
+    """A layer's parameters in one contiguous tensor."""
     whole = zero_bytes(weights.num_bytes, torch.device("cpu"))
     for held in weights.held:
         held.within(whole).copy_(held.parameter.detach())
@@ -265,5 +265,5 @@ def _read(file: int, into: memoryview, start: int) -> None:
     while done < len(into):
         count = os.preadv(file, [into[done:]], start + done)
         if not count:
-            raise StorageError(f"the file of weights ends {len(into) - done:,} B too early")
+            raise StorageError(f"the weights file ends {len(into) - done:,} B too early")
         done += count

@@ -1,4 +1,4 @@
-"""Puts a model on its device with some layers' weights outside of it."""
+"""Places a model on its device with the weights of some layers offloaded."""
 
 from dataclasses import dataclass
 
@@ -21,17 +21,17 @@ ALL_WEIGHTS = "all"
 
 
 def place_beyond(memory: int | str | None) -> LayerPlacer | None:
-    """What puts those layers elsewhere that some memory of the device cannot hold.
+    """Create the placement of layers for an amount of device memory.
 
     Args:
-        memory: bytes of the device for weights, or a size such as "4GiB"; "all" or None
-            keeps all there.
+        memory: device memory for weights in bytes, or a size such as "4GiB"; "all" or None
+            keeps all weights on the device.
 
     Returns:
-        For `load_model`; None where all stay on the device.
+        Placement for `load_model`; None if all weights stay on the device.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: `memory` is not a size.
     """
     try:
         budget_bytes = parse_size_or(ALL_WEIGHTS)(memory)
@@ -44,7 +44,7 @@ def place_beyond(memory: int | str | None) -> LayerPlacer | None:
 
 @dataclass(frozen=True, slots=True)
 class WithinBudget(LayerPlacer):
-    """Puts a model on its device, with as many layers as a budget holds.
+    """Places a model on its device with as many layers as a budget holds.
 
     Attributes:
         budget_bytes: for weights on the device, slots included.
@@ -69,7 +69,7 @@ class WithinBudget(LayerPlacer):
     ) -> tuple[WeightsPlacement, LayerSource | None]:
         """See `LayerPlacer`."""
         if device.type == "cpu":
-            widen_linears(model)  # what is brought is what is multiplied
+            widen_linears(model)  # first: the offloaded bytes are those that are multiplied
         layers = layer_weights(model, _num_layers(model))
         place = _place(model, layers, self.budget_bytes)
         _check_room(place, device)
@@ -105,6 +105,6 @@ def _check_room(place: WeightsPlacement, device: torch.device) -> None:
     free_bytes = torch.cuda.mem_get_info(device)[0]
     if place.device_bytes > free_bytes:
         raise ConfigError(
-            f"weights of {format_size(place.device_bytes)} are more than the "
-            f"{format_size(free_bytes)} that are free on {device}; lower --weights-memory"
+            f"weights on the device need {format_size(place.device_bytes)}, and "
+            f"{format_size(free_bytes)} are free on {device}; lower --weights-memory"
         )

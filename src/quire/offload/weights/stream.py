@@ -1,12 +1,12 @@
-"""Brings each layer's weights while the one before it computes, and takes the slot back behind it.
+"""Prefetches each offloaded layer's weights while the layer before it computes.
 
-    carrier   | 1       | 2       | 4       | 5       | 1 ...      layers 0 and 3 stay
+    transfer  | 1       | 2       | 4       | 5       | 1 ...      layers 0 and 3 are resident
     slot          a         b         a         b
     device        | 0 | 1 |   2     | 3 | 4 |   5     | sampling | 0 | 1 ...
 
-Layers that are brought follow each other in a ring, over the end of a pass into the next one. A
-layer that is not on the device has no weights at all: reading them is an error, not a wrong answer.
-Any order of layers is right, the model's own is fast.
+Offloaded layers form a ring that continues from the end of a pass into the next one. A layer that
+is not on the device has empty parameters: reading them raises an error instead of giving wrong
+results. Layers may run in any order; the model's own order is the fast one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ from quire.plan.offload.resident import WeightsPlacement
 
 @dataclass(slots=True)
 class PassTimes:
-    """What passes through the model have taken, as far as it is known.
+    """Times of passes through the model.
 
     Attributes:
-        num_passes: all of them; one has all layers, for one batch or several.
-        seconds: from the first layer to behind the last one.
+        num_passes: finished passes; a pass runs all layers for one batch or several.
+        seconds: of finished passes, from the start of the first layer to the end of the last.
     """
 
     num_passes: int = 0
@@ -38,7 +38,7 @@ class PassTimes:
     )
 
     def note(self) -> None:
-        """Add up those that have ended."""
+        """Add up the passes that have ended."""
         while self.pending:
             began_s, ended_s = (at() for at in self.pending[0])
             if began_s is None or ended_s is None:
@@ -49,17 +49,17 @@ class PassTimes:
 
 
 class WeightStream:
-    """The layers of one model, of which some are brought.
+    """The layers of one model with offloaded weights.
 
     Args:
-        layers: of the model; from now on it has hooks on them.
-        place: which of them are brought.
-        link: has their bytes, and the slots.
+        layers: of the model; hooks are registered on them.
+        place: says which layers are offloaded.
+        link: holds their bytes and the slots.
 
     Attributes:
-        place: where weights lie.
+        place: see above.
         link: see above.
-        passes: what they take.
+        passes: times of passes.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class WeightStream:
         self.place, self.link, self.passes = place, link, PassTimes()
         self._layers = layers
         self._sharers = 1
-        self._left = 0  # of those that share a pass, how many have left the layer that computes
+        self._left = 0  # batches of the shared pass that have finished the current layer
         self._began: Callable[[], float | None] | None = None
         self._slot_of: dict[int, int] = {}
         self._pointing: set[int] = set()
-        self._next = 0  # in the ring
+        self._next = 0  # index in the ring
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         with torch.inference_mode(False):
             self._absent = {h.dtype: _nothing(h.dtype, link) for h in self._all_held()}
@@ -89,13 +89,13 @@ class WeightStream:
 
     @property
     def device_s(self) -> float:
-        """The device's own work in all passes so far: what they took, without waiting."""
+        """Compute time of the device in all passes so far, without stalls."""
         self.passes.note()
         return max(0.0, self.passes.seconds - self.link.stalled_s)
 
     @property
     def copied_s(self) -> float:
-        """What copies have taken."""
+        """Time spent in copies so far."""
         return self.link.copied_s
 
     @property
@@ -105,7 +105,7 @@ class WeightStream:
 
     @contextmanager
     def shared_by(self, batches: int) -> Iterator[None]:
-        """Within, so many forwards run layer by layer: a layer goes when all have left it."""
+        """Share each layer between the forwards of several batches: free it after the last."""
         self._sharers, self._left = batches, 0
         try:
             yield
@@ -113,10 +113,10 @@ class WeightStream:
             self._sharers, self._left = 1, 0
 
     def arrive(self, layer: int) -> None:
-        """Return when a layer's weights are there for whatever is computed next.
+        """Make a layer's weights available to the next computation.
 
         Raises:
-            StorageError: they could not be brought; asked again, they are tried again.
+            StorageError: the transfer failed; the next call tries again.
         """
         if layer == 0 and not self._left:
             self._began = self.link.clock_s()
@@ -129,13 +129,13 @@ class WeightStream:
             self.link.arrive(slot)
         except Exception as error:
             self._forget()
-            raise StorageError(f"the weights of layer {layer} could not be brought: {error}") from (
-                error
-            )
+            raise StorageError(
+                f"the weights of layer {layer} could not be transferred: {error}"
+            ) from error
         self._point(layer, slot)
 
     def leave(self, layer: int) -> None:
-        """A layer has computed for one batch; behind the last one its slot is the next layer's."""
+        """Note that a layer has run for one batch; after the last batch, refill its slot."""
         self._left = (self._left + 1) % self._sharers
         if self._left:
             return
@@ -150,7 +150,7 @@ class WeightStream:
             self._began = None
 
     def _restart(self, layer: int) -> None:
-        """Somebody begins elsewhere, or a pass has ended early."""
+        """Restart the ring at a layer that is not in flight, for example after a failed pass."""
         self._forget()
         self._next = self.place.offloaded_layers.index(layer)
         for slot in range(len(self.link.slots)):

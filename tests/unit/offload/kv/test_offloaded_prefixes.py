@@ -364,7 +364,7 @@ def test_a_front_comes_back_only_where_there_is_room():
     while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
         kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
 
-    with pytest.raises(OutOfPages, match="18 pages needed to bring a front back"):
+    with pytest.raises(OutOfPages, match="18 pages needed to load an offloaded prefix"):
         kv.offload.prefixes.load_back(row)
     kv.memory.check()
     kv.memory.release([other])

@@ -78,7 +78,9 @@ def test_a_full_pool_refuses_and_the_sequence_stays():
     pool, _ = pooled(memory, 3 * PAGE_BYTES)
     row = started(memory, 13)
 
-    with pytest.raises(HostPoolFull, match=r"512 B are to be swapped out, 384 of 384 B.*raise --"):
+    with pytest.raises(
+        HostPoolFull, match=r"512 B are to be swapped out, and 384 of 384 B.*raise --"
+    ):
         swap_out(memory, [row], pool)
 
     assert keys(memory, row) == list(range(13))
@@ -130,7 +132,7 @@ def test_a_cancelled_sequence_frees_its_bytes_once():
     swapped.discard()
 
     assert (pool.used_bytes, pool.peak_bytes) == (0, 3 * PAGE_BYTES)
-    with pytest.raises(InvariantError, match="given back already"):
+    with pytest.raises(InvariantError, match="is free already"):
         swapped.discard()
 
 
