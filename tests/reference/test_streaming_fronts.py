@@ -510,7 +510,8 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
         (
             "llama_mha",
             {"offload_recompute": "0.5", "evict": "h2o:cap=32,every=8"},
-            "0.5 cannot recompute any KV: each KV head retains tokens of its own; use eviction rules",
+            "0.5 cannot recompute any KV: each KV head retains tokens of its own; "
+            "use eviction rules",
         ),
         (
             "llama_mha",
