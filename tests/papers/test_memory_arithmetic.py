@@ -192,7 +192,7 @@ def test_short_sequences_need_no_management():
     assert verdict.kv_bytes / A100 < 0.03
     assert verdict.impact == "low"
     assert not verdict.pays
-    assert "a simple contiguous allocation is fine" in verdict.reasons[0]
+    assert "a simple contiguous allocation suffices" in verdict.reasons[0]
 
 
 def test_small_models_need_little_management():

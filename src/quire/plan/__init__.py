@@ -1,1 +1,1 @@
-"""Arithmetic ahead of time: where memory goes, how much fits, what a step reads. No tensors."""
+"""Arithmetic without tensors: division of memory, capacity, step costs and rates."""

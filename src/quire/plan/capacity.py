@@ -1,8 +1,8 @@
-"""How the memory of a device is divided, and how much fits into the part for KV.
+"""Division of a device's memory, and the number of sequences that the KV part holds.
 
-Pages are those of the engine: one page holds `page_tokens` tokens of one layer, all its KV heads.
-A window layer gives a page back once its last token has left the window, so while decoding it holds
-at most the pages that W tokens can touch.
+Pages are the engine's: one page holds `page_tokens` tokens of one layer, all its KV heads. A window
+layer frees a page once its last token has left the window. So while decoding it holds at most the
+pages that W tokens can touch.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import format_size
 
-# How much fits: pages of a sequence, sequences in a pool, the longest sequence, and what limits.
+# Capacity: pages of a sequence, sequences in a pool, the longest sequence, and the limit.
 
 Limit = Literal["memory", "context", "none"]
 
@@ -25,10 +25,10 @@ def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
 
 
 def token_bytes(layout: CacheLayout) -> Fraction:
-    """Bytes that one more token adds in all layers, windows not yet full.
+    """Bytes that one more token adds in all layers, before windows are full.
 
-    All that decodes it is counted, its part of what a page has once among it; padding of pages is
-    not, nor what a sequence has once however long it is.
+    Includes codec metadata, and the token's share of per-page metadata. Excludes page padding and
+    per-sequence constants.
     """
     return sum(
         (
@@ -42,24 +42,24 @@ def token_bytes(layout: CacheLayout) -> Fraction:
 
 
 def bytes_per_value(model: ModelSpec, layout: CacheLayout) -> float:
-    """The same for one number: the mean of keys, values and layers."""
+    """Average bytes of one element over keys, values and layers."""
     return float(token_bytes(layout) / model.kv_values_per_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a KV memory holds.
+    """The capacity of a KV memory.
 
     Attributes:
-        page_tokens: tokens in a page.
-        page_bytes: bytes of a page, keys and values of all heads of one layer.
+        page_tokens: tokens of a page.
+        page_bytes: bytes of a page: keys and values of all heads of one layer.
         pool_pages: whole pages of the KV memory.
-        sequence_tokens: the length asked about.
-        pages_per_sequence: pages of one sequence of that length, all layers.
-        sequences: how many of them fit; 0 where the model's context is shorter.
-        longest_tokens: the longest single sequence.
-        longest_limit: what ends it: the memory or the model's context.
-        limit: what keeps a batch of the wanted size from running: "none" where it runs.
+        sequence_tokens: sequence length of the question.
+        pages_per_sequence: pages of one sequence of that length in all layers.
+        sequences: number of such sequences that fit; 0 if the model's context is shorter.
+        longest_tokens: length of the longest single sequence.
+        longest_limit: limit of that length: the memory or the model's context.
+        limit: limit of a batch of the wanted size; "none" if it fits.
     """
 
     page_tokens: int
@@ -76,17 +76,17 @@ class Capacity:
 def capacity(
     model: ModelSpec, kv_bytes: int, *, layout: CacheLayout, sequence_tokens: int, batch: int
 ) -> Capacity:
-    """What fits into `kv_bytes`.
+    """Compute the capacity of `kv_bytes` of KV memory.
 
     Args:
-        model: the shape.
+        model: its dimensions.
         kv_bytes: size of the pool.
         layout: of `quire.layout.layout.layout_for`.
-        sequence_tokens: length of the sequences asked about.
-        batch: how many of them are wanted at once.
+        sequence_tokens: sequence length.
+        batch: number of sequences wanted at once.
 
     Raises:
-        ConfigError: a length or batch below 1, or a pool that does not hold one token.
+        ConfigError: a length or batch below 1, or a pool too small for one token.
     """
     if sequence_tokens < 1 or batch < 1:
         raise ConfigError(
@@ -131,13 +131,13 @@ def _longest(layout: CacheLayout, pool_bytes: int, max_positions: int) -> int:
 
 # ---- memory --------------------------------------------------------------------------------------
 
-# How the memory of a device is divided: weights, activations, headroom, and the rest for KV.
+# Division of a device's memory: weights, activations, headroom, and the rest for KV.
 #
 # | weights | activation peak | headroom |            KV             | unassigned |
 # |<------------------------------- total ------------------------------------->|
 
 DEFAULT_HEADROOM_SHARE = 0.1
-"""Part of the total left alone by default: the allocator's slack, the runtime, other programs."""
+"""Default fraction of the total left free for the allocator, the runtime and other programs."""
 
 _LOGITS_BYTES = 4  # logits and probabilities are computed in float32
 
@@ -147,7 +147,7 @@ class MemoryLayout:
     """Bytes of a device's memory by use.
 
     Raises:
-        ConfigError: the parts exceed the total; the message gives each of them.
+        ConfigError: the sizes exceed the total; the message lists them.
     """
 
     total_bytes: int
@@ -173,23 +173,23 @@ class MemoryLayout:
 
     @property
     def unassigned_bytes(self) -> int:
-        """What nobody was given: 0 when the KV memory was chosen automatically."""
+        """Bytes without a use: 0 if the size of KV memory was chosen automatically."""
         return self.total_bytes - self._overhead_bytes - self.kv_bytes
 
 
 def auto_kv_memory(
     total_bytes: int, weights_bytes: int, activation_peak_bytes: int, headroom_bytes: int
 ) -> int:
-    """KV memory that uses what is left: total - weights - activation peak - headroom.
+    """Size of KV memory that uses the rest: total - weights - activation peak - headroom.
 
     Args:
         total_bytes: memory of the device.
         weights_bytes: the model's weights on it.
         activation_peak_bytes: measured peak of a full step, or `estimate_activation_peak`.
-        headroom_bytes: to be left alone.
+        headroom_bytes: memory to leave free.
 
     Raises:
-        ConfigError: nothing remains; the message gives all four numbers.
+        ConfigError: no memory is left; the message lists all four sizes.
     """
     kv_bytes = total_bytes - weights_bytes - activation_peak_bytes - headroom_bytes
     if kv_bytes <= 0:
@@ -205,23 +205,25 @@ def auto_kv_memory(
 def estimate_activation_peak(
     model: ModelSpec, *, max_num_batched_tokens: int, sampled_rows: int, bytes_per_value: int
 ) -> int:
-    """Bytes of activations at the worst moment of one step, by arithmetic.
+    """Estimate the peak bytes of activations in one step.
 
-    Two streams of the hidden size (the residual and its norm) live all the time; on top comes the
-    largest of three moments, of which only one is alive at once:
+    Two tensors of the hidden size (the residual and its norm) are always live. The largest of three
+    other sets is added, of which one is live at a time:
 
-        attention   max_num_batched_tokens * (2 * heads + 2 * kv_heads) * head_dim     query, key,
-        value, out MLP         max_num_batched_tokens * width * (3 if gated else 2)
-        gate, up, product logits      sampled_rows * vocab * (bytes_per_value + 2 * 4 bytes)
-            logits, float32 copy, probabilities
+        attention   max_num_batched_tokens * (2 * heads + 2 * kv_heads) * head_dim
+                    query, key, value, output
+        MLP         max_num_batched_tokens * width * (3 if gated else 2)
+                    gate, up, product
+        logits      sampled_rows * vocab * (bytes_per_value + 2 * 4 bytes)
+                    logits, float32 copy, probabilities
 
-    Scratch of the attention kernel, a matrix library's workspace and the runtime itself are not in
-    it: they belong to the headroom, or to a measured peak given instead of this estimate.
+    Scratch of the attention kernel, workspaces of matrix libraries and the runtime itself are not
+    included. They belong to the headroom, or to a measured peak used instead of this estimate.
 
     Args:
-        model: the shape.
+        model: its dimensions.
         max_num_batched_tokens: tokens of the largest step, decode rows and prefill chunks together.
-        sampled_rows: rows of that step whose logits are needed.
+        sampled_rows: rows of that step with logits.
         bytes_per_value: of the model's dtype.
 
     Raises:

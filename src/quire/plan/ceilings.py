@@ -1,7 +1,7 @@
-"""What this machine reads, copies and multiplies at most: measured once, stored, and used again.
+"""Peak rates of this machine for reads, copies and matrix products, stored in a file.
 
-`quire profile` writes the file. It holds for one processor, number of threads and torch version;
-with any other it is not used, and the reason is said.
+`quire profile` measures them and writes the file. It is valid for one processor, number of threads
+and torch version. For any other machine it is not used, and the reason is reported.
 """
 
 import json
@@ -28,10 +28,10 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What ceilings depend on.
+    """Properties of a machine that ceilings depend on.
 
     Attributes:
-        cpu: the processor's name.
+        cpu: name of the processor.
         threads: torch's threads.
         torch: its version.
     """
@@ -46,9 +46,9 @@ class ProductRate:
     """A measured matrix product [rows, inner] x [inner, columns].
 
     Attributes:
-        dtype: of both sides, as `bfloat16`.
+        dtype: of both operands, such as `bfloat16`.
         rows, inner, columns: the shape.
-        flops_per_s: two for each multiply and add.
+        flops_per_s: two FLOPs for each multiply-add.
     """
 
     dtype: str
@@ -63,15 +63,15 @@ class Ceilings:
     """Measured rates of one machine.
 
     Attributes:
-        machine: where they hold.
-        read_bytes_per_s, copy_bytes_per_s: of buffers beyond all caches, with all threads; a copy
-            counts the bytes copied once.
-        one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: likewise with one thread.
+        machine: that the rates are valid for.
+        read_bytes_per_s, copy_bytes_per_s: for buffers larger than all caches, with all threads;
+            a copy counts its bytes once.
+        one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: the same with one thread.
         products: matrix products by shape.
-        attention_bytes_per_s: by way of attending, KV bytes of a decoding batch over its time.
-        copies: of swapped pages, by device; files written before this was measured have none.
-        prefill: of models, by `model_key`; empty where no model was given.
-        steps: of models under eviction rules, by `steps_key`; likewise.
+        attention_bytes_per_s: by attention variant, KV bytes of a decoding batch over its time.
+        copies: of swapped pages, by device; empty in files of older versions.
+        prefill: of models, by `model_key`; empty if no model was given.
+        steps: of models under eviction rules, by `steps_key`; empty if no model was given.
     """
 
     machine: Machine
@@ -89,7 +89,7 @@ class Ceilings:
         """The highest measured rate of a product, in FLOP/s.
 
         Raises:
-            ConfigError: nothing was measured in this dtype.
+            ConfigError: no product was measured in this dtype.
         """
         return max(product.flops_per_s for product in self._of_dtype(dtype))
 
@@ -98,12 +98,11 @@ class Ceilings:
     ) -> float:
         """Rate to expect of a product, in FLOP/s.
 
-        Of the measured matrices [inner, columns] the one nearest in shape stands for the asked
-        one; between two measured numbers of rows the rate is interpolated along the logarithm of
-        rows, and beyond the ends it stays.
+        Uses the measured matrix [inner, columns] with the nearest shape. The rate is interpolated
+        over the logarithm of rows, and constant outside of the measured range.
 
         Raises:
-            ConfigError: a size below 1, or nothing measured in this dtype.
+            ConfigError: a size below 1, or no product was measured in this dtype.
         """
         if min(rows, inner, columns) < 1:
             raise ConfigError(f"expected sizes of 1 or more, got {rows}, {inner}, {columns}")
@@ -123,13 +122,13 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class NotUsable:
-    """Why stored ceilings cannot be used here."""
+    """Stored ceilings that are not valid here, with the reason."""
 
     reason: str
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Where the ceilings of this machine are kept: in the user's cache folder."""
+    """Path of this machine's ceilings, in the user's cache folder."""
     named = environment.get("XDG_CACHE_HOME", "")
     # the XDG specification asks for relative paths to be ignored
     cache = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
@@ -137,10 +136,10 @@ def default_path(environment: Mapping[str, str]) -> Path:
 
 
 def write_ceilings(ceilings: Ceilings, path: Path) -> None:
-    """Store ceilings; whoever reads meanwhile sees the old file or the new one, whole.
+    """Store ceilings atomically: concurrent readers see the whole old file or the whole new one.
 
     Raises:
-        ConfigError: the place cannot be written.
+        ConfigError: the file cannot be written.
     """
     text = json.dumps({"format": FORMAT} | asdict(ceilings), indent=2) + "\n"
     try:
@@ -160,16 +159,16 @@ def write_ceilings(ceilings: Ceilings, path: Path) -> None:
 
 
 def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
-    """Stored ceilings, or why they do not hold for `machine`."""
+    """Read stored ceilings; `NotUsable` if they are not valid for `machine`."""
     again = "run `quire profile`"
     try:
         ceilings = ceilings_from(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return NotUsable(f"{path} is not there: {again}")
+        return NotUsable(f"{path} does not exist: {again}")
     except OSError as error:
         return NotUsable(f"{path} cannot be read: {error.strerror}")
     except (ValueError, KeyError, TypeError) as error:
-        return NotUsable(f"{path} is not a file of ceilings ({error}): {again}")
+        return NotUsable(f"{path} is not a valid ceilings file ({error}): {again}")
     for part in fields(Machine):
         stored, here = getattr(ceilings.machine, part.name), getattr(machine, part.name)
         if stored != here:
@@ -178,11 +177,11 @@ def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
 
 
 def ceilings_from(stored: Any) -> Ceilings:
-    """Ceilings from what a file holds, which may be anything; their JSON object is a mapping.
+    """Parse the contents of a ceilings file, a JSON object.
 
     Raises:
-        ValueError: another format, or a rate that is none.
-        KeyError, TypeError: a field is missing, or is not what it should be.
+        ValueError: another format, or an invalid rate.
+        KeyError, TypeError: a field is missing or has the wrong type.
     """
     values = dict(stored)
     if values.pop("format") != FORMAT:

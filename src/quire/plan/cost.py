@@ -1,10 +1,10 @@
-"""What it costs to preempt a sequence: swap it, read it again, or keep its tail and read its head.
+"""Costs of preempting a sequence: swap, recompute, or a hybrid of both.
 
-    | head: read again           | tail: on the host        |
+    | head: recomputed           | tail: swapped            |
     0                     keep_from                      tokens
 
-Swapping takes a sequence's bytes over a link twice; reading it again takes arithmetic, which grows
-faster than the length. What is cheaper depends on rates, so these are arguments (`plan.rates`).
+Swap transfers a sequence's bytes over a link twice. Recompute costs arithmetic that grows faster
+than the length. Which one is cheaper depends on rates, so they are arguments (`plan.rates`).
 """
 
 import math
@@ -19,16 +19,16 @@ How = Literal["swap", "recompute", "hybrid"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a sequence holds, as far as preempting it goes.
+    """The state of a sequence that preemption costs depend on.
 
     Attributes:
-        tokens: computed ones.
-        kv_bytes: that would be swapped.
-        cached_tokens: from its beginning, that a prefix cache will give it again for nothing.
-        page_tokens: where it may be split; 0 where it may not.
+        tokens: computed tokens.
+        kv_bytes: bytes to swap.
+        cached_tokens: leading tokens that the prefix cache retains, which cost nothing.
+        page_tokens: granularity of splits; 0 if the sequence cannot be split.
 
     Raises:
-        ConfigError: a negative number, or more cached tokens than there are.
+        ConfigError: a negative number, or more cached tokens than tokens.
     """
 
     tokens: int
@@ -43,7 +43,7 @@ class Holding:
             raise ConfigError(f"{self.cached_tokens} cached tokens of {self.tokens}")
 
     def tail_bytes(self, keep_from: int) -> int:
-        """Bytes of the pages from this token on, a border of pages."""
+        """Bytes of the pages from this token on, which is a page boundary."""
         pages = -(-self.tokens // self.page_tokens)
         return self.kv_bytes - self.kv_bytes * (keep_from // self.page_tokens) // pages
 
@@ -54,9 +54,9 @@ class Choice:
 
     Attributes:
         how: swap, recompute or hybrid.
-        seconds: that out and back will take.
-        keep_from: of a hybrid, the token from which on the KV is kept; else 0.
-        reason: for people.
+        seconds: predicted time of preemption and resumption.
+        keep_from: first token that a hybrid swaps; else 0.
+        reason: explanation for messages.
     """
 
     how: How
@@ -66,22 +66,22 @@ class Choice:
 
 
 def swap_seconds(costs: Costs, num_bytes: int | float, *, pieces: int = 1) -> float:
-    """Time to copy KV out and back.
+    """Time to swap KV out and in.
 
     Args:
         costs: rates.
         num_bytes: of the KV.
-        pieces: extents it lies in on the host.
+        pieces: number of its extents in host memory.
     """
     copies = costs.copies
     return copies.out.seconds(num_bytes, pieces) + copies.back.seconds(num_bytes, pieces)
 
 
 def recompute_seconds(costs: Costs, tokens: int, cached: int = 0) -> float:
-    """Time to read `tokens` tokens again, of which the first `cached` are still there.
+    """Time to recompute `tokens` tokens without the first `cached`.
 
-    A chunk shares its step with other requests, so it is charged by how full it is: a chunk of a
-    quarter of `chunk_tokens` costs a quarter of `call_s`.
+    A chunk shares its step with other requests, so it is charged by its size: a chunk of a quarter
+    of `chunk_tokens` costs a quarter of `call_s`.
     """
     prefill = costs.prefill
     per_token_s = prefill.token_s + prefill.call_s / costs.chunk_tokens
@@ -89,24 +89,24 @@ def recompute_seconds(costs: Costs, tokens: int, cached: int = 0) -> float:
 
 
 def hybrid_seconds(costs: Costs, holding: Holding, keep_from: int) -> float:
-    """Time to swap the tail from `keep_from` on, and to read what is before it again.
+    """Time to swap the tail from `keep_from` on and to recompute the head.
 
-    One after the other: the tail is put behind a head that is there. Differs from restoring a
-    prefix from a slow tier (Cake), where reading and loading overlap and the longer one counts.
+    Both run one after the other: the tail is appended to a complete head. Differs from loading a
+    prefix from a slow tier (Cake), where both overlap and the longer time counts.
     """
     head_s = recompute_seconds(costs, keep_from, min(holding.cached_tokens, keep_from))
     return head_s + swap_seconds(costs, holding.tail_bytes(keep_from))
 
 
 def best_split(costs: Costs, holding: Holding, host_bytes: int) -> int | None:
-    """The border of pages at which a hybrid costs least, of those whose tail the host holds.
+    """The page boundary with the cheapest hybrid, of those whose tail fits in host memory.
 
-    With k seconds to move a token's KV out and back, t to read a token and a for its square, the
-    time is t * l + a * l^2 + k * (tokens - l) and a constant: lowest at l = (k - t) / (2 * a).
+    With k seconds to swap a token's KV out and in, t to prefill a token and a for its square, the
+    time is t * l + a * l^2 + k * (tokens - l) plus a constant. It is lowest at l = (k - t) / (2 a).
 
     Returns:
-        The token from which on to keep; None where no border lies inside the sequence and behind
-        what is cached, or no page of a tail fits.
+        The first token to swap. None if no boundary is inside the sequence and after the cached
+        tokens, or no page of a tail fits.
     """
     page, prefill = holding.page_tokens, costs.prefill
     if not page or not holding.tokens:
@@ -130,12 +130,12 @@ def best_split(costs: Costs, holding: Holding, host_bytes: int) -> int | None:
 def choose(costs: Costs, holding: Holding, host_bytes: int) -> Choice:
     """The cheapest way to preempt a sequence.
 
-    Where two cost the same, swapping comes first: it alone brings the very bytes back.
+    Swap wins ties: only swap restores identical bytes.
 
     Args:
         costs: rates.
-        holding: what the sequence holds.
-        host_bytes: free in the host pool; 0 where there is none.
+        holding: state of the sequence.
+        host_bytes: free bytes of the host pool; 0 without one.
     """
     recompute_s = recompute_seconds(costs, holding.tokens, holding.cached_tokens)
     choices = [Choice(how="recompute", seconds=recompute_s)]
@@ -158,27 +158,27 @@ def choose(costs: Costs, holding: Holding, host_bytes: int) -> Choice:
 def _reason(choices: list[Choice], holding: Holding, host_bytes: int) -> str:
     parts = [f"{choice.how} {choice.seconds * 1e3:.2f} ms" for choice in choices]
     if choices[0].how != "swap":
-        parts.append(f"{holding.kv_bytes:,} B do not fit the {host_bytes:,} B of the host pool")
+        parts.append(f"{holding.kv_bytes:,} B exceed the {host_bytes:,} B free in the host pool")
     return ", ".join(parts)
 
 
 # ---- roots ---------------------------------------------------------------------------------------
 
-# Where a quadratic cost meets a linear one.
+# Intersection of a quadratic cost and a linear one.
 
 
 def positive_root(square: int | float, linear: int | float, constant: int | float) -> float:
     """The largest root of square * n^2 + linear * n = constant.
 
-    In the form that loses no digits where `square` is small.
+    Uses the form without cancellation for small `square`.
 
     Args:
         square: 0 or more.
-        linear: any.
-        constant: 0 or more; less where there is a root all the same.
+        linear: any number.
+        constant: 0 or more; a negative number if a root exists.
 
     Returns:
-        Infinity where the left side never reaches the constant.
+        The root; infinity if the left side never reaches the constant.
     """
     if not square:
         return constant / linear if linear > 0 else math.inf

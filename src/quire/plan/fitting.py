@@ -1,6 +1,6 @@
-"""Rates from measured times: least squares that forget, fits without negative terms, changes.
+"""Rates from measured times: recursive least squares, non-negative fits, change detection.
 
-seconds = x . coefficients        x: what was done, such as (1 call, 3 pieces, 7e6 bytes)
+seconds = x . coefficients        x: amounts, such as (1 call, 3 pieces, 7e6 bytes)
 """
 
 import math
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError
 
-# Rates that follow what is measured: least squares that forget, and do not believe every sample.
+# Online estimates: recursive least squares with forgetting and robust weights.
 
-_MOST_VARIANCE = 30.0  # of a coefficient, relative: a few samples outweigh what was stored
-_LEAST_CHANGE = 0.1  # of a coefficient by one sample: times stay above zero
-_CLIP = 3.0  # spreads that a sample may be off before it counts as one of so much
+_MOST_VARIANCE = 30.0  # relative, of a coefficient: a few samples outweigh the prior
+_LEAST_CHANGE = 0.1  # least factor of a coefficient per sample, which keeps times positive
+_CLIP = 3.0  # in spreads; larger errors get less weight
 _SPREAD_PACE = 0.2
 _LEAST_SPREAD = 0.02
 
@@ -24,15 +24,14 @@ _LEAST_SPREAD = 0.02
 class RateEstimator:
     """Recursive least squares with exponential forgetting (Ljung, System Identification, 11.2).
 
-    Differs from the textbook: errors count relative to the prediction, because a copy of 1 GiB
-    varies by more seconds than one of 1 MiB; a sample whose error is beyond three times what is
-    usual weighs less in proportion (Huber), so a stray one moves little; coefficients stay
-    positive; and the uncertainty of what has not been tried for long is bounded. All variances are
-    relative to the coefficients as they are known now.
+    Differs from the textbook. Errors are relative to the prediction, because a copy of 1 GiB varies
+    by more seconds than one of 1 MiB. A sample with an error above three times the usual error gets
+    proportionally less weight (Huber). Coefficients stay positive. The variance of an amount that
+    has not occurred for long is bounded. All variances are relative to the current coefficients.
 
     Args:
-        prior: coefficients to begin with; those that are 0 stay so.
-        forgetting: weight of the last sample's predecessor; 0.97 remembers about 33 samples.
+        prior: initial coefficients; a coefficient of 0 stays 0.
+        forgetting: factor on a sample's weight per new sample; 0.97 remembers about 33 samples.
     """
 
     def __init__(self, prior: Sequence[int | float], forgetting: float = 0.97) -> None:
@@ -44,19 +43,19 @@ class RateEstimator:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Seconds of each unit, as known now."""
+        """Current estimates of seconds per unit of each amount."""
         return tuple(float(value) for value in self._coefficients)
 
     def predict(self, amounts: Sequence[int | float]) -> float:
-        """Seconds that so much of each unit takes."""
+        """Predict the seconds of the given amounts."""
         return float(np.dot(self._coefficients, amounts))
 
     def add(self, amounts: Sequence[int | float], seconds: int | float) -> None:
-        """Learn from one measurement; one that took no time teaches nothing.
+        """Learn from one measurement; a time of 0 or infinity is ignored.
 
         Args:
-            amounts: how much of each unit was done.
-            seconds: what it took.
+            amounts: number of units of each kind.
+            seconds: measured time.
         """
         predicted_s = self.predict(amounts)
         if not 0 < seconds < math.inf or predicted_s <= 0:
@@ -73,12 +72,12 @@ class RateEstimator:
         self.num_samples += 1
 
     def doubt(self) -> None:
-        """Believe the next samples as if nothing had been measured yet; coefficients stay."""
+        """Reset the variance, not the coefficients: the next samples get full weight."""
         self._variance = np.eye(len(self._coefficients)) * _MOST_VARIANCE
         self._spread = 1.0
 
     def _weight(self, error: int | float) -> float:
-        """How much a sample with this error counts, up to 1; notes how large errors usually are."""
+        """Weight of a sample with this error, 0 to 1; updates the usual error."""
         limit = _CLIP * self._spread
         believed = min(error, limit)
         self._spread += _SPREAD_PACE * (believed - self._spread)
@@ -92,7 +91,7 @@ class RateEstimator:
 
 # ---- fit -----------------------------------------------------------------------------------------
 
-# Fits times to what was done: seconds = amounts . coefficients, none of them below zero.
+# Fits of seconds = amounts . coefficients with non-negative coefficients.
 
 
 def fit_seconds(
@@ -100,16 +99,16 @@ def fit_seconds(
 ) -> tuple[float, ...]:
     """Coefficients with the least relative error, all 0 or more.
 
-    The best fit under that condition is a plain least-squares fit of those that are above 0
-    (Lawson and Hanson, Solving Least Squares Problems, chapter 23). There are few, so all subsets
-    are tried.
+    The constrained optimum is an ordinary least-squares fit of its positive coefficients (Lawson
+    and Hanson, Solving Least Squares Problems, chapter 23). There are few coefficients, so all
+    subsets are tried.
 
     Args:
-        amounts: how much of each unit was done, one row for each measurement.
-        seconds: what it took, above 0.
+        amounts: number of units of each kind, one row for each measurement.
+        seconds: measured times, above 0.
 
     Raises:
-        ConfigError: no measurement, or one that took no time.
+        ConfigError: no measurement, or a time of 0.
     """
     if not len(seconds) or min(seconds) <= 0:
         raise ConfigError(f"expected times above 0 to fit, got {list(seconds)}")
@@ -136,25 +135,25 @@ def _fit(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
 
 # ---- changes -------------------------------------------------------------------------------------
 
-# Notices that times have changed for good, and not only by chance.
+# Detects lasting changes of times.
 #
-# A two-sided Page-Hinkley test on the logarithm of measured over predicted: sums of errors beyond
-# half of what is usual, up and down; one that reaches eight times what is usual is a change. A
-# sample counts three times what is usual at most, so that no single one is taken for a change.
+# A two-sided Page-Hinkley test on the logarithm of measured over predicted time. It sums errors
+# beyond half of the usual error, upwards and downwards; a sum of eight usual errors is a change. A
+# sample counts as at most three usual errors, so no single sample is a change.
 
 _ALLOWED, _CHANGE_CLIP, _LIMIT = 0.5, 3.0, 8.0  # in usual errors
 _PACE, _LEAST_USUAL = 0.05, 0.01
 
 
 class ChangeDetector:
-    """Told of predictions and what came; says when what is predicted no longer holds."""
+    """Detects from predicted and measured times that predictions are no longer valid."""
 
     def __init__(self) -> None:
         self._usual = 0.1
         self._up = self._down = 0.0
 
     def add(self, predicted_s: int | float, seconds: int | float) -> bool:
-        """Whether times have changed, as of this sample; the sums then begin anew."""
+        """Whether this sample completes a change; the sums then restart from 0."""
         if predicted_s <= 0 or seconds <= 0:
             return False
         error = math.log(seconds / predicted_s)

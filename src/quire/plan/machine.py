@@ -1,4 +1,4 @@
-"""Which machine this is, and what a container lets this process have of its memory."""
+"""The machine: its identity, and the memory that a container allows this process."""
 
 import contextlib
 import platform
@@ -10,14 +10,14 @@ import psutil
 
 from quire.plan.ceilings import Machine
 
-# Which machine this is, as far as measured rates depend on it.
+# Identity of the machine, as far as measured rates depend on it.
 
 
 def this_machine(threads: int) -> Machine:
-    """What measured ceilings of this machine depend on.
+    """The identity of this machine for stored ceilings.
 
     Args:
-        threads: torch's.
+        threads: torch's threads.
     """
     version = package_version("torch") or "without metadata"
     return Machine(cpu=cpu_model(), threads=threads, torch=version)
@@ -32,7 +32,7 @@ def package_version(package: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -44,14 +44,14 @@ def cpu_model() -> str:
 
 # ---- container -----------------------------------------------------------------------------------
 
-# What a container lets this process have: its control groups' memory limits.
+# Memory limits of a container's control groups.
 #
-# The machine's free memory says nothing about them; a process that takes more is killed.
+# The machine's free memory does not include them; the system kills a process that exceeds one.
 #
 #     version 2   /sys/fs/cgroup/<group>/memory.max, memory.current, memory.stat: inactive_file
 #     version 1   /sys/fs/cgroup/memory/<group>/memory.limit_in_bytes, memory.usage_in_bytes, ...
 #
-# A limit holds for a group and all below it, so every group from the own one up to the root counts.
+# A limit applies to a group and all below it, so every group from the own one to the root counts.
 
 _MOUNT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -61,29 +61,29 @@ _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def container_free_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) -> int | None:
-    """Bytes this process may still take under its control groups; None where nothing limits it.
+    """Bytes that the control groups still allow this process; None without a limit.
 
     Args:
-        mount: where control groups are.
-        own_groups: which groups this process is in.
+        mount: path of the control groups.
+        own_groups: file with the groups of this process.
     """
     return min((limit - used for limit, used in _limits(mount, own_groups)), default=None)
 
 
 def free_host_bytes() -> int:
-    """Bytes of host memory that can still be taken, within what a container allows."""
+    """Bytes of free host memory, within the limits of a container."""
     free_bytes = int(psutil.virtual_memory().available)
     contained = container_free_bytes()
     return free_bytes if contained is None else min(free_bytes, max(0, contained))
 
 
 def container_total_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) -> int | None:
-    """The smallest limit of its control groups in bytes; None where nothing limits it."""
+    """The smallest memory limit of the control groups in bytes; None without a limit."""
     return min((limit for limit, _ in _limits(mount, own_groups)), default=None)
 
 
 def _limits(mount: Path, own_groups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of every group that has a limit."""
+    """Limit and use of every group with a limit."""
     try:
         lines = own_groups.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -97,7 +97,7 @@ def _limits(mount: Path, own_groups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _of_groups(root: Path, group: str, names: tuple[str, str, str]) -> Iterator[tuple[int, int]]:
-    # inside a container the own group may be named as outside, and is the root of what is mounted
+    # inside a container the own group may have its outside name, and is the root of the mount
     own = root / group.strip("/")
     folders = [own, *own.parents]
     for folder in folders[: folders.index(root) + 1] if root in folders else [root]:
@@ -107,7 +107,7 @@ def _of_groups(root: Path, group: str, names: tuple[str, str, str]) -> Iterator[
 
 
 def _cached_bytes(stat: Path, key: str) -> int:
-    """File pages that the system drops when memory is asked for."""
+    """File pages that the system can reclaim."""
     with contextlib.suppress(OSError, ValueError):
         for line in stat.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(" ")

@@ -1,4 +1,4 @@
-"""What preemption costs: stored or assumed at first, then as measured in this run."""
+"""Costs of preemption: stored or assumed at first, then learned from this run."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,20 @@ from quire.plan.ceilings import Ceilings, NotUsable
 from quire.plan.fitting import RateEstimator
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates, model_key
 
-# What preemption costs here, before anything was measured in this run: stored, or assumed.
+# Initial costs of preemption: stored, or assumed.
 
-# below what any machine of the last ten years does; samples of the run soon take their place
+# lower than any machine of the last ten years; samples of the run soon replace them
 ASSUMED_COPY = CopyRate(bytes_per_s=2e9, call_s=1e-4, piece_s=2e-5)
 ASSUMED_FLOPS_PER_S = 5e10
 
 
 @dataclass(frozen=True, slots=True)
 class KnownCosts:
-    """Costs to begin with.
+    """Initial costs.
 
     Attributes:
         costs: all rates.
-        notice: what was assumed and how to have it measured; empty where all was.
+        notice: assumed rates, and how to measure them; empty if all are measured.
     """
 
     costs: Costs
@@ -31,14 +31,14 @@ class KnownCosts:
 def known_costs(
     found: Ceilings | NotUsable, model: ModelSpec, *, dtype: str, device: str, chunk_tokens: int
 ) -> KnownCosts:
-    """Costs from stored ceilings as far as these go, and conservative ones for the rest.
+    """Costs from stored ceilings where available, and conservative ones for the rest.
 
     Args:
-        found: what `read_ceilings` gave.
-        model: the shape, whose arithmetic stands for a prefill that was not measured.
-        dtype: of its weights, as `bfloat16`.
+        found: result of `read_ceilings`.
+        model: its dimensions, from which an unmeasured prefill is estimated.
+        dtype: of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
-        chunk_tokens: tokens a step reads of a prompt.
+        chunk_tokens: prefill tokens of a step.
     """
     missing = [found.reason] if isinstance(found, NotUsable) else []
     stored = None if isinstance(found, NotUsable) else found
@@ -65,7 +65,7 @@ def assumed_prefill(model: ModelSpec, flops_per_s: int | float) -> PrefillRates:
     * p FLOP a layer, which sums up to 2 * heads * head_dim * (b^2 - a^2) from a to b.
 
     Args:
-        model: the shape; of the vocabulary's matrix only a prompt's last row is multiplied.
+        model: its dimensions; the head is computed for a prompt's last row only.
         flops_per_s: rate of products.
     """
     weights = model.num_active_parameters - model.embedding_parameters
@@ -84,25 +84,25 @@ def _product_rate(
         return stored.product_rate(
             chunk_tokens, model.hidden_size, model.intermediate_size, dtype=dtype
         )
-    except ConfigError:  # nothing was measured in this dtype
+    except ConfigError:  # no product was measured in this dtype
         return ASSUMED_FLOPS_PER_S
 
 
 # ---- learned costs -------------------------------------------------------------------------------
 
-# Costs that begin with what `quire profile` stored and follow what the engine measures.
+# Costs that start from the output of `quire profile` and follow the engine's measurements.
 
-# what was stored as nothing may still turn out to be something, and is learned from about there
+# An estimate of 0 would stay 0, so coefficients start at no less than these.
 _LEAST_CALL_S = 1e-4
 _LEAST_PIECE_S = 1e-5
 _LEAST_SQUARES_OF_A_TOKEN = 1e-5
 
 
 class LearnedCosts:
-    """Costs of this engine on this machine, as far as they are known now.
+    """Current costs of this engine on this machine.
 
     Args:
-        prior: stored or conservative ones.
+        prior: stored or conservative costs.
         forgetting: see `RateEstimator`.
     """
 
@@ -110,10 +110,10 @@ class LearnedCosts:
         self._chunk_tokens = prior.chunk_tokens
         self._out = _of_copies(prior.copies.out, forgetting)
         self._back = _of_copies(prior.copies.back, forgetting)
-        reading = prior.prefill
-        call_s = max(reading.call_s, _LEAST_CALL_S)
-        square_s = max(reading.square_s, reading.token_s * _LEAST_SQUARES_OF_A_TOKEN)
-        self._prefill = RateEstimator((call_s, reading.token_s, square_s), forgetting)
+        prefill = prior.prefill
+        call_s = max(prefill.call_s, _LEAST_CALL_S)
+        square_s = max(prefill.square_s, prefill.token_s * _LEAST_SQUARES_OF_A_TOKEN)
+        self._prefill = RateEstimator((call_s, prefill.token_s, square_s), forgetting)
 
     @property
     def costs(self) -> Costs:
@@ -127,7 +127,7 @@ class LearnedCosts:
 
     @property
     def num_samples(self) -> int:
-        """Measurements learned from."""
+        """Number of measurements learned from."""
         return sum(e.num_samples for e in (self._out, self._back, self._prefill))
 
     def copied_out(self, num_bytes: int, seconds: int | float, *, pieces: int = 1) -> None:
@@ -139,11 +139,11 @@ class LearnedCosts:
         self._back.add((1, pieces, num_bytes), seconds)
 
     def read(self, tokens: int, before: int, seconds: int | float) -> None:
-        """Learn from a step that did nothing but read a chunk of one prompt.
+        """Learn from a step that only prefilled a chunk of one prompt.
 
         Args:
             tokens: of the chunk.
-            before: tokens of the sequence ahead of it.
+            before: tokens of the sequence before the chunk.
             seconds: of the step.
         """
         self._prefill.add((1, tokens, (before + tokens) ** 2 - before**2), seconds)

@@ -1,4 +1,4 @@
-"""Measured rates: copies and prompts, whole steps under a rule, and the file that keeps them."""
+"""Measured rates of copies, prefill and whole steps, and their stored form."""
 
 import math
 from bisect import bisect_left
@@ -10,17 +10,17 @@ from quire.errors import ConfigError
 from quire.layout.eviction import parse_policy
 from quire.layout.model import ModelSpec
 
-# Rates that preemption is decided by: copies between arena and host, and reading tokens again.
+# Rates that preemption depends on: copies between arena and host memory, and prefill.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRate:
-    """One way of copying pages: seconds = call_s + pieces * piece_s + bytes / bytes_per_s.
+    """Rate of copies of pages: seconds = call_s + pieces * piece_s + bytes / bytes_per_s.
 
     Attributes:
         bytes_per_s: of large copies.
-        call_s: what a swap costs whatever its size.
-        piece_s: what each separate extent adds.
+        call_s: fixed cost of a swap.
+        piece_s: cost of each separate extent.
 
     Raises:
         ConfigError: a rate that is not above 0, or negative seconds.
@@ -35,7 +35,7 @@ class CopyRate:
         _require_seconds(self, "call_s", "piece_s")
 
     def seconds(self, num_bytes: int | float, pieces: int = 1) -> float:
-        """Time of a copy; nothing to copy takes none."""
+        """Time of a copy; 0 for 0 bytes."""
         if not num_bytes:
             return 0.0
         return self.call_s + pieces * self.piece_s + num_bytes / self.bytes_per_s
@@ -43,11 +43,11 @@ class CopyRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRates:
-    """Both ways.
+    """Rates of copies in both directions.
 
     Attributes:
-        out: from the arena to the host.
-        back: from the host to the arena.
+        out: from the arena to host memory.
+        back: from host memory to the arena.
     """
 
     out: CopyRate
@@ -56,17 +56,17 @@ class CopyRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRates:
-    """How long reading tokens takes.
+    """Duration of prefill.
 
     A chunk from position a to b: call_s + token_s * (b - a) + square_s * (b^2 - a^2).
 
     Attributes:
-        call_s: of a step, whatever it reads.
-        token_s: of each token's products: 2 * parameters / rate.
-        square_s: of attention: 2 * layers * heads * head_dim / rate.
+        call_s: fixed cost of a step.
+        token_s: products of a token: 2 * parameters / rate.
+        square_s: attention: 2 * layers * heads * head_dim / rate.
 
     Raises:
-        ConfigError: negative seconds, or tokens that take no time.
+        ConfigError: negative seconds, or a `token_s` of 0.
     """
 
     token_s: int | float
@@ -80,12 +80,12 @@ class PrefillRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """All that a choice between swapping and reading again needs.
+    """Rates that the choice between swap and recompute depends on.
 
     Attributes:
-        copies: between arena and host.
+        copies: between arena and host memory.
         prefill: of the model.
-        chunk_tokens: tokens a step reads of a prompt.
+        chunk_tokens: prefill tokens of a step.
     """
 
     copies: CopyRates
@@ -111,22 +111,21 @@ def _require_seconds(rates: CopyRate | PrefillRates, *names: str) -> None:
 
 # ---- step rates ----------------------------------------------------------------------------------
 
-# Rates of whole engine steps under one eviction rule: reading prompts, decoding, evicting.
+# Rates of whole engine steps under one eviction rule: prefill, decode, eviction.
 #
-# They hold for one model on one machine: `quire profile MODEL` measures and stores them.
+# They are valid for one model on one machine. `quire profile MODEL` measures and stores them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRates:
-    """How long a decode step takes; see `quire.plan.static_run` for the formula.
+    """Duration of decode steps; see `quire.plan.static_run` for the formula.
 
     Attributes:
-        batch_s: rows, and the seconds of a step of so many without its slots; rising rows. Between
-            two of them lies a straight line, which goes on behind the last two unless it falls;
-            fewer rows than the first take as long as those.
-        slot_s: of each slot of KV that a row attends to, all layers.
-        evict_row_s: of each row that evicts before the step.
-        evict_slot_s: of each slot it then chooses among.
+        batch_s: (rows, seconds of a step without its slots), rows rising. Linear between two
+            entries, and after the last two unless they fall; constant before the first.
+        slot_s: cost of each slot of KV that a row attends to, all layers.
+        evict_row_s: cost of each row that evicts before the step.
+        evict_slot_s: cost of each slot that such a row selects from.
 
     Raises:
         ConfigError: negative seconds, a step that takes no time, or rows that do not rise.
@@ -149,7 +148,7 @@ class DecodeRates:
             raise ConfigError(f"expected decode steps that take time, got {self.batch_s}")
 
     def products_s(self, rows: int) -> float:
-        """Seconds of a step of so many rows, without its slots."""
+        """Seconds of a step with this number of rows, without its slots."""
         measured = [batch for batch, _ in self.batch_s]
         right = min(bisect_left(measured, rows), len(measured) - 1)
         (low, low_s), (high, high_s) = self.batch_s[max(0, right - 1)], self.batch_s[right]
@@ -163,11 +162,11 @@ class DecodeRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRates:
-    """All steps under one rule.
+    """Rates of all steps under one rule.
 
     Attributes:
-        whole: of prompts, or first blocks, read with nothing ahead of them.
-        blocks: of blocks of a prompt behind an eviction, which is counted in; as `whole` where
+        whole: prefill of whole prompts or first blocks, with no tokens before them.
+        blocks: prefill of later blocks, including the eviction before each; equal to `whole` if
             none were measured.
         decode: of decode steps.
     """
@@ -179,17 +178,17 @@ class StepRates:
 
 # ---- stored rates --------------------------------------------------------------------------------
 
-# Rates of copies, prompts and steps as they stand in the file that `quire profile` writes.
+# Rates of copies, prefill and steps as stored in the file that `quire profile` writes.
 
 _NUMBERS = ("cap", "every", "when")
 
 
 def model_key(model: ModelSpec, *, dtype: str, device: str) -> str:
-    """What the prefill rates of a model are stored under: its shape, whatever folder it is in.
+    """Key of a model's prefill rates: its dimensions, independent of its folder.
 
     Args:
-        model: the shape.
-        dtype: of its weights, as `bfloat16`.
+        model: its dimensions.
+        dtype: of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
     """
     return (
@@ -199,16 +198,16 @@ def model_key(model: ModelSpec, *, dtype: str, device: str) -> str:
 
 
 def steps_key(key: str, evict: str) -> str:
-    """What the step rates of a model under an eviction rule are stored under.
+    """Key of a model's step rates under an eviction rule.
 
-    How much stays and when is not in it: that is what rates are used to find out about.
+    The rule's cap and schedule are not part of the key: rates are used to compare them.
 
     Args:
         key: of `model_key`.
         evict: the rule, as `--evict` takes it.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `evict` is not a rule.
     """
     parsed = parse_policy(evict)
     kept = sorted(item for item in parsed.options.items() if item[0] not in _NUMBERS)
@@ -220,8 +219,8 @@ def copies_from(stored: object) -> dict[str, CopyRates]:
     """Copy rates by device from their JSON object.
 
     Raises:
-        ValueError: a rate that is none.
-        KeyError, TypeError: a field is missing, or is not what it should be.
+        ValueError: an invalid rate.
+        KeyError, TypeError: a field is missing or has the wrong type.
     """
     return {
         device: CopyRates(
@@ -235,8 +234,8 @@ def prefill_from(stored: object) -> dict[str, PrefillRates]:
     """Prefill rates by `model_key` from their JSON object.
 
     Raises:
-        ValueError: a rate that is none.
-        KeyError, TypeError: a field is missing, or is not what it should be.
+        ValueError: an invalid rate.
+        KeyError, TypeError: a field is missing or has the wrong type.
     """
     return {key: PrefillRates(**_table(rates)) for key, rates in _table(stored).items()}
 
@@ -245,8 +244,8 @@ def steps_from(stored: object) -> dict[str, StepRates]:
     """Step rates by `steps_key` from their JSON object.
 
     Raises:
-        ValueError: a rate that is none.
-        KeyError, TypeError: a field is missing, or is not what it should be.
+        ValueError: an invalid rate.
+        KeyError, TypeError: a field is missing or has the wrong type.
     """
     return {
         key: StepRates(

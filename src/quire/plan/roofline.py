@@ -1,7 +1,7 @@
-"""What one decode step must read, and how long that takes at a given read rate.
+"""Memory reads of a decode step, and its least time at a given read rate.
 
-Decoding a token multiplies matrices by a few vectors: the time goes into reading the weights once
-and every sequence's KV. Rates are arguments, to be measured on the machine at hand.
+Decoding a token multiplies matrices by a few vectors. So the time is spent reading the weights once
+and the KV of every sequence. Rates are arguments, to be measured on the machine.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class DecodeStep:
     """Bytes that one decode step of a batch reads.
 
     Attributes:
-        batch: sequences, each getting one token.
+        batch: number of sequences; each gets one token.
         weights_read_bytes: read once for the whole batch.
         kv_read_bytes: keys and values of all sequences.
     """
@@ -32,7 +32,7 @@ class DecodeStep:
 
     @property
     def kv_share(self) -> float:
-        """Part of the reads that is KV, 0 to 1."""
+        """Fraction (0 to 1) of the reads that is KV."""
         return self.kv_read_bytes / self.read_bytes
 
     def seconds(self, read_bytes_per_s: int | float) -> float:
@@ -46,7 +46,7 @@ class DecodeStep:
         return self.read_bytes / read_bytes_per_s
 
     def tokens_per_s(self, read_bytes_per_s: int | float) -> float:
-        """Most tokens per second, all sequences together."""
+        """Most tokens per second of all sequences together."""
         return self.batch / self.seconds(read_bytes_per_s)
 
 
@@ -58,14 +58,14 @@ def decode_step(
     weight_bytes_per_value: int | float = 2,
     kv_bytes_per_value: int | float = 2,
 ) -> DecodeStep:
-    """The reads of one decode step.
+    """Compute the reads of one decode step.
 
     Args:
-        model: the shape.
-        batch: sequences in the step.
+        model: its dimensions.
+        batch: sequences of the step.
         tokens: length of each; window layers read at most their window.
-        weight_bytes_per_value: 2 for fp16 and bf16.
-        kv_bytes_per_value: likewise for the KV.
+        weight_bytes_per_value: bytes of a weight; 2 for fp16 and bf16.
+        kv_bytes_per_value: bytes of a KV element.
 
     Raises:
         ConfigError: a batch below 1, or a negative length.
@@ -80,10 +80,10 @@ def decode_step(
 
 
 def weights_read_bytes(model: ModelSpec, batch: int, bytes_per_value: int | float) -> int:
-    """Weights a decode step of `batch` tokens reads.
+    """Bytes of weights that a decode step of `batch` tokens reads.
 
-    Tables that are only looked up are left out. Of the routed experts a step reads those that at
-    least one token chose: with even routing E * (1 - (1 - k / E) ** batch) of E.
+    Lookup tables are excluded. Of the E routed experts a step reads those selected by at least one
+    token: E * (1 - (1 - k / E) ** batch) with even routing to k experts per token.
     """
     values = float(model.num_parameters - model.lookup_parameters)
     if model.mixture is not None:
@@ -103,14 +103,14 @@ def crossover_batch(
 ) -> int:
     """The smallest batch whose KV reads exceed the weight reads of a decode step.
 
-    Below it a step costs the weights, shared by the batch; above it each sequence's KV, and a
-    smaller KV makes the step faster almost in proportion.
+    Below it the weights dominate, which the batch shares. Above it the KV of each sequence
+    dominates, and a smaller KV makes the step faster almost in proportion.
 
     Args:
-        model: the shape.
+        model: its dimensions.
         tokens: length of each sequence.
-        weight_bytes_per_value: 2 for fp16 and bf16.
-        kv_bytes_per_value: likewise for the KV.
+        weight_bytes_per_value: bytes of a weight; 2 for fp16 and bf16.
+        kv_bytes_per_value: bytes of a KV element.
 
     Raises:
         ConfigError: `tokens` below 1.
@@ -118,7 +118,7 @@ def crossover_batch(
     if tokens < 1:
         raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
     each_bytes = model.kv_bytes(tokens, kv_bytes_per_value)
-    # with all weights read the answer is at hand; a mixture of experts may need fewer
+    # upper bound: all weights are read; a mixture of experts may need fewer sequences
     above = weights_read_bytes(model, 1 << 30, weight_bytes_per_value) // each_bytes + 1
     below = 0
     while above - below > 1:
@@ -132,21 +132,20 @@ def crossover_batch(
 
 # ---- parts ---------------------------------------------------------------------------------------
 
-# Bytes and FLOPs of each part of a step, and the time they take at least.
+# Bytes and FLOPs of each component of a step, and their least time.
 #
-# The parts are what a decoder is made of: the projections of queries, keys and values; attention;
-# the output projection; the MLP; the head; and the rest. Bytes are what must come from memory or go
-# there: weights once a step, the KV that is read and the KV that is written. Activations are left
-# out: they can stay in the caches.
+# Components: the projections of queries, keys and values; attention; the output projection; the
+# MLP; the head; and the rest. Bytes are memory traffic: weights once a step, KV read and KV
+# written. Activations are excluded: they can stay in the caches.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTokens:
-    """One sequence in a step.
+    """One sequence of a step.
 
     Attributes:
         new: tokens processed; 1 while decoding.
-        before: tokens whose KV was there already.
+        before: tokens with stored KV.
     """
 
     new: int
@@ -155,13 +154,13 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """What one part of a step needs.
+    """Cost of one component of a step.
 
     Attributes:
         name: `qkv`, `attention`, `output projection`, `mlp`, `head`, `rest`; `total` of a sum.
         weight_bytes: read once.
         kv_bytes: read, and written for new tokens.
-        flops: two for each multiply and add of a product.
+        flops: two for each multiply-add of a product.
     """
 
     name: str
@@ -171,12 +170,12 @@ class PartCost:
 
     @property
     def num_bytes(self) -> int:
-        """All bytes from and to memory."""
+        """Memory traffic in bytes."""
         return self.weight_bytes + self.kv_bytes
 
     @property
     def intensity(self) -> float:
-        """FLOPs for each byte."""
+        """FLOPs per byte."""
         return self.flops / self.num_bytes if self.num_bytes else 0.0
 
     def floor_s(self, read_bytes_per_s: float, flops_per_s: float) -> float:
@@ -199,12 +198,12 @@ def step_parts(
     sampled_rows: int,
     bytes_per_value: int = 2,
 ) -> tuple[PartCost, ...]:
-    """The cost of each part of one step.
+    """Compute the cost of each component of one step.
 
     Args:
-        model: the shape; a mixture of experts reads the experts that are chosen, see `roofline`.
-        rows: the step's sequences.
-        sampled_rows: rows the head is computed for.
+        model: its dimensions; a mixture of experts reads the selected experts.
+        rows: sequences of the step.
+        sampled_rows: rows with logits.
         bytes_per_value: of weights and KV.
 
     Raises:
@@ -218,7 +217,7 @@ def step_parts(
     output = projected * model.num_heads
     norms = (2 * model.num_layers + 1) * model.hidden_size
     head = model.embedding_parameters
-    # what is left of the model is its MLPs, with the experts that take part
+    # the rest of the model: its MLPs, with the selected experts
     others = qkv + output + head + norms
     mlp_bytes = weights_read_bytes(model, tokens, bytes_per_value) - others * bytes_per_value
     mlp_active = model.num_active_parameters - model.lookup_parameters - others
@@ -253,7 +252,7 @@ def _attention(
     for layer in model.layers:
         for row in rows:
             pairs += _visible(row, layer.window)
-            # every key that some query sees is read once; a new one is written before
+            # every key that a query attends to is read once; a new one is also written
             seen = row.before + row.new
             if layer.window is not None:
                 seen = min(seen, layer.window + row.new - 1)
@@ -263,10 +262,10 @@ def _attention(
 
 
 def _visible(row: RowTokens, window: int | None) -> int:
-    """Pairs of a new token and a token it sees, itself included."""
+    """Number of (new token, visible token) pairs, itself included."""
     full = row.new * row.before + row.new * (row.new + 1) // 2
     if window is None:
         return full
-    first, last = row.before + 1, row.before + row.new  # seen by the first and the last, unbounded
+    first, last = row.before + 1, row.before + row.new  # visible to the first and last, no window
     over = range(max(first, window + 1), last + 1)
     return full - sum(seen - window for seen in over)

@@ -1,20 +1,20 @@
-"""A static batch under an eviction: what each row does step by step, and the seconds it takes.
+"""A static batch under an eviction rule: the steps of each row, and their time.
 
-All rows start together, have equal lengths and run to their end side by side. A prompt is read
-whole, or up to the cap and then in blocks of `every` tokens, each behind an eviction. Its last step
-gives the first new token, so n new tokens take n - 1 decode steps.
+All rows start together, have equal lengths and run to their end in parallel. A prompt is prefilled
+whole, or up to the cap and then in blocks of `every` tokens, each after an eviction. The last
+prefill step yields the first new token, so n new tokens take n - 1 decode steps.
 
-With R rows, t tokens of each in a step, h slots of KV ahead of them (tokens of one row and lane),
-and the measured seconds of `StepRates`:
+With R rows, t tokens of each in a step, h slots of KV before them (tokens of one row and lane), and
+the measured seconds of `StepRates`:
 
-    reading    call_s + token_s * R * t + square_s * R * ((h + t)^2 - h^2)
-    decoding   max(batch_s(R), token_s * R) + slot_s * R * (h + 1)
-    evicting   (evict_row_s + evict_slot_s * held) * R       before a decode step
+    prefill    call_s + token_s * R * t + square_s * R * ((h + t)^2 - h^2)
+    decode     max(batch_s(R), token_s * R) + slot_s * R * (h + 1)
+    eviction   (evict_row_s + evict_slot_s * held) * R       before a decode step
 
-Reading from nothing (h = 0) and in blocks have rates of their own: blocks are smaller and each
-reads the cache again. How a decode step's products take longer with more rows is no straight line:
-libraries have other ways for few rows than for many. So `batch_s` is measured at some numbers of
-rows; no batch is faster than prompts are read (token_s).
+Prefill without earlier tokens (h = 0) and prefill in blocks have separate rates: blocks are smaller
+and each reads the cache. The time of a decode step's products is not linear in the rows, because
+libraries use other kernels for few rows than for many. So `batch_s` is measured at several numbers
+of rows; no batch is faster than prefill (token_s).
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,13 +28,13 @@ from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStep:
-    """What one row does in a step.
+    """Work of one row in a step.
 
     Attributes:
         new: tokens processed.
-        before: slots of a lane ahead of them, what left is gone.
-        evicted_from: slots an eviction before the step chose among; 0 where there was none.
-        decodes: whether the token is one of the answer.
+        before: slots of a lane before them, without evicted ones.
+        evicted_from: slots that the eviction before the step selected from; 0 without one.
+        decodes: whether the step is a decode step.
     """
 
     new: int
@@ -44,7 +44,7 @@ class RowStep:
 
     @property
     def squares(self) -> int:
-        """What attention is charged by when a prompt is read."""
+        """Squared positions that the cost of prefill attention is proportional to."""
         return (self.before + self.new) ** 2 - self.before**2
 
 
@@ -64,27 +64,27 @@ class RunSeconds:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens over the whole time, prefill counted."""
+        """New tokens over the whole time, prefill included."""
         return self.new_tokens / (self.prefill_s + self.decode_s)
 
 
 def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterator[RowStep]:
-    """The steps of one row of a static batch.
+    """Generate the steps of one row of a static batch.
 
-    Lanes of unequal caps count as lanes of the common one. Under `pressure` nothing leaves: a
-    static batch is one that fits.
+    Lanes with unequal caps count as lanes of the common one. `pressure` evicts nothing: a static
+    batch fits in memory.
 
     Args:
         spec: cap and schedule.
-        prompt_tokens: read first.
+        prompt_tokens: of the prompt.
         new_tokens: generated; the last one is not processed.
 
     Raises:
-        ConfigError: no prompt, or nothing to generate.
+        ConfigError: no prompt, or no tokens to generate.
     """
     if min(prompt_tokens, new_tokens) < 1:
         raise ConfigError(
-            f"expected a prompt and an answer of 1 token or more, got {prompt_tokens} and "
+            f"expected a prompt and an output of 1 token or more, got {prompt_tokens} and "
             f"{new_tokens}"
         )
     held = done = 0
@@ -107,7 +107,7 @@ def _chunks(spec: EvictionSpec, prompt_tokens: int) -> Iterator[int]:
 
 
 def _kept(spec: EvictionSpec, held: int, answered: int, new: int) -> int:
-    """Slots that stay before `new` tokens; `answered` is below 0 while the prompt is read."""
+    """Slots retained before `new` tokens; `answered` is below 0 during prefill."""
     if spec.cap is None or spec.when == PRESSURE or (spec.when == DECODE and answered < 0):
         return held
     if spec.when == PREFILL_END:
@@ -119,9 +119,9 @@ def run_seconds(rates: StepRates, steps: Iterable[RowStep], rows: int) -> RunSec
     """Time of a static batch whose rows all take these steps.
 
     Args:
-        rates: of the rule they are evicted by.
-        steps: of one row, as `row_steps` gives them.
-        rows: that run side by side.
+        rates: of the eviction rule.
+        steps: of one row, from `row_steps`.
+        rows: number of rows.
 
     Raises:
         ConfigError: no rows.
@@ -140,13 +140,13 @@ def run_seconds(rates: StepRates, steps: Iterable[RowStep], rows: int) -> RunSec
 
 
 def prefill_step_seconds(rates: StepRates, step: RowStep, rows: int) -> float:
-    """Seconds of a step that reads prompts, an eviction before it counted in."""
+    """Seconds of a prefill step, including the eviction before it."""
     of: PrefillRates = rates.blocks if step.before else rates.whole
     return of.call_s + rows * (of.token_s * step.new + of.square_s * step.squares)
 
 
 def decode_step_seconds(rates: StepRates, step: RowStep, rows: int) -> float:
-    """Seconds of a decode step, with the eviction before it."""
+    """Seconds of a decode step, including the eviction before it."""
     of: DecodeRates = rates.decode
     products_s = max(of.products_s(rows), rates.whole.token_s * rows)
     slots_s = of.slot_s * rows * (step.before + step.new)

@@ -1,18 +1,18 @@
-"""Whether managing KV memory pays for a workload at all, decided by computed figures.
+"""Whether KV memory management pays for a workload, from computed figures.
 
 Three figures decide, in this order:
 
-* *decode share*: the part of a request's device time that is decoding. Where it is small (long
-  prompts, a few output tokens) KV lives for a moment and the prefill is the cost.
+* *decode share*: fraction of a request's device time spent in decode. If it is small (long prompts,
+  a few output tokens), KV is short-lived and prefill dominates the cost.
 * *KV share*: KV of the wanted batch over the KV memory. A contiguous cache at maximum length wastes
-  68 % on average over real traces, so it takes 1 / 0.32 = 3.1 times what is used. The levels are
-  where that reaches a sixth of the KV memory, half of it, and one and a half times all of it.
-* *sequences that fit*: where KV is more than moderate, and fewer of these requests fit than half of
-  what the compute could serve at once, KV memory is what limits throughput.
+  68 % on average over real traces, so it needs 1 / 0.32 = 3.1 times the used memory. The thresholds
+  are where that reaches a sixth of the KV memory, half of it, and one and a half times all of it.
+* *sequences that fit*: KV memory limits throughput if the KV share is above moderate and fewer
+  requests fit than half of what the compute could serve at once.
 
 Source: the table "When KV Cache Optimization Matters Most" of "KV Cache: The Hidden Memory Giant in
-LLM Serving", whose six scenarios come out as printed. Differs from it: the article gives ranges of
-lengths and batches whatever the model and the memory; here both count.
+LLM Serving"; the results for its six scenarios are the printed ones. Differs from it: the article
+gives ranges of lengths and batches for any model and memory; here both count.
 """
 
 from collections.abc import Iterator
@@ -32,21 +32,21 @@ Impact = Literal["low", "low-medium", "high", "very high", "critical"]
 DEFAULT_FLOPS_PER_BYTE = 150.0
 """Machine balance: an A100 does 312e12 FLOP/s in 16 bits and reads 2.0e12 B/s. CPUs: 10 to 30."""
 
-_USED_OF_CONTIGUOUS = 0.32  # the article's weighted average over four workloads: 68 % is waste
+_USED_OF_CONTIGUOUS = 0.32  # the article's weighted average over four workloads: 68 % is wasted
 _NEGLIGIBLE = _USED_OF_CONTIGUOUS / 6
 _MODERATE = _USED_OF_CONTIGUOUS / 2
 _HEAVY = _USED_OF_CONTIGUOUS * 1.5
-_PREFILL_DOMINATED = 0.1  # decode share below which a faster or larger decode batch is lost in it
+_PREFILL_DOMINATED = 0.1  # decode share below which a faster or larger decode batch hardly matters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests that are alike.
+    """Requests of equal lengths.
 
     Attributes:
         input_tokens: of a prompt.
-        output_tokens: of an answer.
-        batch: requests wanted at once.
+        output_tokens: of an output.
+        batch: number of requests wanted at once.
 
     Raises:
         ConfigError: a count below 1.
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Length of a request at its end."""
+        """Length of a finished request."""
         return self.input_tokens + self.output_tokens
 
 
@@ -74,12 +74,12 @@ class Verdict:
     """How much KV management matters for a workload, and why.
 
     Attributes:
-        impact: from "low" (simple allocation is fine) to "critical" (nothing works without).
+        impact: from "low" (simple allocation suffices) to "critical" (the workload needs it).
         kv_bytes: KV of the whole batch at its longest, in whole pages.
         kv_share: that over the KV memory; above 1 it does not fit.
-        sequences: requests of this length that fit at once.
-        decode_share: decoding's part of a request's device time, 0 to 1.
-        reasons: sentences with the figures that decided.
+        sequences: number of requests of this length that fit at once.
+        decode_share: fraction (0 to 1) of a request's device time spent in decode.
+        reasons: sentences with the decisive figures.
     """
 
     impact: Impact
@@ -91,7 +91,7 @@ class Verdict:
 
     @property
     def pays(self) -> bool:
-        """Whether more than a simple allocator is worth having."""
+        """Whether more than a simple allocator pays."""
         return self.impact not in ("low", "low-medium")
 
 
@@ -105,16 +105,16 @@ def assess(
     layout: CacheLayout | None = None,
     flops_per_byte: int | float = DEFAULT_FLOPS_PER_BYTE,
 ) -> Verdict:
-    """Say how much KV management matters.
+    """Assess how much KV management matters.
 
     Args:
-        model: the shape.
-        memory: how the device's memory is divided.
+        model: its dimensions.
+        memory: division of the device's memory.
         input_tokens: of a prompt.
-        output_tokens: of an answer.
-        batch: requests wanted at once.
-        layout: the KV's pages; by default 16-bit values in pages of 16 tokens.
-        flops_per_byte: floating-point operations the device does while it reads one byte.
+        output_tokens: of an output.
+        batch: number of requests wanted at once.
+        layout: of KV pages; default: 16-bit elements in pages of 16 tokens.
+        flops_per_byte: floating-point operations of the device in the time it reads one byte.
 
     Raises:
         ConfigError: a count below 1, or a KV memory of 0.
@@ -136,7 +136,7 @@ def assess(
         kv_bytes_per_value=bytes_per_value(model, layout),
         flops_per_byte=flops_per_byte,
     )
-    # two operations per weight and token: from this batch on the compute, not the reading, is full
+    # two operations per weight and token: from this batch on the step is compute-bound
     full_batch = flops_per_byte * weight_bytes_per_value / 2
     impact, reason = _judge(kv_share, sequences, share, full_batch)
     verdict = Verdict(
@@ -157,7 +157,7 @@ def _figures(verdict: Verdict, workload: Workload, max_positions: int) -> Iterat
         f" {format_size(verdict.kv_bytes)}, {verdict.kv_share:.1%} of the KV memory;"
         f" {verdict.sequences:,} of them fit"
     )
-    yield f"decoding is {verdict.decode_share:.0%} of a request's time"
+    yield f"decode is {verdict.decode_share:.0%} of a request's time"
     if workload.tokens > max_positions:
         yield (
             f"{workload.tokens:,} tokens exceed the model's context of {max_positions:,}: such"
@@ -173,10 +173,10 @@ def decode_share(
     kv_bytes_per_value: int | float,
     flops_per_byte: int | float,
 ) -> float:
-    """Decoding's part of the device time of one request, 0 to 1.
+    """Fraction (0 to 1) of one request's device time spent in decode.
 
     Times are in byte reads. Prefill: 2 * active weights operations per token. Decode step: the
-    larger of what it reads and what it computes, shared by the batch, at half of the output.
+    larger of its reads and its operations, shared by the batch, at half of the output.
     """
     operations = 2 * model.num_active_parameters
     prefill = workload.input_tokens * operations / flops_per_byte
@@ -196,17 +196,23 @@ def _judge(kv_share: float, sequences: int, share: float, full_batch: float) -> 
     if sequences < 1:
         return "critical", "not one request fits: its KV must be evicted, quantized or offloaded"
     if share < _PREFILL_DOMINATED:
-        return "low", "prefill dominates: KV lives for a few steps only; make prefill fast instead"
+        return "low", "prefill dominates: KV is short-lived; make prefill faster instead"
     if kv_share < _NEGLIGIBLE:
-        return "low", "KV is a small part of its memory: a simple contiguous allocation is fine"
+        return (
+            "low",
+            "KV is a small fraction of its memory: a simple contiguous allocation suffices",
+        )
     if kv_share < _MODERATE:
-        return "low-medium", "a contiguous allocation at maximum length still fits twice over"
+        return "low-medium", "a contiguous allocation at maximum length still fits twice"
     if kv_share >= 1:
-        return "critical", "the batch does not fit: evict, quantize, offload, or wait in a queue"
+        return (
+            "critical",
+            "the batch does not fit: evict, quantize or offload KV, or queue requests",
+        )
     if 2 * sequences < full_batch:
         return "critical", (
-            f"memory holds {sequences:,} requests where the compute could serve"
-            f" {full_batch:.0f}: every byte of KV saved is throughput"
+            f"memory holds {sequences:,} requests, the compute could serve"
+            f" {full_batch:.0f}: saved KV memory increases throughput"
         )
     if kv_share >= _HEAVY:
         return "very high", "a contiguous allocation would need more than all KV memory"

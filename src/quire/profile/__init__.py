@@ -1,1 +1,1 @@
-"""Measures what this machine and a model on it can do."""
+"""Measures rates of this machine and of a model on it."""

@@ -1,4 +1,4 @@
-"""Decode attention alone, over pages scattered at random: each way to attend on the same KV."""
+"""Decode attention over randomly scattered pages: every attention variant on the same KV."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ _ENCODED_PAGES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """A batch that decodes: one query a sequence, bfloat16.
+    """A decoding batch: one query per sequence, bfloat16.
 
     Attributes:
-        batch: sequences.
+        batch: number of sequences.
         tokens: of each, the new one included.
         num_heads, num_kv_heads, head_dim: of the layer.
-        page_tokens: slots in a page.
+        page_tokens: slots of a page.
     """
 
     batch: int = 32
@@ -49,12 +49,12 @@ class AttentionShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that a step reads."""
+        """Bytes of keys and values that a step reads."""
         return self.batch * self.spec.kv_bytes(self.tokens, 2)
 
     @property
     def spec(self) -> ModelSpec:
-        """A model that is one such layer."""
+        """A model with one such layer."""
         return ModelSpec(
             architecture="llama",
             num_layers=1,
@@ -72,15 +72,15 @@ class AttentionShape:
 
 
 class AttentionBench:
-    """The KV of one layer in pages, and beside it in one piece.
+    """The KV of one layer in pages, and contiguous.
 
     Args:
         shape: of the batch.
-        codec: how pages store numbers.
+        codec: storage format of pages.
 
     Attributes:
         pages: of the layer.
-        kv_bytes: that a step reads, with all that decodes numbers.
+        kv_bytes: bytes that a step reads, including codec metadata.
     """
 
     def __init__(self, shape: AttentionShape, codec: str = PLAIN) -> None:
@@ -92,7 +92,7 @@ class AttentionBench:
         self.kv_bytes = shape.batch * per_row * self._page_class.page_bytes
         self._store = PageStore(self.kv_bytes, _CPU)
         views = self._store.views(self._page_class)
-        assert views.value is not None, "layers that attend have a value plane"
+        assert views.value is not None, "attention layers have a value plane"
         generator = torch.Generator().manual_seed(0)
         fill_pages(views, shape.head_dim, generator)
         scattered = torch.randperm(shape.batch * per_row, generator=generator)
@@ -110,7 +110,7 @@ class AttentionBench:
         self._math = AttentionMath(shape.head_dim**-0.5)
 
     def ways(self) -> dict[str, Callable[[], Tensor]]:
-        """Calls that attend once each; `native` and `native sums` only where C can run."""
+        """Calls that attend once, by variant; `native` and `native sums` only if C can run."""
         ways = {"gathered": self.paged("gathered"), "sdpa": self._contiguous()}
         if isinstance(usable_library(_CPU, torch.bfloat16, self._shape.head_dim), NativeLibrary):
             ways["native"] = self.paged("native")
@@ -118,7 +118,7 @@ class AttentionBench:
         return ways
 
     def paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
-        """A call that attends once through a backend, with column sums or without.
+        """Create a call that attends once through a backend, with or without column sums.
 
         Raises:
             ConfigError: the backend cannot read these pages here.
@@ -145,7 +145,7 @@ class AttentionBench:
         )
 
     def _fresh(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the new tokens, as they stand in their slots; codes need none."""
+        """Keys and values of the new tokens, as stored in their slots; codes need none."""
         if self.pages.coded is not None:
             return self._query, self._query
         last = self._shape.tokens - 1
@@ -154,10 +154,10 @@ class AttentionBench:
         return self.pages.key[page, :, offset], self.pages.value[page, :, offset]
 
     def _contiguous(self) -> Callable[[], Tensor]:
-        """Torch's own attention on the same KV, laid out in one piece beforehand.
+        """Torch's own attention on the same KV, made contiguous beforehand.
 
-        The query heads of a group stand where queries usually do: on a CPU that takes an eighth of
-        the time of `enable_gqa`.
+        Query heads of a group are placed on the query axis: on a CPU that is eight times faster
+        than `enable_gqa`.
         """
         shape = self._shape
         key, value = (
@@ -171,8 +171,8 @@ class AttentionBench:
 
 
 def fill_pages(views: PageViews, head_dim: int, generator: torch.Generator) -> None:
-    """Fill all pages of a class with random vectors, or with codes of such."""
-    assert views.value is not None, "layers that attend have a value plane"
+    """Fill all pages of a class with random vectors, or with the codes of random vectors."""
+    assert views.value is not None, "attention layers have a value plane"
     if views.coded is None:
         for plane in (views.key, views.value):
             plane.normal_(generator=generator)
@@ -182,10 +182,10 @@ def fill_pages(views: PageViews, head_dim: int, generator: torch.Generator) -> N
 
 
 def fill_with_codes(side: CodedPlanes, head_dim: int, generator: torch.Generator) -> None:
-    """Fill all pages of a class with the codes of random vectors, some pages' again and again."""
+    """Fill all pages of a class with codes of random vectors, drawn for some and repeated."""
     num_pages, heads, tokens, _ = side.planes[0].shape
     drawn = min(num_pages, _ENCODED_PAGES)
-    made = side.codec.encode(torch.randn(drawn, heads, tokens, head_dim, generator=generator))
-    again = torch.arange(num_pages) % drawn
-    for plane, codes in zip(side.planes, made, strict=True):
-        plane.copy_(codes[again])
+    encoded = side.codec.encode(torch.randn(drawn, heads, tokens, head_dim, generator=generator))
+    index = torch.arange(num_pages) % drawn
+    for plane, codes in zip(side.planes, encoded, strict=True):
+        plane.copy_(codes[index])

@@ -16,15 +16,15 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchShape:
-    """What is run.
+    """The requests of a benchmark.
 
     Attributes:
         requests: submitted at once in each round.
         input_tokens: of each prompt.
         output_tokens: generated for each prompt; an end-of-sequence token does not stop it.
-        rounds: measured.
-        warmup_rounds: run before them.
-        seed: of the prompts; every round has prompts of its own.
+        rounds: number of measured rounds.
+        warmup_rounds: number of rounds before them.
+        seed: of the prompts; every round has different prompts.
     """
 
     requests: int
@@ -41,10 +41,10 @@ class Round:
 
     Attributes:
         total_s: from the first submission to the last token.
-        first_token_s: of each request, from its submission.
-        kv_peak_bytes: most bytes of pages in use at once since the engine started.
-        preemptions: of this round.
-        evicted_tokens: of this round.
+        first_token_s: time to first token of each request.
+        kv_peak_bytes: peak bytes of pages in use since the engine started.
+        preemptions: in this round.
+        evicted_tokens: in this round.
     """
 
     total_s: float
@@ -59,7 +59,7 @@ class BenchRun:
     """All measured rounds.
 
     Attributes:
-        shape: what was run.
+        shape: of the requests.
         kv_total_bytes: of the KV memory.
         rounds: in order.
     """
@@ -81,7 +81,7 @@ class BenchRun:
         }
 
     def latency(self) -> dict[str, int | float]:
-        """Seconds of a batch, to its first tokens, and from token to token."""
+        """Seconds of a batch, to the first token, and per output token."""
         totals = [found.total_s for found in self.rounds]
         first = [first_s for found in self.rounds for first_s in found.first_token_s]
         between = max(1, self.shape.output_tokens - 1)
@@ -107,12 +107,12 @@ def run_bench(llm: LLM, shape: BenchShape, sampling: SamplingParams) -> BenchRun
     """Run the warm-up rounds and the measured ones.
 
     Args:
-        llm: idle. Its prefix cache shares nothing: every prompt is drawn anew.
-        shape: what is run.
-        sampling: of every request; its length is set by the shape.
+        llm: idle. Its prefix cache has no hits: every prompt is random.
+        shape: of the requests.
+        sampling: of every request; the shape sets its length.
 
     Raises:
-        RequestError: the prompt and its output pass the model's context.
+        RequestError: the prompt and its output exceed the model's context.
         NeverFits: one request needs more KV than the whole memory has.
     """
     context = llm.context_tokens(shape.input_tokens)
@@ -135,19 +135,19 @@ def _round(
     size = (shape.requests, shape.input_tokens)
     prompts = random.integers(llm.model.spec.vocab_size, size=size).tolist()
     start_s = time.perf_counter()
-    answers = llm.generate(prompts, sampling)
+    outputs = llm.generate(prompts, sampling)
     total_s = time.perf_counter() - start_s
-    _refuse_failed(answers)
+    _refuse_failed(outputs)
     return Round(
         total_s=total_s,
-        first_token_s=tuple(answer.usage.first_token_s for answer in answers),
+        first_token_s=tuple(output.usage.first_token_s for output in outputs),
         kv_peak_bytes=llm.stats().kv_peak_bytes,
-        preemptions=sum(answer.usage.preemptions for answer in answers),
-        evicted_tokens=sum(answer.usage.evicted_tokens for answer in answers),
+        preemptions=sum(output.usage.preemptions for output in outputs),
+        evicted_tokens=sum(output.usage.evicted_tokens for output in outputs),
     )
 
 
-def _refuse_failed(answers: Sequence[RequestOutput]) -> None:
-    for answer in answers:
-        if answer.error is not None:
-            raise RequestError(answer.error)
+def _refuse_failed(outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError(output.error)

@@ -1,4 +1,4 @@
-"""Measures what this machine reads, copies and multiplies at most."""
+"""Measures the peak rates of this machine for reads, copies and matrix products."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -13,24 +13,24 @@ from quire.profile.copies import SWAP_BYTES, measure_copy_rates
 from quire.profile.prefill_rates import CHUNKS
 from quire.profile.timing import seconds, torch_threads, touched_buffer
 
-# [inner, columns] of usual layers: small models, their heads, and a square one
+# [inner, columns] of common layers: small models, their heads, and a square one
 MATRICES = ((768, 768), (768, 2_048), (2_048, 768), (2_048, 2_048), (768, 32_000))
 ROWS = (1, 8, 32, 64, 512, 2_048)
 DTYPES = ("bfloat16", "float32")
-LARGE_BUFFER_BYTES = 256 << 20  # far beyond any cache of the machines this runs on
+LARGE_BUFFER_BYTES = 256 << 20  # far larger than the caches of common machines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """What is measured.
+    """Measurements to run.
 
     Attributes:
-        repeats: of each; the median counts. One more, first, is not counted.
-        buffer_bytes: what is read and copied.
+        repeats: measured runs of each, after one warm-up; the median counts.
+        buffer_bytes: size of the buffer that is read and copied.
         rows, matrices, dtypes: of the products.
         attention: shape of the decoding batch.
-        swap_bytes: sizes of sequences that are swapped.
-        chunks, prompt_tokens: how a model that is given reads prompts.
+        swap_bytes: sizes of swapped sequences.
+        chunks, prompt_tokens: prefill of a given model.
     """
 
     repeats: int = 7
@@ -57,7 +57,7 @@ QUICK_PROFILE = ProfileConfig(
 
 
 class MemoryProbe:
-    """Reads and copies one buffer again and again.
+    """Reads and copies one buffer repeatedly.
 
     Args:
         num_bytes: of the buffer; a multiple of 16.
@@ -67,20 +67,20 @@ class MemoryProbe:
         self._numbers = touched_buffer(num_bytes).view(torch.int64)
 
     def read_rate(self) -> float:
-        """Bytes per second of summing the buffer up, once."""
+        """Bytes read per second, by one sum over the buffer."""
         return self._numbers.nbytes / seconds(self._numbers.sum)
 
     def copy_rate(self) -> float:
-        """Bytes copied per second, half the buffer onto the other half, once."""
+        """Bytes copied per second, by one copy of half the buffer onto the other half."""
         source, target = self._numbers.chunk(2)
         return source.nbytes / seconds(lambda: target.copy_(source))
 
 
 class ProductProbe:
-    """Multiplies [rows, inner] by [inner, columns] again and again, as a linear layer does.
+    """Multiplies [rows, inner] by [inner, columns] repeatedly, as a linear layer does.
 
-    Operands and result are used again, so small matrices stay in the caches: what is measured is
-    arithmetic where they fit, and reading weights where they do not.
+    Operands and result are reused, so small matrices stay in the caches. Small matrices measure
+    arithmetic, large ones the reads of weights.
     """
 
     def __init__(self, dtype: str, rows: int, inner: int, columns: int) -> None:
@@ -102,12 +102,12 @@ class ProductProbe:
 def measure_ceilings(
     config: ProfileConfig, machine: Machine, *, progress: Callable[[str], None]
 ) -> Ceilings:
-    """Measure everything `Ceilings` holds.
+    """Measure all rates of `Ceilings`.
 
     Args:
-        config: what.
-        machine: whose ceilings these are.
-        progress: told what has been measured, line by line.
+        config: measurements to run.
+        machine: this machine.
+        progress: called with a line for each result.
     """
     memory = MemoryProbe(config.buffer_bytes)
     read, copy = (median_rate(way, config) for way in (memory.read_rate, memory.copy_rate))
@@ -134,7 +134,7 @@ def measure_ceilings(
 
 
 def measure_attention(config: ProfileConfig) -> dict[str, float]:
-    """KV bytes per second of each way to attend for a decoding batch."""
+    """KV bytes per second of each attention variant for a decoding batch."""
     bench = AttentionBench(config.attention)
     ways = bench.ways()
     for call in ways.values():
@@ -160,6 +160,6 @@ def _products(config: ProfileConfig, progress: Callable[[str], None]) -> Iterabl
 
 
 def median_rate(rate: Callable[[], float], config: ProfileConfig) -> float:
-    """The median of `repeats` calls, after one that touches memory and picks kernels."""
+    """The median of `repeats` calls after a warm-up call."""
     rate()
     return statistics.median(rate() for _ in range(config.repeats))

@@ -1,7 +1,7 @@
-"""Measures what swapping pages takes: out of the arena to the host and back, by size.
+"""Measures the time of swapping pages out of the arena and back in, by size.
 
-Twice: with the pages of a sequence scattered between those of another, as they lie in a busy
-arena, and one behind the other.
+Each size is measured with the sequence's pages scattered between those of another, as in a busy
+arena, and with contiguous pages.
 """
 
 import statistics
@@ -27,17 +27,17 @@ from quire.profile.timing import seconds
 MIB = 1 << 20
 SWAP_BYTES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _PIECES = 16
-_LEAST_SECONDS_PER_BYTE = 1e-15  # a fit may find none
+_LEAST_SECONDS_PER_BYTE = 1e-15  # a fit may be 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTimes:
-    """One size of a sequence, medians.
+    """Median times of one sequence size.
 
     Attributes:
         num_bytes: of its KV.
-        scattered: whether its pages lie between another sequence's.
-        out_s, back_s: a swap each way, with all its bookkeeping.
+        scattered: whether its pages are scattered between another sequence's.
+        out_s, back_s: a swap in each direction, bookkeeping included.
     """
 
     num_bytes: int
@@ -47,10 +47,10 @@ class CopyTimes:
 
 
 class SwapProbe:
-    """A sequence that goes to the host and comes back, again and again.
+    """A sequence that is swapped out and in repeatedly.
 
     Args:
-        device: where the arena is.
+        device: of the arena.
         num_bytes: of the sequence; rounded down to whole pages.
         scattered: whether another sequence takes every second page.
     """
@@ -58,7 +58,7 @@ class SwapProbe:
     def __init__(self, device: torch.device, num_bytes: int, *, scattered: bool) -> None:
         plain = codec_spec("bfloat16")
         page = PageClass(key=plain, value=plain, head_dim=64, heads=4, tokens=16)
-        # one lane: with more of them, what comes back would lie in runs of their number
+        # one lane: with several, swapped-in pages would form runs of their number
         group = LaneGroup(name="kv", page_class=page, layers=(0,))
         pages = max(1, num_bytes // page.page_bytes)
         self.num_bytes = pages * page.page_bytes
@@ -66,7 +66,7 @@ class SwapProbe:
         total_bytes = 3 * self.num_bytes + 4 * MIB
         self.memory = KVMemory(CacheLayout((group,)), total_bytes, 2, store=make_store)
         store = store_of(self.memory)
-        store.arena.fill_(1)  # no time goes into touching it first
+        store.arena.fill_(1)  # commits the memory before it is timed
         self.pool = HostPool(self.num_bytes, host_copies(store, self.num_bytes, page.page_bytes))
         rows = [self.memory.start() for _ in range(1 + scattered)]
         for _ in range(pages):
@@ -75,7 +75,7 @@ class SwapProbe:
         self.row = rows[0]
 
     def swap(self) -> tuple[float, float]:
-        """Seconds out and back, once."""
+        """Seconds of one swap out and one swap in."""
         swapped: list[Swapped] = []
         out_s = seconds(lambda: swapped.append(swap_out(self.memory, [self.row], self.pool)))
         rows: list[int] = []
@@ -84,7 +84,7 @@ class SwapProbe:
         return out_s, back_s
 
     def piece_seconds(self, repeats: int) -> tuple[float, float]:
-        """What each further extent adds, out and back: the same pages in one copy and in many."""
+        """Time of each additional extent, out and in: the same pages in one copy and in many."""
         [page] = self.memory.pools
         pages = self.memory.tables["kv"].row_pages(self.row)
         return (
@@ -118,12 +118,12 @@ def _further_s(
 
 
 def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> Iterator[CopyTimes]:
-    """Yield the median times of each size, scattered and packed.
+    """Yield the median times of each size, scattered and contiguous.
 
     Args:
-        device: where the arena is.
+        device: of the arena.
         sizes: bytes of a sequence.
-        repeats: of each, after one that is not counted.
+        repeats: measured swaps of each, after a warm-up.
     """
     for size in sizes:
         for scattered in (True, False):
@@ -141,12 +141,12 @@ def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> 
 def copy_rates(
     times: Sequence[CopyTimes], out_piece_s: int | float, back_piece_s: int | float
 ) -> CopyRates:
-    """Rates that fit the times of scattered pages, which is how they lie in an engine.
+    """Fit rates to the times of scattered pages, which an engine's arena has.
 
     Args:
         times: of some sizes.
-        out_piece_s: what each extent adds on the way out.
-        back_piece_s: and on the way back.
+        out_piece_s: time of each extent on a swap out.
+        back_piece_s: time of each extent on a swap in.
     """
     used = [time for time in times if time.scattered]
     amounts = [(1, time.num_bytes) for time in used]
@@ -158,12 +158,12 @@ def copy_rates(
 def measure_copy_rates(
     sizes: Sequence[int], repeats: int, *, progress: Callable[[str], None]
 ) -> dict[str, CopyRates]:
-    """Copy rates by device: of the CPU, and of an accelerator where there is one.
+    """Copy rates by device: of the CPU, and of an accelerator if there is one.
 
     Args:
         sizes: bytes of a sequence.
-        repeats: of each.
-        progress: told every size.
+        repeats: measured swaps of each.
+        progress: called with a line for each size.
     """
     names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return {
@@ -191,5 +191,5 @@ def _measure_device(
 def _rate(fitted: tuple[float, ...], piece_s: int | float) -> CopyRate:
     call_s, byte_s = fitted
     bytes_per_s = 1 / max(byte_s, _LEAST_SECONDS_PER_BYTE)
-    # the fit's one call had one piece
+    # the fixed cost of the fit includes one extent
     return CopyRate(bytes_per_s=bytes_per_s, call_s=max(0.0, call_s - piece_s), piece_s=piece_s)

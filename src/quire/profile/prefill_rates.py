@@ -1,4 +1,4 @@
-"""Measures how long a model reads a chunk of a prompt, by its length and by what is ahead of it."""
+"""Measures a model's prefill time of a chunk, by its length and the tokens before it."""
 
 import itertools
 import random
@@ -20,16 +20,16 @@ from quire.profile.timing import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
 CHUNKS = (64, 128, 256, 512)
-_LEAST_SECONDS_PER_TOKEN = 1e-12  # a fit may find none
+_LEAST_SECONDS_PER_TOKEN = 1e-12  # a fit may be 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTime:
-    """One step that read a chunk.
+    """One prefill step of a chunk.
 
     Attributes:
         tokens: of the chunk.
-        before: tokens of the prompt ahead of it.
+        before: tokens of the prompt before the chunk.
         seconds: of the step.
     """
 
@@ -44,29 +44,29 @@ class ChunkTime:
 
 
 def random_prompt(model: LoadedModel, tokens: int, seed: int) -> list[int]:
-    """Tokens that no other seed begins with, so that no prefix of them is cached."""
+    """Random tokens that differ for each seed, so that no prefix of them is cached."""
     rng = random.Random(seed)
     return [rng.randrange(model.spec.vocab_size) for _ in range(tokens)]
 
 
 def kv_memory_for(spec: ModelSpec, tokens: int) -> int:
-    """KV bytes that hold a sequence twice over, in slabs of any size."""
+    """KV bytes that hold two such sequences, in slabs of any size."""
     return 2 * spec.kv_bytes(tokens, 4) + (64 << 20)
 
 
 def measure_chunks(
     model: LoadedModel, *, chunks: Sequence[int], prompt_tokens: int, repeats: int
 ) -> Iterator[ChunkTime]:
-    """Read prompts in chunks of each length; yield every step but those of a first prompt.
+    """Prefill prompts in chunks of each length; yield every step except those of a first prompt.
 
     Args:
         model: loaded.
         chunks: lengths.
-        prompt_tokens: of each prompt; at most the model's context less one.
-        repeats: prompts for each length.
+        prompt_tokens: of each prompt; at most the model's context minus one.
+        repeats: measured prompts for each length, after a warm-up.
 
     Raises:
-        ConfigError: a prompt that leaves no room for an answer.
+        ConfigError: a prompt that leaves no tokens of the context for an output.
     """
     if not 1 <= prompt_tokens < model.spec.max_positions:
         raise ConfigError(
@@ -98,7 +98,7 @@ def _steps(engine: Engine, prompt: list[int], chunk: int) -> Iterator[ChunkTime]
 
 
 def prefill_rates(times: Sequence[ChunkTime]) -> PrefillRates:
-    """Rates that fit the steps.
+    """Fit rates to the steps.
 
     Raises:
         ConfigError: no step.
@@ -123,9 +123,9 @@ def measure_prefill_rates(
     Args:
         model: loaded.
         chunks: lengths.
-        prompt_tokens: of each prompt, or the model's context less one where that is shorter.
-        repeats: prompts for each length.
-        progress: told every length, and what was fitted.
+        prompt_tokens: of each prompt; at most the model's context minus one is used.
+        repeats: measured prompts for each length.
+        progress: called with a line for each length and for the fitted rates.
     """
     tokens = min(prompt_tokens, model.spec.max_positions - 1)
     times = list(measure_chunks(model, chunks=chunks, prompt_tokens=tokens, repeats=repeats))
@@ -133,9 +133,11 @@ def measure_prefill_rates(
         whole = [time for time in times if time.tokens == chunk]
         if whole:
             median_s = statistics.median(time.seconds for time in whole)
-            progress(f"read {chunk} tokens at a time: {chunk / median_s:,.0f} tokens/s")
+            progress(f"prefill in chunks of {chunk} tokens: {chunk / median_s:,.0f} tokens/s")
     rates = prefill_rates(times)
-    progress(f"a token costs {rates.token_s * 1e6:.1f} us, a step {rates.call_s * 1e3:.2f} ms more")
+    progress(
+        f"prefill: {rates.token_s * 1e6:.1f} us per token, {rates.call_s * 1e3:.2f} ms per step"
+    )
     decoder = model.decoder
     dtype = str(decoder.dtype).removeprefix("torch.")
     return {model_key(model.spec, dtype=dtype, device=device_name(decoder.device)): rates}

@@ -1,7 +1,7 @@
 """Measures whole steps of static batches under an eviction rule, and fits rates to them.
 
-Short runs of several shapes: rows, prompts, caps. Each step is timed and set beside what it did, as
-`row_steps` says; what it did is checked against the engine's own count of tokens.
+Short runs cover several shapes: rows, prompts, caps. Each step is timed and paired with its work
+according to `row_steps`; the work is checked against the engine's own count of tokens.
 """
 
 import statistics
@@ -29,7 +29,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 # rows and prompt tokens
 SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
 QUICK_SIZES = ((1, 64), (2, 128))
-_LEAST_SECONDS = 1e-12  # a fit may find none
+_LEAST_SECONDS = 1e-12  # a fit may be 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class RunShape:
     """A static batch.
 
     Attributes:
-        rows: side by side.
+        rows: number of rows.
         prompt_tokens, new_tokens: of each.
-        evict: the rule, with its numbers.
+        evict: the rule, with its cap and schedule.
     """
 
     rows: int
@@ -50,11 +50,11 @@ class RunShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """A step of such a batch.
+    """A timed step of a static batch.
 
     Attributes:
-        rows: that took it.
-        step: what each of them did.
+        rows: number of rows.
+        step: work of each row.
         seconds: of the whole step.
     """
 
@@ -64,12 +64,12 @@ class StepTime:
 
 
 def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = None) -> Engine:
-    """An engine whose rows are read together and decode together.
+    """Create an engine whose rows are prefilled together and decode together.
 
     Args:
         model: loaded.
         shape: of the batch.
-        kv_bytes: of its memory; None: as much as it could want, statistics and all.
+        kv_bytes: of its memory; None: enough for any layout, statistics included.
     """
     if kv_bytes is None:
         tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
@@ -82,7 +82,7 @@ def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator
     """Run a batch on an idle engine to its end, step by step.
 
     Raises:
-        InvariantError: the engine did other steps than `row_steps` says.
+        InvariantError: the engine's steps differ from those of `row_steps`.
     """
     rules = engine.pool.rules
     spec = rules.resolve(rules.default, shape.prompt_tokens).spec
@@ -104,12 +104,12 @@ def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator
 def measure_step_rates(
     model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int
 ) -> StepRates:
-    """Rates that fit the steps of these batches, which share a rule.
+    """Fit rates to the steps of these batches, which share a rule.
 
     Args:
         model: loaded.
         shapes: of the batches.
-        repeats: of each; one more, first, is not counted.
+        repeats: measured runs of each, after a warm-up.
     """
     times: list[StepTime] = []
     for shape in shapes:
@@ -121,14 +121,14 @@ def measure_step_rates(
 
 
 def fit_steps(times: Sequence[StepTime]) -> StepRates:
-    """Rates from timed steps; blocks that were not read cost what whole prompts do.
+    """Fit rates to timed steps; blocks without measurements cost as much as whole prompts.
 
     Raises:
-        ConfigError: no prompt was read, or nothing decoded.
+        ConfigError: no prefill step, or no decode step.
     """
-    reading = [time for time in times if not time.step.decodes]
-    whole = _prefill([time for time in reading if not time.step.before])
-    blocks = [time for time in reading if time.step.before]
+    prefill = [time for time in times if not time.step.decodes]
+    whole = _prefill([time for time in prefill if not time.step.before])
+    blocks = [time for time in prefill if time.step.before]
     decoding = [time for time in times if time.step.decodes]
     batches = sorted({time.rows for time in decoding})
     found = _fit(decoding, lambda time: _decode_amounts(time, batches))
@@ -149,21 +149,22 @@ def fit_steps(times: Sequence[StepTime]) -> StepRates:
 
 
 def _prefill(times: Sequence[StepTime]) -> PrefillRates:
-    call_s, token_s, square_s = _fit(times, _reading_amounts)
+    call_s, token_s, square_s = _fit(times, _prefill_amounts)
     return PrefillRates(call_s=call_s, token_s=max(token_s, _LEAST_SECONDS), square_s=square_s)
 
 
 def _fit(
     times: Sequence[StepTime], amounts: Callable[[StepTime], tuple[int, ...]]
 ) -> tuple[float, ...]:
-    """Of steps that did the same the median counts: others on the machine make single ones slow."""
-    alike: dict[tuple[int, ...], list[float]] = {}
+    """Fit to the median of steps with equal work: other programs slow down single steps."""
+    by_amounts: dict[tuple[int, ...], list[float]] = {}
     for time in times:
-        alike.setdefault(amounts(time), []).append(time.seconds)
-    return fit_seconds(list(alike), [statistics.median(found) for found in alike.values()])
+        by_amounts.setdefault(amounts(time), []).append(time.seconds)
+    medians = [statistics.median(found) for found in by_amounts.values()]
+    return fit_seconds(list(by_amounts), medians)
 
 
-def _reading_amounts(time: StepTime) -> tuple[int, ...]:
+def _prefill_amounts(time: StepTime) -> tuple[int, ...]:
     return 1, time.rows * time.step.new, time.rows * time.step.squares
 
 
@@ -176,14 +177,15 @@ def _decode_amounts(time: StepTime, batches: Sequence[int]) -> tuple[int, ...]:
 
 
 def usual_shapes(evict: str, *, most_tokens: int, quick: bool = False) -> tuple[RunShape, ...]:
-    """Shapes from which the rates of a rule can be told: few rows and many, short and long.
+    """Shapes that determine the rates of a rule: few rows and many, short and long prompts.
 
-    A rule that evicts runs in blocks under half of each prompt, and one by one while decoding.
+    A rule that evicts runs in blocks with a cap of half of each prompt, and token by token while
+    decoding.
 
     Args:
         evict: the rule; its cap and schedule are replaced by several.
         most_tokens: the model's context.
-        quick: a few small ones: tries it out.
+        quick: whether to use a few small shapes, for trials.
     """
     new_tokens = 8 if quick else 12
     return tuple(
@@ -206,10 +208,10 @@ def _with_caps(evict: str, cap: int) -> Iterator[str]:
 
 
 def policy_of_rule(evict: str) -> EvictionPolicy | None:
-    """The policy of a rule, whatever its cap; None for full.
+    """The policy of a rule, independent of its cap; None for full.
 
     Raises:
-        ConfigError: it is no rule.
+        ConfigError: `evict` is not a rule.
     """
     if parse_policy(evict).name == FULL:
         return make_eviction(evict).policy
@@ -218,13 +220,13 @@ def policy_of_rule(evict: str) -> EvictionPolicy | None:
 
 # ---- static schedule -----------------------------------------------------------------------------
 
-# How a static batch is run by an engine: its rows are read together and decode together.
+# The schedule of a static batch: its rows are prefilled together and decode together.
 
 
 def static_schedule(rows: int, prompt_tokens: int) -> ScheduleConfig:
-    """A schedule under which rows that come together are read together and decode together.
+    """A schedule under which rows submitted together are prefilled and decoded together.
 
-    Reserved admission: who enters has room to its end, and nobody is ever preempted.
+    Reserved admission: an admitted request has memory to its end, so none is preempted.
     """
     return ScheduleConfig(
         max_num_seqs=rows,

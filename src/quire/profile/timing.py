@@ -1,4 +1,4 @@
-"""Clocks and buffers for measuring: nothing here is timed when it is touched for the first time."""
+"""Timers and buffers for measurements, with memory that is committed before it is timed."""
 
 import mmap
 import time
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Duration of a call."""
     started_s = time.perf_counter()
     call()
     return time.perf_counter() - started_s
 
 
 def touched_buffer(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
-    """Memory of its own that has been written, on huge pages where the system gives them."""
+    """Private memory that has been written, on huge pages if the system provides them."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -28,7 +28,7 @@ def touched_buffer(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Run torch with so many threads; 0 leaves them as they are."""
+    """Run torch with this number of threads; 0 leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -48,7 +48,7 @@ def test_throughput_prints_its_claims_and_writes_the_page(tmp_path: Path):
     assert len(run["arms"]["rounds"]) == run["config"]["repeats"] == 2
     assert "support no claim" in result.output
     assert "vLLM" not in result.output
-    assert "ceilings.json is not there: run `quire profile`" in result.output
+    assert "ceilings.json does not exist: run `quire profile`" in result.output
     shown = path.read_text(encoding="utf-8")
     assert "output projection" in shown
     assert "quire_tokens_per_s" not in shown

@@ -234,7 +234,7 @@ def test_a_wrong_rule_takes_no_time(monkeypatch: pytest.MonkeyPatch):
         (("--cap", "many"), "expected a cap"),
         (("--cap", "64", "--every", "64"), "every < cap"),
         (("--evict", "h3o"), "h2o"),
-        (("--evict", "full"), "keeps everything"),
+        (("--evict", "full"), "retains all tokens"),
         (("--kv-memory", "1KiB"), "hold"),
     ],
 )

@@ -41,7 +41,7 @@ def test_answers_stay_and_weights_go_where_they_were_told(capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
     open_llm("1GiB")
-    assert "weights: all" in capsys.readouterr().err  # nothing is brought, and it says so
+    assert "weights: all" in capsys.readouterr().err  # no layer is offloaded
 
 
 def test_a_command_says_the_least_budget(tmp_path: Path):
@@ -78,4 +78,4 @@ def test_a_plan_gives_kv_what_weights_leave():
     assert half.claims()["offloaded_weight_bytes"] == half.weights.host_bytes > 0
 
     shown = CliRunner().invoke(app, ["plan", str(folder), "--weights-memory", "8MiB"])
-    assert "layers brought through 2 slots" in " ".join(shown.output.split())
+    assert "layers offloaded through 2 slots" in " ".join(shown.output.split())

@@ -46,7 +46,7 @@ def test_what_holds_no_row_is_not_waited_for():
         (2, False, "ample"),
         (3, False, "fit whole"),
         (8, True, "3 rows only"),
-        (9, False, "no way holds 9"),
+        (9, False, "no variant holds 9"),
     ],
 )
 def test_a_fixed_batch_pays_only_where_whole_prompts_do_not_fit(batch, pays, reason):
@@ -57,7 +57,7 @@ def test_a_fixed_batch_pays_only_where_whole_prompts_do_not_fit(batch, pays, rea
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new", "reason"), [(896, 512, "is within the cap"), (385, 512, "nothing leaves")]
+    ("prompt", "new", "reason"), [(896, 512, "is within the cap"), (385, 512, "nothing is evicted")]
 )
 def test_a_prompt_within_the_cap_does_not_pay(prompt, new, reason):
     """385 + 512 - 1 = 896 tokens: not one too many."""

@@ -108,7 +108,7 @@ def test_a_missing_file_is_a_reason_not_an_error(tmp_path: Path):
     found = read_ceilings(tmp_path / "none.json", HERE)
 
     assert isinstance(found, NotUsable)
-    assert "not there" in found.reason
+    assert "does not exist" in found.reason
 
 
 def damaged(**changes: object) -> str:
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, text: str):
     found = read_ceilings(tmp_path / "c.json", HERE)
 
     assert isinstance(found, NotUsable)
-    assert "not a file of ceilings" in found.reason
+    assert "not a valid ceilings file" in found.reason
 
 
 def test_bytes_that_are_no_text_are_not_used(tmp_path: Path):

@@ -144,7 +144,7 @@ def test_a_host_pool_that_holds_a_part_keeps_the_tail_it_holds():
     choice = choose(costs, holding, host_bytes=100 * 16_000 // 4)
 
     assert (choice.how, choice.keep_from) == ("hybrid", 1024 - 25 * 16)
-    assert "1,024,000 B do not fit the 400,000 B" in choice.reason
+    assert "1,024,000 B exceed the 400,000 B" in choice.reason
 
 
 @given(RANDOM_COSTS, st.data())

@@ -82,9 +82,9 @@ def test_another_machine_is_assumed_slow_and_the_reason_is_said(tmp_path: Path):
 
 
 def test_no_file_is_no_error():
-    known = costs(NotUsable("ceilings.json is not there: run `quire profile`"))
+    known = costs(NotUsable("ceilings.json does not exist: run `quire profile`"))
 
-    assert "is not there" in known.notice
+    assert "does not exist" in known.notice
 
 
 def test_a_file_from_before_swaps_were_measured_gives_its_products():

@@ -1,5 +1,5 @@
-"""What a running sequence pays for KV that is not on the device: rates, splits, schedules compared.
+"""Step costs of offloaded KV and weights: rates, splits, and comparisons of schedules.
 
-Per token and layer KV takes k seconds on the link, its activation x, its recomputation r on the
-device, its attention u on the host; c is the device's other work on a layer. Pure arithmetic.
+Per token and layer: KV takes k seconds on the link, its activation x, its recompute r on the
+device, CPU attention to it u. c is the device's other work on a layer. Pure arithmetic.
 """

@@ -1,4 +1,4 @@
-"""Activations in place of KV: whether they are worth sending, and which of them the host keeps.
+"""Activations in place of KV: whether their transfer pays, and which of them to store.
 
 | X            | X and KV        | KV             |
 0          kv_from             x_until         tokens        l_min and l_max of the formulas
@@ -11,19 +11,19 @@ from quire.layout.model import ModelSpec
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import pipelined_split
 
-# What the host keeps so that a split may move: X of the front, KV of the back, both between.
+# Stored data that lets a split move: X of the first tokens, KV of the last, both in between.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationRange:
-    """Where a split may stand.
+    """Range of splits that the stored data allows.
 
     Attributes:
-        kv_from: l_min: KV is kept from here on.
-        x_until: l_max: activations are kept up to here.
+        kv_from: l_min: first token with stored KV.
+        x_until: l_max: token after the last stored activation.
 
     Raises:
-        ConfigError: they leave tokens that nothing is kept of.
+        ConfigError: some tokens have neither.
     """
 
     kv_from: int
@@ -32,12 +32,12 @@ class ActivationRange:
     def __post_init__(self) -> None:
         if not 0 <= self.kv_from <= self.x_until:
             raise ConfigError(
-                f"expected KV from a token up to where activations end, got {self.kv_from} and "
-                f"{self.x_until}"
+                f"expected kv_from between 0 and x_until, got kv_from={self.kv_from} and "
+                f"x_until={self.x_until}"
             )
 
     def host_bytes(self, tokens: int, *, kv_bytes: int | float, x_bytes: int | float) -> float:
-        """Bytes on the host for one layer of so many tokens.
+        """Bytes of CPU memory for one layer of a sequence.
 
         Args:
             tokens: of the sequence.
@@ -48,20 +48,20 @@ class ActivationRange:
         return kv_bytes * kept + x_bytes * min(self.x_until, tokens)
 
     def nearest(self, x_tokens: int, tokens: int) -> int:
-        """The nearest split that what is kept allows."""
+        """The nearest split that the stored data allows."""
         return min(max(x_tokens, self.kv_from), self.x_until, tokens)
 
 
 def activation_range(
     rates: OffloadRates, prompt_tokens: int, most_tokens: int, *, margin: float = 0.1
 ) -> ActivationRange:
-    """What to keep for a sequence whose split rises with its length, and for rates that are off.
+    """Data to store for a sequence whose split grows with its length, with a margin for rates.
 
     Args:
         rates: of a layer.
-        prompt_tokens: where the sequence begins to decode.
-        most_tokens: it may reach.
-        margin: of the split, both ways.
+        prompt_tokens: tokens at the start of decode.
+        most_tokens: most tokens of the sequence.
+        margin: fraction of the split, in both directions.
     """
     low = pipelined_split(rates, prompt_tokens) * (1 - margin)
     high = pipelined_split(rates, most_tokens) * (1 + margin)
@@ -70,17 +70,17 @@ def activation_range(
 
 # ---- gate ----------------------------------------------------------------------------------------
 
-# Whether a model's activations are worth sending in place of its KV.
+# Whether the transfer of a model's activations pays.
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The answer.
+    """Result of the comparison.
 
     Attributes:
-        pays: an activation is smaller than the KV made from it.
+        pays: whether an activation is smaller than the KV computed from it.
         x_ratio: its bytes over those of the KV.
-        reason: for people.
+        reason: explanation for messages.
     """
 
     pays: bool
@@ -93,13 +93,13 @@ def activation_gate(
 ) -> Gate:
     """Compare bytes: hidden * p_x with 2 * kv_heads * head_dim * p_kv.
 
-    With fewer KV heads than query heads the KV shrinks and the activation does not, so it is
-    mostly multi-head models that gain. Heads wider than hidden / heads count for what they are.
+    Fewer KV heads than query heads shrink the KV but not the activation, so mostly multi-head
+    models gain. `head_dim` may be larger than hidden / heads.
 
     Args:
-        model: the shape.
-        kv_value_bytes: of a number of KV on the link, metadata of its codec counted.
-        x_value_bytes: likewise of an activation.
+        model: its dimensions.
+        kv_value_bytes: bytes of a KV element on the link, including codec metadata.
+        x_value_bytes: bytes of an activation element, including codec metadata.
     """
     x_bytes = model.hidden_size * x_value_bytes
     ratio = x_bytes / (model.kv_values_per_layer_token * kv_value_bytes)

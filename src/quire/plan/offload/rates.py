@@ -1,13 +1,13 @@
-"""Seconds that a token of one layer takes on the link, on the device and on the host.
+"""Seconds per token and layer on the link, on the device and on the CPU.
 
-k = 2 * kv_heads * head_dim * p_kv / B     KV over the link
-x = hidden * p_x / B                       its activation over the link
+k = 2 * kv_heads * head_dim * p_kv / B     transfer of KV
+x = hidden * p_x / B                       transfer of its activation
 r = 4 * hidden * kv_heads * head_dim / v   keys and values from the activation
-u = 2 * kv_heads * head_dim * p_kv / B_h   attention where the KV lies
+u = 2 * kv_heads * head_dim * p_kv / B_h   CPU attention to it
 c                                          the device's other work on a layer, all rows
 
 xi = x / k = hidden * p_x / (2 * kv_heads * head_dim * p_kv)
-rho = r / k = 2 * hidden * B / (p_kv * v), whatever the heads are
+rho = r / k = 2 * hidden * B / (p_kv * v), independent of the heads
 """
 
 import math
@@ -21,16 +21,16 @@ class OffloadRates:
     """Rates of one layer; tokens are those of all rows together.
 
     Attributes:
-        kv_s: k, of a token's KV on the link.
-        x_s: x, of its activation.
-        recompute_s: r, of making the KV from the activation.
-        host_s: u, of attending to it on the host; infinite where the host does not attend.
-        other_s: c, of the device's other work on the layer in one step.
-        link_s: of what else crosses the link for the layer in one step: weights, and stores
-            where both directions share the wire.
+        kv_s: k, transfer of a token's KV.
+        x_s: x, transfer of its activation.
+        recompute_s: r, recompute of its KV from the activation.
+        host_s: u, CPU attention to it; infinite without CPU attention.
+        other_s: c, the device's other work on the layer in one step.
+        link_s: other transfers for the layer in one step: weights, and stores if both directions
+            share the link.
 
     Raises:
-        ConfigError: a rate below 0, or KV that takes no time.
+        ConfigError: a rate below 0, or a `kv_s` or `host_s` of 0.
     """
 
     kv_s: int | float
@@ -46,14 +46,14 @@ class OffloadRates:
             if not value >= 0 or (value == math.inf and field.name != "host_s"):
                 raise ConfigError(f"expected {field.name} of 0 seconds or more, got {value}")
         if not self.kv_s or not self.host_s:
-            raise ConfigError(f"expected KV that takes time, got {self}")
+            raise ConfigError(f"expected kv_s and host_s above 0, got {self}")
 
     @property
     def x_ratio(self) -> float:
-        """Xi: what an activation takes on the link, over its KV. It pays below 1."""
+        """Xi: transfer time of an activation over that of its KV. Activations pay below 1."""
         return self.x_s / self.kv_s
 
     @property
     def recompute_ratio(self) -> float:
-        """Rho: what recomputing takes, over carrying the KV."""
+        """Rho: recompute time of KV over its transfer time."""
         return self.recompute_s / self.kv_s

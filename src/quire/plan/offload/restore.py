@@ -1,13 +1,14 @@
-"""Bringing a prefix back from a slow tier: its front is read again while its back is loaded.
+"""Prefix load from a slow tier: the first tokens are recomputed while the last are loaded.
 
-    | read again, from the front >      < loaded |
+    | recomputed, from the start >      < loaded |
     0                    read_tokens             tokens      l and N of the formulas
 
-Reading l tokens takes alpha l^2 + beta l, loading the others kappa (N - l); they meet where
+Recompute of l tokens takes alpha l^2 + beta l, a load of the others kappa (N - l). Both end at the
+same time if
 
-    alpha l^2 + (beta + kappa) l = kappa N + what loading takes whatever it loads
+    alpha l^2 + (beta + kappa) l = kappa N + fixed cost of a load
 
-(Cake). Attention is why the front is what is read: its tokens have the least before them.
+(Cake). The first tokens are recomputed because attention to them has the fewest keys.
 """
 
 from dataclasses import dataclass
@@ -19,23 +20,23 @@ from quire.plan.rates import PrefillRates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """Bringing tokens from where they are stored to the device.
+    """Rate of loading tokens from a tier to the device.
 
     Attributes:
-        token_s: kappa, of a token of all layers.
-        call_s: of a load, whatever it loads.
+        token_s: kappa, a token of all layers.
+        call_s: fixed cost of a load.
     """
 
     token_s: int | float
     call_s: int | float = 0.0
 
     def seconds(self, tokens: int | float) -> float:
-        """Time of so many tokens; none take none."""
+        """Time to load tokens; 0 for 0 tokens."""
         return self.call_s + self.token_s * tokens if tokens else 0.0
 
 
 def read_seconds(prefill: PrefillRates, tokens: int | float) -> float:
-    """Time to read so many tokens from the beginning; none take none."""
+    """Time to prefill tokens from the start; 0 for 0 tokens."""
     if not tokens:
         return 0.0
     return prefill.call_s + prefill.token_s * tokens + prefill.square_s * tokens**2
@@ -44,19 +45,19 @@ def read_seconds(prefill: PrefillRates, tokens: int | float) -> float:
 def restore_seconds(
     prefill: PrefillRates, loading: Loading, tokens: int, read_tokens: int
 ) -> float:
-    """Time of both at once, the front read and the rest loaded."""
+    """Time to recompute the first tokens and load the rest concurrently."""
     loaded_s = loading.seconds(tokens - read_tokens)
     return max(read_seconds(prefill, read_tokens), loaded_s)
 
 
 def restore_split(prefill: PrefillRates, loading: Loading, tokens: int, unit: int = 1) -> int:
-    """Tokens of the front to read again; 0 loads all, `tokens` reads all.
+    """Number of first tokens to recompute; 0 loads all, `tokens` recomputes all.
 
     Args:
         prefill: of the model.
         loading: from the tier.
         tokens: of the prefix.
-        unit: tokens that go together.
+        unit: granularity of the split in tokens.
     """
     constant_s = loading.token_s * tokens + loading.call_s - prefill.call_s
     best = 0.0

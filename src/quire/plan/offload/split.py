@@ -1,20 +1,20 @@
-"""How many tokens to recompute from activations while the KV of the others is on the wire.
+"""Number of tokens to recompute from activations while the KV of the others is transferred.
 
     | X: recomputed    | KV: transferred |
     0               x_tokens          tokens          l and S of the formulas
 
-One layer at a time (the paper, its equation 10): X lands, then recomputing and KV overlap.
+One layer at a time (the paper, its equation 10): X arrives, then recompute and KV overlap.
 
     T_A(l) = x l + max(r l, k (S - l))                l_A = k S / (k + r)
 
-Pipelined: while a layer is recomputed and attended to, the link brings the next one's X and KV.
+Pipelined: during recompute and attention of a layer the link transfers X and KV of the next.
 
     T_B(l) = max(w + x l + k (S - l), r l + c)        l_B = (w + k S - c) / (k - x + r)
 
-w and c are `link_s` and `other_s`. A first layer has nothing to hide behind: over L layers, with
-two slots or more, a step takes T_A(l) + c + (L - 1) T_B(l), exactly.
+w and c are `link_s` and `other_s`. The first layer overlaps with no other layer. Over L layers with
+two slots or more, a step takes exactly T_A(l) + c + (L - 1) T_B(l).
 
-Differs from the paper: it takes l_A, whatever its runtime overlaps; l_B is up to 1.3 times faster.
+Differs from the paper: it always uses l_A; with overlap l_B is up to 1.3 times faster.
 """
 
 import math
@@ -26,18 +26,18 @@ from quire.plan.offload.rates import OffloadRates
 
 
 def pipelined_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
-    """T_B: a layer in the steady state, link and device both at work."""
-    carried_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
-    return max(rates.link_s + carried_s, rates.recompute_s * x_tokens + rates.other_s)
+    """T_B: time of a layer in the steady state, with link and device in parallel."""
+    transfer_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
+    return max(rates.link_s + transfer_s, rates.recompute_s * x_tokens + rates.other_s)
 
 
 def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
-    """l_B, of whole units the best; 0 where activations do not pay.
+    """l_B, rounded to the best whole unit; 0 if activations do not pay.
 
     Args:
         rates: of a layer.
         tokens: of all rows.
-        unit: tokens that go together, a page or a sequence.
+        unit: granularity in tokens, a page or a sequence.
     """
     if rates.x_s >= rates.kv_s:
         return 0
@@ -48,7 +48,7 @@ def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
 
 
 def whole_units(best: float, tokens: int, unit: int) -> tuple[int, int]:
-    """The whole units around a split, at most all tokens.
+    """The whole units below and above a split, at most all tokens.
 
     Raises:
         ConfigError: negative tokens, or a unit below 1.
@@ -62,10 +62,10 @@ def whole_units(best: float, tokens: int, unit: int) -> tuple[int, int]:
 
 
 def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> tuple[int, ...]:
-    """Divide activation tokens over rows in whole pages from each front; only the sum costs.
+    """Divide recomputed tokens over rows in whole pages from each start; only the sum has a cost.
 
-    Rows get equal shares of their lengths; what rounding leaves goes to the longest rests. Rows
-    that are taken whole need not end on a page's border.
+    Rows get equal fractions of their lengths; the remainder after rounding goes to the rows with
+    most tokens left. Rows that are taken whole need not end at a page boundary.
 
     Args:
         tokens: of each row.
@@ -73,8 +73,8 @@ def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> 
         page_tokens: of a page.
 
     Returns:
-        Tokens of each row; they sum to at most `x_tokens`, and miss less than a page of it unless
-        only parts of pages are left.
+        Tokens of each row. Their sum is at most `x_tokens`, and less than a page below it unless
+        only partial pages are left.
     """
     total = sum(tokens)
     if not 0 <= x_tokens <= total:
@@ -91,25 +91,25 @@ def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> 
 
 # ---- shares --------------------------------------------------------------------------------------
 
-# Three resources at once: the link carries KV and X, the device recomputes, the host attends.
+# Three resources in parallel: the link transfers KV and X, the device recomputes, the CPU attends.
 #
 # Least T with  x l + k t <= T,  r l + c <= T,  u a (+ c) <= T,  l + t + a = S - g,  all 0 or more.
 #
-# In a time T the three cover tokens(T), which rises in straight pieces, so T is where it reaches
-# S - g. With x >= k nothing is recomputed and T = (S - g) / (1 / k + 1 / u) for c = 0: rates add.
+# In a time T the three cover tokens(T), a piecewise linear function; T is where it reaches S - g.
+# With x >= k no token is recomputed and T = (S - g) / (1 / k + 1 / u) for c = 0: rates add up.
 #
-# Differs from the formula as it is often written: the host's share of a layer needs that layer's
-# queries, so `waits` charges it the device's other work as well, unless another batch hides it.
+# Differs from the usual formula: CPU attention of a layer needs that layer's queries. So `waits`
+# adds the device's other work to its time, unless another batch hides it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Tokens by who serves them, before rounding.
+    """Tokens by resource, before rounding.
 
     Attributes:
         x_tokens: l, recomputed.
-        kv_tokens: t, carried.
-        host_tokens: a, attended to where they lie.
+        kv_tokens: t, transferred.
+        host_tokens: a, attended to on the CPU.
         seconds: T, of the layer.
     """
 
@@ -122,16 +122,16 @@ class Shares:
 def best_shares(
     rates: OffloadRates, tokens: int | float, resident: int | float = 0, *, waits: bool = True
 ) -> Shares:
-    """Divide a layer's tokens over link, device and host.
+    """Divide a layer's tokens over link, device and CPU.
 
     Args:
-        rates: `host_s` infinite: the host takes none; `link_s` counts as time the link has not.
+        rates: an infinite `host_s` excludes the CPU; `link_s` is unavailable to KV and X.
         tokens: S.
         resident: g, on the device already.
-        waits: the host begins when the layer before is done.
+        waits: whether CPU attention starts when the layer before is done.
 
     Raises:
-        ConfigError: more resident tokens than there are.
+        ConfigError: more resident tokens than tokens.
     """
     if not 0 <= resident <= tokens:
         raise ConfigError(f"expected 0 to {tokens} resident tokens, got {resident}")
@@ -148,7 +148,7 @@ def best_shares(
 
 
 def _corners(rates: OffloadRates) -> tuple[float, ...]:
-    """Where `_covered` bends: the link, the device or the host begins, or X fills the link."""
+    """Bends of `_covered`: the link, the device or the CPU starts, or X fills the link."""
     found = [float(rates.other_s), float(rates.link_s)]
     if rates.x_s > rates.recompute_s:  # r l + c = T and w + x l = T
         gap_s = rates.x_s * rates.other_s - rates.recompute_s * rates.link_s
@@ -164,7 +164,7 @@ def _covered(rates: OffloadRates, seconds: float, *, waits: bool) -> float:
 
 
 def _most(rates: OffloadRates, seconds: float, *, waits: bool) -> tuple[float, float, float]:
-    """Most tokens of X, KV and host in this time; X first, of which the link carries more."""
+    """Most tokens of X, KV and CPU attention in this time; X first: it takes less of the link."""
     link_s = max(0.0, seconds - rates.link_s)
     device_s = max(0.0, seconds - rates.other_s)
     x_tokens = 0.0
@@ -181,7 +181,7 @@ def _most(rates: OffloadRates, seconds: float, *, waits: bool) -> tuple[float, f
 def _between(
     rates: OffloadRates, left: float, right: float, requested: float, *, waits: bool
 ) -> float:
-    """The time on a straight piece at which so much is covered."""
+    """The time in a linear segment at which the requested tokens are covered."""
     low, high = (_covered(rates, at, waits=waits) for at in (left, right))
     if low >= requested:
         return left
@@ -189,7 +189,7 @@ def _between(
 
 
 def _at(rates: OffloadRates, seconds: float, requested: float, *, waits: bool) -> Shares:
-    """What each takes in this time: the link and X first, then the host what is left."""
+    """Tokens by resource in this time: CPU attention first, then X, then KV."""
     x_most, _, host_most = _most(rates, seconds, waits=waits)
     host_tokens = min(host_most, requested)
     x_tokens = min(x_most, requested - host_tokens)

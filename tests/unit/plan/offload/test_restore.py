@@ -126,5 +126,5 @@ def test_a_range_grows_with_the_sequence():
 
     assert kept.kv_from == 59  # 66 of 100 less a tenth
     assert kept.x_until == 733  # 666 of 1,000 and a tenth more
-    with pytest.raises(ConfigError, match="got 3 and 2"):
+    with pytest.raises(ConfigError, match="got kv_from=3 and x_until=2"):
         ActivationRange(kv_from=3, x_until=2)
