@@ -187,7 +187,7 @@ class Engine:
 
         Where the memory outside of the pool runs out, the requests of the step end with an error
         and the others go on. After any other exception the step can be tried again: the requests
-        it was about are read anew.
+        it was about are read anew, except a search whose beams were being exchanged, which ends.
         """
         now_s = self._clock()
         deltas, self._unsent = self._unsent, []

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from quire.errors import NeverFits, OutOfPages
+from quire.errors import NeverFits, OutOfPages, RequestError
 from quire.kv.sharing import statistics_pages
 from quire.layout.pages import PageClass
 from quire.scheduler.components import SchedulerComponents
@@ -127,8 +127,10 @@ class Forks:
     def branch(self, group: RequestGroup, parents: Sequence[int]) -> None:
         """Let member i of a running group become what member `parents[i]` is; see `group.branch`.
 
-        Where there are no pages for the copies the group waits, and is computed again.
+        Where there are no pages for the copies the group waits, and is computed again. Where a
+        copy raises, the search ends with an error: its beams are half exchanged.
         """
+        beams = [*group.members, *group.spare]
         self._lifecycle.pause_group(group.members)
         try:
             for member in not_continued(group, parents):
@@ -137,8 +139,10 @@ class Forks:
             if copied:
                 self._make_room(copied)
             branch(group, parents, self._copy_or_follow)
-        finally:  # whatever it raises, those that hold rows are among those that run
-            self._lifecycle.resume_group(group.members)
+        except BaseException as error:
+            self._lifecycle.fail_group(beams, RequestError(f"beams could not be copied: {error}"))
+            raise
+        self._lifecycle.resume_group(group.members)
         if any(member.memory.row < 0 for member in group.members):
             self._lifecycle.preempt(group.members[0], NO_PAGES, recompute=True)
 

@@ -174,6 +174,15 @@ class Lifecycle:
         """Put the beams that hold pages back into the running list."""
         self._running.extend(member for member in members if member.memory.row >= 0)
 
+    def fail_group(self, members: Sequence[Request], error: QuireError) -> None:
+        """End all beams of a paused group with one error; the engine goes on."""
+        self.failures.append(Failure(members[0], error))
+        for member in members:
+            if member.memory.row >= 0:
+                member.progress.state = RequestState.RUNNING
+                self._running.append(member)
+            self.finish(member, "beams could not be copied")
+
 
 def _running_members(request: Request) -> list[Request]:
     return [member for member in together(request) if member.is_running]

@@ -240,3 +240,41 @@ def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_pro
     assert errors.keys() == {"beams"}
     assert len(tokens["other"]) == 12
     engine.check()
+
+
+@pytest.mark.parametrize("at_fork", [1, 2, 6])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a bug")]
+)
+def test_a_search_ends_where_its_beams_cannot_be_copied_and_the_others_go_on(
+    model, monkeypatch, error, at_fork
+):
+    """The search has gone on to the next token, and its beams are half exchanged."""
+    config = KVConfig(memory="2MiB", page_tokens=4)
+    engine = Engine(model, config, ScheduleConfig(max_num_seqs=4))
+    sequence_memory, num_forks = engine.scheduler.sequence_memory, 0
+    fork = sequence_memory.fork
+
+    def break_once(parent, child):
+        nonlocal num_forks
+        num_forks += 1
+        if num_forks == at_fork:
+            raise error
+        fork(parent, child)
+
+    monkeypatch.setattr(sequence_memory, "fork", break_once)
+    beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
+    engine.submit(GenerationRequest([3, 4, 5, 6], beams, request_id="beams"))
+    engine.submit(GenerationRequest([7, 8], engines.greedy(12), request_id="other"))
+
+    tokens: dict[str, list[int]] = {}
+    errors: dict[str, str] = {}
+    try:
+        errors |= finish(engine, tokens)
+    except RuntimeError:
+        errors |= finish(engine, tokens)
+
+    assert num_forks == at_fork
+    assert "beams could not be copied" in errors["beams"]
+    assert len(tokens["other"]) == 12 or "other" in errors
+    assert len(engine.pool.kv.memory.live_rows) == 0
