@@ -12,7 +12,12 @@ from torch import Tensor
 from quire.errors import PolicyError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
-from quire.kv.compaction import Kind, commit_compaction, plan_compaction
+from quire.kv.compaction import (
+    Kind,
+    commit_compaction,
+    plan_compaction,
+    require_private_copies,
+)
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 from quire.layout.statistics import Statistic
@@ -70,6 +75,7 @@ class PolicyEvictor:
         entry = EvictionEntry.joined(done, [part.left for part in parts])
         if _takes_notes(eviction):
             entry = replace(entry, wanted=keep.astype(np.int32))
+        require_private_copies(memory, plan)
         for part in parts:
             part.take_notes()
         commit_compaction(memory, plan)
@@ -78,17 +84,15 @@ class PolicyEvictor:
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Let the tokens of an entry leave again."""
-        self._repeat_notes(request, entry)
         reader = self._reader(request, range(len(self._table.group.layers)))
         heads = self._table.group.page_class.heads
         stays = entry.stays(reader.lane_positions)
         mask = reader.unsort(torch.from_numpy(stays).repeat_interleave(heads, dim=0))
-        memory, name, kind = (
-            self._kv.memory,
-            self._table.group.name,
-            _kind_of(_eviction_of(request)),
-        )
-        commit_compaction(memory, plan_compaction(memory, name, request.memory.row, mask, kind))
+        memory, kind = self._kv.memory, _kind_of(_eviction_of(request))
+        plan = plan_compaction(memory, self._table.group.name, request.memory.row, mask, kind)
+        require_private_copies(memory, plan)
+        self._repeat_notes(request, entry)
+        commit_compaction(memory, plan)
         if entry.promoted is not None:
             assert self._promotion is not None, "raised in a memory with records"
             promoted = (reader.lane_positions >= 0) & ~entry.promoted.stays(reader.lane_positions)

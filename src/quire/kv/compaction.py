@@ -189,6 +189,20 @@ def _freed_pages(
 # ---- commit ------------------------------------------------------------------------------------
 
 
+def require_private_copies(memory: KVMemory, plan: CompactionPlan) -> None:
+    """Refuse a plan that `commit_compaction` would refuse, before anything else is written for it.
+
+    Raises:
+        OutOfPages: no room for the private copies.
+    """
+    _require_pages(memory, plan.needed_pages)
+
+
+def _require_pages(memory: KVMemory, needed: Pages) -> None:
+    if not memory.fits(needed):
+        raise OutOfPages(f"{sum(needed.values())} private pages needed before compaction")
+
+
 def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
     """Carry plans out, all or none: private copies first, then the moves, then the freed pages.
 
@@ -206,8 +220,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
         # looked up again: a fork or a loan may have come between
         shared.append(_shared_targets(memory, table, plan.row, plan.moves))
         needed[table.group.page_class] += len(shared[-1][0])
-    if not memory.fits(needed):
-        raise OutOfPages(f"{sum(needed.values())} private pages needed before compaction")
+    _require_pages(memory, needed)
     for plan, (lane, column) in zip(plans, shared, strict=True):
         if len(lane):
             row = np.full(len(lane), plan.row)
