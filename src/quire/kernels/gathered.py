@@ -13,15 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.attention_statistics import accumulate_attention
 from quire.kernels.backend import (
     AttentionMath,
-    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    MovedSlots,
-    NewSlots,
-    StatisticRows,
     StepShape,
 )
 from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
@@ -35,13 +30,13 @@ from quire.kernels.gathered_plan import (
     write_full_precision_in_bucket,
     write_promoted_in_chunk,
 )
-from quire.kernels.paging import gather_pages, move_slots, page_numbers, write_slots
+from quire.kernels.paging import TorchSlots, gather_pages, page_numbers
 from quire.kernels.token_precision import made_columns
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
 
 
-class GatheredAttention:
+class GatheredAttention(TorchSlots):
     """Attention over pages on any device, for any page class.
 
     Args:
@@ -68,18 +63,6 @@ class GatheredAttention:
             scratch_bytes=self._scratch_bytes,
             device=self._device,
         )
-
-    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-        """Put keys and values into their slots; see `AttentionBackend.write`."""
-        write_slots(slots, key, value)
-
-    def move(self, moves: MovedSlots) -> None:
-        """Copy slots onto others; see `AttentionBackend.move`."""
-        move_slots(moves)
-
-    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
-        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
-        accumulate_attention(tally, rows, column_sums)
 
     def attend(
         self,

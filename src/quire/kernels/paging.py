@@ -8,8 +8,31 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.backend import LayerPages, MovedSlots, NewSlots
+from quire.kernels.attention_statistics import accumulate_attention
+from quire.kernels.backend import (
+    AttentionStatistic,
+    LayerPages,
+    MovedSlots,
+    NewSlots,
+    StatisticRows,
+)
 from quire.kernels.coded import write_codes
+
+
+class TorchSlots:
+    """The part of `AttentionBackend` that the backends in torch share: what is done to slots."""
+
+    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        """Put keys and values into their slots; see `AttentionBackend.write`."""
+        write_slots(slots, key, value)
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots onto others; see `AttentionBackend.move`."""
+        move_slots(moves)
+
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
+        """Add a step's attention to the numbers of slots; see `AttentionBackend.tally`."""
+        accumulate_attention(tally, rows, column_sums)
 
 
 def page_numbers(

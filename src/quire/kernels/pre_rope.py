@@ -17,20 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.attention_statistics import accumulate_attention
 from quire.kernels.backend import (
     AttentionMath,
-    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    MovedSlots,
-    NewSlots,
-    StatisticRows,
     StepShape,
 )
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered import DEFAULT_SCRATCH_BYTES
-from quire.kernels.paging import move_slots, write_slots
+from quire.kernels.paging import TorchSlots
 
 # ---- pre rope plan -------------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ class _Gathered:
     slot: Tensor
 
 
-class PreRopeAttention:
+class PreRopeAttention(TorchSlots):
     """Attention over pages whose keys have not gone through RoPE.
 
     Args:
@@ -180,18 +175,6 @@ class PreRopeAttention:
         """Cut the step into buckets of rows with equally many new tokens."""
         most = max(1, self._scratch_bytes // (COPIES_OF_A_SLOT * slot_bytes))
         return _Plan(tuple(plan_buckets(step, lanes, most_slots=most, device=self._device)))
-
-    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-        """Put keys and values into their slots; see `AttentionBackend.write`."""
-        write_slots(slots, key, value)
-
-    def move(self, moves: MovedSlots) -> None:
-        """Copy slots onto others; see `AttentionBackend.move`."""
-        move_slots(moves)
-
-    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
-        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
-        accumulate_attention(tally, rows, column_sums)
 
     def attend(
         self,

@@ -6,19 +6,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.attention_statistics import accumulate_attention
 from quire.kernels.backend import (
     AttentionMath,
-    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    MovedSlots,
-    NewSlots,
-    StatisticRows,
     StepShape,
 )
 from quire.kernels.coded import decode_slots
-from quire.kernels.paging import move_slots, write_slots
+from quire.kernels.paging import TorchSlots
 from quire.kernels.token_precision import (
     FullPrecisionPages,
     attended_as_made,
@@ -36,7 +31,7 @@ class ReferencePlan:
     lanes: LaneSlots
 
 
-class ReferenceAttention:
+class ReferenceAttention(TorchSlots):
     """Slow and plain; what the other backends must equal."""
 
     name = "reference"
@@ -45,18 +40,6 @@ class ReferenceAttention:
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Keep the shapes."""
         return ReferencePlan(step, lanes)
-
-    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-        """Put keys and values into their slots; see `AttentionBackend.write`."""
-        write_slots(slots, key, value)
-
-    def move(self, moves: MovedSlots) -> None:
-        """Copy slots onto others; see `AttentionBackend.move`."""
-        move_slots(moves)
-
-    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
-        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
-        accumulate_attention(tally, rows, column_sums)
 
     def attend(
         self,
