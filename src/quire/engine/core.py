@@ -84,21 +84,23 @@ class Engine:
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
         self.input_processor = InputProcessor(model, rules, layout, self.schedule_config, kv, clock)
         self._traces = Traces()
-        eos_token_ids = model.generation.eos_token_ids
-        self._outputs = OutputProcessor(self._open_text, self.scheduler.finish, eos_token_ids)
-        alone = self.schedule_config.batch_invariant
-        sampler = Sampler(model.spec.vocab_size, eos_token_ids, one_by_one=alone)
-        self._sampling_step = SamplingStep(sampler, self._outputs, self.scheduler.branch, clock)
+        self._outputs = OutputProcessor(
+            self._open_text, self.scheduler.finish, model.generation.eos_token_ids
+        )
+        self._sampling_step = self._make_sampling_step()
         self._cancelled: list[Request] = []
         self._unsent: list[OutputDelta] = []  # of a step that failed
-        memory, offload, in_flight = (
-            self.pool.kv.memory,
-            self.pool.offload,
-            in_flight_bytes(self.prefix_loader),
+        in_flight = in_flight_bytes(self.prefix_loader)
+        self._ledger = Ledger(
+            self.pool.kv.memory, self._requests, self.pool.host, in_flight, self.pool.offload
         )
-        self._ledger = Ledger(memory, self._requests, self.pool.host, in_flight, offload)
         self._arrivals = 0
         self.num_steps = self.num_processed_tokens = 0
+
+    def _make_sampling_step(self) -> SamplingStep:
+        alone, spec = self.schedule_config.batch_invariant, self.model.spec
+        sampler = Sampler(spec.vocab_size, self.model.generation.eos_token_ids, one_by_one=alone)
+        return SamplingStep(sampler, self._outputs, self.scheduler.branch, self._clock)
 
     @property
     def runs_in_thread(self) -> bool:

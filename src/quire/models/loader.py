@@ -104,12 +104,7 @@ def load_model(
     model = read_model(
         folder, config, headers, dtype=wanted_dtype, trust_remote_code=trust_remote_code
     )
-    if model.dtype not in _DTYPES.values():
-        stored = str(model.dtype).removeprefix("torch.")
-        raise UnsupportedModel(
-            f"the weights of {name} are stored in {stored}; load it with dtype=float32, bfloat16 "
-            "or float16"
-        )
+    _refuse_stored_dtype(model.dtype, name)
     weights, place = None, None
     if placer is None:
         nn.Module.to(model, target)
@@ -175,6 +170,15 @@ def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
         raise UnsupportedModel(
             f"Transformers has no causal language model for {config.model_type!r}; "
             "give a decoder-only model such as Llama, Qwen or Mistral"
+        )
+
+
+def _refuse_stored_dtype(dtype: torch.dtype, name: str) -> None:
+    if dtype not in _DTYPES.values():
+        stored = str(dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"the weights of {name} are stored in {stored}; load it with dtype=float32, bfloat16 "
+            "or float16"
         )
 
 

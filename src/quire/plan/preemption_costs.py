@@ -130,13 +130,13 @@ class LearnedCosts:
         """Number of measurements learned from."""
         return sum(e.num_samples for e in (self._out, self._back, self._prefill))
 
-    def copied_out(self, num_bytes: int, seconds: int | float, *, pieces: int = 1) -> None:
-        """Learn from a swap out."""
-        self._out.add((1, pieces, num_bytes), seconds)
+    def copied_out(self, num_bytes: int, seconds: int | float) -> None:
+        """Learn from a swap out, taken as one piece."""
+        self._out.add((1, 1, num_bytes), seconds)
 
-    def copied_back(self, num_bytes: int, seconds: int | float, *, pieces: int = 1) -> None:
-        """Learn from a swap in."""
-        self._back.add((1, pieces, num_bytes), seconds)
+    def copied_back(self, num_bytes: int, seconds: int | float) -> None:
+        """Learn from a swap in, taken as one piece."""
+        self._back.add((1, 1, num_bytes), seconds)
 
     def read(self, tokens: int, before: int, seconds: int | float) -> None:
         """Learn from a step that only prefilled a chunk of one prompt.

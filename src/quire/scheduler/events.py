@@ -8,7 +8,7 @@
 | copied | kv_bytes |
 | evicted | tokens, freed_bytes, reason, length |
 | swapped_out, swapped_in | kv_bytes, seconds |
-| hosted | kv_bytes |
+| offloaded | kv_bytes |
 | preempted | how, reason, lost_tokens, freed_bytes |
 | cached, uncached | blocks, kv_bytes |
 | stored | blocks, kv_bytes |

@@ -108,10 +108,6 @@ class Fairness:
         """Whether its tenant holds more than its share, so that it gives way first."""
         return self.has_several and self.accounts.over_share_bytes(request.tenant) > 0
 
-    def order(self, request: Request) -> tuple[bool, int, float, int]:
-        """Who goes before whom: those who owe nothing, then by their own order."""
-        return (self.owes(request), *request.order)
-
     def right(self, request: Request, size_bytes: int) -> Right:
         """On what ground a waiting request may take bytes."""
         if not self.has_several:

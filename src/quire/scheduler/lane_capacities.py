@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.sequence_memory import SequenceMemory
 
 CAP, REPLAY = "cap", "replay"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +279,9 @@ class LaneCapacities:
     ) -> bool:
         memory = self._sequence_memory.memory
         free_bytes = memory.free_bytes
-        done: list[Evicted | None] = []
-        self._changing(
-            request, lambda: done.append(self._evictor.evict(request, keep, least_gain=least_gain))
+        evicted = self._changing(
+            request, lambda: self._evictor.evict(request, keep, least_gain=least_gain)
         )
-        evicted = done[-1]
         if evicted is None:
             return False
         if evicted.entry is not None:
@@ -306,18 +305,19 @@ class LaneCapacities:
         tokens = entry.num_slots / len(entry.counts)
         self._tell(request, tokens, memory.free_bytes - free_bytes, REPLAY)
 
-    def _changing(self, request: Request, change: Callable[[], None]) -> None:
+    def _changing(self, request: Request, change: Callable[[], T]) -> T:
         """Change lanes; where copies of shared pages find no room, after cached prefixes went."""
         self._sequence_memory.sharing.stop_sharing(request)
         copied_bytes = self._sequence_memory.memory.copied_bytes
         try:
-            change()
+            changed = change()
         except OutOfPages:
             self._sequence_memory.sharing.drop_cached()
-            change()
+            changed = change()
         copied_bytes = self._sequence_memory.memory.copied_bytes - copied_bytes
         if copied_bytes:
             self._sequence_memory.events.emit("copied", request, kv_bytes=copied_bytes)
+        return changed
 
     def _tell(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
         last = (
@@ -325,8 +325,8 @@ class LaneCapacities:
             if request.eviction.replayed
             else None
         )
-        wanted = request.spec.records_evictions and last is not None
-        extra = {"digest": last.digest} if wanted and last is not None else {}
+        recorded = request.spec.records_evictions
+        extra = {"digest": last.digest} if recorded and last is not None else {}
         self._sequence_memory.events.emit(
             "evicted",
             request,

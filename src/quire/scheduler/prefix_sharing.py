@@ -53,13 +53,14 @@ class PrefixIdentities:
         return private_salt(self._secret, request.tenant, request.spec.cache_salt)
 
     def _num_public(self, request: Request) -> int:
-        prompt = np.asarray(request.prompt_token_ids) if self._public else None
-        return max((_common(prompt, public) for public in self._public), default=0)
+        if not self._public:
+            return 0
+        prompt = np.asarray(request.prompt_token_ids)
+        return max(_common(prompt, public) for public in self._public)
 
 
-def _common(prompt: NDArray[np.int64] | None, public: NDArray[np.int64]) -> int:
+def _common(prompt: NDArray[np.int64], public: NDArray[np.int64]) -> int:
     """How many first tokens are the same."""
-    assert prompt is not None
     shortest = min(len(prompt), len(public))
     differ = np.flatnonzero(prompt[:shortest] != public[:shortest])
     return int(differ[0]) if len(differ) else shortest

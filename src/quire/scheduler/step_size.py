@@ -58,11 +58,8 @@ class StepSize:
         objective: str = "auto",
         offloaded_weights: WeightTransfers | None = None,
     ) -> None:
-        self.batch_tokens, self._objective, self._offloaded_weights = (
-            batch_tokens,
-            objective,
-            offloaded_weights,
-        )
+        self.batch_tokens, self._objective = batch_tokens, objective
+        self._offloaded_weights = offloaded_weights
         self.num_batches = (
             most_batches(objective, offloaded_weights) if objective == "throughput" else 1
         )

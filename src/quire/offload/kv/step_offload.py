@@ -51,7 +51,7 @@ class KVOffload(MemoryListener):
         transfer_worker: runs the copies.
         splits: splits offloaded prefixes; None: all KV is transferred.
         kv_recompute: recomputes keys and values; None: no KV is recomputed.
-        recomputed_share: names of the groups that can be recomputed.
+        recomputed_groups: names of the groups that can be recomputed.
         attention: CPU attention; None: all attention is on the device.
     """
 
@@ -63,12 +63,12 @@ class KVOffload(MemoryListener):
         *,
         splits: Splits | None = None,
         kv_recompute: KVRecompute | None = None,
-        recomputed_share: Iterable[str] = (),
+        recomputed_groups: Iterable[str] = (),
         attention: CPUAttention | None = None,
     ) -> None:
         self.memory, self.prefixes, self.transfer_worker = memory, prefixes, transfer_worker
         self.splits, self.kv_recompute, self.attention = splits, kv_recompute, attention
-        self.tables = [memory.tables[name] for name in recomputed_share]
+        self.tables = [memory.tables[name] for name in recomputed_groups]
         if kv_recompute is not None:
             memory.listeners.subscribe(self)
         self._last: StepKVOffload | None = None

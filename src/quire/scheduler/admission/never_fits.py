@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from quire.errors import NeverFits
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
@@ -16,8 +15,8 @@ from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.group import num_rows
 from quire.scheduler.request import Request
 
-if TYPE_CHECKING:
-    from quire.scheduler.admission.peaks import Peaks
+_KIB = 1024
+_MANY_KIB = 64 * 1024  # sizes from here on are rounded to MiB
 
 
 def refuse_if_never(peaks: Peaks, request: Request) -> None:
@@ -59,11 +58,7 @@ def _why_never(peaks: Peaks, request: Request) -> str:
     )
 
 
-_KIB = 1024
-_MANY_KIB = 64 * 1024  # sizes from here on are rounded to MiB
-
-
-def ways_out(peaks: "Peaks", need: Need, width: int) -> str:
+def ways_out(peaks: Peaks, need: Need, width: int) -> str:
     """The changes that help, each by itself, as the end of an error message.
 
     Args:
@@ -80,11 +75,11 @@ def ways_out(peaks: "Peaks", need: Need, width: int) -> str:
     return " or ".join(filter(None, (", ".join(changes[:-1]), changes[-1])))
 
 
-def _fits(peaks: "Peaks", need: Need, width: int) -> bool:
+def _fits(peaks: Peaks, need: Need, width: int) -> bool:
     return peaks.fit_alone(peaks.whole_counts(need, width))
 
 
-def _memory(peaks: "Peaks", need: Need, width: int) -> str:
+def _memory(peaks: Peaks, need: Need, width: int) -> str:
     """The KV memory that holds the request, with offload memory as it is.
 
     Slabs of another memory may have other sizes, so its bytes are not those of the refusal.
@@ -109,7 +104,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes // _KIB}KiB" if num_bytes % _KIB**2 else f"{num_bytes // _KIB**2}MiB"
 
 
-def _smaller_requests(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
+def _smaller_requests(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     prompt = need.tokens if need.prompt_tokens is None else need.prompt_tokens
     if width > 1 and _fits(peaks, need, 1):
         yield "ask for fewer beams"
@@ -124,7 +119,7 @@ def _smaller_requests(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
         yield "shorten the prompt and lower max_tokens"
 
 
-def _offload(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
+def _offload(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     """KV offload, if more of it would do: a part of every sequence stays in the KV memory."""
     placement, larger = peaks.memory.placement, copy(peaks)
 
@@ -143,7 +138,7 @@ def _offload(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
         yield f"give --kv-offload-memory of {_size(_round_up(num_bytes))}"
 
 
-def _evictions(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
+def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     if need.eviction.cap is None:
         if peaks.fit_alone(width * peaks.capped_counts(need.tokens)):
             yield "cap it with --evict RULE:cap=TOKENS"

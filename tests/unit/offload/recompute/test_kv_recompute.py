@@ -106,7 +106,7 @@ def kv_offload(kv, seed, *, blocks=64):
         first.transfer_worker,
         splits=Anyhow(seed),
         kv_recompute=kv_recompute,
-        recomputed_share=made,
+        recomputed_groups=made,
         attention=CPUAttention(kv.memory, kv.store, kv.coded, first.prefixes, in_parts),
     )
     return PagedKV(kv.memory, kv.store, kv.backend, offload=offload)
