@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.models import llama_125m, llama_tiny, random_weights
+from benchmarks.common.offloaded_model import OffloadedModel
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.common.target import Target
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.offloaded_model import OffloadedModel
 from benchmarks.device.step_harness import StepHarness
-from benchmarks.device.target import Target
 from benchmarks.offload.arms import BY_NAME
 from quire.errors import ConfigError
 from quire.kernels.backend import AttentionMath

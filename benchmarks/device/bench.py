@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from benchmarks.common.host_bytes import HostBytes
+from benchmarks.common.link_codecs import LinkCodecs
+from benchmarks.common.offloaded_model import distinct_layers
+from benchmarks.common.target import Target
 from benchmarks.device.config import DeviceBenchConfig
-from benchmarks.device.host_bytes import HostBytes
-from benchmarks.device.link_codecs import LinkCodecs
-from benchmarks.device.offloaded_model import distinct_layers
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.step_harness import StepHarness
-from benchmarks.device.target import Target
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
 

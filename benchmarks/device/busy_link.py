@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from benchmarks.device.host_bytes import HostBytes
-from benchmarks.device.target import Target
+from benchmarks.common.host_bytes import HostBytes
+from benchmarks.common.target import Target
 from benchmarks.offload_schedule.executor import Executor
 from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink
 from quire.offload.timeline import IN

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from benchmarks.common.link_codecs import LinkCodecs, link_sizes
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.link_codecs import LinkCodecs, link_sizes
 from benchmarks.device.step_harness import StepHarness, expected_seconds, median_ms
 from benchmarks.offload.arms import BY_NAME
 from benchmarks.offload_schedule.timelines import copied_bytes

@@ -2,11 +2,11 @@
 
 import torch
 
+from benchmarks.common.host_bytes import require_host
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.common.target import Target
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.host_bytes import require_host
 from benchmarks.device.step_harness import StepHarness, median_ms
-from benchmarks.device.target import Target
 from benchmarks.offload.arms import BY_NAME, Layout
 from benchmarks.offload.arms_part import ratio
 from benchmarks.offload.simulated_machine import MeasuredStep

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.common.host_bytes import HostBytes, require_host
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.common.target import Target, rate_gb
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.host_bytes import HostBytes, require_host
 from benchmarks.device.side_by_side import run_calls
-from benchmarks.device.target import Target, rate_gb
 from benchmarks.offload_schedule.timelines import busy_s
 from quire.offload.timeline import IN, OUT, Kind
 from quire.plan.fitting import fit_seconds

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.common.decode_batch import DecodeBatch
 from benchmarks.offload.machines import MODELS
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
@@ -27,23 +28,17 @@ SPECS: Mapping[str, ModelSpec] = {**MODELS, "toy": _toy(4), "toy-grouped": _toy(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCase:
-    """A batch that decodes with its KV on the host.
+class DecodeCase(DecodeBatch):
+    """A batch of a model by its name.
 
     Attributes:
         model: name in `SPECS`.
-        rows: sequences.
-        context: tokens of each.
-        dtype: of weights and plain KV.
 
     Raises:
         UnknownName: no such model.
     """
 
     model: str
-    rows: int
-    context: int
-    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if self.model not in SPECS:
@@ -55,35 +50,6 @@ class DecodeCase:
         return SPECS[self.model]
 
     @property
-    def tokens(self) -> int:
-        """Of all rows."""
-        return self.rows * self.context
-
-    @property
-    def value_bytes(self) -> int:
-        """Of a plain number."""
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers of a token's keys and values in a layer."""
-        return self.spec.kv_values_per_layer_token
-
-    @property
-    def kv_bytes(self) -> int:
-        """Plain KV of all layers."""
-        return self.tokens * self.kv_width * self.value_bytes * self.spec.num_layers
-
-    @property
-    def layer_weight_bytes(self) -> int:
-        """Weights of a layer."""
-        spec = self.spec
-        attention = spec.hidden_size * (2 * spec.num_heads * spec.head_dim + self.kv_width)
-        matrices = 3 if spec.gated_mlp else 2
-        values = attention + matrices * spec.hidden_size * spec.intermediate_size
-        return values * self.value_bytes
-
-    @property
-    def label(self) -> str:
-        """For people: `OPT-13B, 64 x 1,024`."""
-        return f"{self.model}, {self.rows} x {self.context:,}"
+    def name(self) -> str:
+        """The model's."""
+        return self.model

@@ -1,4 +1,4 @@
-"""Steps of a model with KV on the host, as this machine does them: nothing is padded.
+"""Simulated steps of a model with KV on the host, as this machine does them: nothing is padded.
 
 Speeds      fitted to steps that ran at the start, every operation of them
 splits      of these speeds, as `python -m benchmarks offload` lays its arms out
@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.device.host_bytes import HostBytes
-from benchmarks.device.link_codecs import LinkCodecs, link_sizes
-from benchmarks.device.offloaded_model import OffloadedModel
+from benchmarks.common.host_bytes import HostBytes
+from benchmarks.common.link_codecs import LinkCodecs, link_sizes
+from benchmarks.common.offloaded_model import OffloadedModel
+from benchmarks.common.offloaded_step import OffloadedStep, Staging
+from benchmarks.common.target import Target
 from benchmarks.device.shapes import DecodeCase
-from benchmarks.device.step import DeviceStep, Staging
-from benchmarks.device.target import Target
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, sizes_of, speeds_of
 from benchmarks.offload.simulated_machine import MeasuredStep
@@ -100,8 +100,8 @@ class StepHarness:
         schedule = plan_step(step_work(batch, layers, self.sizes, nominal), _PROBE_RULES)
         return schedule, self._step(batch, _PROBE_RULES).work
 
-    def _step(self, batch: BatchTokens, rules: Rules) -> DeviceStep:
-        return DeviceStep(self.model, self._staging, batch, rules, poison=self._poison)
+    def _step(self, batch: BatchTokens, rules: Rules) -> OffloadedStep:
+        return OffloadedStep(self.model, self._staging, batch, rules, poison=self._poison)
 
     # ---- layouts -------------------------------------------------------------------------------
 
@@ -139,15 +139,8 @@ class StepHarness:
         return MeasuredStep(
             timeline=timeline,
             predicted_s=VirtualClock().run(schedule).seconds,
-            error=self.off(step),
+            error=self.model.off(step.hidden),
         )
-
-    def off(self, step: DeviceStep) -> float:
-        """How far a step's hidden states are from those with all KV on the device."""
-        if not hasattr(self, "_expected"):
-            self._expected = self.model.expected().float()
-        difference = (step.hidden.float() - self._expected).norm()
-        return float(difference / self._expected.norm())
 
     def rounds(self, layouts: dict[str, Layout], repeats: int) -> dict[str, list[MeasuredStep]]:
         """Steps of all layouts in turns, behind one of each that is not counted."""

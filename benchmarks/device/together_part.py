@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.common.offloaded_model import attend_rows
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.random_layer import attend_rows
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
 from quire.offload.timeline import Kind

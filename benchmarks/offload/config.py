@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.offload.layer_harness import LayerShape
+from benchmarks.offload.layer_shape import LayerShape
 from benchmarks.offload.simulated_machine import Ratios
 
 

@@ -75,7 +75,7 @@ def _rates(machine: SimulatedMachine, speeds: Speeds) -> OffloadRates:
 def _run(machine: SimulatedMachine, speeds: Speeds, split: int) -> Timeline:
     batch, rules = _divided(machine, split), machine.layout(BY_NAME["lB"], speeds).rules
     work = step_work(batch, machine.shape.num_layers, machine.shape.sizes(), speeds)
-    return machine.executor.run(plan_step(work, rules), machine.harness.work(batch, rules))
+    return machine.executor.run(plan_step(work, rules), machine.begin(batch, rules).work)
 
 
 def _divided(machine: SimulatedMachine, split: int) -> BatchTokens:

@@ -5,17 +5,25 @@
     c    a share of k S: attention and the rest of the layer, padded likewise
     u    of the host that attends, padded likewise
 
-So the ratios stay what they are while other programs come and go, as long as real work is done
-before its deadline; `late_fraction` says how much was not.
+Its steps are those of `offloaded_step`, in float32 on a CPU. Ratios stay what they are while other
+programs come and go, as long as real work is done before its deadline; `late_fraction` says how
+much was not.
 """
 
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
+from benchmarks.common.host_bytes import HostBytes
+from benchmarks.common.link_codecs import LinkCodecs
+from benchmarks.common.offloaded_model import OffloadedModel, layer_host_bytes, new_host_bytes
+from benchmarks.common.offloaded_step import OffloadedStep, Staging
+from benchmarks.common.target import Target
 from benchmarks.offload.arms import Arm, Layout, lay_out, step_work
-from benchmarks.offload.layer_harness import LayerHarness, LayerShape
-from benchmarks.offload_schedule.executor import VirtualClock, Work
+from benchmarks.offload.layer_shape import LayerBatch, LayerShape
+from benchmarks.offload_schedule.executor import VirtualClock
 from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink
 from benchmarks.offload_schedule.timelines import measure_speeds
@@ -23,7 +31,12 @@ from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.offload.profiler import Speeds
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule, Timeline
 from quire.plan.rates import CopyRate
+from quire.profile.timing import seconds
 
+_CPU = Target(torch.device("cpu"))
+_DISTINCT_LAYERS = 4
+_CODED = LinkCodecs("float16", "float16")
+"""Codes of half the bytes, which cost a cast."""
 _PRODUCTS = 15
 _PROBE_SHARES = (0.3, 0.5, 0.7)
 _PROBE_LAYERS = 4
@@ -79,6 +92,7 @@ class SimulatedMachine:
     Args:
         shape: what is computed.
         ratios: of the machine.
+        poison: fill staging with NaN when it has been used.
 
     Attributes:
         nominal: the speeds it was given.
@@ -86,8 +100,10 @@ class SimulatedMachine:
         link: whose rate may be changed.
     """
 
-    def __init__(self, shape: LayerShape, ratios: Ratios) -> None:
-        self.shape, self.ratios, self.harness = shape, ratios, LayerHarness(shape)
+    def __init__(self, shape: LayerShape, ratios: Ratios, *, poison: bool = False) -> None:
+        self.shape, self.ratios, self._poison = shape, ratios, poison
+        self._staging = Staging(_CPU)
+        self._models = {False: simulated_model(shape)}
         self.nominal = self._nominal()
         self.link = ThrottledLink(self.nominal.inward)
         out = ThrottledLink(self.nominal.outward)
@@ -102,7 +118,7 @@ class SimulatedMachine:
         self.speeds = self._measured()
 
     def _nominal(self) -> Speeds:
-        taken_s = min(self.harness.product_seconds() for _ in range(_PRODUCTS))
+        taken_s = min(self._product_s() for _ in range(_PRODUCTS))
         shape, ratios = self.shape, self.ratios
         token_s = ratios.headroom * taken_s / shape.tokens
         kv_s = token_s / ratios.recompute
@@ -117,6 +133,12 @@ class SimulatedMachine:
             host_token_s=ratios.host * kv_s,
         )
 
+    def _product_s(self) -> float:
+        """Seconds of recomputing all tokens of a layer, now."""
+        model = self._models[False]
+        x, out = model.activations(0), torch.empty(self.shape.tokens, self.shape.kv_width)
+        return seconds(lambda: model.layer(0).project(x, out))
+
     def _on_device(self, op: Operation) -> int | float:
         if op.kind == Kind.PROJECT:
             return op.tokens * self.nominal.project_token_s
@@ -124,14 +146,13 @@ class SimulatedMachine:
 
     def _measured(self) -> Speeds:
         """Speeds from steps of several sizes; the host's is the one it was given."""
-        probes = []
+        layers, probes = min(_PROBE_LAYERS, self.shape.num_layers), []
         for tokens in (self.shape.tokens // 2, self.shape.tokens):
             for share in _PROBE_SHARES:
                 x = int(share * tokens)
                 batch = BatchTokens(rows=self.shape.rows, x=x, kv=tokens - x)
-                probes.append(
-                    (self._plan(batch, _PROBE_RULES, layers=_PROBE_LAYERS), self._work(batch))
-                )
+                work = self.begin(batch, _PROBE_RULES).work
+                probes.append((self._plan(batch, _PROBE_RULES, layers=layers), work))
         found = measure_speeds(self.executor, probes)
         return replace(found, outward=self.nominal.outward, host_token_s=self.nominal.host_token_s)
 
@@ -142,8 +163,17 @@ class SimulatedMachine:
         sizes = self.shape.sizes(coded=coded)
         return plan_step(step_work(batch, layers or self.shape.num_layers, sizes, speeds), rules)
 
-    def _work(self, batch: BatchTokens) -> Work:
-        return self.harness.work(batch, _PROBE_RULES)
+    def begin(self, batch: BatchTokens, rules: Rules, *, coded: bool = False) -> OffloadedStep:
+        """A step of a layout, before its first operation.
+
+        Args:
+            batch: its tokens.
+            rules: of its layout.
+            coded: KV and X cross the link in codes.
+        """
+        if coded not in self._models:
+            self._models[coded] = simulated_model(self.shape, _CODED)
+        return OffloadedStep(self._models[coded], self._staging, batch, rules, poison=self._poison)
 
     def layout(self, arm: Arm, speeds: Speeds | None = None) -> Layout:
         """An arm's division of the tokens, by measured speeds or by these."""
@@ -161,12 +191,21 @@ class SimulatedMachine:
         layout = layout or self.layout(arm)
         batch, rules = layout.batch, layout.rules
         schedule = self._plan(batch, rules, coded=arm.coded)
-        timeline = self.executor.run(schedule, self.harness.work(batch, rules, coded=arm.coded))
+        step = self.begin(batch, rules, coded=arm.coded)
+        timeline = self.executor.run(schedule, step.work)
         return MeasuredStep(
             timeline=timeline,
             predicted_s=VirtualClock().run(schedule).seconds,
-            error=self.harness.error(),
+            error=self._models[arm.coded].off(step.hidden),
         )
+
+
+def simulated_model(shape: LayerShape, link_codecs: LinkCodecs | None = None) -> OffloadedModel:
+    """A few distinct layers of a shape in host memory, X of every one among them."""
+    batch, codecs = LayerBatch.of(shape), link_codecs or LinkCodecs()
+    layers = min(_DISTINCT_LAYERS, shape.num_layers)
+    num_bytes = layers * layer_host_bytes(batch, codecs, with_x=True) + new_host_bytes(batch)
+    return OffloadedModel(batch, _CPU, HostBytes(num_bytes, _CPU), codecs, with_x=True)
 
 
 def medians(steps: Mapping[str, list[MeasuredStep]]) -> dict[str, float]:

@@ -9,19 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common import link_codecs as codecs_of_links
+from benchmarks.common.host_bytes import HostBytes
+from benchmarks.common.link_codecs import LinkCodecs, activations_pay, coders, link_sizes
 from benchmarks.common.models import llama_of, random_model
-from benchmarks.device import link_codecs as codecs_of_links
+from benchmarks.common.offloaded_step import OffloadedStep, Staging
+from benchmarks.common.target import Target
 from benchmarks.device.bench import DeviceBench
 from benchmarks.device.busy_link import ThrottledHalf
 from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
-from benchmarks.device.host_bytes import HostBytes
-from benchmarks.device.link_codecs import LinkCodecs, activations_pay, coders, link_sizes
 from benchmarks.device.link_part import host_kinds
 from benchmarks.device.parts import PARTS
 from benchmarks.device.refit_part import at, settling_steps
 from benchmarks.device.shapes import SPECS, DecodeCase
 from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
-from benchmarks.device.step import DeviceStep, Staging
 from benchmarks.device.step_harness import StepHarness, expected_seconds, whole_rows
 from benchmarks.device.swap_part import (
     LengthTimes,
@@ -30,7 +31,6 @@ from benchmarks.device.swap_part import (
     measured_hybrid,
 )
 from benchmarks.device.sweep_part import turns
-from benchmarks.device.target import Target
 from benchmarks.memory.swapping import swap_space_for
 from benchmarks.offload.arms import ARMS, BY_NAME, step_work
 from benchmarks.offload.machines import MACHINES, speeds_of
@@ -71,9 +71,9 @@ def run(on: StepHarness, batch: BatchTokens, rules: Rules, executor, change=lamb
     speeds = speeds_of(MACHINES["h200"], on.case.spec, on.sizes)
     layers = on.case.spec.num_layers
     schedule = change(plan_step(step_work(batch, layers, on.sizes, speeds), rules))
-    step = DeviceStep(on.model, Staging(CPU), batch, rules, poison=True)
+    step = OffloadedStep(on.model, Staging(CPU), batch, rules, poison=True)
     executor.run(schedule, step.work)
-    return on.off(step)
+    return on.model.off(step.hidden)
 
 
 @settings(max_examples=25)
@@ -92,6 +92,14 @@ def test_whatever_is_recomputed_or_on_the_host_the_numbers_are_the_same(
 
     assert batch.x + batch.kv + batch.host == 48
     assert run(toy, batch, rules, executor) < 1e-5
+
+
+@pytest.mark.parametrize("case", [CASE, GROUPED], ids=["multi-head", "grouped"])
+@pytest.mark.parametrize("host", [1, 11, 15, 47])
+def test_a_row_of_which_the_host_has_a_part_is_merged(case, host):
+    batch = BatchTokens(rows=4, kv=case.tokens - host, host=host)
+
+    assert run(harness(case), batch, Rules(), VirtualClock()) < 1e-5
 
 
 def test_attention_that_begins_too_early_meets_poison(toy):
@@ -167,8 +175,8 @@ def test_the_host_attends_to_plain_kv_only():
 
     with pytest.raises(ConfigError, match="plain KV"):
         found.run(found.layout(BY_NAME["all_host"], replace(found.speeds, host_token_s=1e-9)))
-    with pytest.raises(ConfigError, match="whole rows of 12"):
-        DeviceStep(found.model, Staging(CPU), BatchTokens(rows=4, kv=47), Rules())
+    with pytest.raises(ConfigError, match="equally many tokens of each of 4 rows"):
+        OffloadedStep(found.model, Staging(CPU), BatchTokens(rows=4, kv=47), Rules())
 
 
 # ---- room --------------------------------------------------------------------------------------
@@ -193,8 +201,8 @@ def test_rows_are_halved_until_they_fit_and_one_that_does_not_is_refused():
 
 
 def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
-    monkeypatch.setattr("benchmarks.device.host_bytes.free_host_bytes", lambda: 10_000)
-    monkeypatch.setattr("benchmarks.device.target.free_device_bytes", lambda _: 10_000)
+    monkeypatch.setattr("benchmarks.common.host_bytes.free_host_bytes", lambda: 10_000)
+    monkeypatch.setattr("benchmarks.common.target.free_device_bytes", lambda _: 10_000)
 
     with pytest.raises(ConfigError, match=r"needs 20,000 B .* 10,000 B are free.*lower --pinned"):
         HostBytes(20_000, CPU)

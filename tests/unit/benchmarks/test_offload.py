@@ -8,17 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import pipelined_gain
+from benchmarks.common.link_codecs import LinkCodecs
+from benchmarks.common.offloaded_step import OffloadedStep, Staging
 from benchmarks.common.result import PartResult
+from benchmarks.common.target import Target
 from benchmarks.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from benchmarks.offload.arms_part import claims, error_p95, run_arms
 from benchmarks.offload.config import QUICK_OFFLOAD
 from benchmarks.offload.engine_part import run_engine
 from benchmarks.offload.host_part import run_host
-from benchmarks.offload.layer_harness import LayerHarness, LayerShape
+from benchmarks.offload.layer_shape import LayerShape
 from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from benchmarks.offload.refit_part import run_refit
 from benchmarks.offload.restore_part import run_restore
-from benchmarks.offload.simulated_machine import MeasuredStep, Ratios, SimulatedMachine
+from benchmarks.offload.simulated_machine import (
+    MeasuredStep,
+    Ratios,
+    SimulatedMachine,
+    simulated_model,
+)
 from benchmarks.offload.sweep_part import run_sweep
 from benchmarks.offload.virtual import Load, case_of
 from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
@@ -29,6 +37,7 @@ from quire.offload.profiler import Speeds
 from quire.plan.offload.split import pipelined_seconds
 from quire.plan.rates import CopyRate
 
+CPU = Target(torch.device("cpu"))
 SHAPE = LayerShape(hidden=16, tokens=48, rows=2, num_layers=3)
 CONFIG = replace(
     QUICK_OFFLOAD,
@@ -72,14 +81,16 @@ def test_the_layers_compute_attention_over_all_kv(xi, x, host, coded, rules):
     x, host = min(x, 48), min(host, 48 - min(x, 48))
     if xi != 0.5 and coded:
         coded = False
-    harness = LayerHarness(shape, poison=True)
+    host = 0 if coded else host  # the host attends to plain KV
+    model = simulated_model(shape, LinkCodecs("float16", "float16") if coded else None)
     batch = BatchTokens(rows=2, x=x, kv=48 - x - host, host=host)
     work = step_work(batch, 3, shape.sizes(coded=coded), speeds())
+    step = OffloadedStep(model, Staging(CPU), batch, rules, poison=True)
 
-    VirtualClock().run(plan_step(work, rules), harness.work(batch, rules, coded=coded))
+    VirtualClock().run(plan_step(work, rules), step.work)
 
-    assert harness.error() < (1e-3 if coded else 1e-4)
-    assert torch.isfinite(harness.hidden).all()
+    assert model.off(step.hidden) < (1e-3 if coded else 1e-4)
+    assert torch.isfinite(step.hidden).all()
 
 
 def test_arms_at_the_ratios_of_an_a100():

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.offload import config
-from benchmarks.offload.layer_harness import LayerShape
+from benchmarks.offload.layer_shape import LayerShape
 
 
 @pytest.fixture

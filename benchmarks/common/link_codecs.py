@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from benchmarks.device.shapes import DecodeCase
+from benchmarks.common.decode_batch import DecodeBatch
 from quire.codecs.base import DTYPES, Codec
 from quire.codecs.registry import make_codec
 from quire.layout.codec_names import codec_spec
@@ -41,7 +41,7 @@ class Coder:
     """Numbers of tokens [token, width] to planes [token, vector, record] and back.
 
     Attributes:
-        codec: of vectors of a head's width.
+        codec: of vectors of its width.
         dtype: of numbers.
         width: of a token.
     """
@@ -52,8 +52,8 @@ class Coder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether planes are the numbers themselves."""
-        return self.codec.spec.is_plain
+        """Whether planes are the numbers themselves, in their own type."""
+        return self.codec.spec.is_plain and DTYPES[self.codec.spec.codes] == self.dtype
 
     @property
     def token_bytes(self) -> int:
@@ -96,24 +96,27 @@ class Coder:
             yield slice(first, first + step)
 
 
-def coders(case: DecodeCase, link_codecs: LinkCodecs) -> tuple[Coder, Coder]:
+def coders(case: DecodeBatch, link_codecs: LinkCodecs) -> tuple[Coder, Coder]:
     """Of KV and of activations."""
-    kv, x = (
-        make_codec(codec_spec(case.dtype if name == PLAIN else name), case.spec.head_dim)
-        for name in (link_codecs.kv, link_codecs.x)
-    )
-    dtype = DTYPES[case.dtype]
-    return Coder(kv, dtype, case.kv_width), Coder(x, dtype, case.spec.hidden_size)
+    kv = _coder(case, link_codecs.kv, case.kv_width)
+    return kv, _coder(case, link_codecs.x, case.spec.hidden_size)
 
 
-def activations_pay(case: DecodeCase, link_codecs: LinkCodecs) -> bool:
+def _coder(case: DecodeBatch, name: str, width: int) -> Coder:
+    """Codes have a scale for each vector of a head's width; plain numbers need no vectors."""
+    spec = codec_spec(case.dtype if name == PLAIN else name)
+    vector = width if spec.is_plain else case.spec.head_dim
+    return Coder(make_codec(spec, vector), DTYPES[case.dtype], width)
+
+
+def activations_pay(case: DecodeBatch, link_codecs: LinkCodecs) -> bool:
     """Whether an activation is smaller on the link than the KV that is made from it."""
     kv, x = coders(case, link_codecs)
     gate = activation_gate(case.spec, kv_value_bytes=kv.value_bytes, x_value_bytes=x.value_bytes)
     return gate.pays
 
 
-def link_sizes(case: DecodeCase, link_codecs: LinkCodecs) -> Sizes:
+def link_sizes(case: DecodeBatch, link_codecs: LinkCodecs) -> Sizes:
     """Bytes on the link; a row's new token leaves as plain numbers."""
     kv, x = coders(case, link_codecs)
     return Sizes(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from benchmarks.device.target import Target
+from benchmarks.common.target import Target
 from quire.errors import ConfigError
 from quire.offload.swap.host_store import pin_memory
 from quire.plan.machine import free_host_bytes

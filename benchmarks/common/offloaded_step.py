@@ -1,7 +1,12 @@
-"""What the operations of a step do on a device: copies that do not wait, products, attention.
+"""Simulates a decode step of an offloaded model: copies that do not wait, products, attention.
 
-Recomputed tokens come first and may end within a row; tokens of the host are whole rows at the end,
-so that nothing has to be merged. Staging is poisoned where that is asked for.
+Recomputed tokens come first and may end within a row. Tokens of the host come last: of a row of
+which it has a part, the two parts of the attention are merged; whole rows need no merging. Staging
+is poisoned where that is asked for.
+
+The engine has one way to do a step, and takes the split that its rates choose. Here every arm of a
+schedule does the same step with the same staging, whatever is recomputed, transferred or attended
+to on the host, so that arms can be compared and predicted one by one.
 """
 
 import math
@@ -9,10 +14,16 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.device.link_codecs import Coder
-from benchmarks.device.offloaded_model import CHANGE, OffloadedModel
-from benchmarks.device.random_layer import attend_rows, normed
-from benchmarks.device.target import Target
+from benchmarks.common.link_codecs import Coder
+from benchmarks.common.offloaded_model import (
+    CHANGE,
+    OffloadedModel,
+    PartialAttention,
+    attend_part,
+    attend_rows,
+    normed,
+)
+from benchmarks.common.target import Target
 from benchmarks.offload_schedule.executor import Work, dispatch
 from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError
@@ -45,13 +56,13 @@ class Staging:
         return self._flat[name][:num_bytes].view(dtype).view(shape)
 
 
-class DeviceStep:
+class OffloadedStep:
     """A step of one batch.
 
     Args:
         model: whose step it is.
         staging: of its device.
-        batch: tokens; those on the host whole rows, those on the device all or none.
+        batch: tokens, equally many of each row; those on the device all or none.
         rules: of the layout.
         poison: fill staging with NaN when it has been used.
 
@@ -59,7 +70,7 @@ class DeviceStep:
         hidden: of the rows, behind the last layer that ran.
 
     Raises:
-        ConfigError: tokens that are not whole rows, or codes for the host to attend to.
+        ConfigError: rows of unequal length, or codes for the host to attend to.
     """
 
     def __init__(
@@ -71,16 +82,15 @@ class DeviceStep:
         *,
         poison: bool = False,
     ) -> None:
-        case = model.case
         self._model, self._batch, self._poison = model, batch, poison
-        self._host_rows, rest = divmod(batch.host, case.context)
-        self._rows = case.rows - self._host_rows
         self._held = batch.x + batch.kv + batch.resident
-        if rest or (self._rows and self._held % self._rows):
+        self._context, rest = divmod(self._held + batch.host, model.case.rows)
+        if rest:
             raise ConfigError(
-                f"expected whole rows of {case.context} tokens on the host and equally many tokens "
-                f"of each of the other rows, got {batch}"
+                f"expected equally many tokens of each of {model.case.rows} rows, got {batch}"
             )
+        self._rows, self._partial = divmod(self._held, self._context or 1)
+        self._host_rows = model.case.rows - self._rows
         if batch.host and not model.kv_coder.is_plain:
             raise ConfigError(
                 f"the host attends to plain KV here, got {model.link_codecs.label}; "
@@ -91,6 +101,7 @@ class DeviceStep:
         self.hidden = model.begin
         self._query = self._attended = model.begin
         self._host_query = self._host_out = torch.zeros(0)
+        self._host_part: PartialAttention | None = None
         self._ask(0)
 
     def _stage(self, staging: Staging, rules: Rules) -> None:
@@ -177,25 +188,42 @@ class DeviceStep:
             x.fill_(float("nan"))
 
     def _host_attend(self, op: Operation) -> None:
-        kv = self._model.kv(op.layer)[0].view(self._model.case.tokens, -1)[-op.tokens :]
-        self._host_out.copy_(attend_rows(self._model.case, self._host_query, kv))
+        case, query = self._model.case, self._host_query
+        kv = self._model.kv(op.layer)[0].view(case.tokens, -1)[-op.tokens :]
+        if self._partial:
+            first = self._context - self._partial
+            self._host_part = attend_part(case, query[:1], kv[:first])
+            query, kv = query[1:], kv[first:]
+        if len(query):
+            self._host_out[-len(query) :].copy_(attend_rows(case, query, kv))
 
     def _attend(self, op: Operation) -> None:
         model, batch = self._model, self._batch
         kv = self._resident[op.layer % model.distinct] if batch.resident else self._kv[op.slot]
         if not model.kv_coder.is_plain and batch.kv:
             model.kv_coder.decode(self._codes[op.slot], kv[batch.x : batch.x + batch.kv])
-        parts = []
+        whole, parts = self._rows * self._context, []
         if self._rows:
-            parts.append(attend_rows(model.case, self._query[: self._rows], kv))
+            parts.append(attend_rows(model.case, self._query[: self._rows], kv[:whole]))
+        if self._partial:
+            parts.append(self._merged(kv[whole:]))
         if self._host_rows:
-            parts.append(self._host_out.to(self.hidden.device, non_blocking=True))
+            offloaded = self._host_out[bool(self._partial) :]
+            parts.append(offloaded.to(self.hidden.device, non_blocking=True))
         self._attended = torch.cat(parts)
         given = normed(self.hidden)
         self._new_x[op.layer].copy_(given)
         torch.mm(given, model.layer(op.layer).kv, out=self._new_kv[op.layer])
         if self._poison and not batch.resident:
             kv.fill_(float("nan"))
+
+    def _merged(self, kv: Tensor) -> Tensor:
+        """Attention of the row of which the host has the other part."""
+        assert self._host_part is not None, "the host attends before the device merges"
+        here = attend_part(self._model.case, self._query[self._rows : self._rows + 1], kv)
+        found = here.merged(self._host_part.to(kv.device))
+        self._host_part = None
+        return found.to(self._query.dtype)
 
     def _finish(self, op: Operation) -> None:
         self.hidden = self._model.layer(op.layer).finish(self.hidden, self._attended)
