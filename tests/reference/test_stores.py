@@ -57,7 +57,7 @@ def test_a_model_without_windows_has_no_ring():
 def test_a_request_longer_than_its_run_is_refused_and_says_why():
     engine = engine_of("llama", "contiguous_max", room=2.0)
 
-    with pytest.raises(NeverFits, match=r"more than the 48 the store reserves.*--kv-store-tokens"):
+    with pytest.raises(NeverFits, match=r"the store reserves 48 per sequence.*--kv-store-tokens"):
         engine.submit(GenerationRequest([5] * STORE_TOKENS, greedy(3)))
 
 

@@ -38,5 +38,5 @@ def test_a_request_whose_first_pages_cannot_return_is_computed_again_and_evicts(
 
     assert [delta.error for delta in deltas if delta.error] == []
     assert sum(len(delta.token_ids) for delta in deltas) == NEW_TOKENS
-    assert why == ["its first pages cannot return"]
+    assert why == ["its offloaded pages cannot be loaded back"]
     assert engine.scheduler.capacities.num_evictions > 0

@@ -36,7 +36,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"prompt": [5_000]}, "prompt", "from 0 to 2047"),
         ({"prompt": [-1], "echo": True}, "prompt", "2047"),
         ({"prompt": [3] * 5_000}, "prompt", "context"),
-        ({"max_tokens": 1_000}, "max_tokens", "B of KV, the whole pool has"),
+        ({"max_tokens": 1_000}, "max_tokens", "B of KV, the whole KV memory has"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
         ({"max_tokens": "many"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "temperature"),

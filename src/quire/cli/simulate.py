@@ -92,12 +92,12 @@ def sim_config(settings: Settings) -> "SimConfig":
         ConfigError: an option that cannot be; nothing was read yet.
     """
     from quire.engine.option_effects import refuse_without_effect  # NumPy: never for --help
-    from quire.scheduler.preemption.swapper import refuse_idle_host_pool
+    from quire.scheduler.preemption.swapper import refuse_unused_swap_space
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
 
     refuse_without_effect(settings.kv)
-    refuse_idle_host_pool(settings.kv.swap_space, settings.schedule)
+    refuse_unused_swap_space(settings.kv.swap_space, settings.schedule)
     model = model_shape(settings.model)
     return SimConfig(
         model=model,

@@ -43,7 +43,7 @@ from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
 from quire.policies.eviction import Eviction
-from quire.scheduler.preemption.swapper import refuse_idle_host_pool
+from quire.scheduler.preemption.swapper import refuse_unused_swap_space
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import refuse_nothing_shared
@@ -126,7 +126,7 @@ def build_pool(
     plan = _plan_pool(model, config, schedule)
     layout, device, mover = plan.layout, model.decoder.device, plan.backend.move
     host_bytes, offload_bytes = host_bytes_of(config, layout), stream_bytes_of(config, layout)
-    refuse_idle_host_pool(host_bytes, schedule)
+    refuse_unused_swap_space(host_bytes, schedule)
     choice = OffloadChoice(model, config, layout) if offload_bytes else None
     if choice is not None:
         choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)

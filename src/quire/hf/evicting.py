@@ -22,11 +22,11 @@ from quire.policies.registry import FULL
 from quire.scheduler.lane_slots import (
     Slots,
     evicting_table,
+    free_tokens,
     held_slots,
     in_blocks,
     lookahead,
     over_cap,
-    room_tokens,
     slots_to_keep,
 )
 from quire.scheduler.request import Request
@@ -59,7 +59,7 @@ class Evicting:
             row: a sequence.
             left: of this forward.
         """
-        tokens = min(left, room_tokens(row, self._table))
+        tokens = min(left, free_tokens(row, self._table))
         return tokens if in_blocks(row) else min(tokens, BLOCK_TOKENS)
 
     def bring_down(self, row: Request) -> None:

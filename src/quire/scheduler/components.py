@@ -1,7 +1,7 @@
 """The components of a scheduler, and the function that makes them from a configuration.
 
 Every planner (admission, prefill, decode, preemption limits, forks, unblocking) takes this one
-object: rules, accounts and the state that they share.
+object with the shared rules, accounts and state.
 """
 
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ class SchedulerComponents:
     """Rules, accounts and state of one scheduler.
 
     Attributes:
-        config: sizes of steps and queues.
+        config: the scheduling options.
         state: the running and the waiting requests.
         sequence_memory: the requests' pages in the KV memory.
         admission_rule: decides when a waiting request may start.
         fairness: the tenants' accounts and the fair queue.
-        preempter: chooses victims, swaps their KV out and in.
+        preempter: chooses victims and swaps their KV out and in.
         lifecycle: moves requests between waiting, running and finished.
         capacities: evicts from lanes that are at their capacity.
-        batcher: decides which rows decode and which requests may enter the batch.
-        step_size: tokens of the next step.
+        batcher: decides which rows decode and which requests may join the batch.
+        step_size: maximum number of tokens in the next step.
     """
 
     config: ScheduleConfig
@@ -60,18 +60,18 @@ def make_components(
     step_size: StepSize | None = None,
     state: SchedulerState | None = None,
 ) -> SchedulerComponents:
-    """Make the components that a configuration asks for.
+    """Make the components for a configuration.
 
     Args:
-        config: sizes of steps and queues.
+        config: the scheduling options.
         sequence_memory: the requests' pages in the KV memory.
-        evictor: evicts tokens of lanes at their capacity; None where no request evicts.
-        swapper: copies KV to the swap space and back; None where all is recomputed.
-        step_size: tokens of a step; default: steps of one batch.
-        state: the running and the waiting requests; default: none.
+        evictor: evicts tokens of lanes at their capacity; None if no request evicts.
+        swapper: copies KV to the swap space and back; None if preempted requests are recomputed.
+        step_size: maximum number of tokens in a step; default: one batch.
+        state: the running and the waiting requests; default: empty.
 
     Raises:
-        ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
+        ConfigError: an unknown rule, or tenants' guarantees exceed the KV memory.
     """
     if step_size is None:
         refuse_nothing_shared(config.objective, offloaded_weights=False)
@@ -104,7 +104,7 @@ def _make_peaks(config: ScheduleConfig, sequence_memory: SequenceMemory) -> Peak
         config.longest_chunk,
         offloaded_tokens=0 if offloader is None else offloader.offloaded_tokens,
         offload_bytes=0 if offloader is None else offloader.offload_bytes,
-        arriving=None if loader is None else loader.pages_in_flight,
+        pages_in_flight=None if loader is None else loader.pages_in_flight,
     )
 
 

@@ -1,4 +1,4 @@
-"""Plans the decoding rows of a step: one token each."""
+"""Plans the decoding rows of a step, one token each."""
 
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import whole_groups
@@ -7,10 +7,10 @@ from quire.scheduler.step import StepPlan
 
 
 class Decode:
-    """Decoding rows, and the requests that are preempted for their pages.
+    """Planner of decoding rows; preempts requests when the rows lack pages.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
     """
 
     def __init__(self, components: SchedulerComponents) -> None:
@@ -20,7 +20,7 @@ class Decode:
         self._running, self._step_size = components.state.running, components.step_size
 
     def plan(self, plan: StepPlan) -> None:
-        """Add the batch's decoding rows for which there are pages."""
+        """Add the batch's decoding rows that have pages for their next token."""
         ready = [r for r in self._running if r.num_tokens - r.progress.num_computed == 1]
         decoding = self._within_step(whole_groups(self._batcher.decoding(ready)))
         decoding = whole_groups(self._capacities.evict_to_capacity(decoding))
@@ -33,19 +33,19 @@ class Decode:
             plan.num_decoding = len(plan.requests)
 
     def _within_step(self, decoding: list[Request]) -> list[Request]:
-        """The first of them in line, as many as a step has tokens."""
+        """The first rows in scheduling order, at most as many as the step has tokens."""
         if len(decoding) <= self._step_size.tokens:
             return decoding
         first = sorted(decoding, key=self._preempter.order)[: self._step_size.tokens]
         return whole_groups(first)
 
     def _with_pages(self, decoding: list[Request]) -> list[Request]:
-        """Those that get a page for their token, after the fewest evictions and preemptions."""
+        """The rows that have a page for their next token, after evictions and preemptions."""
         while decoding and not self._sequence_memory.can_grow(decoding, [1] * len(decoding)):
             if not self._capacities.free_for(decoding, self._running):
                 first = min(decoding, key=self._preempter.order)
                 victim = self._preempter.victim(self._running, first)
-                if victim is None:  # those behind have just resumed: the last one skips a step
+                if victim is None:  # later requests have just resumed: the last one skips a step
                     decoding.remove(max(decoding, key=self._preempter.order))
                 else:
                     self._lifecycle.preempt(victim, "no page for the next token")

@@ -1,4 +1,4 @@
-"""What happens to KV, as events: who got memory, who lost it, why, and what it cost.
+"""KV events: allocations, copies, evictions and frees of KV, with their reasons and costs.
 
 | kind | data |
 |---|---|
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVEvent:
-    """One thing that happened.
+    """One event.
 
     Attributes:
         kind: one of `KINDS`.
-        time_s: reading of the log's clock.
-        request_id: whose KV; "" where it belongs to no request.
-        tenant: on whose account.
-        data: numbers and words as the table above says.
-        number: 1, 2, 3, ... in the order of the log.
+        time_s: the log's clock at the event, in seconds.
+        request_id: the request whose KV changed; "" if the event concerns no single request.
+        tenant: the tenant of that request; "" without a request.
+        data: the values that the table above lists for this kind.
+        number: sequence number in the log, from 1.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class KVEvent:
     number: int = 0
 
     def as_dict(self) -> dict[str, Value]:
-        """Flat JSON values. Names in `data` never hide those of the event itself."""
+        """Return flat JSON values. The event's own fields take precedence over keys of `data`."""
         return {
             **self.data,
             "number": self.number,
@@ -70,17 +70,17 @@ class KVEvent:
 
 
 class EventLog:
-    """Keeps the newest events and passes each on.
+    """Log of the newest events, which also calls listeners.
 
-    A listener that raises is dropped, and the log says so once: who watches must not stop who
-    works.
+    A listener that raises is removed and the error is logged, so that a listener cannot stop the
+    engine.
 
     Args:
-        clock: seconds.
-        kept: events remembered.
+        clock: returns seconds.
+        kept: maximum number of events retained.
 
     Attributes:
-        num_events: since the start; the number of the last one.
+        num_events: events since the start; equals the number of the last event.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class EventLog:
         self._listeners: tuple[Listener, ...] = ()
 
     def now_s(self) -> float:
-        """Reading of the clock that events are stamped with."""
+        """Return the time of the clock that stamps events, in seconds."""
         return self._clock()
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with every event from now on."""
+        """Call `listener` with every later event."""
         self._listeners = (*self._listeners, listener)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Call it no more; one that is not there is ignored."""
+        """Remove a listener; an unknown listener is ignored."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def emit(self, kind: str, request: Request | None, **data: Value) -> None:
-        """Note an event about a request, or about the pool."""
+        """Record an event about a request, or about the page pool (`request` is None)."""
         owner = ("", "") if request is None else (request.request_id, request.tenant)
         self.num_events += 1
         event = KVEvent(kind, self._clock(), *owner, data, self.num_events)
@@ -114,20 +114,20 @@ class EventLog:
                 listener(event)
             except Exception:
                 self.unsubscribe(listener)
-                logger.exception("a listener of KV events is dropped: it raised")
+                logger.exception("removed a listener of KV events because it raised")
 
     def newest(
         self, kinds: Iterable[str] = KINDS, *, since: int = 0, most: int | None = None
     ) -> list[KVEvent]:
-        """The remembered events of these kinds, oldest first.
+        """Return the retained events of these kinds, oldest first.
 
         Args:
-            kinds: of `KINDS`.
-            since: only those with a larger number.
-            most: only the newest so many of these; None for all.
+            kinds: values of `KINDS`.
+            since: return only events with a larger number.
+            most: maximum number of events, the newest ones; None for all.
 
         Raises:
-            UnknownName: there is no such kind.
+            UnknownName: an unknown kind.
         """
         wanted = frozenset(kinds)
         for kind in sorted(wanted.difference(KINDS)):
@@ -137,11 +137,11 @@ class EventLog:
 
 
 class PrefixEvents:
-    """Puts what a prefix index tells into an event log; a `PrefixListener`.
+    """Listener that records changes of a prefix index in an event log; a `PrefixListener`.
 
     Args:
-        log: the events.
-        block_bytes: of a block's pages.
+        log: the event log.
+        block_bytes: bytes of one block's pages.
     """
 
     def __init__(self, log: EventLog, block_bytes: int) -> None:
@@ -154,11 +154,11 @@ class PrefixEvents:
         token_ids: Sequence[int],
         page_tokens: int,
     ) -> None:
-        """Blocks can be shared now."""
+        """Record that blocks were added to the prefix cache."""
         self._tell("cached", len(block_hashes))
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """Blocks have been dropped."""
+        """Record that blocks were evicted from the prefix cache."""
         self._tell("uncached", len(block_hashes))
 
     def _tell(self, kind: str, blocks: int) -> None:

@@ -1,9 +1,9 @@
-"""What has left a sequence, eviction by eviction: enough to read it again to the same kept sets.
+"""Eviction trace of a sequence: with it a recomputation evicts the same tokens again.
 
-An entry holds the positions that left, lane by lane, so that all entries of a sequence together
-take 4 bytes at most for each token of a lane that is gone: less than a hundredth of its keys and
-values. Neighbours take 8 bytes together: what `streaming` lets go of in a stream without an end,
-one run of neighbours a lane and eviction, takes less than the ids of the stream's tokens.
+An entry holds the evicted positions of each lane. It takes at most 4 bytes per evicted token of a
+lane, less than a hundredth of the token's keys and values. A run of consecutive positions takes
+8 bytes. `streaming` evicts one run per lane and eviction, so its trace is smaller than the token
+ids of the stream.
 """
 
 import hashlib
@@ -22,14 +22,16 @@ class EvictionEntry:
     """One eviction.
 
     Attributes:
-        num_computed: tokens of the sequence that had been processed.
-        counts: [lanes] tokens that left each lane.
-        stored: their positions, lane by lane, ascending; or where that is shorter, and only there,
-            the first positions of runs of neighbours and behind them how long those are.
-        wanted: [lanes] tokens that might have stayed, whole pieces or not; None where nobody asks:
-            a rule that took notes is asked again with them.
-        promoted: the tokens that got a record in a finer codec then, as if they had left; None
-            where there are no records.
+        num_computed: tokens of the sequence that had been computed.
+        counts: [lanes] evicted tokens of each lane.
+        stored: evicted positions, ascending within each lane, lane after lane. If it is shorter,
+            and only then: the first positions of all runs of consecutive positions, followed by
+            the run lengths.
+        wanted: [lanes] tokens that the rule was asked to retain, before rounding to token groups;
+            a stateful rule is called again with these numbers in a replay. None if no rule needs
+            them.
+        promoted: the tokens promoted to a finer codec by this eviction, as an entry of its own;
+            None without mixed precision.
     """
 
     num_computed: int
@@ -42,23 +44,23 @@ class EvictionEntry:
     def of(
         cls, num_computed: int, positions: NDArray[np.integer], keep: NDArray[np.bool_]
     ) -> "EvictionEntry":
-        """What a mask means.
+        """Make an entry from a mask of retained slots.
 
         Args:
-            num_computed: tokens processed.
-            positions: [lanes, slots] logical positions; -1 where a lane has no slot.
-            keep: [lanes, slots] which stay.
+            num_computed: computed tokens.
+            positions: [lanes, slots] logical positions; -1 for an empty slot.
+            keep: [lanes, slots] mask of the retained slots.
         """
-        gone = ~keep & (positions >= 0)
-        place = np.flatnonzero(gone)  # of two axes at once is many times slower
-        left = place // max(1, gone.shape[1]) * _LANE + positions.ravel()[place]
+        evicted = ~keep & (positions >= 0)
+        index = np.flatnonzero(evicted)  # np.nonzero over two axes is many times slower
+        left = index // max(1, evicted.shape[1]) * _LANE + positions.ravel()[index]
         left.sort()
-        counts = gone.sum(axis=1, dtype=np.int32)
+        counts = evicted.sum(axis=1, dtype=np.int32)
         return cls(num_computed, counts, _in_runs((left % _LANE).astype(np.int32)))
 
     @classmethod
     def joined(cls, num_computed: int, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
-        """One entry of those of some lanes each, one behind the other."""
+        """Concatenate entries of disjoint lanes into one entry, in order."""
         counts = np.concatenate([part.counts for part in parts])
         promoted = [part.promoted for part in parts if part.promoted is not None]
         return cls(
@@ -70,7 +72,7 @@ class EvictionEntry:
 
     @property
     def left(self) -> Positions:
-        """The positions that left, lane by lane, ascending."""
+        """The evicted positions, ascending within each lane, lane after lane."""
         if len(self.stored) == self.num_slots:
             return self.stored
         first, lengths = np.split(self.stored, 2)
@@ -78,36 +80,36 @@ class EvictionEntry:
         return np.repeat(first - before, lengths) + np.arange(self.num_slots, dtype=np.int32)
 
     def stays(self, positions: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of a sequence's slots stay when the same leave again: [lanes, slots]."""
+        """Mask [lanes, slots] of the slots that a replay of this eviction retains."""
         lanes = np.arange(len(self.counts))
-        gone = np.repeat(lanes, self.counts) * _LANE + self.left
+        evicted = np.repeat(lanes, self.counts) * _LANE + self.left
         held = lanes[:, None] * _LANE + positions
-        stays: NDArray[np.bool_] = (positions >= 0) & ~np.isin(held, gone)
+        stays: NDArray[np.bool_] = (positions >= 0) & ~np.isin(held, evicted)
         return stays
 
     @property
     def by_lane(self) -> list[Positions]:
-        """`left` for each lane."""
+        """The evicted positions (`left`), split by lane."""
         return np.split(self.left, np.cumsum(self.counts)[:-1])
 
     @property
     def num_slots(self) -> int:
-        """Slots that left, over all lanes."""
+        """Evicted slots, over all lanes."""
         return int(self.counts.sum())
 
     @property
     def digest(self) -> str:
-        """Of everything in it: equal entries have equal ones."""
-        made = hashlib.blake2b(digest_size=8)
-        made.update(np.int64(self.num_computed).tobytes())
-        made.update(self.counts.tobytes() + self.left.tobytes())
+        """Digest of the entry's contents; equal entries have equal digests."""
+        digest = hashlib.blake2b(digest_size=8)
+        digest.update(np.int64(self.num_computed).tobytes())
+        digest.update(self.counts.tobytes() + self.left.tobytes())
         if self.promoted is not None:
-            made.update(self.promoted.digest.encode())
-        return made.hexdigest()
+            digest.update(self.promoted.digest.encode())
+        return digest.hexdigest()
 
 
 def _in_runs(left: Positions) -> Positions:
-    """Positions as `EvictionEntry.stored` has them."""
+    """Encode positions as `EvictionEntry.stored` does."""
     begins = np.flatnonzero(np.diff(left, prepend=-2) != 1)
     if 2 * len(begins) >= len(left):
         return left
@@ -117,13 +119,13 @@ def _in_runs(left: Positions) -> Positions:
 
 @dataclass(frozen=True, slots=True)
 class RetainedSets:
-    """What stayed after one eviction.
+    """The retained positions after one eviction.
 
     Attributes:
-        num_computed: tokens processed then.
-        kept: for each lane the positions that stayed, ascending.
-        promoted: likewise those of them with a record in a finer codec; None where there are no
-            records.
+        num_computed: tokens that had been computed.
+        kept: the retained positions of each lane, ascending.
+        promoted: for each lane, the retained positions that are stored in a finer codec; None
+            without mixed precision.
     """
 
     num_computed: int
@@ -131,7 +133,7 @@ class RetainedSets:
     promoted: tuple[Positions, ...] | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """JSON values; positions of a lane as text, such as "0-3,17,20-31"."""
+        """Return JSON values; the positions of a lane are text such as "0-3,17,20-31"."""
         found: dict[str, object] = {
             "num_computed": self.num_computed,
             "kept": [_ranges(lane) for lane in self.kept],
@@ -142,23 +144,23 @@ class RetainedSets:
 
 
 def _ranges(positions: Positions) -> str:
-    """Ascending positions, neighbours joined."""
+    """Format ascending positions as comma-separated ranges."""
     parts = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
     ends = ((int(part[0]), int(part[-1])) for part in parts if len(part))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def retained_sets(trace: Sequence[EvictionEntry]) -> Iterator[RetainedSets]:
-    """What stayed after each eviction of a sequence, from its first on."""
+    """Yield the retained positions after each eviction of a sequence, in order."""
     if not trace:
         return
     lanes = len(trace[0].counts)
-    nobody = np.arange(0, dtype=np.int32)
-    kept, promoted = [nobody] * lanes, [nobody] * lanes
+    empty = np.arange(0, dtype=np.int32)
+    kept, promoted = [empty] * lanes, [empty] * lanes
     length = 0
     for entry in trace:
         new, left = np.arange(length, entry.num_computed, dtype=np.int32), entry.by_lane
-        kept = [_without(held, new, gone) for held, gone in zip(kept, left, strict=True)]
+        kept = [_without(held, new, evicted) for held, evicted in zip(kept, left, strict=True)]
         length, finer = entry.num_computed, None
         if entry.promoted is not None:
             newly = entry.promoted.by_lane
@@ -167,6 +169,6 @@ def retained_sets(trace: Sequence[EvictionEntry]) -> Iterator[RetainedSets]:
         yield RetainedSets(entry.num_computed, tuple(kept), finer)
 
 
-def _without(held: Positions, new: Positions, gone: Positions) -> Positions:
-    """What is left of both, ascending."""
-    return np.sort(np.setdiff1d(np.concatenate([held, new]), gone, assume_unique=True))
+def _without(held: Positions, new: Positions, evicted: Positions) -> Positions:
+    """Return the held and new positions that were not evicted, ascending."""
+    return np.sort(np.setdiff1d(np.concatenate([held, new]), evicted, assume_unique=True))

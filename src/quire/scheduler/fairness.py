@@ -1,7 +1,7 @@
-"""Tenants beside each other: whose turn it is, who owes memory, what is charged to whom.
+"""Fairness between tenants: order of service, memory above a share, charged tokens.
 
-While one tenant is alone and no tenants are configured, nothing here costs or changes anything.
-Of tenants that are not configured and have gone, no more is kept than `IDLE_KEPT` names.
+With a single tenant and no configured tenants, this module changes nothing. At most `IDLE_KEPT`
+tenants that are neither configured nor active are tracked.
 """
 
 from collections import Counter, defaultdict
@@ -15,20 +15,21 @@ from quire.tenancy.meter import TenantMeter, TenantStats
 from quire.tenancy.page_owners import bytes_by_tenant
 from quire.tenancy.tenants import PUBLIC
 
-FORGET_FROM = 64  # tenants remembered at least: to look for idle ones costs a pass over all
+FORGET_FROM = 64  # least number of tracked tenants before idle ones are searched: a full pass
 
 
 class Fairness:
-    """Keeps the accounts of tenants for a scheduler.
+    """Tenant accounts of a scheduler.
 
     Args:
-        accounts: the tenants, and the bytes that each holds.
-        sharing: the prefix cache, whose public prefixes are on no tenant's account.
-        waiting: the queue, fair by served tokens.
+        accounts: the tenants and the bytes that each holds.
+        sharing: the prefix cache; its public prefixes are charged to no tenant.
+        waiting: the queue of waiting requests, fair by served tokens.
 
     Attributes:
+        accounts: see above.
         waiting: see above.
-        meter: what each tenant has had.
+        meter: statistics of each tenant.
     """
 
     def __init__(
@@ -36,33 +37,37 @@ class Fairness:
     ) -> None:
         self.accounts, self._sharing, self.waiting = accounts, sharing, waiting
         self.meter = TenantMeter()
-        self._here: set[str] = set()
+        self._active: set[str] = set()
         self._forget_from = FORGET_FROM
 
     @property
     def has_several(self) -> bool:
-        """Whether there is anybody to be fair to: tenants are configured, or several are here."""
-        return len(self._here) > 1 or bool(self.accounts.specs)
+        """Whether tenants are configured or several tenants are active."""
+        return len(self._active) > 1 or bool(self.accounts.specs)
 
     def admit(self, request: Request, peak_bytes: int) -> None:
-        """Note a new request.
+        """Check and count a newly submitted request.
+
+        Args:
+            request: the request.
+            peak_bytes: most KV bytes it may come to hold.
 
         Raises:
-            RequestError: an unknown tenant, or a name that cannot be one.
-            NeverFits: its tenant may never hold as much.
+            RequestError: an unknown or invalid tenant name.
+            NeverFits: the tenant's limit is below the request's peak.
         """
         checked_tenant(self.accounts, request.tenant)
         is_mostly_prompt = len(request.prompt_token_ids) > request.params.max_tokens
         param = "prompt" if is_mostly_prompt else "max_tokens"
         self.accounts.refuse_if_never(request.tenant, peak_bytes, param=param)
-        self._here.add(request.tenant)
+        self._active.add(request.tenant)
         self.meter.submitted(request.tenant)
 
     def report(self, running: Sequence[Request]) -> tuple[TenantStats, ...]:
-        """What each tenant has had; bytes only where there have been several.
+        """Return the statistics of each tenant; bytes are 0 if there has been only one tenant.
 
         Args:
-            running: all that have a row.
+            running: all running requests.
         """
         if self.meter.num_tenants < 2 and not self.accounts.specs:
             return self.meter.report()
@@ -72,8 +77,8 @@ class Fairness:
     # ---- bytes ---------------------------------------------------------------------------------
 
     def recount(self, running: Sequence[Request]) -> None:
-        """Look who is here, and count what each tenant holds now."""
-        self._here = {request.tenant for request in running}.union(self.waiting.tenants)
+        """Update the active tenants and the bytes that each tenant holds."""
+        self._active = {request.tenant for request in running}.union(self.waiting.tenants)
         self._forget_idle()
         if self.has_several:
             self._count(running)
@@ -81,18 +86,18 @@ class Fairness:
             self.accounts.note({})
 
     def suppose(self, staying: Sequence[Request], leaving: Sequence[Request]) -> None:
-        """Count what each tenant would hold if some left and waited; `recount` takes it back.
+        """Set the accounts as if some running requests were preempted; `recount` restores them.
 
         Args:
-            staying: keep their rows.
-            leaving: have rows still.
+            staying: requests that would keep their rows.
+            leaving: requests that would be preempted; they still hold rows.
         """
         self._count(staying, leaving)
 
     def _forget_idle(self) -> None:
-        self.meter.fold(self._here)
+        self.meter.fold(self._active)
         if self.waiting.num_tracked > self._forget_from:
-            self.waiting.forget_idle(self._here)
+            self.waiting.forget_idle(self._active)
             self._forget_from = max(FORGET_FROM, 2 * self.waiting.num_tracked)
 
     def _count(self, running: Sequence[Request], leaving: Sequence[Request] = ()) -> None:
@@ -104,12 +109,12 @@ class Fairness:
         held = bytes_by_tenant(self._sharing.memory, rows, {PUBLIC: public} if public else {})
         self.accounts.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
 
-    def owes(self, request: Request) -> bool:
-        """Whether its tenant holds more than its share, so that it gives way first."""
+    def is_over_share(self, request: Request) -> bool:
+        """Whether the request's tenant holds more than its share; it is then preempted first."""
         return self.has_several and self.accounts.over_share_bytes(request.tenant) > 0
 
     def right(self, request: Request, size_bytes: int) -> Right:
-        """On what ground a waiting request may take bytes."""
+        """The right by which the tenant of a waiting request may take bytes."""
         if not self.has_several:
             return Right.SHARE
         return self.accounts.may_take(request.tenant, size_bytes).right
@@ -124,41 +129,46 @@ class Fairness:
         return limit_bytes is None or peak_bytes <= limit_bytes
 
     def has_limit(self, request: Request) -> bool:
-        """Whether its tenant may hold so much and no more."""
+        """Whether the request's tenant has a limit of bytes."""
         return self.has_several and self.accounts.spec(request.tenant).limit_bytes is not None
 
-    def debtors(self, request: Request, missing_bytes: int) -> list[str]:
-        """Tenants that must give back so that a request gets what is its tenant's own."""
+    def tenants_to_reclaim(self, request: Request, missing_bytes: int) -> list[str]:
+        """Tenants whose requests may be preempted for a request within its tenant's share."""
         if not self.has_several:
             return []
         return [
             tenant for tenant, _ in self.accounts.reclaimable_for(request.tenant, missing_bytes)
         ]
 
-    def rows_debtors(self, request: Request, running: Sequence[Request], most: int) -> list[str]:
-        """The tenant that holds most rows over its part, where this request's holds less than its.
+    def tenants_over_rows(
+        self, request: Request, running: Sequence[Request], most: int
+    ) -> list[str]:
+        """The tenant furthest above its share of rows, if the request's tenant is below its own.
 
         Args:
-            request: waits for a row.
-            running: all that have one.
-            most: rows there are.
+            request: a request that waits for a row.
+            running: all requests that hold a row.
+            most: number of rows.
+
+        Returns:
+            One tenant, or an empty list.
         """
         rows = Counter(other.tenant for other in running)
         weights = {tenant: self.accounts.spec(tenant).weight for tenant in {*rows, request.tenant}}
-        a_weight = most / sum(weights.values())
-        over = {tenant: count - a_weight * weights[tenant] for tenant, count in rows.items()}
+        rows_per_weight = most / sum(weights.values())
+        over = {tenant: count - rows_per_weight * weights[tenant] for tenant, count in rows.items()}
         worst = max(over, key=lambda tenant: (over[tenant], tenant), default=None)
-        enough = rows[request.tenant] + 1 > a_weight * weights[request.tenant]
+        enough = rows[request.tenant] + 1 > rows_per_weight * weights[request.tenant]
         return [] if worst is None or enough or over[worst] <= 0 else [worst]
 
     # ---- tokens --------------------------------------------------------------------------------
 
     def prefill_order(self, request: Request) -> tuple[float, int, float, int]:
-        """Whose prompt is read first: of the tenant served least."""
+        """Sort key of prefill: the tenant served least first."""
         return self.waiting.rank(request) if self.has_several else (0.0, *request.order)
 
     def step_part(self, request: Request, others: Iterable[Request], budget: int) -> int:
-        """Tokens of a step's budget that one tenant may read while others have prompts too."""
+        """Tokens of a step's budget that one tenant may prefill while others have prompts too."""
         if not self.has_several:
             return budget
         tenants = {other.tenant for other in others} | set(self.waiting.backlogged)
@@ -168,9 +178,9 @@ class Fairness:
         return max(1, int(budget * weights[request.tenant] / sum(weights.values())))
 
     def charge_prefill(self, request: Request, tokens: int) -> None:
-        """Charge a chunk that is planned; what was read before a preemption was charged then.
+        """Charge the tenant for a planned chunk; recomputed tokens are not charged again.
 
-        Tokens that came from a prefix cache since the last chunk are charged with it.
+        Tokens found in a prefix cache since the last chunk are charged too, at their own price.
         """
         self._charge_cached(request)
         end = request.progress.num_computed + tokens
@@ -181,19 +191,24 @@ class Fairness:
             self.meter.served(request.tenant, prompt_tokens=new)
 
     def charge_decoding(self, requests: Iterable[Request]) -> None:
-        """Charge a token for each of these."""
+        """Charge one output token for each request."""
         for tenant, tokens in Counter(request.tenant for request in requests).items():
             self.waiting.charge(tenant, output_tokens=tokens)
             self.meter.served(tenant, output_tokens=tokens)
 
     def entered(self, request: Request, waited_s: float) -> None:
-        """Note an entry, with the tokens that a prefix cache gave it."""
+        """Record an admission and charge the tokens found in a prefix cache.
+
+        Args:
+            request: the admitted request.
+            waited_s: seconds that it waited.
+        """
         self.finalize(request)
         self.meter.entered(request.tenant, waited_s)
         self._charge_cached(request)
 
     def _charge_cached(self, request: Request) -> None:
-        """Charge tokens of a prompt that came from a prefix cache, once."""
+        """Charge the prompt tokens found in a prefix cache that are not charged yet."""
         new = request.progress.cached_tokens - request.progress.charged_cached_tokens
         request.progress.charged_cached_tokens = request.progress.cached_tokens
         if new:
@@ -201,16 +216,16 @@ class Fairness:
             self.meter.cached(request.tenant, new)
 
     def preempted(self, requests: Sequence[Request]) -> None:
-        """Note that one request, or a group with its first member first, is thrown out."""
+        """Record the preemption of one request, or of a group (first member first)."""
         for request in requests:
             self.finalize(request)
         self.meter.preempted(requests[0].tenant)
 
     def finalize(self, request: Request) -> None:
-        """All that a request holds is paid for: read again, it costs its tenant nothing.
+        """Mark all computed tokens of a request as charged: recomputing them is free.
 
-        Decoding charges by the step and keeps no account of each request, so this is called
-        whenever KV comes (from a cache, from the host) and before it goes.
+        Decoding is charged per step, without a record for each request. So this is called whenever
+        the request gains KV (from a cache or the swap space) and before it loses KV.
         """
         request.progress.charged_tokens = max(
             request.progress.charged_tokens, request.progress.num_computed

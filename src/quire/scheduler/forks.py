@@ -1,12 +1,14 @@
-"""Forks sequences that run, and does without where there are no pages for it.
+"""Forks running sequences, and falls back if there are no pages for a fork.
 
     no pages for          first                                   then
-    a copy of a prompt    cached prefixes are dropped, lanes      the copy runs apart and reads
-                          over their cap go down to it            its own prompt; beams all wait
-    a beam that branches  likewise; then others are preempted     all beams wait, and are computed
-                                                                  again with their new tokens
+    a fork of a prompt    evict cached prefixes and tokens of     the fork leaves the group and
+                          lanes above their cap                   prefills its own prompt; beams
+                                                                  are preempted together
+    a branching beam      the same, then preempt other requests   all beams are preempted and
+                                                                  recomputed with their new tokens
 
-A fork shares the pages of its parent, and copies those of statistics: only these can be missing.
+A fork shares the pages of its parent. Only the pages of statistics are copied, so only these pages
+can be missing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +26,7 @@ from quire.scheduler.sequence_memory import rows_of, share_evictions
 
 NO_PAGES = "no pages for the statistics of a fork"
 NEVER = (
-    "no pages for the request's next step, even alone: ask for fewer beams or answers, shorten the "
+    "no pages for the request's next step, even alone: use fewer beams or completions, shorten the "
     "prompt, lower max_tokens or raise --kv-memory"
 )
 
@@ -33,7 +35,7 @@ class Forks:
     """Forks of the groups of one scheduler.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
     """
 
     def __init__(self, components: SchedulerComponents) -> None:
@@ -42,13 +44,13 @@ class Forks:
         self._running, self._waiting = components.state.running, components.state.waiting
         self._capacities, self._lifecycle = components.capacities, components.lifecycle
 
-    # ---- members that begin as forks ----------------------------------------------------------
+    # ---- members that begin as forks -----------------------------------------------------------
 
     def make_due(self, requests: Iterable[Request]) -> list[PlannedFork]:
-        """Fork those that have read what they share with another; return the forks made.
+        """Make the planned forks whose common tokens have been computed; return the forks made.
 
         Args:
-            requests: of a step that has run.
+            requests: the requests of a completed step.
         """
         due = [planned for request in requests for planned in due_forks(request)]
         return [planned for planned in due if self._make(planned)]
@@ -59,7 +61,7 @@ class Forks:
             return True
         child = planned.child
         if child.group is None or together(child)[0] in self._waiting:
-            return False  # its group has been preempted: forks are planned anew when it enters
+            return False  # its group was preempted: forks are planned again at its admission
         if not child.group.atomic:
             self._split(child)
         elif self._are_alone([planned.parent]):
@@ -69,17 +71,17 @@ class Forks:
         return False
 
     def _fork(self, planned: PlannedFork) -> bool:
-        """Fork a running request if there are pages for it, or can be without preemptions."""
+        """Fork a running request if pages are free or can be freed without preemptions."""
         parent = planned.parent
-        while parent.is_running and not self._has_room([parent]):
+        while parent.is_running and not self._has_free_pages([parent]):
             if not self._capacities.evict_under_pressure(self._running):
                 return self._are_alone([parent]) and self._fork_compacted(planned)
         return parent.is_running and self._copy(parent, planned.child)
 
     def _fork_compacted(self, planned: PlannedFork) -> bool:
-        """Fork a request of a group that is alone, once its pages lie together."""
+        """Compact the pages of a group that runs alone, then fork the request if pages are free."""
         self._preempter.compact(planned.parent)
-        return self._has_room([planned.parent]) and self._copy(planned.parent, planned.child)
+        return self._has_free_pages([planned.parent]) and self._copy(planned.parent, planned.child)
 
     def _copy(self, parent: Request, child: Request) -> bool:
         try:
@@ -89,12 +91,12 @@ class Forks:
         return True
 
     def _are_alone(self, members: Sequence[Request]) -> bool:
-        """Whether nobody runs but these and those of their group."""
+        """Whether only these requests and members of their group run."""
         first = members[0]
         return all(r in members or same_group(r, first) for r in self._running)
 
     def _split(self, member: Request) -> None:
-        """Let a member, and those planned to be forked from it, read their prompt alone."""
+        """Split a member, and the members planned as its forks, off their group."""
         group = member.group
         assert group is not None
         leave(member)
@@ -109,10 +111,10 @@ class Forks:
             self._split(other)
 
     def split_off(self, request: Request) -> bool:
-        """Let another member of a request's group run apart, the last one that holds KV.
+        """Split the last running member other than `request` off its group.
 
         Returns:
-            False where there is none, or they are beams, which cannot.
+            False if there is none, or if the group is a beam search.
         """
         if request.group is None or request.group.atomic:
             return False
@@ -125,10 +127,10 @@ class Forks:
     # ---- beams ---------------------------------------------------------------------------------
 
     def branch(self, group: RequestGroup, parents: Sequence[int]) -> None:
-        """Let member i of a running group become what member `parents[i]` is; see `group.branch`.
+        """Replace the members of a running group; see `group.branch`.
 
-        Where there are no pages for the copies the group waits, and is computed again. Where a
-        copy raises, the search ends with an error: its beams are half exchanged.
+        If there are no pages for the forks, the group is preempted and recomputed. If a fork raises,
+        the search ends with an error, because only some of its beams have branched.
         """
         beams = [*group.members, *group.spare]
         self._lifecycle.pause_group(group.members)
@@ -137,10 +139,10 @@ class Forks:
                 self._drop(member)
             copied = [group.members[n] for i, n in enumerate(parents) if n in parents[:i]]
             if copied:
-                self._make_room(copied)
-            branch(group, parents, self._copy_or_follow)
+                self._free_pages(copied)
+            branch(group, parents, self._copy_or_inherit)
         except BaseException as error:
-            self._lifecycle.fail_group(beams, RequestError(f"beams could not be copied: {error}"))
+            self._lifecycle.fail_group(beams, RequestError(f"forking the beams failed: {error}"))
             raise
         self._lifecycle.resume_group(group.members)
         if any(member.memory.row < 0 for member in group.members):
@@ -149,14 +151,14 @@ class Forks:
     def _drop(self, request: Request) -> None:
         self._sequence_memory.free(request, "beam dropped")
         request.progress.state = RequestState.WAITING
-        request.eviction.trace.clear()  # when it comes back it is another beam's copy
+        request.eviction.trace.clear()  # it will be used again as a fork of another beam
 
-    def _make_room(self, parents: Sequence[Request]) -> None:
-        """Make room for copies of beams, as far as others have it.
+    def _free_pages(self, parents: Sequence[Request]) -> None:
+        """Free pages for forks of beams, by evictions and then by preemptions if needed.
 
-        Other beams are not preempted: their tokens of this step may still be missing.
+        Beams of other groups are not preempted: their tokens of this step may not be sampled yet.
         """
-        while not self._has_room(parents):
+        while not self._has_free_pages(parents):
             if self._capacities.evict_under_pressure(self._running):
                 continue
             others = [r for r in self._running if r.group is None or not r.group.atomic]
@@ -164,25 +166,25 @@ class Forks:
             if victim is None:
                 break
             self._lifecycle.preempt(victim, NO_PAGES)
-        if not self._running and not self._has_room(parents):
+        if not self._running and not self._has_free_pages(parents):
             self._preempter.compact(parents[0])
 
-    def _copy_or_follow(self, parent: Request, child: Request) -> None:
-        """Fork a beam; where there are no pages its child loses what it has lost, and waits."""
+    def _copy_or_inherit(self, parent: Request, child: Request) -> None:
+        """Fork a beam; without pages, copy its eviction state and leave the child without KV."""
         if not self._copy(parent, child):
             share_evictions(parent, child)
 
-    # ---- room ----------------------------------------------------------------------------------
+    # ---- free pages ----------------------------------------------------------------------------
 
-    def _has_room(self, parents: Sequence[Request]) -> bool:
-        """Whether there are rows and pages for forks of these, cached prefixes dropped."""
+    def _has_free_pages(self, parents: Sequence[Request]) -> bool:
+        """Whether there are rows and pages for forks of these requests; evicts cached prefixes."""
         if self._memory.num_free_rows < len(parents):
             return False
-        # After the prompt a window lane still holds the pages of its last chunk, which no token
-        # to come can see: they are freed now, as a fork is admitted without them.
+        # After prefill a window lane still holds the pages of its last chunk, which are outside of
+        # the window of all later tokens. Free them now: the fork was admitted without them.
         self._memory.drop_behind_windows(np.unique(rows_of(parents)))
         needed: dict[PageClass, int] = {}
         for parent in parents:
             for page_class, pages in statistics_pages(self._memory, parent.memory.row).items():
                 needed[page_class] = needed.get(page_class, 0) + pages
-        return self._sequence_memory.sharing.make_room(needed)
+        return self._sequence_memory.sharing.free_pages(needed)

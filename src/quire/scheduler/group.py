@@ -1,12 +1,12 @@
-"""Sequences forked from one prompt: who reads, who is copied, what they need together.
+"""Request groups: sequences of one prompt that are prefilled once and forked.
 
-    tokens      prompt ........ a b c d     member 0 is read from the start
-                                | └ x y     member 2 is forked behind b, and reads x y itself
-                                └ k l m     member 1 is forked behind the prompt
+    tokens      prompt ........ a b c d     member 0 is prefilled from the start
+                                | └ x y     member 2 is forked after b and computes x y itself
+                                └ k l m     member 1 is forked after the prompt
 
-The first of a group is read alone; the others begin as copies of a member that has read what they
-have in common, so no token is read twice and shared pages are shared again after a preemption.
-Torch-free; the scheduler asks these questions and acts on the answers.
+The first member is prefilled alone. Each other member starts as a fork of a member that has
+computed their common tokens. So no token is computed twice, and a recomputation after a preemption
+restores page sharing. Torch-free functions; the scheduler calls them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,32 +23,32 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 
 def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> None:
-    """Refuse a search whose beams can never decode together.
+    """Refuse a beam search whose beams can never decode in one step.
 
     Raises:
-        RequestError: with the number of beams and the option that limits them.
+        RequestError: states the number of beams and the option that limits them.
     """
     if request.group is None or not request.group.atomic:
         return
     if not memory.placement.shares:
         raise RequestError(
-            "beams share pages, and in this store a page has one holder: use --kv-store paged or "
-            "leave out use_beam_search",
+            "beam search shares pages, and this store has no shared pages: use --kv-store paged "
+            "or leave out use_beam_search",
             param="use_beam_search",
         )
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if num_rows(request) > getattr(config, name):
             raise RequestError(
-                f"{num_rows(request)} beams are more than {name}={getattr(config, name)}: ask for "
-                f"fewer or raise --{name.replace('_', '-')}",
+                f"expected at most {name}={getattr(config, name)} beams, got {num_rows(request)}: "
+                f"use fewer beams or raise --{name.replace('_', '-')}",
                 param="beam_width",
             )
 
 
 def dissolve(request: Request) -> list[Request]:
-    """Let the members of a group that cannot run whole run apart, as memory allows.
+    """Split a group that cannot run as a whole into single requests; return them.
 
-    Beams cannot: they stay a group.
+    Beams stay a group, because they must decode in the same step.
     """
     sequences, group = together(request), request.group
     if group is None or group.atomic:
@@ -59,30 +59,30 @@ def dissolve(request: Request) -> list[Request]:
 
 
 def num_rows(request: Request) -> int:
-    """Rows a request takes when it enters, those of its group included."""
+    """Number of rows of a request, or of its whole group."""
     return 1 if request.group is None else request.group.num_rows
 
 
 def reserved_rows(running: Iterable[Request]) -> int:
-    """Rows that groups which run have not taken yet and will."""
+    """Rows that running groups will take but have not taken yet."""
     groups = {id(r.group): r.group for r in running if r.group is not None}.values()
     missing = (len(group.spare) + sum(not m.is_running for m in group.members) for group in groups)
     return sum(missing)
 
 
 def together(request: Request) -> list[Request]:
-    """The request and all that must give way with it."""
+    """Return the request with all members of its group: they are preempted together."""
     return [request] if request.group is None else list(request.group.members)
 
 
 def copies_to_come(requests: Iterable[Request]) -> list[Request]:
-    """Members of groups that are, or are about to be, copied from these requests or their kin."""
+    """Return the members that are planned as forks in the groups of these requests."""
     groups = {id(r.group): r.group for r in requests if r.group is not None}.values()
     return [planned.child for group in groups for planned in group.forks]
 
 
 def have_moved_on(request: Request) -> bool:
-    """Whether a request and its group have moved on since they last entered, or are new."""
+    """Whether a request and its group are new, or computed tokens since their last admission."""
     return all(
         member.progress.num_admissions <= 1
         or (member.is_running and member.num_tokens > member.progress.admitted_tokens)
@@ -91,21 +91,24 @@ def have_moved_on(request: Request) -> bool:
 
 
 def same_group(one: Request, other: Request) -> bool:
-    """Whether two requests answer one prompt, so that neither makes room for the other."""
+    """Whether two requests are of one group, so that neither is preempted for the other."""
     return one.group is not None and one.group is other.group
 
 
-# ---- reading -----------------------------------------------------------------------------------
+# ---- prefill -----------------------------------------------------------------------------------
 
 
 def plan_prefill(request: Request) -> Request:
-    """Decide who is read and who is copied; return the member to begin with.
+    """Plan which member of a group is prefilled and where the others are forked.
 
-    Two members that differ share what both hold before the first eviction that they do not have in
-    common: what leaves then, and how chunks fall behind it, is each one's own.
+    Members share tokens only up to the first eviction that differs between them: after it, their
+    retained tokens and their chunks differ.
 
     Args:
-        request: any member, or a request alone, which is its own answer.
+        request: any member, or a request without a group.
+
+    Returns:
+        The member to prefill first; `request` itself without a group.
     """
     group = request.group
     if group is None:
@@ -115,9 +118,9 @@ def plan_prefill(request: Request) -> Request:
     for parent, child in pairwise(ordered):
         tokens = _common_tokens(parent, child)
         if tokens < child.num_tokens:
-            tokens = min(tokens, _alike_tokens(parent, child))
+            tokens = min(tokens, _equal_eviction_tokens(parent, child))
         while id(parent) in origin and origin[id(parent)].tokens >= tokens:
-            parent = origin[id(parent)].parent  # it begins where that one is by then
+            parent = origin[id(parent)].parent  # an earlier member has computed these tokens too
         origin[id(child)] = PlannedFork(child, parent, tokens)
     group.forks = list(origin.values())
     return ordered[0]
@@ -129,21 +132,21 @@ def _common_tokens(one: Request, other: Request) -> int:
     return len(one.prompt_token_ids) + sum(1 for _ in equal)
 
 
-def _alike_tokens(one: Request, other: Request) -> int:
-    """Tokens up to which the same has left two members: evictions from before they were forked."""
+def _equal_eviction_tokens(one: Request, other: Request) -> int:
+    """Tokens up to which two members have evicted the same tokens."""
     pairs = zip(one.eviction.trace, other.eviction.trace, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
     if not same:
         return min(one.exact_tokens, other.exact_tokens)
     own = [entry.num_computed for r in (one, other) for entry in r.eviction.trace[same : same + 1]]
-    last = one.eviction.trace[same - 1].num_computed + 1  # read behind the eviction
+    last = one.eviction.trace[same - 1].num_computed + 1  # one token computed after the eviction
     return max(last, min(own, default=UNLIMITED if one.eviction.spec.when == PRESSURE else last))
 
 
 def readable_tokens(request: Request) -> int:
-    """Tokens a request may read in one chunk: up to the next fork.
+    """Tokens that a request may compute in one chunk: up to its next fork.
 
-    A beam leaves its last token to the step in which all of them decode.
+    The last token of a beam is computed in the step in which all beams decode.
     """
     group, tokens = request.group, request.num_uncomputed
     if group is None:
@@ -155,7 +158,7 @@ def readable_tokens(request: Request) -> int:
 
 
 def whole_groups(decoding: list[Request]) -> list[Request]:
-    """Leave out members of atomic groups of which somebody is missing."""
+    """Remove members of atomic groups whose members are not all in the list."""
     present: dict[int, int] = {}
     for request in decoding:
         if request.group is not None and request.group.atomic:
@@ -173,7 +176,7 @@ def whole_groups(decoding: list[Request]) -> list[Request]:
 
 
 def due_forks(request: Request) -> list[PlannedFork]:
-    """Take the forks out of the plan for which a request has read enough."""
+    """Remove and return the planned forks for which a request has computed enough tokens."""
     group = request.group
     if group is None or not group.forks:
         return []
@@ -186,22 +189,22 @@ def due_forks(request: Request) -> list[PlannedFork]:
 
 
 def not_continued(group: RequestGroup, parents: Sequence[int]) -> list[Request]:
-    """Members that none of the members to be continues; see `branch`."""
+    """Members that no new member continues; see `branch`."""
     return [member for i, member in enumerate(group.members) if i not in parents]
 
 
 def branch(
     group: RequestGroup, parents: Sequence[int], copy: Callable[[Request, Request], None]
 ) -> None:
-    """Let member i from now on be what member `parents[i]` was, KV and tokens.
+    """Replace the members of a group: new member i continues old member `parents[i]`.
 
-    The first to continue a member keeps its row; the next ones are copies. A member whom nobody
-    continues becomes spare: its KV has been freed before.
+    The first new member that continues an old one takes its row; further ones are forks. An old
+    member without continuation becomes spare; its KV must have been freed before.
 
     Args:
-        group: its members run.
-        parents: for each of the members to be, which one it continues.
-        copy: (parent, child) lets a member without KV begin with all that another has.
+        group: a group of running members.
+        parents: for each new member, the index of the member that it continues.
+        copy: called with (parent, child); forks the KV of the parent for a member without KV.
     """
     old = group.members
     spare = group.spare + not_continued(group, parents)
@@ -219,9 +222,10 @@ def branch(
 
 
 def leave(request: Request) -> bool:
-    """Take a request that has ended out of its group; whether the others must be planned anew.
+    """Remove an ended request from its group.
 
-    They must when a copy was to be made from it.
+    Returns:
+        Whether forks were planned from it, so that the prefill of the others must be replanned.
     """
     group = request.group
     if group is None or request not in group.members:
@@ -232,13 +236,13 @@ def leave(request: Request) -> bool:
 
 
 def note_peak(memory: KVMemory, group: RequestGroup) -> None:
-    """Remember the most bytes of a group; call before any of its rows lets pages go."""
+    """Update the peak bytes of a group; call before any of its rows frees pages."""
     held = bytes_of([member for member in group.members if member.memory.row >= 0], memory)
     group.kv_peak_bytes = max(group.kv_peak_bytes, held)
 
 
 def bytes_of(requests: Sequence[Request], memory: KVMemory) -> int:
-    """Bytes that requests which run hold together, pages that several refer to counted once."""
+    """Bytes of all pages of running requests; a shared page counts once."""
     rows = [request.memory.row for request in requests]
     if memory.placement.shares:
         return distinct_bytes(memory, rows)
@@ -249,8 +253,8 @@ def distinct_bytes(memory: KVMemory, rows: Sequence[int]) -> int:
     """Bytes of all pages that any of these rows refers to, each counted once."""
     total = 0
     for table in memory.tables.values():
-        named = table.pages[np.asarray(rows, dtype=np.int64)]
-        total += len(np.unique(named[named >= 0])) * table.group.page_class.page_bytes
+        pages = table.pages[np.asarray(rows, dtype=np.int64)]
+        total += len(np.unique(pages[pages >= 0])) * table.group.page_class.page_bytes
     return total
 
 
@@ -260,11 +264,11 @@ def sequence_id(request_id: str, index: int) -> str:
 
 
 def make_sequences(request: Request) -> list[Request]:
-    """The sequences that a request asks for, itself the first or the only one.
+    """Make the sequences of a request (n, best_of or beams); the request is the first.
 
-    Sequence i draws with the request's seed + i, so the first draws what it would draw alone. Only
-    the first has its prompt scored. Of a beam search only the first is a member of its group; the
-    others have a place kept.
+    Sequence i samples with the request's seed + i, so the first samples as it would alone. Prompt
+    log-probabilities are computed for the first only. In a beam search only the first is a member
+    of the group at the start; the others are spare.
     """
     params = request.params
     if params.num_sequences == 1 and not params.use_beam_search:
@@ -279,7 +283,7 @@ def make_sequences(request: Request) -> list[Request]:
 
 def _sibling(request: Request, index: int) -> Request:
     params = request.params
-    scored = not index or not params.max_tokens  # without tokens to generate it must be asked for
+    scored = not index or not params.max_tokens  # required if no tokens are generated
     spec = replace(
         request.spec,
         request_id=sequence_id(request.request_id, index),
@@ -287,7 +291,7 @@ def _sibling(request: Request, index: int) -> Request:
         arrival=request.spec.arrival + index,
         params=replace(
             params,
-            seed=None,  # which would count before `sampling_seed`
+            seed=None,  # it would take precedence over `sampling_seed`
             prompt_logprobs=params.prompt_logprobs if scored else None,
             logprobs=0 if params.ranked and params.logprobs is None else params.logprobs,
         ),

@@ -1,4 +1,4 @@
-"""Keeps lanes at or under their cap: asks for evictions before the next tokens are processed."""
+"""Keeps lanes at or below their capacity: evicts before the next tokens are computed."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What an eviction did.
+    """Result of an eviction.
 
     Attributes:
-        slots: that left, over all lanes.
-        lanes: of the table.
-        entry: which tokens they were; None where nobody knows (a simulation).
+        slots: number of evicted slots, over all lanes.
+        lanes: number of lanes of the table.
+        entry: the evicted tokens; None in a simulation, which does not track tokens.
     """
 
     slots: int
@@ -43,29 +43,29 @@ class Evicted:
 
 @runtime_checkable
 class Evictor(Protocol):
-    """Chooses the slots that leave, and moves the others; which leave depends on tensors."""
+    """Selects and evicts slots, and compacts the retained ones; the selection needs tensors."""
 
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
-        """Bring the lanes of a request down to so many slots.
+        """Evict slots until each lane of a request has the given number of slots.
 
         Args:
-            request: runs.
-            keep: [lanes] slots that stay.
-            least_gain: bytes that must come free at least, else nothing is done; None: whatever.
+            request: a running request.
+            keep: [lanes] number of slots to retain.
+            least_gain: evict only if at least this many bytes are freed; None: no minimum.
 
         Returns:
-            None where nothing was done.
+            None if no slot was evicted.
 
         Raises:
             PolicyError: the policy broke its contract.
-            OutOfPages: no room for private copies of shared pages; nothing was changed.
+            OutOfPages: no pages for private copies of shared pages; the request is unchanged.
         """
         ...
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
-        """Let the tokens of an entry leave, as they did before.
+        """Evict the tokens of an entry again.
 
         Raises:
             OutOfPages: see `evict`.
@@ -73,7 +73,7 @@ class Evictor(Protocol):
         ...
 
     def finalize(self, request: Request) -> None:
-        """Divide the cap of a request whose whole prompt has been read.
+        """Distribute the cap of a request over its lanes, once its prompt has been computed.
 
         Raises:
             PolicyError: the policy broke its contract.
@@ -82,7 +82,7 @@ class Evictor(Protocol):
 
 
 class _NoEvictor:
-    """Of a pool whose lanes lose nothing."""
+    """Evictor of an engine without eviction rules: every call is an error."""
 
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
@@ -100,12 +100,12 @@ class LaneCapacities:
     """Evicts from lanes that are full.
 
     Args:
-        sequence_memory: requests' rows.
-        evictor: chooses and moves; None where no request evicts.
+        sequence_memory: the requests' pages.
+        evictor: selects and evicts slots; None if no request evicts.
         lifecycle: ends requests whose policy broke its contract.
 
     Attributes:
-        num_evictions, evicted_tokens: so far, repeated ones not counted.
+        num_evictions, evicted_tokens: totals since the start, without replayed evictions.
     """
 
     def __init__(
@@ -121,76 +121,77 @@ class LaneCapacities:
         self.evicted_tokens = 0.0
 
     def evict_to_capacity(self, requests: list[Request]) -> list[Request]:
-        """Evict from those whose lanes are full; return the requests that can go on."""
+        """Evict from requests with full lanes; return the requests that can be scheduled."""
         if self._table is None:
             return requests
         stuck = [r for r in requests if r.eviction.spec.cap is not None and not self._try(r)]
         if not stuck:
             return requests
-        # others of a group leave with the member they were to be copied from
+        # when a failed member had planned forks, its whole group was queued again
         return [r for r in requests if r not in stuck and r.is_running]
 
     def evict_while(
         self, lacks_free_pages: Callable[[], bool], requests: Collection[Request]
     ) -> None:
-        """While room is short let those that may go down to their caps, before anybody gives way.
+        """Evict under pressure until enough pages are free; called before any preemption.
 
         Args:
-            lacks_free_pages: asked only where somebody may.
-            requests: see `evict_under_pressure`; those that fail leave it.
+            lacks_free_pages: whether memory is still short; called only if a request may evict.
+            requests: see `evict_under_pressure`; failed requests are removed from it.
         """
-        requested = self._table is not None and any(
+        evictable = self._table is not None and any(
             r.eviction.spec.when == PRESSURE for r in requests
         )
-        while requested and lacks_free_pages() and self.evict_under_pressure(requests):
+        while evictable and lacks_free_pages() and self.evict_under_pressure(requests):
             pass
 
     def evict_under_pressure(self, requests: Iterable[Request]) -> bool:
-        """Room is short: let the longest of those that are over their cap go down to it.
+        """Evict the longest request above its cap (`when=pressure`) down to its cap.
 
         Args:
-            requests: running ones, of which none is in the step that is being planned.
+            requests: running requests; none may be part of the step that is being planned.
 
         Returns:
-            Whether pages came free.
+            Whether pages were freed.
         """
         return any(map(self._evict_pages, self._evictable(requests)))
 
     def free_for(self, requests: Iterable[Request], running: Iterable[Request]) -> bool:
-        """Evict under pressure, or let requests that lack a page go on in the pages they have.
+        """Evict under pressure; if no page can be freed, free slots in the requests' own pages.
 
         Args:
-            requests: lack pages for their next tokens.
-            running: may lose tokens; none is part of the step that is being planned.
+            requests: requests that lack pages for their next tokens.
+            running: requests that may evict; none may be part of the step that is being planned.
 
         Returns:
-            Whether pages or slots came free.
+            Whether pages or slots were freed.
         """
         return self.evict_under_pressure(running) or self.reuse_slots(requests)
 
     def reuse_slots(self, requests: Iterable[Request]) -> bool:
-        """No page is left: let the longest that is full go on in the pages that it has.
+        """Evict from the longest request whose pages are full, to free slots in its pages.
 
-        Its lanes are at their cap and end with a page: what leaves frees slots, perhaps no page.
+        Its lanes are at their cap and end at a page border, so evictions may free no page.
 
         Args:
-            requests: those that lack a page for their next token, as for `evict_under_pressure`.
+            requests: requests that lack a page for their next token; none may be part of the step
+                that is being planned.
 
         Returns:
-            Whether one has slots now.
+            Whether one of the requests has free slots now.
         """
         return any(map(self._reuse_slots, self._evictable(requests)))
 
     def _evictable(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Those that lose tokens only where room is short, the longest first."""
+        """Yield the requests that evict only under pressure, the longest first."""
         if self._table is None:
             return
-        requested = [
+        evictable = [
             r
             for r in requests
             if r.eviction.spec.when == PRESSURE and r.eviction.next_replay is None
         ]
-        for request in sorted(requested, key=lambda r: (-self._held(r), r.order)):
+        for request in sorted(evictable, key=lambda r: (-self._held(r), r.order)):
             if request.is_running:
                 yield request
 
@@ -200,20 +201,24 @@ class LaneCapacities:
 
     def _evict_pages(self, request: Request) -> bool:
         assert self._table is not None
-        return self._lose(request, over_cap(request, self._table), least_gain=1)
+        return self._evict_private(request, over_cap(request, self._table), least_gain=1)
 
     def _reuse_slots(self, request: Request) -> bool:
         assert self._table is not None
         if not wants_page(request, self._table):
             return False
-        return self._lose(request, over_cap(request, self._table, tokens=1), least_gain=None)
+        keep = over_cap(request, self._table, tokens=1)
+        return self._evict_private(request, keep, least_gain=None)
 
-    def _lose(self, request: Request, keep: Slots | None, *, least_gain: int | None) -> bool:
+    def _evict_private(
+        self, request: Request, keep: Slots | None, *, least_gain: int | None
+    ) -> bool:
+        """Evict down to `keep` slots a lane, unless the pages are shared; whether it succeeded."""
         if keep is None or self._sequence_memory.sharing.shares_unwritten(request):
             return False
         if self._shares_with_group(request):
             return False
-        # what others may find of it goes first: a page that a cached prefix names is not freed
+        # evict its cached prefixes first: pages that a cached prefix refers to are not freed
         self._sequence_memory.sharing.stop_sharing(request)
         self._sequence_memory.sharing.drop_cached()
         try:
@@ -225,21 +230,21 @@ class LaneCapacities:
             return True
 
     def _shares_with_group(self, request: Request) -> bool:
-        """Whether other members of its group name pages of a request.
+        """Whether other members of its group share pages of a request.
 
-        They were admitted as sharing these to the end: with copies of their own all of them could
-        come to hold more than the memory has.
+        Admission counted these pages as shared until the end. With private copies, the group could
+        need more pages than the memory has.
         """
         if self._table is None or request.group is None:
             return False
         others = [
             m.memory.row for m in request.group.members if m.memory.row >= 0 and m is not request
         ]
-        theirs = self._table.pages[np.array(others, dtype=np.int64)]
-        return bool(np.isin(self._table.row_pages(request.memory.row), theirs).any())
+        others_pages = self._table.pages[np.array(others, dtype=np.int64)]
+        return bool(np.isin(self._table.row_pages(request.memory.row), others_pages).any())
 
     def _try(self, request: Request) -> bool:
-        """Evict; False where the policy failed, or private copies of shared pages found no room."""
+        """Evict; False if the policy failed or there are no pages for private copies."""
         try:
             return self._evict_due(request)
         except OutOfPages:
@@ -249,7 +254,7 @@ class LaneCapacities:
             return False
 
     def _evict_due(self, request: Request) -> bool:
-        """Make room for the next tokens; False where what is held has yet to be written."""
+        """Evict what the next tokens require; False while the request shares unwritten blocks."""
         assert self._table is not None
         if self._sequence_memory.sharing.shares_unwritten(request):
             return not self._is_due(request)
@@ -306,7 +311,7 @@ class LaneCapacities:
         self._tell(request, tokens, memory.free_bytes - free_bytes, REPLAY)
 
     def _changing(self, request: Request, change: Callable[[], T]) -> T:
-        """Change lanes; where copies of shared pages find no room, after cached prefixes went."""
+        """Change lanes; without pages for private copies, evict cached prefixes and retry."""
         self._sequence_memory.sharing.stop_sharing(request)
         copied_bytes = self._sequence_memory.memory.copied_bytes
         try:

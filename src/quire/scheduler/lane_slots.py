@@ -1,8 +1,8 @@
-"""How many more tokens the lanes of a sequence take, and how many slots they must give up for them.
+"""Slot counts of lanes: how many tokens fit, and how many slots must be evicted for them.
 
-A lane that holds h slots and would hold more than its cap with the next t tokens goes down to its
-cap less `leaving`. Where a budget moves slots between the heads of a layer, layers are asked, not
-lanes. Torch-free; which slots leave is chosen elsewhere.
+A lane whose slots plus the next tokens would exceed its cap is evicted to its cap minus `leaving`.
+If a budget moves slots between the heads of a layer, the sums over layers are compared instead of
+lanes. Torch-free; the eviction policy selects the slots.
 """
 
 from functools import lru_cache
@@ -26,25 +26,25 @@ Slots = NDArray[np.int64]
 
 
 def evicting_table(memory: KVMemory) -> LaneTable | None:
-    """The table whose lanes lose tokens; None where none do."""
+    """The page table whose lanes evict tokens; None if no lane does."""
     tables = memory.tables.values()
     return next((t for t in tables if not t.group.ordered and not t.group.private), None)
 
 
 def held_slots(table: LaneTable, request: Request) -> Slots:
-    """Slots [lanes] of a running request."""
+    """Slots [lanes] that a running request holds."""
     held: Slots = table.num_slots[request.memory.row].astype(np.int64)
     return held
 
 
-def lane_caps(spec: EvictionSpec, lanes: int) -> Slots:
-    """Cap [lanes] of each lane of a table; one that serves several heads has the least of theirs.
+def lane_capacities(spec: EvictionSpec, lanes: int) -> Slots:
+    """Cap [lanes] of each lane of a table; a lane with several heads has their lowest cap.
 
     Args:
-        spec: has a cap.
-        lanes: of the table.
+        spec: an eviction specification with a cap.
+        lanes: number of lanes of the table.
     """
-    assert spec.cap is not None, "asked of requests that evict"
+    assert spec.cap is not None, "only for requests that evict"
     return _caps(spec.cap, spec.lane_caps, lanes)
 
 
@@ -58,13 +58,13 @@ def _caps(cap: int, by_head: tuple[int, ...] | None, lanes: int) -> Slots:
     return caps
 
 
-# ---- what must leave -----------------------------------------------------------------------------
+# ---- evictions that are due ----------------------------------------------------------------------
 
 
 def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | None:
-    """Slots [lanes] that stay before `tokens` more are processed; None where nothing must leave.
+    """Slots [lanes] to retain before `tokens` more are computed; None if no eviction is due.
 
-    Under the schedule `pressure` nothing must: see `over_cap`.
+    With `when=pressure` no eviction is due here: see `over_cap`.
     """
     spec, done = request.eviction.spec, request.progress.num_computed
     prompt_tokens = len(request.prompt_token_ids)
@@ -73,19 +73,19 @@ def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | No
     if spec.when == PREFILL_END:
         if done != prompt_tokens:
             return None
-        tokens = 0  # later tokens come on top
+        tokens = 0  # the cap does not include later tokens
     elif spec.when == DECODE and done < prompt_tokens:
         return None
     return _at_capacity(spec, table, held_slots(table, request), tokens)
 
 
 def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | None:
-    """Slots [lanes] that stay where room is short; None where no lane is over its cap.
+    """Slots [lanes] to retain under memory pressure; None if no lane is above its cap.
 
     Args:
-        request: a running one.
-        table: of lanes that lose tokens.
-        tokens: that will come: with one, lanes that are full are over their cap too.
+        request: a running request.
+        table: the table of evicting lanes.
+        tokens: number of next tokens; with 1, lanes at their cap count as above it.
     """
     if request.eviction.spec.cap is None:
         return None
@@ -93,12 +93,12 @@ def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | Non
 
 
 def wants_page(request: Request, table: LaneTable) -> bool:
-    """Whether some lane has no slot left for the next token in the pages it has."""
+    """Whether some lane has no free slot for the next token in its pages."""
     return bool(np.any(held_slots(table, request) % table.group.page_class.tokens == 0))
 
 
 def _at_capacity(spec: EvictionSpec, table: LaneTable, held: Slots, tokens: int) -> Slots | None:
-    caps, lanes = lane_caps(spec, len(held)), table.group.lanes_per_layer
+    caps, lanes = lane_capacities(spec, len(held)), table.group.lanes_per_layer
     if spec.ragged:
         layers, most = held.reshape(-1, lanes), caps.reshape(-1, lanes)
         over = layers.sum(axis=1) + tokens * lanes > most.sum(axis=1)
@@ -111,27 +111,27 @@ def _at_capacity(spec: EvictionSpec, table: LaneTable, held: Slots, tokens: int)
 
 
 def _fitted(keep: Slots, held: Slots) -> Slots:
-    """As many slots as `keep` says, but of no lane more than it holds: others take what is left."""
+    """Limit `keep` to the slots that each lane holds; distribute the difference over the others."""
     fitted = np.minimum(keep, held)
     missing = int(keep.sum() - fitted.sum())
     while missing > 0:
-        room = held - fitted
-        if not room.any():
+        free = held - fitted
+        if not free.any():
             break
-        share = np.minimum(room, -(-missing // int(np.count_nonzero(room))))
+        share = np.minimum(free, -(-missing // int(np.count_nonzero(free))))
         share -= np.maximum(0, np.cumsum(share) - missing).clip(max=share)
         fitted += share
         missing -= int(share.sum())
     return fitted
 
 
-# ---- what may come -------------------------------------------------------------------------------
+# ---- tokens until the next eviction --------------------------------------------------------------
 
 
 def repeats_later(request: Request) -> bool:
-    """Whether evictions of an earlier run are still to be repeated behind the tokens read so far.
+    """Whether evictions of an earlier run are still to be replayed after the computed tokens.
 
-    Until then nothing else leaves.
+    Until then no other token is evicted.
     """
     trace = request.eviction.trace
     return (
@@ -141,7 +141,7 @@ def repeats_later(request: Request) -> bool:
 
 
 def in_blocks(request: Request) -> bool:
-    """Whether the next tokens are a block: read whole, behind an eviction, or not at all."""
+    """Whether the next tokens are a block: computed as a whole after an eviction, or not yet."""
     spec, done = request.eviction.spec, request.progress.num_computed
     if not spec.prefills_in_blocks or repeats_later(request):
         return False
@@ -149,7 +149,7 @@ def in_blocks(request: Request) -> bool:
 
 
 def lookahead(request: Request) -> int:
-    """Tokens that room is made for when a request's lanes are asked to give up some."""
+    """Tokens for which an eviction frees slots."""
     if not in_blocks(request):
         return 1
     return min(
@@ -157,10 +157,10 @@ def lookahead(request: Request) -> int:
     )
 
 
-def room_tokens(request: Request, table: LaneTable | None) -> int:
-    """Tokens a request may read at once, an eviction before them included.
+def free_tokens(request: Request, table: LaneTable | None) -> int:
+    """Tokens that a request may compute at once, after the eviction that is due before them.
 
-    Read so, tokens that were answers before a preemption find the lanes as they were then.
+    With these chunks, recomputed output tokens find the same lanes as before the preemption.
     """
     if table is None or request.eviction.spec.cap is None:
         return UNLIMITED
@@ -168,30 +168,30 @@ def room_tokens(request: Request, table: LaneTable | None) -> int:
     if replay is not None:
         return replay
     spec, done = request.eviction.spec, request.progress.num_computed
-    to_answer = len(request.prompt_token_ids) - done
+    to_prompt_end = len(request.prompt_token_ids) - done
     if in_blocks(request):
         return lookahead(request)
-    if to_answer > 0:
+    if to_prompt_end > 0:
         first = spec.least_cap - done if spec.when == PREFILL_AND_DECODE else UNLIMITED
-        return min(first, to_answer if spec.when != PRESSURE else UNLIMITED)
+        return min(first, to_prompt_end if spec.when != PRESSURE else UNLIMITED)
     if spec.when in (PREFILL_END, PRESSURE):
         return UNLIMITED
-    return _room_in_lanes(request, table)
+    return _free_slots(request, table)
 
 
 def _to_next_replay(request: Request) -> int | None:
-    """Tokens up to the next eviction that is repeated and not due yet; None where none is left."""
+    """Tokens until the next replayed eviction that is not due yet; None if there is none."""
     for entry in request.eviction.trace[request.eviction.replayed :]:
         if entry.num_computed > request.progress.num_computed:
             return entry.num_computed - request.progress.num_computed
     return None
 
 
-def _room_in_lanes(request: Request, table: LaneTable) -> int:
+def _free_slots(request: Request, table: LaneTable) -> int:
     keep = slots_to_keep(request, table, 1)
-    left = held_slots(table, request) if keep is None else keep
-    room = lane_caps(request.eviction.spec, len(left)) - left
+    held = held_slots(table, request) if keep is None else keep
+    free = lane_capacities(request.eviction.spec, len(held)) - held
     if request.eviction.spec.ragged:
         lanes = table.group.lanes_per_layer
-        room = room.reshape(-1, lanes).sum(axis=1) // lanes
-    return max(1, int(room.min()))
+        free = free.reshape(-1, lanes).sum(axis=1) // lanes
+    return max(1, int(free.min()))

@@ -1,11 +1,11 @@
-"""Moves requests between waiting, running and finished, and frees what each move frees.
+"""Moves requests between waiting, running and finished, and frees their pages.
 
     submit -> WAITING -> start -> RUNNING -> finish | fail -> FINISHED
                  ^                   |
                  +---- preempt ------+     with KV in the swap space, or without
 
-A group (parallel samples, beams) moves as one: pages that a sibling still refers to would not come
-free. Torch-free.
+A group (parallel samples, beams) moves as a whole: pages that another member refers to would not
+be freed. Torch-free.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,25 +24,25 @@ from quire.scheduler.state import SchedulerState
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that ended with an error, for the engine to report."""
+    """A request that ended with an error; the engine reports it."""
 
     request: Request
     error: QuireError
 
 
 class Lifecycle:
-    """Moves the requests of one scheduler.
+    """State transitions of the requests of one scheduler.
 
     Args:
-        state: the running requests, which only this object changes, and the waiting ones, of which
-            admission takes the next.
+        state: the running requests, which only this object changes, and the waiting ones, from
+            which admission takes the next.
         sequence_memory: the requests' pages.
-        admission_rule: learns the lengths of finished requests.
+        admission_rule: learns from the output lengths of finished requests.
         fairness: the tenants' accounts.
-        preempter: swaps KV out or drops it.
+        preempter: swaps KV out or frees it.
 
     Attributes:
-        failures: requests that ended with an error since the engine took the last ones.
+        failures: requests that ended with an error and were not reported yet.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Lifecycle:
     # ---- waiting -------------------------------------------------------------------------------
 
     def wait(self, request: Request) -> None:
-        """Queue a request. A group waits in the place of its first member."""
+        """Queue a request; a group is queued as its first member."""
         for member in together(request):
             member.progress.state = RequestState.WAITING
             member.progress.queued_s = self._sequence_memory.events.now_s()
@@ -70,13 +70,13 @@ class Lifecycle:
     def preempt(
         self, request: Request, reason: str, *, swap_all: bool = False, recompute: bool = False
     ) -> None:
-        """Preempt a request and its group; they wait again.
+        """Preempt a request and its group, and queue them.
 
         Args:
-            request: is running.
-            reason: for the event log.
-            swap_all: swap all of its KV out where the swap space has room, whatever it costs.
-            recompute: swap nothing out; the KV is computed again.
+            request: a running request.
+            reason: reason for the event log.
+            swap_all: swap out all KV if the swap space has enough memory, regardless of cost.
+            recompute: free all KV without a swap; it is recomputed.
         """
         leaving = self._stop(request)
         self._fairness.preempted(leaving)
@@ -85,9 +85,9 @@ class Lifecycle:
         self._fairness.recount(self._running)
 
     def swap_out(self, request: Request) -> None:
-        """Swap a request and its group out whole, and queue them; without room they run on.
+        """Swap out a request and its group, and queue them; if it fails, they keep running.
 
-        For batchers that hold prefilled requests in the swap space: it is no preemption.
+        For batchers that hold prefilled requests in the swap space; it is not a preemption.
         """
         leaving = _running_members(request)
         if self._preempter.swap_out(leaving):
@@ -97,14 +97,14 @@ class Lifecycle:
             self.wait(request)
 
     def restart(self, request: Request, reason: str) -> None:
-        """Free the KV of a request and its group, and queue them; nothing is swapped out."""
+        """Free the KV of a request and its group without a swap, and queue them."""
         self._free_group(request, reason)
         self.wait(request)
 
     # ---- running -------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
-        """Note that a waiting request holds KV and runs."""
+        """Mark an admitted request, which holds KV, as running."""
         waited_s = self._sequence_memory.events.now_s() - request.progress.queued_s
         self._fairness.entered(request, waited_s)
         request.progress.state = RequestState.RUNNING
@@ -113,9 +113,9 @@ class Lifecycle:
     # ---- finished ------------------------------------------------------------------------------
 
     def finish(self, request: Request, reason: str = FINISHED) -> None:
-        """End a request in any state, and free its pages at once.
+        """End a request in any state and free its pages.
 
-        The admission rule learns from requests that ended by themselves (`FINISHED`).
+        The admission rule learns only from requests that finished normally (`FINISHED`).
         """
         queued = request in self._waiting
         if request.is_running:
@@ -130,25 +130,25 @@ class Lifecycle:
         self._leave_group(request, reason, queued=queued)
 
     def fail(self, request: Request, error: QuireError) -> None:
-        """End a request with an error; the engine goes on."""
+        """End a request with an error; other requests are unaffected."""
         self.failures.append(Failure(request, error))
         self.finish(request, "policy error")
 
     def _leave_group(self, request: Request, reason: str, *, queued: bool) -> None:
-        """Let a group go on without a member that has ended."""
+        """Remove an ended member from its group; requeue the others if their forks depended on it."""
         copies_wait = leave(request)
         if request.group is None or not request.group.members or not (queued or copies_wait):
             return
         for member in together(request) if copies_wait else ():
-            self._preempter.free_swapped_group(member)  # its forks are planned anew
+            self._preempter.free_swapped_group(member)  # its forks are planned again
         self._free_group(request, reason)
-        if together(request)[0] not in self._waiting:  # another member is the first now
+        if together(request)[0] not in self._waiting:  # the group has a new first member
             self.wait(request)
 
     # ---- groups --------------------------------------------------------------------------------
 
     def _stop(self, request: Request) -> list[Request]:
-        """Take a request and its group out of the running list."""
+        """Remove a request and its group from the running list; return them."""
         leaving = _running_members(request)
         for member in leaving:
             self._running.remove(member)
@@ -162,16 +162,16 @@ class Lifecycle:
     # ---- forks ---------------------------------------------------------------------------------
 
     def add_fork(self, child: Request) -> None:
-        """Note that a request runs as a fork of another one; its pages are shared already."""
+        """Add a forked request, whose pages are shared already, to the running list."""
         self._running.append(child)
 
     def pause_group(self, members: Iterable[Request]) -> None:
-        """Take the beams of a group out of the running list while they are exchanged."""
+        """Remove the beams of a group from the running list while they branch."""
         for member in members:
             self._running.remove(member)
 
     def resume_group(self, members: Sequence[Request]) -> None:
-        """Put the beams that hold pages back into the running list."""
+        """Add the beams that hold pages to the running list again."""
         self._running.extend(member for member in members if member.memory.row >= 0)
 
     def fail_group(self, members: Sequence[Request], error: QuireError) -> None:

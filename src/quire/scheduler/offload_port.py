@@ -1,4 +1,4 @@
-"""What the scheduler knows of offload: two torch-free protocols that `quire.offload` implements."""
+"""The scheduler's interface to offload: two torch-free protocols, implemented by `quire.offload`."""
 
 from typing import Protocol, runtime_checkable
 
@@ -8,17 +8,17 @@ from quire.scheduler.request import Request
 
 @runtime_checkable  # for the type checks in tests
 class KVOffloader(Protocol):
-    """Offloads KV of running requests; `quire.offload.kv.offloader.PrefixOffloader` is one.
+    """Offloads KV of running requests; implemented by `quire.offload.kv.offloader.PrefixOffloader`.
 
     Attributes:
-        offload_bytes: of offload memory, for KV and activations.
+        offload_bytes: size of the offload memory, for KV and activations.
     """
 
     offload_bytes: int
 
     @property
     def offloaded_tokens(self) -> int:
-        """Tokens of one sequence that offload memory holds when nothing else is there."""
+        """Tokens of a single sequence that fit in the empty offload memory."""
         ...
 
     def is_staged(self, request: Request) -> bool:
@@ -26,60 +26,69 @@ class KVOffloader(Protocol):
         ...
 
     def stops_evicting(self, request: Request) -> bool:
-        """Whether a running request could lose tokens if its offloaded pages were back."""
+        """Whether a running request cannot evict because some of its pages are offloaded."""
         ...
 
     def move_some(self, but: Request | None = None) -> bool:
-        """Offload pages of a request; False where none has any that would free memory."""
+        """Offload pages of one request.
+
+        Args:
+            but: a request whose pages are not offloaded; default: any request may be chosen.
+
+        Returns:
+            False if no request has pages whose offload would free KV memory.
+        """
         ...
 
     def load_back(self, request: Request) -> None:
-        """Bring all pages of a request back into the arena, for it to evict.
+        """Load all offloaded pages of a request back into the arena, so that it can evict.
 
         Raises:
-            OutOfPages: no other request has pages that could be offloaded; nothing was changed.
+            OutOfPages: not enough pages, even after offloading other requests; the request is
+                unchanged.
         """
         ...
 
     def halve_staging(self, request: Request) -> None:
-        """Leave a request one staging slot, and offload all of it that can be."""
+        """Reduce a request to one staging slot and offload all of its pages that can be."""
         ...
 
 
 @runtime_checkable
 class PrefixLoads(Protocol):
-    """Loads cached prefixes from a second tier; `PrefixLoader` of `quire.offload` is one.
+    """Loads cached prefixes from a second tier; implemented by `PrefixLoader` of `quire.offload`.
 
     Attributes:
-        waits: a request could not be planned since `begin_plan`: its pages are in flight.
+        waits: whether a request could not be planned since `begin_plan` because its pages are in
+            flight.
     """
 
     waits: bool
 
     def begin(self, request: Request) -> None:
-        """Begin to load what the tier has of a request's prefix, where that pays."""
+        """Start to load a request's prefix from the tier if that is faster than recomputing it."""
         ...
 
     def forget(self, request: Request) -> None:
-        """Stop a request's load: its row is gone."""
+        """Stop a request's load, because its row was freed."""
         ...
 
     def begin_plan(self) -> None:
-        """Begin to plan a step."""
+        """Reset `waits` for the plan of a new step."""
         ...
 
     def wait(self) -> bool:
-        """Wait a moment for pages; whether any have arrived."""
+        """Wait shortly for pages in flight; return whether any have been loaded."""
         ...
 
     def is_waiting(self, request: Request) -> bool:
-        """Whether a request waits for pages and can be planned no further."""
+        """Whether a request waits for pages in flight, so that it cannot be planned."""
         ...
 
     def may_read(self, request: Request, budget: int) -> int:
-        """Tokens of a prompt that may be read before the loaded ones."""
+        """Tokens of a prompt that may be computed before the pages in flight, up to `budget`."""
         ...
 
     def pages_in_flight(self, request: Request) -> dict[PageClass, int]:
-        """Pages that are allocated for a request and that its row does not name yet."""
+        """Pages that are allocated for a request but not in its page table yet."""
         ...

@@ -1,6 +1,6 @@
 """Plans the prefill of a step: chunks of running requests' prompts, then new requests.
 
-a step's budget   | the tenant served least first, its fraction of the step each | new requests |
+a step's budget   | chunks, the tenant served least first, a fraction per tenant | new requests |
 """
 
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from quire.scheduler.admission.admission import Admission
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import readable_tokens
-from quire.scheduler.lane_slots import evicting_table, in_blocks, room_tokens
+from quire.scheduler.lane_slots import evicting_table, free_tokens, in_blocks
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
-SCORED_TOKENS = 256  # bounds a step's logits of prompts whose every token is scored
+SCORED_TOKENS = 256  # maximum tokens of a step with prompt log-probabilities: bounds the logits
 
 
 class Prefill:
-    """Chunks of prompts, and the admission of new requests behind them.
+    """Planner of prompt chunks and of the admission of new requests.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
         admission: admits new requests.
     """
 
@@ -33,15 +33,15 @@ class Prefill:
         self._admission = admission
 
     def plan(self, plan: StepPlan, budget: int | None = None) -> None:
-        """Add chunks of prompts, and admit new requests behind them.
+        """Add chunks of prompts to the step, then admit new requests.
 
-        No request is admitted while a running one gets no tokens: a chunk that must be computed
-        whole would wait for ever behind new requests that take the rest of every step. Only the
-        tenant that was served least does not wait for others' prompts.
+        No request is admitted while a running prefill gets no tokens. Otherwise a chunk that must
+        be computed as a whole could wait forever while new requests use the rest of every step.
+        Exception: a request of the tenant served least is admitted before others' prompts.
 
         Args:
-            plan: of the step.
-            budget: tokens; default: what the batcher leaves beside the decoding rows.
+            plan: the step's plan.
+            budget: maximum prefill tokens; default: decided by the batcher.
         """
         if budget is None:
             left = self._step_size.tokens - len(plan.requests)
@@ -67,23 +67,23 @@ class Prefill:
             if not request.is_running:  # its group has failed
                 continue
             if request is new_request and not self._batcher.reads(request):
-                continue  # it was swapped in whole, and waits for a row
+                continue  # it was swapped in completely and waits for a batch row
             tokens = self.chunk(plan, request, min(budget, self._fraction(request, queue)))
             budget -= tokens
             all_served &= tokens > 0 or self._waits_for_prefix(request)
 
     def _waits_for_prefix(self, request: Request) -> bool:
-        """Whether it gets no tokens because its prefix is being loaded."""
+        """Whether a request gets no tokens because its prefix is being loaded."""
         return self._loader is not None and self._loader.is_waiting(request)
 
     def _fraction(self, request: Request, others: list[Request]) -> int:
-        """Tokens of a step its tenant may prefill; a chunk computed whole is not divided."""
+        """Tokens of a step that its tenant may prefill; an atomic chunk is not divided."""
         if self.is_atomic(request):
             return self._step_size.tokens
         return self._fairness.step_part(request, others, self._step_size.tokens)
 
     def _is_before(self, request: Request) -> bool:
-        """Whether a request waits whose tenant has been served less than this one's."""
+        """Whether a request of a tenant that was served less than this one's is waiting."""
         if not self._fairness.has_several:
             return False
         queue = self._fairness.waiting
@@ -93,7 +93,7 @@ class Prefill:
         return queue.virtual_time(head.tenant) < queue.virtual_time(request.tenant)
 
     def _unplanned(self, plan: StepPlan) -> Iterator[Request]:
-        """Running requests in prefill that are not part of the plan."""
+        """Yield the running requests in prefill that are not part of the plan."""
         planned = set(map(id, plan.requests))
         left = (r for r in self._running if id(r) not in planned)
         return (r for r in left if readable_tokens(r) > 0 and self._batcher.reads(r))
@@ -101,7 +101,7 @@ class Prefill:
     # ---- one chunk -----------------------------------------------------------------------------
 
     def chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
-        """Add a prompt's next chunk, as large as budget and pages allow; return its tokens."""
+        """Add a prompt's next chunk, as large as the budget and pages allow; return its tokens."""
         budget = self._up_to_tail(request, budget)
         if self._loader is not None:
             budget = self._loader.may_read(request, budget)
@@ -124,16 +124,17 @@ class Prefill:
         plan.add(request, tokens)
 
     def is_atomic(self, request: Request) -> bool:
-        """Whether its next chunk is computed whole or not at all, after an eviction."""
+        """Whether its next chunk, after an eviction, must be computed as a whole."""
         return self._table is not None and in_blocks(request)
 
     def chunk_tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Tokens of its next chunk within a budget.
 
-        Where its lanes have a capacity: up to it while there is room, then one eviction, then
-        `every` tokens (or the rest) at once or none. So the rest of the batch changes nothing.
+        If its lanes have a cap, chunks fill the lanes up to the cap. Then each chunk has `every`
+        tokens (or the rest of the prompt) after one eviction, as a whole or not at all. So the
+        output does not depend on the rest of the batch.
         """
-        most = min(readable_tokens(request), room_tokens(request, self._table))
+        most = min(readable_tokens(request), free_tokens(request, self._table))
         if self.is_atomic(request):
             return most if most <= budget else 0
         budget = min(budget, self._config.longest_chunk)
@@ -142,7 +143,7 @@ class Prefill:
         return min(most, budget, _to_snapshot(request))
 
     def _has_pages(self, plan: StepPlan, request: Request, tokens: int) -> bool:
-        """Whether there are pages for a chunk, after evictions of requests outside of the plan."""
+        """Whether there are pages for a chunk; requests outside of the plan may evict for it."""
         while not self._sequence_memory.can_grow([request], [tokens]):
             planned = set(map(id, plan.requests))
             others = [r for r in self._running if id(r) not in planned]
@@ -152,7 +153,11 @@ class Prefill:
         return True
 
     def _up_to_tail(self, request: Request, budget: int) -> int:
-        """Tokens it may compute where its tail is swapped out: up to the tail, then behind it."""
+        """Limit the budget to the start of a swapped-out tail; swap the tail in once it is reached.
+
+        Returns:
+            The tokens that the request may compute; 0 if there are no pages for its tail.
+        """
         head_tokens = self._preempter.head_tokens(request)
         if head_tokens is None:
             return budget
@@ -171,6 +176,6 @@ class Prefill:
 
 
 def _to_snapshot(request: Request) -> int:
-    """Tokens up to where statistics of a prompt are kept for other requests; 1 at least."""
+    """Tokens up to the next snapshot of statistics for the prefix cache; at least 1."""
     ahead = [end - request.progress.num_computed for end in request.memory.snapshot_ends]
     return min((tokens for tokens in ahead if tokens > 0), default=request.num_uncomputed)

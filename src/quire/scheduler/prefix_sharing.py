@@ -1,6 +1,6 @@
-"""Prefixes that requests share: found when a request enters, published as it is read.
+"""Prefix caching for requests: looked up at admission, published during prefill.
 
-A request's identity says which other requests may share the beginning of its KV.
+The identity of a request's prefix determines which other requests may share its KV.
 """
 
 import secrets
@@ -22,11 +22,11 @@ SECRET_BYTES = 32
 
 
 class PrefixIdentities:
-    """Makes the identity of a request's prefix from its tenant, its salt and what is public.
+    """Makes prefix identities from tenants, cache salts and public prefixes.
 
     Args:
-        made_by: all that KV depends on besides tokens: model, precision, codec, policy.
-        secret: salts are derived from it; drawn at random where none is given.
+        made_by: everything besides the tokens that KV depends on: model, precision, codec, policy.
+        secret: key from which salts are derived; default: random.
     """
 
     def __init__(self, made_by: Sequence[str] = (), *, secret: bytes | None = None) -> None:
@@ -36,18 +36,18 @@ class PrefixIdentities:
         self._public: list[NDArray[np.int64]] = []
 
     def register_public(self, token_ids: Sequence[int]) -> None:
-        """Let every tenant share the KV of these tokens where a prompt begins with them."""
+        """Let all tenants share the KV of these tokens in prompts that begin with them."""
         self._public.append(np.asarray(token_ids, dtype=np.int64))
 
     def of(self, request: Request) -> PrefixIdentity:
-        """The identity of a request's prefix."""
+        """Return the identity of a request's prefix."""
         variant = request.spec.rope_variant
         if variant not in self._roots:
             self._roots[variant] = root_key(*self._made_by, str(variant))
         return PrefixIdentity(self._roots[variant], self._salt(request), self._num_public(request))
 
     def _salt(self, request: Request) -> bytes:
-        """Nothing where no tenants and no salts are in use: then all callers trust each other."""
+        """The salt of a request; empty without a tenant and a cache salt."""
         if (request.tenant, request.spec.cache_salt) == (DEFAULT_TENANT, ""):
             return b""
         return private_salt(self._secret, request.tenant, request.spec.cache_salt)
@@ -60,19 +60,19 @@ class PrefixIdentities:
 
 
 def _common(prompt: NDArray[np.int64], public: NDArray[np.int64]) -> int:
-    """How many first tokens are the same."""
+    """Length of the common prefix."""
     shortest = min(len(prompt), len(public))
     differ = np.flatnonzero(prompt[:shortest] != public[:shortest])
     return int(differ[0]) if len(differ) else shortest
 
 
 class PrefixSharing:
-    """The prefix cache on behalf of requests.
+    """The prefix cache, by request.
 
     Args:
-        memory: the pool.
-        prefix: finds and keeps prefixes; None where nothing is to be shared.
-        identities: who may share whose prefix.
+        memory: the KV memory.
+        prefix: index of cached prefixes; None without prefix caching.
+        identities: makes the identities of prefixes; default: `PrefixIdentities()`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PrefixSharing:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of cached prefixes that can be dropped."""
+        """Bytes of cached prefixes that no request uses; they can be evicted."""
         return 0 if self.prefix is None else self.prefix.idle_bytes
 
     @property
@@ -96,30 +96,34 @@ class PrefixSharing:
         """Bytes that are free or can be freed without preempting a request."""
         return self.memory.free_bytes + self.idle_bytes
 
-    def make_room(self, pages: dict[PageClass, int]) -> bool:
-        """Drop cached prefixes until so many pages fit; say whether they do."""
+    def free_pages(self, pages: dict[PageClass, int]) -> bool:
+        """Evict cached prefixes until these pages are free; return whether they are."""
         if self.memory.fits(pages):
             return True
         return self.prefix is not None and self.prefix.reclaim(pages)
 
     def drop_cached(self) -> None:
-        """Drop every cached prefix that no request uses."""
+        """Evict every cached prefix that no request uses."""
         if self.prefix is not None:
             self.prefix.clear()
 
     # ---- a request's prefix --------------------------------------------------------------------
 
     def look_up(self, request: Request, most_tokens: int | None = None) -> PrefixLease | None:
-        """Hold the cached prefix of a request, to enter with or to give back.
+        """Find and pin the cached prefix of a waiting request.
 
-        One that others are to be copied from finds no more than they have in common.
-        One whose prompt is scored reads all of it again: scores need the logits of every token.
-        One that will evict finds what it would hold before its first eviction, so that neither its
-        answer nor its peak depends on what is cached.
+        The prefix is limited in three cases. A request with planned forks uses at most their common
+        tokens. A request with prompt log-probabilities uses none, because it needs the logits of
+        every prompt token. A request that evicts uses at most its tokens before the first
+        eviction, so that its output and peak do not depend on the cache.
 
         Args:
-            request: waits.
-            most_tokens: of use, where its own KV follows from there on; None for all.
+            request: a waiting request.
+            most_tokens: maximum tokens, if its own swapped KV follows after them; None: no limit.
+
+        Returns:
+            The lease of the prefix, for `SequenceMemory.allocate` or `release`; None without
+            prefix caching.
         """
         if self.prefix is None:
             return None
@@ -131,19 +135,19 @@ class PrefixSharing:
             wanted = min(wanted, most_tokens + 1)
         if request.memory.chain is None or request.memory.chain.identity != identity:
             request.memory.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
-        blocks = request.memory.chain.blocks(wanted - 1)  # one token at least is left to compute
+        blocks = request.memory.chain.blocks(wanted - 1)  # at least one token must be computed
         return self.prefix.match_blocks(identity, blocks, statistics=request.memory.statistics)
 
-    def give_back(self, lease: PrefixLease | None) -> None:
-        """Let go of what `look_up` held."""
+    def release(self, lease: PrefixLease | None) -> None:
+        """Unpin a prefix that `look_up` returned."""
         if self.prefix is not None and lease is not None:
             self.prefix.release(lease)
 
     def snapshot_ends(self, request: Request) -> tuple[int, ...]:
-        """Tokens behind which what is remembered of a prompt is to be kept for others.
+        """Token counts after which the statistics of a prompt are saved in the prefix cache.
 
-        The last whole block of the prompt, for who asks more behind it; and where another prompt
-        began like this one, for the next that does.
+        One is the end of the prompt's last whole block, for requests that extend this prompt. The
+        other is the end of the prefix that an earlier prompt had in common with this one.
         """
         lease, prefix = request.memory.lease, self.prefix
         if prefix is None or not request.memory.statistics or not isinstance(lease, PrefixLease):
@@ -153,7 +157,7 @@ class PrefixSharing:
         return tuple(sorted(end for end in ends if end > lease.tokens))
 
     def publish(self, request: Request, length: int) -> None:
-        """Share the whole blocks of a request up to a token."""
+        """Add the whole blocks of a request's first `length` tokens to the prefix cache."""
         lease = request.memory.lease
         assert self.prefix is not None
         offloaded = lease is not None and self._is_offloaded(request.memory.row, lease.tokens)
@@ -161,23 +165,23 @@ class PrefixSharing:
             self.prefix.publish(lease, request.memory.row, request.token_ids(lease.tokens, length))
 
     def _is_offloaded(self, row: int, token: int) -> bool:
-        """Whether the page of a token is offloaded, where no other request could share it."""
+        """Whether the page of a token is offloaded, so that it cannot be shared."""
         tables = self.memory.tables.values()
         return any(token < int(t.staged[row]) * t.group.page_class.tokens for t in tables)
 
     def rejoin(self, request: Request, length: int) -> None:
-        """Hold the prefix of a request that has been resumed, as far as it is still there."""
+        """Pin the prefix of a resumed request, as far as it is still cached."""
         if self.prefix is not None and request.eviction.exact:
             tokens = request.token_ids(0, length + 1)
             request.memory.lease = self.prefix.match(self.identities.of(request), tokens)
 
     def stop_sharing(self, request: Request) -> None:
-        """The row's pages are no longer those of its tokens, or no longer needed."""
-        self.give_back(request.memory.lease)
+        """Release the prefix of a request whose pages will change or be freed."""
+        self.release(request.memory.lease)
         request.memory.lease = None
 
     def withdraw_from_cache(self, request: Request) -> None:
-        """Drop what a request has published: its pages are about to be offloaded."""
+        """Evict a request's blocks from the cache, because its pages will be offloaded."""
         if request.memory.lease is not None:
             self.stop_sharing(request)
             self.drop_cached()
@@ -185,7 +189,7 @@ class PrefixSharing:
     # ---- a step --------------------------------------------------------------------------------
 
     def confirm(self, requests: Sequence[Request]) -> None:
-        """A step has run: what it published is there, and statistics can be kept."""
+        """After a step: mark its published blocks as written, and save due statistics."""
         if self.prefix is None:
             return
         self.prefix.confirm()
@@ -195,11 +199,11 @@ class PrefixSharing:
                 self.prefix.snapshot(request.memory.lease, request.memory.row)
 
     def withdraw(self) -> None:
-        """A step has failed: what it published is not there."""
+        """After a failed step: remove the blocks that it published."""
         if self.prefix is not None:
             self.prefix.withdraw()
 
     def shares_unwritten(self, request: Request) -> bool:
-        """Whether a request shares blocks that the step being planned has yet to write."""
+        """Whether a request shares blocks that the step being planned will write."""
         prefix, lease = self.prefix, request.memory.lease
         return prefix is not None and lease is not None and prefix.is_pending(lease)

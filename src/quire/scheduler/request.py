@@ -1,4 +1,4 @@
-"""A request: what was asked, what has been answered, where it stands. Ids only, no text."""
+"""A request: its specification, progress, memory and evictions, in token ids."""
 
 from dataclasses import dataclass, field
 
@@ -15,11 +15,11 @@ from quire.tenancy.fair_queue import Order
 
 @dataclass(frozen=True, slots=True)
 class PlannedFork:
-    """A member without KV that will begin as a copy of another one.
+    """A group member without KV that will be forked from another member.
 
     Attributes:
-        child, parent: of one group.
-        tokens: tokens both have in common; the parent stops there until it has been copied.
+        child, parent: members of one group.
+        tokens: number of their common tokens; the parent computes no further before the fork.
     """
 
     child: "Request"
@@ -29,17 +29,17 @@ class PlannedFork:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """Sequences that answer one prompt and share what they have in common.
+    """Sequences of one prompt (parallel samples or beams), which share pages.
 
-    It waits, enters and gives way as one; `quire.scheduler.group` has the rules.
+    A group is queued, admitted and preempted as a whole; see `quire.scheduler.group`.
 
     Attributes:
-        request_id: what the whole was submitted as.
-        atomic: whether its members decode in the same step or not at all, as beams must.
-        members: the sequences that go on, in the order of their choices.
-        spare: sequences that do not, or not yet, and have a place kept: beams to come.
-        forks: members that have no KV yet while others are being read.
-        kv_peak_bytes: most bytes of distinct pages its members referred to.
+        request_id: id of the submitted request.
+        atomic: whether all members must decode in the same step, as beams do.
+        members: the active sequences, in the order of the choices.
+        spare: inactive sequences for later beams; their rows are reserved.
+        forks: forks that are planned for members without KV.
+        kv_peak_bytes: most bytes of distinct pages that its members referred to.
     """
 
     request_id: str
@@ -51,22 +51,21 @@ class RequestGroup:
 
     @property
     def num_rows(self) -> int:
-        """Rows it holds at most."""
+        """Maximum number of rows that it holds."""
         return len(self.members) + len(self.spare)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to be continued. Changed by the scheduler and the engine only.
+    """One sequence. Only the scheduler and the engine change it.
 
     Attributes:
-        spec: what was requested. Its fields that others ask for often can be read from the request.
-        progress: how far it has come.
-        memory: where its KV is.
-        eviction: which tokens are evicted.
-        group: the sequences it was forked with; None for one alone.
-        split_from: the sequences that answer the same prompt, where each runs alone; only the most
-            bytes of all are kept there.
+        spec: the specification; frequently used fields are also properties of the request.
+        progress: state and token counts.
+        memory: location of its KV.
+        eviction: its evictions.
+        group: its group; None for a single sequence.
+        split_from: the group that it was split off; used only for the group's peak bytes.
     """
 
     spec: RequestSpec
@@ -115,12 +114,12 @@ class Request:
 
     @property
     def order(self) -> Order:
-        """Sort key of the queue: priority, then the earliest deadline, then arrival."""
+        """Sort key of the queue: priority, deadline, arrival; lowest first."""
         return self.spec.priority, self.spec.deadline_s, self.spec.arrival
 
     @property
     def is_running(self) -> bool:
-        """Whether it holds KV and is scheduled."""
+        """Whether it is in state RUNNING, so that it holds KV."""
         return self.progress.state is RequestState.RUNNING
 
     # ---- tokens --------------------------------------------------------------------------------
@@ -131,44 +130,44 @@ class Request:
         return self.progress.output_token_ids
 
     def count_cached(self, first: int, end: int) -> None:
-        """Count tokens from `first` up to `end`, whose KV has come from a prefix cache.
+        """Count the tokens from `first` up to `end`, whose KV was found in a prefix cache.
 
-        Tokens of earlier runs do not count: the request has computed or counted them already.
+        Tokens of earlier runs do not count again: they were computed or counted then.
         """
         end = min(end, len(self.prompt_token_ids))
         self.progress.cached_tokens += max(0, end - max(first, self.progress.furthest_tokens))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and answer so far."""
+        """Number of known tokens: prompt and output so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose KV is missing; 1 while decoding."""
+        """Number of tokens whose KV is not computed; 1 in decoding."""
         return self.num_tokens - self.progress.num_computed
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it wants its prompt scored and has not read all of it."""
+        """Whether prompt log-probabilities are requested and its prompt is not computed yet."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and self.progress.num_computed < len(self.prompt_token_ids)
 
     @property
     def final_tokens(self) -> int:
-        """Tokens whose KV it can come to need: the last one generated is never processed."""
+        """Maximum number of tokens whose KV is computed: all but the last output token."""
         return len(self.prompt_token_ids) + max(0, self.params.max_tokens - 1)
 
     @property
     def exact_tokens(self) -> int:
-        """Tokens it holds before the first of them leaves: so far it can be as any other is."""
+        """Number of tokens computed before its first eviction; these it can share."""
         exact = self.eviction.spec.exact_tokens(len(self.prompt_token_ids))
         if self.eviction.pending:
             exact = min(exact, len(self.prompt_token_ids))
         return min(exact, self.eviction.trace[0].num_computed) if self.eviction.trace else exact
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """Known tokens by logical position."""
+        """Return the known tokens from position `start` up to `end`."""
         prompt = len(self.prompt_token_ids)
         if start >= prompt:
             return self.output_token_ids[start - prompt : end - prompt]

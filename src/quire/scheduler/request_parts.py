@@ -1,4 +1,4 @@
-"""The parts of a request: what was asked, how far it has come, where its KV is, what is evicted."""
+"""The parts of a request: specification, progress, memory, evictions."""
 
 import enum
 import math
@@ -14,7 +14,7 @@ from quire.scheduler.eviction_trace import EvictionEntry
 
 
 class RequestState(enum.Enum):
-    """Where a request is in its life."""
+    """State of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -23,22 +23,22 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What was requested, resolved for the model. It does not change.
+    """Immutable specification of a request, resolved for the model.
 
     Attributes:
         request_id: unique among the engine's requests.
-        prompt_token_ids: at least one.
+        prompt_token_ids: the prompt; at least one token.
         params: resolved sampling options.
-        sampling_seed: seed of its draws; `params.seed`, or drawn once at submit.
-        priority: lower goes first.
-        deadline_s: clock reading by which the output is wanted; infinity without a deadline.
+        sampling_seed: seed of its sampling: `params.seed`, or drawn once at submission.
+        priority: lower values are scheduled first.
+        deadline_s: deadline of the output on the engine's clock, in seconds; infinity for none.
         arrival: order of submission.
-        arrival_s: clock reading of the submission.
-        rope_variant: which rotary frequencies it uses.
-        tenant: on whose account it runs.
-        cache_salt: what its caller adds to the identity of its cached prefixes.
+        arrival_s: time of submission on the engine's clock, in seconds.
+        rope_variant: RoPE scaling variant (rotary frequencies) that it uses.
+        tenant: the tenant that is charged.
+        cache_salt: client's salt in the identity of its cached prefixes.
         evict: its eviction policy as text.
-        records_evictions: whether its caller wants the eviction trace.
+        records_evictions: whether the eviction trace is requested.
     """
 
     request_id: str
@@ -58,22 +58,22 @@ class RequestSpec:
 
 @dataclass(slots=True, kw_only=True)
 class RequestProgress:
-    """How far a request has come.
+    """Progress of a request. A run lasts from an admission to a preemption or the end.
 
     Attributes:
         state: waiting, running or finished.
         output_token_ids: the output so far.
-        num_computed: tokens whose KV has been computed in this run (logical).
-        furthest_tokens: most tokens whose KV was computed in any earlier run.
-        cached_tokens: tokens of its prompt whose KV came from a prefix cache, in memory or outside,
-            before the request had computed them itself.
-        charged_tokens, charged_cached_tokens: tokens its tenant has been charged for.
-        num_admissions: times it was admitted.
-        admitted_tokens: tokens it had at its last admission; it computes more before it can be
-            preempted again.
-        num_preemptions: times it was preempted.
-        queued_s: clock reading when it began to wait.
-        first_token_s, finish_s: clock readings.
+        num_computed: computed tokens of this run, evicted ones included.
+        furthest_tokens: most computed tokens of any earlier run.
+        cached_tokens: prompt tokens whose KV was found in a prefix cache of any tier, without
+            tokens that the request had computed itself before.
+        charged_tokens, charged_cached_tokens: tokens charged to its tenant.
+        num_admissions: number of admissions.
+        admitted_tokens: its tokens at the last admission; it is not preempted again before it has
+            more.
+        num_preemptions: number of preemptions.
+        queued_s: time when it was queued last, on the engine's clock.
+        first_token_s, finish_s: times of its first token and of its end, on the engine's clock.
     """
 
     state: RequestState = RequestState.WAITING
@@ -93,18 +93,18 @@ class RequestProgress:
 
 @dataclass(slots=True, kw_only=True)
 class RequestMemory:
-    """Where the KV of a request is.
+    """Location of a request's KV.
 
     Attributes:
-        row: its row of the KV memory while it runs; -1 while it does not.
+        row: its row of the KV memory while it runs, else -1.
         statistics: names of the lane groups that hold statistics of its tokens.
-        lease: the cached prefix it uses and adds to, while it runs.
-        chain: block hashes of its prefix, while it waits and has been looked up.
-        snapshot_ends: tokens behind which statistics of its prompt are kept for other requests.
-        swapped: its KV in the swap space, while it waits with it.
-        may_offload: whether its oldest pages may be offloaded while it runs; False once they could
-            not return for an eviction.
-        kv_peak_bytes: most KV bytes it referred to, over all its runs.
+        lease: the cached prefix that it shares and extends, while it runs.
+        chain: block hashes of its prefix, while it waits, after its first lookup.
+        snapshot_ends: token counts after which statistics of its prompt are saved in the cache.
+        swapped: its KV in the swap space, while it waits.
+        may_offload: whether its oldest pages may be offloaded; False after they could not be loaded
+            back for an eviction.
+        kv_peak_bytes: most KV bytes that it referred to, over all its runs.
     """
 
     row: int = -1
@@ -119,17 +119,18 @@ class RequestMemory:
 
 @dataclass(slots=True, kw_only=True)
 class RequestEviction:
-    """Which tokens of a request are evicted, and which have been.
+    """Evictions of a request.
 
     Attributes:
-        spec: how many of its tokens are retained, and when; resolved for its prompt.
-        selection: chooses them, a `quire.policies.eviction.Eviction`; the scheduler never reads it.
-        pending: the caps of its lanes are divided when its prompt has been computed.
-        trace: what has been evicted over all its runs; a recomputation evicts the same again.
-        replayed: entries of the trace that have been carried out in this run.
-        num_evictions: evictions, those of a recomputation not counted.
-        evicted_tokens: evicted tokens, the mean over its lanes.
-        exact: whether no token of its KV has been evicted in this run.
+        spec: how many tokens are retained, and when evictions happen; resolved for its prompt.
+        selection: the policy that selects tokens, a `quire.policies.eviction.Eviction`; not used by
+            the scheduler.
+        pending: whether the caps of its lanes are still to be set, after its prompt is computed.
+        trace: the evictions of all its runs; a recomputation replays them.
+        replayed: number of trace entries that were replayed or made in this run.
+        num_evictions: number of evictions, without replays.
+        evicted_tokens: number of evicted tokens, mean over its lanes.
+        exact: whether no token was evicted in this run.
     """
 
     spec: EvictionSpec = KEEP_ALL
@@ -143,5 +144,5 @@ class RequestEviction:
 
     @property
     def next_replay(self) -> EvictionEntry | None:
-        """The eviction to be repeated next; None where none is left."""
+        """The next eviction to replay; None if none is left."""
         return self.trace[self.replayed] if self.replayed < len(self.trace) else None

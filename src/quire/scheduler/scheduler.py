@@ -194,7 +194,7 @@ class Scheduler:
             return True
         if self.running:
             last = max(self.running, key=self.preempter.order)
-            self.lifecycle.preempt(last, "another engine asked for its memory")
+            self.lifecycle.preempt(last, "another engine needs its guaranteed memory")
             return True
         return False
 

@@ -57,7 +57,7 @@ class SequenceMemory:
     def _reclaims(self, rows: Rows, counts: NDArray[np.int32]) -> bool:
         """Whether rows can grow once cached prefixes are dropped."""
         # a store of runs can lack a long piece where all free pages together would do
-        reclaimed = self.sharing.make_room(self.memory.pages_to_grow(rows, counts))
+        reclaimed = self.sharing.free_pages(self.memory.pages_to_grow(rows, counts))
         return reclaimed and self.memory.can_grow(rows, counts)
 
     # ---- allocate and free -----------------------------------------------------------------------

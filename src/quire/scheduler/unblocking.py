@@ -39,7 +39,7 @@ class Unblocking:
     def plan(self, plan: StepPlan) -> None:
         """Plan a step for the first in line; preempt the others one by one.
 
-        First is the request that arrived first, whatever its tenant owes: debts change with the
+        First is the request that arrived first, whatever its tenant is_over_share: debts change with the
         running requests, and two that took turns at being first would preempt each other for ever.
         """
         first = min(self._running, key=lambda request: request.order)
@@ -48,7 +48,7 @@ class Unblocking:
             victim = self._preempter.victim(self._running, first, even_resumed=True)
             if victim is None:
                 break
-            self._lifecycle.preempt(victim, "nobody could move")
+            self._lifecycle.preempt(victim, "no running request could be scheduled")
             self._plan_first(plan, first)
         for free_pages in (self._preempter.compact, self._preempter.halve_staging):
             if not plan.requests:
@@ -77,5 +77,5 @@ class Unblocking:
             self._lifecycle.fail(first, NeverFits(NEVER))
             return
         first.memory.may_offload = False
-        self._lifecycle.preempt(first, "its first pages cannot return")
+        self._lifecycle.preempt(first, "its offloaded pages cannot be loaded back")
         self._prefill.plan(plan, self._step_tokens)

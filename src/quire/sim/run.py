@@ -20,7 +20,7 @@ from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
-from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
+from quire.scheduler.preemption.swapper import Swapper, refuse_unused_swap_space
 from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
@@ -135,7 +135,7 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
     """Swaps to a host pool without bytes, by what the machine's rates say of costs."""
     host_bytes = config.kv.swap_space
     refuse_too_small(host_bytes, memory.layout)
-    refuse_idle_host_pool(host_bytes, config.schedule)
+    refuse_unused_swap_space(host_bytes, config.schedule)
     rate = CopyRate(bytes_per_s=config.rates.copy_bytes_per_s)
     costs = Costs(
         copies=CopyRates(out=rate, back=rate),

@@ -1,16 +1,16 @@
-"""Whose KV bytes are whose: the accounts of tenants, and who may take more from whom.
+"""Tenant accounts: the KV bytes of each tenant, and which tenants must free bytes for another.
 
     0            guaranteed              share                limit = guaranteed + burst
     |----------------|---------------------|-----------------------|----------------> held bytes
-      GUARANTEED       SHARE                 BORROWED                NOTHING
-      taken back from  taken back from       taken while it is       refused
-      all who borrow   those over their      free, given back
-                       share                 first
+      GUARANTEED       SHARE                 ABOVE_SHARE             REFUSED
+      reclaimed from   reclaimed from        only free bytes;        never
+      tenants above    tenants above         reclaimed first
+      their guarantee  their share
 
-The shared part is what no guarantee covers. Tenants that are there (they hold bytes, or wait)
-divide it by weight; guarantee and part of the shared part together are a tenant's *share*. Idle
-bytes serve whoever can use them, guaranteed or not: nothing lies idle while somebody waits, and
-nobody waits for more than it takes to throw a borrower out.
+The shared pool is the memory that no guarantee covers. Active tenants (which hold bytes or have
+waiting requests) divide it by weight. A tenant's *share* is its guarantee plus its fraction of the
+shared pool. Any tenant may use free bytes, guaranteed or not. A tenant within its share waits at
+most until requests of other tenants have been preempted.
 """
 
 import enum
@@ -23,10 +23,10 @@ from quire.tenancy.tenants import PUBLIC, TenantSpec, check_distinct, check_tena
 
 
 class Right(enum.IntEnum):
-    """On what ground bytes are taken; a higher one takes from a lower one."""
+    """The right by which a tenant takes bytes; a higher right takes bytes from a lower one."""
 
-    NOTHING = 0
-    BORROWED = 1
+    REFUSED = 0
+    ABOVE_SHARE = 1
     SHARE = 2
     GUARANTEED = 3
 
@@ -36,27 +36,27 @@ class Verdict:
     """Whether a tenant may take bytes, and why.
 
     Attributes:
-        right: NOTHING refuses; BORROWED takes what is free; SHARE and GUARANTEED may have others
-            thrown out (see `TenantAccounts.reclaimable_for`).
-        reason: with the numbers, for people.
+        right: REFUSED: no bytes; ABOVE_SHARE: free bytes only; SHARE and GUARANTEED: requests of
+            other tenants may be preempted (see `TenantAccounts.reclaimable_for`).
+        reason: text with the numbers.
     """
 
     right: Right
     reason: str
 
     def __bool__(self) -> bool:
-        return self.right > Right.NOTHING
+        return self.right > Right.REFUSED
 
 
 class TenantAccounts:
-    """The accounts.
+    """Bytes held by each tenant, and the tenants' rights to more.
 
     Args:
-        specs: the tenants; without any, every name is a tenant of weight 1 without a guarantee.
-        pool_bytes: the KV memory they divide.
+        specs: the tenants; if empty, every name is a tenant of weight 1 without a guarantee.
+        pool_bytes: size of the KV memory.
 
     Raises:
-        ConfigError: a name twice, or guarantees that add up to more than the pool.
+        ConfigError: a repeated name, or guarantees whose sum exceeds the KV memory.
     """
 
     def __init__(self, specs: Iterable[TenantSpec], pool_bytes: int) -> None:
@@ -75,14 +75,14 @@ class TenantAccounts:
             )
         self.shared_bytes = pool_bytes - guaranteed
 
-    # ---- who -----------------------------------------------------------------------------------
+    # ---- specifications ------------------------------------------------------------------------
 
     def spec(self, tenant: str) -> TenantSpec:
-        """What a tenant may count on.
+        """Return a tenant's weight and guarantees.
 
         Raises:
-            RequestError: nobody is called so; lists who is.
-            ConfigError: where every name is taken, one that cannot be a name.
+            RequestError: an unknown tenant; lists the known ones.
+            ConfigError: no tenants are configured and the name is invalid.
         """
         if not self._specs:
             return _open_spec(tenant)
@@ -92,16 +92,16 @@ class TenantAccounts:
         return self._specs[tenant]
 
     def refuse_if_never(self, tenant: str, peak_bytes: int, *, param: str = "max_tokens") -> None:
-        """Refuse a request that could not run even if its tenant held nothing else.
+        """Refuse a request whose peak exceeds its tenant's limit.
 
         Args:
-            tenant: of the request.
-            peak_bytes: that it may come to hold.
-            param: the option to lower first.
+            tenant: the request's tenant.
+            peak_bytes: most KV bytes that the request may hold.
+            param: the request's option to lower first.
 
         Raises:
             RequestError: an unknown tenant.
-            NeverFits: with the bytes needed and the tenant's limit.
+            NeverFits: states the bytes needed and the tenant's limit.
         """
         limit = self.spec(tenant).limit_bytes
         if limit is not None and peak_bytes > limit:
@@ -112,83 +112,87 @@ class TenantAccounts:
                 param=param,
             )
 
-    # ---- what they hold ------------------------------------------------------------------------
+    # ---- held bytes ----------------------------------------------------------------------------
 
     def note(self, held: Mapping[str, int], waiting: Iterable[str] = ()) -> None:
-        """Replace the accounts by a fresh count.
+        """Replace all accounts by new counts.
 
         Args:
-            held: bytes of each tenant's private pages, and of shared prefixes under `PUBLIC`.
-            waiting: tenants with requests that wait; they count as being there.
+            held: bytes of each tenant's private pages, and of public prefixes under `PUBLIC`.
+            waiting: tenants with waiting requests; they count as active.
         """
         self._held = {tenant: size for tenant, size in held.items() if size}
         self._waiting = frozenset(waiting)
 
     def add(self, tenant: str, delta_bytes: int) -> None:
-        """Change one account between two counts.
+        """Change one account between two calls of `note`.
 
         Raises:
-            InvariantError: it would fall below 0.
+            InvariantError: the account would fall below 0.
         """
         held = self.held_bytes(tenant) + delta_bytes
         if held < 0:
-            raise InvariantError(f"tenant {tenant!r} gives back {-held:,} B more than it holds")
+            raise InvariantError(f"tenant {tenant!r} frees {-held:,} B more than it holds")
         self._held[tenant] = held
 
     def held_bytes(self, tenant: str) -> int:
-        """Bytes on a tenant's account."""
+        """Bytes that a tenant holds."""
         return self._held.get(tenant, 0)
 
     @property
     def tenants(self) -> list[str]:
-        """Those that are configured, hold bytes or wait, by name."""
+        """Tenants that are configured, hold bytes or have waiting requests, by name."""
         names = {spec.name for spec in self.specs} | self._held.keys() | self._waiting
         return sorted(names - {PUBLIC})
 
     def share_bytes(self, tenant: str) -> int:
-        """Its guarantee and its part, by weight, of the shared part less shared prefixes."""
-        here = {t for t, size in self._held.items() if size} | self._waiting | {tenant}
-        weights = sum(self.spec(other).weight for other in here - {PUBLIC})
+        """A tenant's guarantee plus its fraction, by weight, of the shared pool.
+
+        Public prefixes are subtracted from the shared pool.
+        """
+        active = {t for t, size in self._held.items() if size} | self._waiting | {tenant}
+        weights = sum(self.spec(other).weight for other in active - {PUBLIC})
         spec = self.spec(tenant)
         divided = max(0, self.shared_bytes - self.held_bytes(PUBLIC))
         return spec.guaranteed_bytes + int(divided * spec.weight / weights)
 
     def over_quota_bytes(self, tenant: str) -> int:
-        """Bytes it holds above its guarantee: what it borrowed."""
+        """Bytes that a tenant holds above its guarantee."""
         return max(0, self.held_bytes(tenant) - self.spec(tenant).guaranteed_bytes)
 
     def over_share_bytes(self, tenant: str) -> int:
-        """Bytes it holds above its share: what it gives back first, its debt."""
+        """Bytes that a tenant holds above its share; they are reclaimed first."""
         return max(0, self.held_bytes(tenant) - self.share_bytes(tenant))
 
-    # ---- who may take from whom ----------------------------------------------------------------
+    # ---- rights --------------------------------------------------------------------------------
 
     def may_take(self, tenant: str, size_bytes: int) -> Verdict:
-        """Whether a tenant may hold so many bytes more, free or not."""
+        """Whether a tenant may hold `size_bytes` more, whether they are free or not."""
         spec, then = self.spec(tenant), self.held_bytes(tenant) + size_bytes
         if spec.limit_bytes is not None and then > spec.limit_bytes:
-            right, border, name = Right.NOTHING, spec.limit_bytes, "over its limit"
+            right, border, name = Right.REFUSED, spec.limit_bytes, "over its limit"
         elif then <= spec.guaranteed_bytes:
             right, border, name = Right.GUARANTEED, spec.guaranteed_bytes, "within its guarantee"
         elif then <= (share := self.share_bytes(tenant)):
             right, border, name = Right.SHARE, share, "within its share"
         else:
-            right, border, name = Right.BORROWED, share, "borrowed above its share"
+            right, border, name = Right.ABOVE_SHARE, share, "above its share"
         return Verdict(right, f"tenant {tenant!r} would hold {then:,} B, {name} of {border:,} B")
 
     def reclaimable_for(self, tenant: str, size_bytes: int) -> list[tuple[str, int]]:
-        """From whom bytes are taken so that a tenant gets what is its own.
+        """Tenants from which to reclaim bytes so that another tenant gets its share.
 
-        Within its guarantee a tenant takes back whatever others hold over theirs; within its share,
-        what they hold over their share. Those most over it, by weight, give first.
+        Within its guarantee, a tenant reclaims what others hold above their guarantee. Within its
+        share, it reclaims what others hold above their share. Tenants with the most bytes above it
+        per weight come first.
 
         Args:
-            tenant: who asks.
-            size_bytes: how many bytes are missing, at most so many are named.
+            tenant: the tenant that needs bytes.
+            size_bytes: bytes needed.
 
         Returns:
-            (tenant, bytes) in the order in which to take; less than asked for where there is not
-            more to take, nothing for one that has no right to take.
+            (tenant, bytes) pairs in the order to reclaim; their sum is at most `size_bytes`. Empty
+            if the tenant has no right to reclaim.
         """
         right = self.may_take(tenant, size_bytes).right
         if right < Right.SHARE:
@@ -197,29 +201,29 @@ class TenantAccounts:
         over = self.over_quota_bytes if is_guaranteed else self.over_share_bytes
         others = [(over(t), t) for t in self._held if t not in (tenant, PUBLIC)]
         others.sort(key=lambda pair: (-pair[0] / self.spec(pair[1]).weight, pair[1]))
-        taken: list[tuple[str, int]] = []
+        reclaimed: list[tuple[str, int]] = []
         for held_over, other in others:
-            part = min(held_over, size_bytes)
-            if part:
-                taken.append((other, part))
-                size_bytes -= part
-        return taken
+            num_bytes = min(held_over, size_bytes)
+            if num_bytes:
+                reclaimed.append((other, num_bytes))
+                size_bytes -= num_bytes
+        return reclaimed
 
 
-@lru_cache(maxsize=1024)  # asked for in every comparison, while clients may invent names for ever
+@lru_cache(maxsize=1024)  # every comparison needs one; bounded, since clients may send any names
 def _open_spec(tenant: str) -> TenantSpec:
     return TenantSpec(name=tenant)
 
 
-def checked_tenant(book: TenantAccounts, tenant: str) -> str:
-    """A tenant's name as a request gives it.
+def checked_tenant(accounts: TenantAccounts, tenant: str) -> str:
+    """Check and return the tenant name of a request.
 
     Raises:
-        RequestError: no name, or nobody's.
+        RequestError: an invalid name or an unknown tenant.
     """
     try:
         check_tenant_name(tenant)
     except ConfigError as error:
         raise RequestError(str(error)) from None
-    book.spec(tenant)
+    accounts.spec(tenant)
     return tenant

@@ -1,20 +1,21 @@
-"""Who waits, and who is next: by served tokens between tenants, by priority within one.
+"""Queue of waiting requests: by served tokens between tenants, by priority within a tenant.
 
     tenant   virtual time = served tokens / weight       waiting, by (priority, deadline, arrival)
     a        1,204                                       r7 r9 r12   <- r7 is next
     b        1,310                                       r8
 
 Source: Virtual Token Counter, "Fairness in Serving Large Language Models" (Sheng et al. 2024,
-Algorithm 2). A tenant's counter grows with every token it is served; whoever has the least goes
-first. One that comes back is lifted to the least among those that wait: idle time is not saved up.
+Algorithm 2). A tenant's counter (virtual time) grows with every token it is served; the tenant with
+the lowest counter is next. When an idle tenant submits again, its counter is lifted to the lowest
+counter of the waiting tenants: idle time is not credited.
 
-Fairness (their Theorem 4.4): while two tenants both have requests waiting, their served tokens by
-weight differ by 2 U / least weight at most, U = max(prompt_weight * longest prompt, output_weight *
-tokens the memory holds), where nobody who is let in is thrown out again.
+Fairness (their Theorem 4.4): while two tenants both have waiting requests, their served tokens
+divided by weight differ by at most 2 U / least weight, with U = max(prompt price * longest prompt,
+output price * tokens the memory holds). The theorem assumes that no admitted request is preempted.
 
-Differs from the paper: weights; a tenant's waiting requests are in (priority, deadline, arrival)
-order, not first come first served; prompt tokens are charged chunk by chunk, when they are read;
-tokens found in the prefix cache have a price of their own, 0 unless told otherwise.
+Differs from the paper: tenants have weights. The waiting requests of a tenant are in (priority,
+deadline, arrival) order, not first come first served. Prompt tokens are charged per chunk, when
+they are computed. Tokens found in the prefix cache have their own price, default: 0.
 """
 
 import heapq
@@ -25,19 +26,19 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from quire.errors import ConfigError, InvariantError
 
-OUTPUT_TOKEN_PRICE = 2.0  # of a prompt token's, as in the paper's experiments
-IDLE_KEPT = 1024  # tenants without requests that are remembered, where clients invent names
+OUTPUT_TOKEN_PRICE = 2.0  # in prompt tokens, as in the paper's experiments
+IDLE_KEPT = 1024  # tracked tenants without requests; bounded, since clients may send any names
 
 Order = tuple[int, float, int]  # priority, deadline in seconds, arrival
 
 
 @runtime_checkable  # for the type checks in tests
 class Queued(Protocol):
-    """What waits.
+    """A request in the queue.
 
     Attributes:
-        request_id: names it in errors.
-        tenant: on whose account it runs.
+        request_id: identifies the request in errors.
+        tenant: the request's tenant.
     """
 
     @property
@@ -46,7 +47,7 @@ class Queued(Protocol):
     def tenant(self) -> str: ...  # noqa: D102
     @property
     def order(self) -> Order:
-        """Its place among the requests of its tenant, the least first."""
+        """Sort key among the requests of its tenant, lowest first."""
         ...
 
 
@@ -55,12 +56,12 @@ R = TypeVar("R", bound=Queued)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPrices:
-    """What a served token costs, in prompt tokens.
+    """Prices of served tokens, in prompt tokens.
 
     Attributes:
-        prompt: one that was read.
-        output: one that was generated.
-        cached: one of a prompt whose KV was found in the prefix cache.
+        prompt: price of a computed prompt token.
+        output: price of a generated token.
+        cached: price of a prompt token whose KV was found in the prefix cache.
     """
 
     prompt: float = 1.0
@@ -69,35 +70,35 @@ class TokenPrices:
 
     def __post_init__(self) -> None:
         if min(self.prompt, self.output, self.cached) < 0:
-            raise ConfigError(f"expected prices of tokens of 0 or more, got {self}")
+            raise ConfigError(f"expected token prices >= 0, got {self}")
 
 
-class _Line(Generic[R]):
-    """One tenant's waiting requests: a heap whose entries are emptied when a request leaves."""
+class _TenantQueue(Generic[R]):
+    """Heap of one tenant's waiting requests; removing a request leaves an empty entry."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry[R]] = []
         self.num_waiting = 0
 
     def first(self) -> "_Entry[R]":
-        """The first entry with a request; the line has one."""
+        """Return the first entry with a request; the queue must have one."""
         while self.entries[0].request is None:
             heapq.heappop(self.entries)
         return self.entries[0]
 
     def ordered(self) -> Iterator[R]:
-        """All, best first: a walk down the heap that looks only at what it passes."""
+        """Yield all requests, best first, by a lazy traversal of the heap."""
         seen = [(self.entries[0], 0)] if self.entries else []
         while seen:
-            entry, place = heapq.heappop(seen)
+            entry, index = heapq.heappop(seen)
             if entry.request is not None:
                 yield entry.request
-            for child in (2 * place + 1, 2 * place + 2):
+            for child in (2 * index + 1, 2 * index + 2):
                 if child < len(self.entries):
                     heapq.heappush(seen, (self.entries[child], child))
 
     def forget_empty(self) -> None:
-        """Rebuild once most entries are empty: constant time for each that left."""
+        """Rebuild the heap once most entries are empty: amortized constant time per removal."""
         if len(self.entries) > 2 * self.num_waiting + 16:
             self.entries = [entry for entry in self.entries if entry.request is not None]
             heapq.heapify(self.entries)
@@ -105,7 +106,7 @@ class _Line(Generic[R]):
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[R]):
-    """A place in a line."""
+    """An entry of a tenant's heap; `request` is None once the request was removed."""
 
     order: Order
     number: int
@@ -116,14 +117,13 @@ class _Entry(Generic[R]):
 
 
 class FairQueue(Generic[R]):
-    """Waiting requests of all tenants.
+    """Queue of the waiting requests of all tenants.
 
-    With n requests and t tenants waiting: O(log n + t) for what goes in, O(1) amortised for what
-    leaves, O(t) to ask who is next.
+    With n requests and t tenants: push is O(log n + t), pop is amortized O(1), `heads` is O(t).
 
     Args:
-        weights: of tenants; 1 for who is not named.
-        prices: of tokens.
+        weights: weights by tenant; 1 for all others.
+        prices: prices of tokens; default: `TokenPrices()`.
     """
 
     def __init__(
@@ -132,30 +132,30 @@ class FairQueue(Generic[R]):
         self._weights = dict(weights or {})
         self._prices = prices or TokenPrices()
         self._virtual_time: dict[str, float] = {}
-        self._lines: dict[str, _Line[R]] = {}  # of tenants with a request that waits
+        self._queues: dict[str, _TenantQueue[R]] = {}  # only tenants with waiting requests
         self._entries: dict[R, _Entry[R]] = {}
         self._numbers = itertools.count()
-        self._last_left: str | None = None
+        self._last_emptied: str | None = None
 
-    # ---- in and out ----------------------------------------------------------------------------
+    # ---- push and pop --------------------------------------------------------------------------
 
     def push(self, request: R) -> None:
-        """Let a request wait: a new one, or one thrown out, which gets its old place again.
+        """Queue a new or preempted request; a preempted one keeps its order of arrival.
 
-        Lifts the virtual time of a tenant that had none waiting.
+        Lifts the virtual time of a tenant that had no waiting request.
 
         Raises:
-            InvariantError: it waits already.
+            InvariantError: the request is waiting already.
         """
         if request in self._entries:
-            raise InvariantError(f"request {request.request_id} waits already")
-        if request.tenant not in self._lines:
+            raise InvariantError(f"request {request.request_id} is waiting already")
+        if request.tenant not in self._queues:
             self._lift(request.tenant)
-            self._lines[request.tenant] = _Line()
+            self._queues[request.tenant] = _TenantQueue()
         entry = _Entry(request.order, next(self._numbers), request)
-        line = self._lines[request.tenant]
-        heapq.heappush(line.entries, entry)
-        line.num_waiting += 1
+        queue = self._queues[request.tenant]
+        heapq.heappush(queue.entries, entry)
+        queue.num_waiting += 1
         self._entries[request] = entry
 
     def _lift(self, tenant: str) -> None:
@@ -163,35 +163,35 @@ class FairQueue(Generic[R]):
 
     @property
     def _floor(self) -> float:
-        """Virtual time that one who comes is lifted to. It never falls."""
-        if self._lines:
-            return min(map(self.virtual_time, self._lines))
-        return 0.0 if self._last_left is None else self.virtual_time(self._last_left)
+        """Virtual time to which tenants that become active are lifted. It never decreases."""
+        if self._queues:
+            return min(map(self.virtual_time, self._queues))
+        return 0.0 if self._last_emptied is None else self.virtual_time(self._last_emptied)
 
     def pop(self, request: R) -> None:
-        """Take out a request that waits.
+        """Remove a waiting request.
 
         Raises:
-            InvariantError: it does not wait.
+            InvariantError: the request is not waiting.
         """
         entry = self._entries.pop(request, None)
         if entry is None:
-            raise InvariantError(f"request {request.request_id} does not wait")
+            raise InvariantError(f"request {request.request_id} is not waiting")
         entry.request = None
-        line = self._lines[request.tenant]
-        line.num_waiting -= 1
-        if line.num_waiting:
-            line.forget_empty()
+        queue = self._queues[request.tenant]
+        queue.num_waiting -= 1
+        if queue.num_waiting:
+            queue.forget_empty()
         else:
-            del self._lines[request.tenant]
-            self._last_left = request.tenant
+            del self._queues[request.tenant]
+            self._last_emptied = request.tenant
 
     def discard(self, request: R) -> None:
-        """Take out a request if it waits."""
+        """Remove a request if it is waiting."""
         if request in self._entries:
             self.pop(request)
 
-    # ---- who is next ---------------------------------------------------------------------------
+    # ---- order ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -201,43 +201,46 @@ class FairQueue(Generic[R]):
 
     @property
     def tenants(self) -> Collection[str]:
-        """Tenants with requests that wait, in no order."""
-        return self._lines.keys()
+        """Tenants with waiting requests, unordered."""
+        return self._queues.keys()
 
     @property
     def backlogged(self) -> list[str]:
-        """Tenants with requests that wait, the one served least first."""
+        """Tenants with waiting requests, the one served least first."""
         return [first.tenant for first in self.heads()]
 
     def heads(self) -> Iterator[R]:
-        """The first request of every tenant, best first.
+        """Yield the first request of every tenant, best first.
 
-        Who cannot let the best one in asks for the next tenant's here: the best one's successors
-        would pass a request of their own tenant.
+        If the best one cannot be admitted, the next candidate is another tenant's first request,
+        because later requests of a tenant must not overtake its first one.
         """
-        firsts = [line.first().request for line in self._lines.values()]
+        firsts = [queue.first().request for queue in self._queues.values()]
         ranked = [(self.rank(r), r.tenant, r) for r in firsts if r is not None]
         heapq.heapify(ranked)
         while ranked:
             yield heapq.heappop(ranked)[2]
 
     def ordered(self) -> Iterator[R]:
-        """All requests, best first: tenant by tenant as `heads`, each in its own order.
+        """Yield all requests, best first: tenants in the order of `heads`, one after the other.
 
-        The queue must not change during the walk.
+        The queue must not change during the iteration.
         """
         for first in self.heads():
             yield from self.of_tenant(first.tenant)
 
     def of_tenant(self, tenant: str) -> Iterator[R]:
-        """The requests of a tenant that has some, best first; do not change the queue meanwhile."""
-        return self._lines[tenant].ordered()
+        """Yield the requests of a tenant that has some, best first.
+
+        The queue must not change during the iteration.
+        """
+        return self._queues[tenant].ordered()
 
     def rank(self, request: R) -> tuple[float, int, float, int]:
-        """What requests compare by, waiting or running: virtual time, then their own order."""
+        """Sort key of waiting and running requests: virtual time, then the request's order."""
         return (self.virtual_time(request.tenant), *request.order)
 
-    # ---- what was served -----------------------------------------------------------------------
+    # ---- served tokens -------------------------------------------------------------------------
 
     def charge(
         self,
@@ -247,7 +250,7 @@ class FairQueue(Generic[R]):
         output_tokens: int = 0,
         cached_tokens: int = 0,
     ) -> None:
-        """Note tokens that a tenant was served."""
+        """Charge a tenant for served tokens."""
         prices = self._prices
         cost = prices.prompt * prompt_tokens + prices.output * output_tokens
         cost += prices.cached * cached_tokens
@@ -255,24 +258,24 @@ class FairQueue(Generic[R]):
         self._virtual_time[tenant] = self.virtual_time(tenant) + served
 
     def virtual_time(self, tenant: str) -> float:
-        """Price of all tokens served over weight, with lifts; 0 for one unknown or forgotten."""
+        """Price of a tenant's served tokens divided by its weight, plus lifts; 0 if untracked."""
         return self._virtual_time.get(tenant, 0.0)
 
     @property
     def num_tracked(self) -> int:
-        """Tenants whose virtual time is kept."""
+        """Tenants with a stored virtual time."""
         return len(self._virtual_time)
 
     def forget_idle(self, running: Collection[str]) -> None:
-        """Forget the virtual times of tenants without requests, where nothing hangs on them.
+        """Delete the virtual times of idle tenants that do not affect the order.
 
-        That is so at or below the floor, to which they are lifted when they come back. Of those
-        above it the `IDLE_KEPT` that were served most are remembered.
+        A virtual time at or below the floor has no effect: the tenant is lifted to the floor when
+        it submits again. Of the idle tenants above the floor, the `IDLE_KEPT` served most are kept.
 
         Args:
-            running: tenants with requests that have left the queue and have not ended.
+            running: tenants with running requests.
         """
-        floor, kept = self._floor, {*running, *self._lines, self._last_left}
+        floor, kept = self._floor, {*running, *self._queues, self._last_emptied}
         idle = [tenant for tenant in self._virtual_time if tenant not in kept]
         above = [tenant for tenant in idle if self.virtual_time(tenant) > floor]
         most_served = heapq.nlargest(IDLE_KEPT, above, key=self.virtual_time)

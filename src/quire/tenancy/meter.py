@@ -1,7 +1,8 @@
-"""What each tenant has had so far: requests, tokens, time in the queue, bytes, preemptions.
+"""Statistics of each tenant: requests, tokens, queue time, bytes, preemptions.
 
-Where no tenants are configured, clients may send any name. Then a row each is kept of those that
-have requests and of the IDLE_KEPT seen last; what older ones had is added up in one row, OTHERS.
+If no tenants are configured, clients may send any tenant name. Then the meter keeps one row for
+each tenant with requests and for the `IDLE_KEPT` most recently seen ones. The counts of older
+tenants are summed in one row, `OTHERS`.
 """
 
 from collections import OrderedDict
@@ -12,24 +13,24 @@ from quire.tenancy.accounts import TenantAccounts
 
 IDLE_KEPT = 1024
 OTHERS = "(others)"
-"""The row of those that have no row any more; no tenant can have this name."""
+"""Name of the row that sums tenants without a row of their own; no tenant can have this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStats:
-    """Numbers of one tenant since the engine's start, and what it holds now.
+    """Statistics of one tenant since the engine's start, and its current bytes.
 
     Attributes:
-        tenant: whose; `OTHERS` for all those together that were not seen for long.
-        num_requests: submitted.
-        num_entered: times a request was let into the KV memory, after a preemption again.
-        prompt_tokens: read, each token of a prompt once.
-        cached_tokens: of prompts, whose KV was there.
-        output_tokens: generated.
-        queue_s: seconds its requests have waited, of those that were let in.
-        num_preemptions: times one of its requests was thrown out.
-        held_bytes, guaranteed_bytes, share_bytes: KV bytes it holds, is sure of, and would be given
-            now. 0 where nobody keeps its account.
+        tenant: the tenant's name; `OTHERS` for the sum of tenants without a row of their own.
+        num_requests: submitted requests.
+        num_entered: admissions, including those after a preemption.
+        prompt_tokens: computed prompt tokens; recomputed ones are not counted again.
+        cached_tokens: prompt tokens whose KV was found in a prefix cache.
+        output_tokens: generated tokens.
+        queue_s: seconds that its admitted requests waited.
+        num_preemptions: preemptions of its requests.
+        held_bytes, guaranteed_bytes, share_bytes: KV bytes that it holds now, its guarantee, and
+            its current share; 0 without tenant accounts.
     """
 
     tenant: str
@@ -46,7 +47,7 @@ class TenantStats:
 
 
 class _Counts:
-    """The same, while it changes."""
+    """Mutable counts behind `TenantStats`."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_entered = self.num_preemptions = 0
@@ -54,28 +55,28 @@ class _Counts:
         self.queue_s = 0.0
 
     def add(self, other: "_Counts") -> None:
-        """Add what another has had."""
+        """Add the counts of another tenant."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
 class TenantMeter:
-    """Counts what tenants are served."""
+    """Counter of the requests and tokens of each tenant."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, _Counts] = OrderedDict()  # the longest unseen first
+        self._counts: OrderedDict[str, _Counts] = OrderedDict()  # least recently seen first
         self._others: _Counts | None = None
 
     @property
     def num_tenants(self) -> int:
-        """Rows there are."""
+        """Number of rows."""
         return len(self._counts) + (self._others is not None)
 
     def fold(self, busy: Collection[str]) -> None:
-        """Add up the rows of tenants that have not been seen for long.
+        """Sum the rows of the least recently seen tenants into `OTHERS`.
 
         Args:
-            busy: tenants whose rows stay.
+            busy: tenants that keep their rows.
         """
         if len(self._counts) <= len(busy) + IDLE_KEPT:
             return
@@ -85,47 +86,47 @@ class TenantMeter:
             self._others.add(self._counts.pop(tenant))
 
     def submitted(self, tenant: str) -> None:
-        """A request has been queued."""
+        """Count a submitted request."""
         self._of(tenant).num_requests += 1
 
     def entered(self, tenant: str, waited_s: float) -> None:
-        """A request has been let in.
+        """Count an admitted request.
 
         Args:
-            tenant: whose.
-            waited_s: seconds since it was submitted, or thrown out.
+            tenant: the request's tenant.
+            waited_s: seconds since the request was submitted or preempted.
         """
         counts = self._of(tenant)
         counts.num_entered += 1
         counts.queue_s += waited_s
 
     def cached(self, tenant: str, tokens: int) -> None:
-        """Tokens of a prompt have come from a prefix cache, in memory or outside."""
+        """Count prompt tokens whose KV was found in a prefix cache, of any tier."""
         self._of(tenant).cached_tokens += tokens
 
     def served(self, tenant: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Tokens have been read for the first time, or generated."""
+        """Count prompt tokens computed for the first time, and generated tokens."""
         counts = self._of(tenant)
         counts.prompt_tokens += prompt_tokens
         counts.output_tokens += output_tokens
 
     def preempted(self, tenant: str) -> None:
-        """A request has been thrown out."""
+        """Count a preempted request."""
         self._of(tenant).num_preemptions += 1
 
-    def report(self, book: TenantAccounts | None = None) -> tuple[TenantStats, ...]:
-        """The numbers of all who asked for anything, by name.
+    def report(self, accounts: TenantAccounts | None = None) -> tuple[TenantStats, ...]:
+        """Return the statistics of all tenants, by name.
 
         Args:
-            book: the accounts of bytes; its tenants are reported too, whether they asked or not.
+            accounts: the accounts of bytes; their tenants are reported even without requests.
 
         Returns:
-            A row each, and `OTHERS` last.
+            One row per tenant, `OTHERS` last.
         """
-        names = self._counts.keys() | (set() if book is None else set(book.tenants))
+        names = self._counts.keys() | (set() if accounts is None else set(accounts.tenants))
         rows = [_row(name, self._counts.get(name, _Counts())) for name in sorted(names)]
-        if book is not None:
-            rows = [_with_bytes(row, book) for row in rows]
+        if accounts is not None:
+            rows = [_with_bytes(row, accounts) for row in rows]
         return tuple(rows if self._others is None else [*rows, _row(OTHERS, self._others)])
 
     def _of(self, tenant: str) -> _Counts:
@@ -138,10 +139,10 @@ def _row(tenant: str, counts: _Counts) -> TenantStats:
     return TenantStats(tenant=tenant, **vars(counts))
 
 
-def _with_bytes(row: TenantStats, book: TenantAccounts) -> TenantStats:
+def _with_bytes(row: TenantStats, accounts: TenantAccounts) -> TenantStats:
     return replace(
         row,
-        held_bytes=book.held_bytes(row.tenant),
-        guaranteed_bytes=book.spec(row.tenant).guaranteed_bytes,
-        share_bytes=book.share_bytes(row.tenant),
+        held_bytes=accounts.held_bytes(row.tenant),
+        guaranteed_bytes=accounts.spec(row.tenant).guaranteed_bytes,
+        share_bytes=accounts.share_bytes(row.tenant),
     )

@@ -1,4 +1,4 @@
-"""Counts whose pages are whose: each page once, shared prefixes on nobody's account."""
+"""Counts the pages of each tenant: each page once, public prefixes on the public account."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,7 +10,7 @@ from quire.kv.pages import PageNumbers
 from quire.layout.pages import PageClass
 from quire.tenancy.tenants import PUBLIC
 
-NOBODY = -1
+NO_OWNER = -1
 
 
 def bytes_by_tenant(
@@ -19,27 +19,27 @@ def bytes_by_tenant(
     referenced: Mapping[str, Sequence[Mapping[str, PageNumbers]]] | None = None,
     public_tokens: Mapping[int, int] | None = None,
 ) -> dict[str, int]:
-    """Bytes of the pages each tenant refers to, every page counted once.
+    """Count the bytes of the pages that each tenant refers to, every page once.
 
-    A page of a shared prefix is nobody's, also while requests read it. Where the pages of two
-    tenants meet otherwise, which private salts rule out, the one named first is charged.
+    A page of a public prefix is charged to `PUBLIC`, also while requests use it. If two tenants
+    refer to one page otherwise (private salts prevent it), the tenant listed first is charged.
 
     Args:
-        memory: the pool.
+        memory: the KV memory.
         rows: rows of each tenant's requests.
-        referenced: pages kept without a request (`KVMemory.cached_references`), by tenant; shared
-            prefixes under `PUBLIC`.
-        public_tokens: how many first tokens of a row are a shared prefix, for rows that have one.
+        referenced: pages retained without a request (`KVMemory.cached_references`), by tenant;
+            public prefixes under `PUBLIC`.
+        public_tokens: number of first tokens that are a public prefix, by row.
 
     Returns:
-        Bytes by tenant, and by `PUBLIC`; together the bytes of these pages.
+        Bytes by tenant and of `PUBLIC`; their sum is the bytes of all these pages.
     """
     referenced = referenced or {}
     public_tokens = public_tokens or {}
     names = [PUBLIC, *sorted((rows.keys() | referenced.keys()) - {PUBLIC})]
     if not referenced and not any(pool.num_shared for pool in memory.pools.values()):
         return {name: _unshared_bytes(memory, rows.get(name, ())) for name in names}
-    owners = {c: np.full(len(p.ref_counts), NOBODY, np.int32) for c, p in memory.pools.items()}
+    owners = {c: np.full(len(p.ref_counts), NO_OWNER, np.int32) for c, p in memory.pools.items()}
     held = dict.fromkeys(names, 0)
     for row, tokens in public_tokens.items():
         for page_class, pages in _first_pages(memory, row, tokens):
@@ -68,7 +68,7 @@ def _unshared_bytes(memory: KVMemory, rows: Sequence[int]) -> int:
 def _first_pages(
     memory: KVMemory, row: int, tokens: int
 ) -> Iterator[tuple[PageClass, PageNumbers]]:
-    """The shared whole pages of a row's first tokens, in lanes without a window."""
+    """Yield the shared whole pages of a row's first tokens, in lanes without a window."""
     for table in memory.tables.values():
         group = table.group
         if group.window is None and not group.private:
@@ -84,8 +84,8 @@ def _claim(
     pages: PageNumbers,
     owner: int,
 ) -> int:
-    """Note an owner for pages that have none; return their bytes."""
+    """Assign an owner to pages that have none; return their bytes."""
     owned = owners[page_class]
-    free = np.unique(pages[owned[pages] == NOBODY])
+    free = np.unique(pages[owned[pages] == NO_OWNER])
     owned[free] = owner
     return len(free) * page_class.page_bytes

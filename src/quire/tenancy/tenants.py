@@ -1,6 +1,6 @@
-"""Who the tenants are: a name, a weight, and the KV bytes each may count on.
+"""Tenant specifications: a name, a weight and guaranteed KV bytes.
 
-Written `name:option=value,option=value`, several with semicolons between them:
+Format: `name:option=value,option=value`; tenants are separated by semicolons:
 
     a:weight=2,guaranteed=64MiB,burst=32MiB; b:weight=1
 """
@@ -14,7 +14,7 @@ from quire.errors import ConfigError, UnknownName
 from quire.layout.sizes import parse_size
 
 PUBLIC = "public"
-"""Nobody's account: prefixes that all tenants share are charged to it."""
+"""The account of public prefixes, which all tenants share; it belongs to no tenant."""
 
 OPTIONS = ("weight", "guaranteed", "burst")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
@@ -22,13 +22,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSpec:
-    """What one tenant may count on.
+    """Weight, guarantee and limit of one tenant.
 
     Attributes:
-        name: as requests say it.
-        weight: its part of served tokens and of unguaranteed memory, against others' weights.
-        guaranteed_bytes: KV bytes it gets back from whoever borrowed them, whenever it asks.
-        burst_bytes: KV bytes it may borrow above its guarantee; None bounds nothing.
+        name: the tenant's name in requests.
+        weight: its fraction of served tokens and of unguaranteed memory, relative to the weights
+            of the other active tenants.
+        guaranteed_bytes: KV bytes that it can always use; other tenants' requests are preempted if
+            they hold them.
+        burst_bytes: KV bytes that it may hold above its guarantee; None for no limit.
     """
 
     name: str
@@ -40,8 +42,8 @@ class TenantSpec:
         check_tenant_name(self.name)
         if not (self.weight > 0 and math.isfinite(self.weight)):
             raise ConfigError(
-                f"tenant {self.name!r}: expected a weight above 0, got {self.weight}; a tenant "
-                "that should get nothing is left out"
+                f"tenant {self.name!r}: expected a weight above 0, got {self.weight}: leave the "
+                "tenant out to refuse its requests"
             )
         for option, held in (("guaranteed", self.guaranteed_bytes), ("burst", self.burst_bytes)):
             if held is not None and held < 0:
@@ -49,35 +51,35 @@ class TenantSpec:
 
     @property
     def limit_bytes(self) -> int | None:
-        """Most KV bytes it may ever hold; None where nothing bounds them."""
+        """Maximum KV bytes of the tenant; None for no limit."""
         return None if self.burst_bytes is None else self.guaranteed_bytes + self.burst_bytes
 
 
 def check_tenant_name(name: str, kind: str = "tenant") -> None:
-    """Refuse what cannot be the name of a tenant, or of somebody of another `kind`.
+    """Check the name of a tenant, or of another kind of account holder.
 
     Raises:
-        ConfigError: an empty, long or odd name, or the one of the shared account.
+        ConfigError: the name is empty, too long, has other characters, or is `PUBLIC`.
     """
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
-            f"expected a {kind}'s name of 1 to 64 letters, digits, '_', '.' or '-' that begins "
+            f"expected a {kind} name of 1 to 64 letters, digits, '_', '.' or '-' that begins "
             f"with a letter or digit, got {name[:80]!r}"
         )
     if name == PUBLIC:
         raise ConfigError(
-            f"no {kind} can be called {PUBLIC!r}: prefixes that all tenants share are charged to "
-            "that account; choose another name"
+            f"{kind} name {PUBLIC!r} is reserved for prefixes that all tenants share: choose "
+            "another name"
         )
 
 
 def parse_tenants(text: str) -> tuple[TenantSpec, ...]:
-    """Tenants of a text; none of an empty one, and then every name is taken as it comes.
+    """Parse a list of tenants; an empty text returns none, and then any tenant name is accepted.
 
     Raises:
-        UnknownName: an option that does not exist; offers the nearest.
-        ConfigError: a bad or repeated name, an option without a value or given twice, a value that
-            is no number or size, a weight of 0.
+        UnknownName: an unknown option; suggests the closest name.
+        ConfigError: an invalid or repeated name, an option without a value or given twice, a value
+            that is no number or size, a weight of 0.
     """
     specs = tuple(_parse_tenant(part) for part in text.split(";") if part.strip())
     check_distinct(spec.name for spec in specs)
@@ -85,15 +87,15 @@ def parse_tenants(text: str) -> tuple[TenantSpec, ...]:
 
 
 def check_distinct(names: Iterable[str]) -> None:
-    """Refuse a list that names somebody twice.
+    """Check that no tenant name is repeated.
 
     Raises:
-        ConfigError: with the name.
+        ConfigError: states the repeated name.
     """
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ConfigError(f"tenant {name!r} stands twice; give each its options once")
+            raise ConfigError(f"tenant {name!r} is given twice: give all its options in one place")
         seen.add(name)
 
 
@@ -120,7 +122,7 @@ def _parse_options(name: str, text: str) -> dict[str, str]:
         if key not in OPTIONS:
             raise UnknownName(f"option of tenant {name!r}", key, OPTIONS)
         if key in options:
-            raise ConfigError(f"tenant {name!r}: option {key!r} stands twice")
+            raise ConfigError(f"tenant {name!r}: option {key!r} is given twice: keep one")
         options[key] = value
     return options
 

@@ -287,7 +287,7 @@ def test_more_beams_than_memory_holds_are_refused(model):
     pages = memory.total_bytes // memory.layout.page_classes[0].page_bytes
     most = (pages // 2 - 5) // 2
 
-    with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* ask for fewer beams"):
+    with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* use fewer beams"):
         engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
     assert len(search(engine, beams(beam_width=most)).choices) == 2
 

@@ -55,10 +55,10 @@ COSTS = Costs(
     chunk_tokens=16,
 )
 ALLOWED_AT_ONCE = (
-    "nobody could move",
-    "another engine asked for its memory",
-    "its tenant would pass its limit",
-    "an urgent request waits",
+    "no running request could be scheduled",
+    "another engine needs its guaranteed memory",
+    "its tenant would exceed its limit",
+    "an urgent request is waiting",
     SCALED_DOWN,
 )
 

@@ -122,7 +122,7 @@ def test_a_listener_that_raises_is_dropped_and_the_others_go_on(caplog):
     assert len(calls) == 1
     assert len(heard) == len(log.newest()) == 3
     assert [record.message for record in caplog.records] == [
-        "a listener of KV events is dropped: it raised"
+        "removed a listener of KV events because it raised"
     ]
 
 

@@ -117,7 +117,7 @@ def test_nobody_is_thrown_out_for_one_that_could_not_enter_all_the_same(num_take
     mine = send(load, "a", 12 * 8)
     load.step()
 
-    taken = "tenant a asks for what is its own" in reasons
+    taken = "tenant a needs memory of its share" in reasons
     assert (mine.progress.state is RequestState.RUNNING, taken) == (enters, enters)
 
 

@@ -199,7 +199,7 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
 def test_more_beams_than_can_ever_decode_together_are_refused(option):
     group = make_group([[]], atomic=True, spare=2)
 
-    with pytest.raises(RequestError, match=f"3 beams are more than {option}=2"):
+    with pytest.raises(RequestError, match=f"expected at most {option}=2 beams, got 3"):
         refuse_beams(group.members[0], ScheduleConfig(**{option: 2}), make_memory())
 
 

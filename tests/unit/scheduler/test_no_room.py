@@ -18,7 +18,7 @@ from support.kv_options import kv_config
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
 RULE = "h2o:cap=300,every=8"
-NUMBERS = re.compile(r"need ([\d,]+) B of KV, the whole pool has ([\d,]+) B")
+NUMBERS = re.compile(r"need ([\d,]+) B of KV, the whole KV memory has ([\d,]+) B")
 
 
 def test_a_refusal_counts_what_is_needed_and_what_there_is_in_the_same_unit():
@@ -153,7 +153,7 @@ def test_a_refusal_under_offload_says_which_memory_must_hold_what():
     assert offload == 4 << 20
     assert "--kv-offload-memory to" not in roomy
     assert rest
-    assert "(tokens that the offload memory has no room for)" in full
+    assert "(tokens that do not fit in the offload memory)" in full
     assert (
         "offload" not in refused("qwen3", "24KiB", 0, prompt).partition("; ")[2].partition(";")[0]
     )

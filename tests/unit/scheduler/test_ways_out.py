@@ -52,47 +52,49 @@ def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
         pytest.param(
             peaks_of(FULL, FULL),
             need(100, 100),
-            "shorten the prompt and lower max_tokens, raise --kv-memory to 50KiB or cap it with "
-            "--evict RULE:cap=TOKENS",
+            "shorten the prompt and lower max_tokens, raise --kv-memory to 50KiB or evict tokens "
+            "with --evict RULE:cap=TOKENS",
             id="two layers cannot be offloaded, and half of it is too much",
         ),
         pytest.param(
             peaks_of(*4 * [FULL]),
             need(100, 1),
-            "shorten the prompt, raise --kv-memory to 52KiB, give --kv-offload-memory of 48KiB or "
-            "cap it with --evict RULE:cap=TOKENS",
+            "shorten the prompt, raise --kv-memory to 52KiB, set --kv-offload-memory to 48KiB or "
+            "evict tokens with --evict RULE:cap=TOKENS",
             id="offload would do",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], offload_tokens=8),
             need(20, 60),
             "lower max_tokens, raise --kv-memory to 37KiB, raise --kv-offload-memory to 32KiB or "
-            "cap it with --evict RULE:cap=TOKENS",
+            "evict tokens with --evict RULE:cap=TOKENS",
             id="more offload would do",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], offload_tokens=1000),
             need(40, 300),
-            "lower max_tokens, raise --kv-memory to 44KiB or cap it with --evict RULE:cap=TOKENS",
+            "lower max_tokens, raise --kv-memory to 44KiB or evict tokens with "
+            "--evict RULE:cap=TOKENS",
             id="staging alone is too large",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], store="ring"),
             need(100, 1),
-            "shorten the prompt, raise --kv-memory to 52KiB or cap it with --evict RULE:cap=TOKENS",
+            "shorten the prompt, raise --kv-memory to 52KiB or evict tokens with "
+            "--evict RULE:cap=TOKENS",
             id="a ring store has no offload",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], evicting=True),
             need(100, 1, EvictionSpec(cap=80, every=4)),
-            "shorten the prompt, raise --kv-memory to 45KiB or lower the cap of its eviction rule",
+            "shorten the prompt, raise --kv-memory to 45KiB or lower cap= of its eviction rule",
             id="a lower cap would do",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], evicting=True),
             need(100, 1, EvictionSpec(cap=8, every=4, when=DECODE)),
-            "shorten the prompt, raise --kv-memory to 57KiB or let it evict with "
-            "when=prefill_and_decode and a lower cap",
+            "shorten the prompt, raise --kv-memory to 57KiB or set when=prefill_and_decode and a "
+            "lower cap= in its eviction rule",
             id="a prompt that is read whole",
         ),
     ],
@@ -117,8 +119,8 @@ def test_beams_are_told_to_be_fewer_or_to_evict_before_there_is_pressure():
     spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
 
     assert ways_out(peaks, need(20, 40, spec, may_offload=False), 2) == (
-        "ask for fewer beams, lower max_tokens, raise --kv-memory to 29KiB or let it evict with "
-        "when=prefill_and_decode"
+        "use fewer beams, lower max_tokens, raise --kv-memory to 29KiB or set "
+        "when=prefill_and_decode in its eviction rule"
     )
 
 

@@ -21,7 +21,7 @@ def test_guarantees_over_the_pool_are_refused_with_the_numbers():
 
 
 def test_a_name_twice_is_refused():
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="is given twice"):
         TenantAccounts([TenantSpec(name="a"), TenantSpec(name="a")], POOL)
 
 
@@ -65,7 +65,7 @@ def test_rights_go_down_as_a_tenant_holds_more():
 
     assert rights == [  # the shared part of 600 halves: a's share is 500, its limit 700
         *(Right.GUARANTEED, Right.SHARE, Right.SHARE),
-        *(Right.BORROWED, Right.BORROWED, Right.NOTHING),
+        *(Right.ABOVE_SHARE, Right.ABOVE_SHARE, Right.REFUSED),
     ]
     assert not book.may_take("a", 601)
     assert "701 B, over its limit of 700 B" in book.may_take("a", 601).reason
@@ -114,7 +114,7 @@ def test_an_account_never_falls_below_nothing():
     book = book_of("a")
     book.add("a", 5)
 
-    with pytest.raises(InvariantError, match="gives back 1 B more"):
+    with pytest.raises(InvariantError, match="frees 1 B more"):
         book.add("a", -6)
     assert book.held_bytes("a") == 5
 

@@ -133,7 +133,7 @@ class PrefixLoader:
             self._num_declined += 1
             self._rate.look_again(*found[-1])
             return
-        if not self._sharing.make_room(pages_needed(self._memory, end - at)):
+        if not self._sharing.free_pages(pages_needed(self._memory, end - at)):
             return
         try:
             pages = InFlightPages(self._memory, first, end, self._block_tokens)

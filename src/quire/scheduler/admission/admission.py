@@ -1,8 +1,9 @@
 """Admits waiting requests: which one is next, whether it fits, which requests it may preempt.
 
-tenants    within their guaranteed memory first, then those that borrow
-memory     free pages, cached prefixes that no request uses, then what other tenants owe
-order      a preempted request, then a new one, then a preempted one ...
+tenants    first those within their share, then those above it
+memory     free pages, then cached prefixes that no request uses, then KV of tenants above their
+           share
+order      preempted and new requests alternate
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ class Admission:
     """Admits requests to the KV memory.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
     """
 
     def __init__(self, components: SchedulerComponents) -> None:
@@ -34,23 +35,26 @@ class Admission:
         self._last_resumed = False
 
     def admit(self, budget: int) -> Request | None:
-        """Admit the next request, if one may enter now; return the one that is computed first.
+        """Admit the next request if one fits; no request is preempted for it.
 
-        Preempts none: running requests may be part of the step already.
+        Running requests may be part of the step already, so they cannot be preempted.
 
         Args:
             budget: tokens that the step has left for prefill.
+
+        Returns:
+            The request of the admitted group that is computed first; None if none was admitted.
         """
-        borrowers = []
+        above_share = []
         for request, is_head in self._candidates(budget):
             right = self._right(request)
-            if right is Right.BORROWED:
-                borrowers.append(request)
-            elif right is not Right.NOTHING:
+            if right is Right.ABOVE_SHARE:
+                above_share.append(request)
+            elif right is not Right.REFUSED:
                 admitted = self._try(request, may_preempt=False)
                 if admitted is not None or is_head:
                     return admitted
-        tried = (self._try(request, may_preempt=False) for request in borrowers)
+        tried = (self._try(request, may_preempt=False) for request in above_share)
         return next((request for request in tried if request is not None), None)
 
     def admit_now(self, request: Request) -> bool:
@@ -58,10 +62,10 @@ class Admission:
         return self._try(request, may_preempt=False) is not None
 
     def reclaim(self) -> None:
-        """Admit one request a tenant that gets its guarantee only if debtors are preempted.
+        """Admit one request of each tenant within its share, preempting requests of other tenants.
 
-        Called before a step is planned. None is preempted where all that is owed would not be
-        enough.
+        Called before a step is planned. Only requests of tenants above their share are preempted,
+        and none if preempting all of them would not be enough.
         """
         if self._fairness.has_several:
             for head in list(self._fairness.waiting.heads()):
@@ -75,7 +79,7 @@ class Admission:
     def lacks_free_pages(self) -> bool:
         """Whether memory use is above the low watermark, or the first waiting request lacks pages.
 
-        The second only where that request was rejected for pages, not for rows.
+        A request that was rejected for lack of rows does not count.
         """
         above = self._sharing.available_bytes < self._free.reserved_bytes
         if above or not self._running:
@@ -93,13 +97,13 @@ class Admission:
         return self._fairness.right(request, self._promised_bytes(request))
 
     def _promised_bytes(self, request: Request) -> int:
-        """Bytes its tenant would hold more: promised to it and to the tenant's running requests."""
+        """Further bytes of the tenant: promised to this request and to its running requests."""
         if not self._fairness.has_several:
             return 0
         own = [other for other in self._running if other.tenant == request.tenant]
         peaks = self._rule.peaks
         promised = peaks.num_bytes(self._rule.promised(request, own, 0))
-        known = peaks.owed(own, [other.num_tokens for other in own]).sum(axis=0)
+        known = peaks.further_pages(own, [other.num_tokens for other in own]).sum(axis=0)
         return max(promised, peaks.num_bytes(known) + self._known_bytes(request))
 
     def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
@@ -111,9 +115,10 @@ class Admission:
     # ---- order ---------------------------------------------------------------------------------
 
     def _candidates(self, budget: int) -> Iterator[tuple[Request, bool]]:
-        """The first request of every tenant, best first; perhaps a new one before a preempted one.
+        """Yield (request, whether it is the tenant's first), best tenant first.
 
-        The batcher may name others in their place, or none.
+        After a resumed request, a tenant's first new request precedes a preempted one. The batcher
+        may choose another request of the tenant, or none.
         """
         for head in list(self._fairness.waiting.heads()):
             new = (
@@ -125,7 +130,7 @@ class Admission:
                 yield found, True
 
     def _new_one(self, head: Request) -> Request | None:
-        """The first of the same tenant, and no lower priority, that was never admitted."""
+        """The tenant's first request of the same or better priority that was never admitted."""
         for request in self._fairness.waiting.of_tenant(head.tenant):
             if request.priority > head.priority:
                 return None
@@ -149,7 +154,7 @@ class Admission:
     def _allocate(self, request: Request, *, may_preempt: bool) -> Request | None:
         swapped = self._swapped_member(request)
         if not (self._running or self._preempter.can_swap_in(swapped)):
-            self._preempter.free_swapped_group(swapped)  # no free run of pages will ever fit it
+            self._preempter.free_swapped_group(swapped)  # it never fits: recompute it instead
         whole = self._preempter.is_swapped_whole(swapped)
         first = swapped if whole else plan_prefill(request)
         head_tokens = self._preempter.head_tokens(first)
@@ -157,7 +162,7 @@ class Admission:
         cached_tokens = 0 if lease is None else lease.tokens
         fits = self._free.fits(first, cached_tokens)
         if not (fits or (may_preempt and self._preempt_for(first, cached_tokens))):
-            self._sharing.give_back(lease)
+            self._sharing.release(lease)
             return None
         if not (whole or self._start(first, lease, head_tokens)):
             return None
@@ -165,14 +170,14 @@ class Admission:
         return self._resume(request, swapped) if whole else self._begin(first)
 
     def _start(self, request: Request, lease: PrefixLease | None, head_tokens: int | None) -> bool:
-        """Whether a request got a row, and pages for the statistics of its cached prefix.
+        """Allocate a row and pages for the statistics of the cached prefix; False without pages.
 
-        A request that is alone gets them once cached prefixes are dropped, its own among them.
+        For a request that runs alone, all cached prefixes are evicted first, its own included.
         """
         try:
             self._sequence_memory.allocate(request, lease)
         except OutOfPages:
-            self._sharing.give_back(lease)
+            self._sharing.release(lease)
             if self._running:
                 return False
             self._sharing.drop_cached()
@@ -180,32 +185,36 @@ class Admission:
         return True
 
     def _swapped_member(self, request: Request) -> Request:
-        """The member of a waiting group whose KV is swapped out: not always the first one."""
+        """The member of a waiting group whose KV is swapped out; not always the first member."""
         swapped = (m for m in together(request) if self._preempter.is_swapped_whole(m))
         return next(swapped, request)
 
-    # ---- preemption of debtors -----------------------------------------------------------------
+    # ---- preemption of tenants above their share -----------------------------------------------
 
     def _preempt_for(self, request: Request, cached_tokens: int) -> bool:
-        """Preempt debtors until a request fits, if that is possible; return whether it fits."""
-        if not (self._fairness.has_several and self._debts_suffice(request, cached_tokens)):
+        """Preempt requests of tenants above their share until this request fits.
+
+        Returns:
+            Whether it fits; if it cannot fit, no request is preempted.
+        """
+        if not (self._fairness.has_several and self._preemptions_suffice(request, cached_tokens)):
             return False
         while not self._free.fits(request, cached_tokens):
             self._fairness.recount(self._running)
-            victim = self._debtor(request, cached_tokens, self._running)
+            victim = self._victim_over_share(request, cached_tokens, self._running)
             if victim is None:  # the freed pages were of another page class
                 return False
             has_row = self._free.has_rows(request, self._running)
-            why = "asks for what is its own" if has_row else "has fewer rows than its part"
+            why = "needs memory of its share" if has_row else "holds fewer rows than its share"
             self._lifecycle.preempt(victim, f"tenant {request.tenant} {why}")
         return True
 
-    def _debts_suffice(self, request: Request, cached_tokens: int) -> bool:
-        """Whether a request would fit if debtors were preempted; none is."""
+    def _preemptions_suffice(self, request: Request, cached_tokens: int) -> bool:
+        """Whether a request would fit if requests of tenants above their share were preempted."""
         staying, leaving = list(self._running), list[Request]()
         while not self._free.would_fit(request, cached_tokens, staying):
             self._fairness.suppose(staying, leaving)
-            victim = self._debtor(request, cached_tokens, staying)
+            victim = self._victim_over_share(request, cached_tokens, staying)
             if victim is None:
                 break
             leaving += [member for member in together(victim) if member in staying]
@@ -214,29 +223,29 @@ class Admission:
         self._fairness.recount(self._running)
         return enough
 
-    def _debtor(
+    def _victim_over_share(
         self, request: Request, cached_tokens: int, running: Sequence[Request]
     ) -> Request | None:
-        """A request whose tenant owes rows or bytes to this one's; None where there is none."""
+        """A victim of a tenant above its share of rows or bytes; None if there is none."""
         if self._free.has_rows(request, running):
             missing_bytes = self._known_bytes(request, cached_tokens)
-            debtors = self._fairness.debtors(request, missing_bytes)
+            tenants = self._fairness.tenants_to_reclaim(request, missing_bytes)
         else:
-            debtors = self._fairness.rows_debtors(request, running, self._config.num_rows)
-        theirs = ([r for r in running if r.tenant == debtor] for debtor in debtors)
+            tenants = self._fairness.tenants_over_rows(request, running, self._config.num_rows)
+        theirs = ([r for r in running if r.tenant == tenant] for tenant in tenants)
         victims = map(self._preempter.victim_among, theirs)
         return next((victim for victim in victims if victim is not None), None)
 
     # ---- admitted ------------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> Request:
-        """Let a request run that has tokens to compute."""
+        """Start a request that has tokens to compute."""
         self._last_resumed = request.progress.num_admissions > 1
         self._run(request)
         return request
 
     def _resume(self, request: Request, swapped: Request) -> Request | None:
-        """Swap a request and its group in; recompute them where a copy failed."""
+        """Swap in a request and its group; recompute them if a copy failed."""
         self._last_resumed = True
         resumed = self._preempter.swap_in(swapped)
         if not resumed:
@@ -248,9 +257,10 @@ class Admission:
         return swapped
 
     def _stop_sharing_if_short(self, request: Request) -> None:
-        """Release cached pages that could be dropped but for a request with a copy of its own.
+        """Release the cached prefix of a resumed request if free memory is low.
 
-        They were not promised to it: held, they could have it preempted again at once.
+        The request has its own copy of that prefix. While it held the cached pages, they could not
+        be evicted, and the request could be preempted again at once.
         """
         if self._sharing.available_bytes < self._free.reserved_bytes:
             self._sharing.stop_sharing(request)
@@ -261,10 +271,10 @@ class Admission:
 
 
 class Rejections:
-    """Requests that did not fit, and the state of the memory then: none is tried twice in it.
+    """Rejected requests with the memory state then; a request is not retried in the same state.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
     """
 
     def __init__(self, components: SchedulerComponents) -> None:
@@ -277,18 +287,18 @@ class Rejections:
         return self._sharing.available_bytes, len(self._running)
 
     def hold(self, request: Request) -> bool:
-        """Whether it was rejected and nothing has changed since."""
+        """Whether the request was rejected in the current memory state."""
         return self._rejected.get(request) == self._memory_state
 
     def __contains__(self, request: Request) -> bool:
         return request in self._rejected
 
     def note(self, request: Request) -> None:
-        """Note that it was rejected."""
-        if len(self._rejected) > len(self._waiting):  # some have left the queue by another way
+        """Record that the request was rejected."""
+        if len(self._rejected) > len(self._waiting):  # some were cancelled or finished
             self._rejected = {r: s for r, s in self._rejected.items() if r in self._waiting}
         self._rejected[request] = self._memory_state
 
     def forget(self, request: Request) -> None:
-        """Note that it is tried again."""
+        """Remove a request that is tried again."""
         self._rejected.pop(request, None)

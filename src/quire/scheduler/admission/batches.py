@@ -1,10 +1,10 @@
-"""How many rows of equal lengths a KV memory lets in at once, to the row.
+"""Exact number of equal requests that reserved admission runs at once, without a scheduler.
 
-The answer of reserved admission to requests that come together, by the same arithmetic and without
-a scheduler: a row enters where its peak, and what those before it will still take, fit into the
-free pages of held slabs and the free slabs. Rows that have entered hold their first chunk. Where
-slab borders cut pages a slab is only sure to hold one page less, until it is taken: so what comes
-out can depend on the order, and slabs are counted one by one as the pools take them.
+The arithmetic is that of reserved admission for requests submitted together. A request is admitted
+if its peak, plus the pages that earlier requests will still allocate, fits into free pages of held
+slabs and free slabs. Admitted requests hold the pages of their first chunk. Where slab borders cut
+pages, a free slab is guaranteed to hold one page less than a taken one may hold. The result can
+therefore depend on the order, so slabs are counted one by one as the pools take them.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ Pages = Mapping[PageClass, int]
 
 
 def rows_at_once(memory: KVMemory, need: Need, *, first_tokens: int, chunk_tokens: int) -> int:
-    """Rows that run to their end side by side.
+    """Return the number of equal requests that run to completion at the same time.
 
     Args:
-        memory: an empty one, of any number of rows; nothing is taken from it.
-        need: of each row at its end.
-        first_tokens: of its prompt that a row reads in its first step.
-        chunk_tokens: most tokens a prompt that evicts nothing reads in a step.
+        memory: an empty KV memory with any number of rows; it is not changed.
+        need: need of each request at its end.
+        first_tokens: prompt tokens that a request computes in its first step.
+        chunk_tokens: maximum prefill chunk of a request that evicts no tokens.
     """
     peaks = Peaks(memory, chunk_tokens)
     if not peaks.fits_alone(need):
@@ -41,26 +41,26 @@ def rows_at_once(memory: KVMemory, need: Need, *, first_tokens: int, chunk_token
 
 
 class _Slabs:
-    """Slabs of an empty arena as its pools would take them, counted and not taken.
+    """Simulated slabs of an empty arena, in the order in which its pools would take them.
 
     Args:
-        memory: whose.
+        memory: the KV memory with the arena.
     """
 
     def __init__(self, memory: KVMemory) -> None:
         self._slab_bytes, self._num_slabs = memory.arena.slab_bytes, memory.arena.num_slabs
-        self._sure = {c: pool.pages_per_slab for c, pool in memory.pools.items()}
+        self._guaranteed = {c: pool.pages_per_slab for c, pool in memory.pools.items()}
         self._free_pages = dict.fromkeys(memory.pools, 0)
         self._next_slab = 0
 
     def fit(self, pages: Pages) -> bool:
-        """Whether so many more pages of each class can be promised."""
-        missing = ((n - self._free_pages[c], self._sure[c]) for c, n in pages.items())
-        slabs = sum(max(0, -(-n // sure)) for n, sure in missing)
+        """Whether this many more pages of each class are sure to fit."""
+        missing = ((n - self._free_pages[c], self._guaranteed[c]) for c, n in pages.items())
+        slabs = sum(max(0, -(-n // per_slab)) for n, per_slab in missing)
         return slabs <= self._num_slabs - self._next_slab
 
     def take(self, page_class: PageClass, pages: int) -> None:
-        """Take pages that fit."""
+        """Take pages; they must fit."""
         while self._free_pages[page_class] < pages:
             self._free_pages[page_class] += self._pages_in(page_class, self._next_slab)
             self._next_slab += 1

@@ -1,4 +1,4 @@
-"""Whether a waiting request fits: a row, the promised pages, pages for its swapped KV."""
+"""Checks whether a waiting request fits: rows, promised pages, pages for its swapped KV."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import bytes_of, copies_to_come, num_rows, reserved_rows
 from quire.scheduler.request import Request
 
-AHEAD_TOKENS = 16  # that a request admitted under `scale_down_at` has room for
+AHEAD_TOKENS = 16  # further tokens for which pages must be free with `scale_down_at`
 
 
 class FreePages:
     """Free rows and pages of the KV memory.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
     """
 
     def __init__(self, components: SchedulerComponents) -> None:
@@ -28,11 +28,11 @@ class FreePages:
 
     @property
     def reserved_bytes(self) -> float:
-        """Bytes that stay free at an admission while others run: those above the low watermark."""
+        """Bytes above the low watermark; an admission leaves them free while other requests run."""
         return (1 - self._config.full_at) * self._memory.total_bytes
 
     def has_rows(self, request: Request, staying: Sequence[Request]) -> bool:
-        """Whether there are rows for a request and its group if only `staying` kept theirs."""
+        """Whether there are rows for a request and its group if only `staying` keep running."""
         num_leaving = len(self._running) - len(staying)
         free = self._memory.num_free_rows + num_leaving
         free = min(self._num_rows - len(staying), free)
@@ -41,20 +41,20 @@ class FreePages:
     def fits(self, request: Request, cached_tokens: int) -> bool:
         """Whether there are rows and pages for a request, and pages for its swapped KV.
 
-        The promised pages must fit below the low watermark. A request that would be alone may use
-        all of the memory.
+        The promised pages must fit below the low watermark. A request that would run alone may use
+        all of the KV memory.
         """
         if not self.has_rows(request, self._running):
             return False
         if self._running:
             promised = self._promised(request, cached_tokens, self._running)
             by_class = self._rule.peaks.by_class(promised)
-            if not (self._leaves_enough(promised, 0) and self._sharing.make_room(by_class)):
+            if not (self._leaves_enough(promised, 0) and self._sharing.free_pages(by_class)):
                 return False
         return self._preempter.can_swap_in(request)
 
     def would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
-        """Whether a request would fit if only `staying` kept running."""
+        """Whether a request would fit if only `staying` keep running."""
         if not self.has_rows(request, staying):
             return False
         freed_bytes = bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
@@ -71,11 +71,11 @@ class FreePages:
         return promised
 
     def _ahead(self, request: Request, staying: Sequence[Request], cached_tokens: int) -> Counts:
-        """Pages for a few more tokens of all: else a resumed request is preempted at once."""
+        """Pages for `AHEAD_TOKENS` of all requests, so that none is preempted at once again."""
         tokens = min(request.num_tokens + AHEAD_TOKENS, request.final_tokens)
         new_request = self._rule.new_request(request, tokens, cached_tokens)
         then = [min(r.num_tokens + AHEAD_TOKENS, r.final_tokens) for r in staying]
-        ahead: Counts = new_request + self._rule.peaks.owed(staying, then).sum(axis=0)
+        ahead: Counts = new_request + self._rule.peaks.further_pages(staying, then).sum(axis=0)
         return ahead
 
     def _leaves_enough(self, promised: Counts, freed_bytes: int) -> bool:

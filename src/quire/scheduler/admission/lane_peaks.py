@@ -1,11 +1,11 @@
-r"""Pages of lanes that lose tokens, at the two moments when they are longest.
+r"""Peak pages of evicting lanes: at the end of prefill, and at the end of decoding.
 
-    slots  |        ______  <- the answer grows to its cap, or by what the schedule lets it
+    slots  |        ______  <- decoding: up to the cap, or as far as the eviction schedule allows
            |   /\__/
-           |  /               the prompt is read: whole, or block by block under the cap
+           |  /               prefill: the whole prompt, or block by block under the cap
            +----------------- tokens
 
-Lanes peak at different moments: the sum of each lane's peak would be more than any moment holds.
+Lanes peak at different times, so the sum of the lanes' peaks would overestimate the pages.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ import numpy as np
 from quire.kv.stores.base import Placement
 from quire.layout.eviction import DECODE, PREFILL_END, EvictionSpec
 from quire.layout.pages import LaneGroup
-from quire.scheduler.admission.need import Alike, Tokens
+from quire.scheduler.admission.need import NeedGroup, Tokens
 
 UNBOUNDED = 1 << 60
 
 
-def evicting_pages(placement: Placement, group: LaneGroup, sequences: Alike) -> Tokens:
-    """Pages [n] of a group whose lanes lose tokens, or of statistics of such lanes.
+def evicting_pages(placement: Placement, group: LaneGroup, sequences: NeedGroup) -> Tokens:
+    """Peak pages [n] of a group of evicting lanes, or of the statistics of such lanes.
 
-    Where a budget moves slots between heads, each lane may end in a page of its own: one more.
+    If a budget moves slots between heads, each lane may need one more, partly filled page.
     """
     shape = (2, len(sequences.tokens))
     pages = np.zeros(shape, dtype=np.int64)
@@ -37,26 +37,26 @@ def evicting_pages(placement: Placement, group: LaneGroup, sequences: Alike) -> 
     return most
 
 
-def _peak_slots(sequences: Alike, cap: int | None) -> Iterator[Tokens]:
-    """Most slots of a lane while the prompt is read, and then while the answer grows."""
+def _peak_slots(sequences: NeedGroup, cap: int | None) -> Iterator[Tokens]:
+    """Yield the maximum slots of a lane during prefill, then during decoding."""
     tokens, prompts, when = sequences.tokens, sequences.prompts, sequences.eviction.when
     if cap is None:
         yield prompts
         yield tokens
         return
     yield prompts if when in (PREFILL_END, DECODE) else np.minimum(prompts, cap)
-    answered = tokens - prompts
+    outputs = tokens - prompts
     if when == PREFILL_END:
-        yield np.minimum(prompts, cap) + answered
+        yield np.minimum(prompts, cap) + outputs
     else:
         yield np.minimum(tokens, cap)
 
 
 @lru_cache(maxsize=1024)
 def lanes_by_cap(group: LaneGroup, eviction: EvictionSpec) -> tuple[tuple[int | None, int], ...]:
-    """The distinct caps of a group's lanes, and how many lanes have each.
+    """Return the distinct caps of a group's lanes and the number of lanes with each cap.
 
-    A lane that serves several heads has the least of theirs.
+    The cap of a lane with several heads is the lowest cap of its heads.
     """
     if eviction.cap is None or eviction.lane_caps is None:
         return ((eviction.cap, group.num_lanes),)

@@ -1,9 +1,9 @@
-"""What a sequence needs pages for: its tokens, what is evicted of them, the sizes of its steps.
+"""What the page count of a sequence depends on: tokens, evictions, sizes of its steps.
 
-Steps of a sequence that fits no other way, the preferred ones first:
+Step shapes, the preferred ones first; a later one is used if the sequence does not fit otherwise:
 
-2 staging slots   prefill chunks of 2048, 1024, ... 1 token, whose KV is in the arena whole
-1 staging slot    the same chunks; a layer's offloaded pages wait for the layer before it
+2 staging slots   prefill chunks of 2048, 1024, ... 1 token, whose KV is completely in the arena
+1 staging slot    the same chunks; a layer's prefetch waits until the previous layer is computed
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A sequence of some length.
+    """A sequence of a given length.
 
     Attributes:
-        tokens: it has had then.
-        prompt_tokens: of which so many are its prompt; None: all.
-        eviction: what of them stays, and what is remembered of them.
-        may_offload: its first pages may be on the host, in engines that have room for them there.
+        tokens: its length.
+        prompt_tokens: length of its prompt; None: `tokens`.
+        eviction: its eviction specification, including the statistics of its tokens.
+        may_offload: whether its oldest pages may be offloaded, if the engine has offload memory.
     """
 
     tokens: int
@@ -37,13 +37,13 @@ class Need:
 
     @property
     def evicts(self) -> bool:
-        """Whether some lane loses tokens on the way."""
+        """Whether tokens of some lane are evicted before that length."""
         return self.eviction.cap is not None and self.tokens > self.eviction.least_cap
 
 
 def need_of(request: Request, tokens: int) -> Need:
-    """What a request needs to have had so many tokens."""
-    # those that evict go back into the memory for it, and so must have room there
+    """Return the need of a request at a length of `tokens`."""
+    # a request that evicts first loads its offloaded pages back, so all must fit in the KV memory
     may_offload = (
         can_offload_request(request)
         and request.eviction.spec.cap is None
@@ -53,22 +53,23 @@ def need_of(request: Request, tokens: int) -> Need:
 
 
 def can_offload_request(request: Request) -> bool:
-    """Whether the first pages of a request may be on the host while it runs.
+    """Whether the oldest pages of a request may be offloaded while it runs.
 
-    Not in groups, whose members share pages; not once they could not return for an eviction.
+    False for members of groups, which share pages, and after a request could not load its pages
+    back for an eviction.
     """
     return request.group is None and request.memory.may_offload
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """Sequences that are evicted from alike, and where they stood among others.
+class NeedGroup:
+    """Needs with the same eviction specification, as arrays.
 
     Attributes:
-        eviction: of them all.
-        may_offload: likewise.
-        index: [n] their places.
-        tokens, prompts: [n] of each, a prompt at most as long as its sequence.
+        eviction: the common eviction specification.
+        may_offload: the common value of `Need.may_offload`.
+        index: [n] positions in the original list.
+        tokens, prompts: [n] lengths of sequences and of their prompts; prompt <= sequence.
     """
 
     eviction: EvictionSpec
@@ -78,27 +79,27 @@ class Alike:
     prompts: Tokens
 
 
-def alike(needs: Sequence[Need]) -> Iterator[Alike]:
-    """The needs by eviction: many are counted at once, and most share a few of them."""
-    places: dict[tuple[int, bool], list[int]] = {}
+def group_needs(needs: Sequence[Need]) -> Iterator[NeedGroup]:
+    """Group needs by eviction specification, to count the pages of many at once."""
+    indices: dict[tuple[int, bool], list[int]] = {}
     for i, need in enumerate(needs):
-        places.setdefault((id(need.eviction), need.may_offload), []).append(i)
-    for members in places.values():
+        indices.setdefault((id(need.eviction), need.may_offload), []).append(i)
+    for members in indices.values():
         tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
-        requested = [needs[i].prompt_tokens for i in members]
-        prompts = np.array([t if p is None else p for t, p in zip(tokens, requested, strict=True)])
+        given = [needs[i].prompt_tokens for i in members]
+        prompts = np.array([t if p is None else p for t, p in zip(tokens, given, strict=True)])
         first = needs[members[0]]
         index, prompts = np.array(members), np.minimum(prompts, tokens)
-        yield Alike(first.eviction, first.may_offload, index, tokens, prompts)
+        yield NeedGroup(first.eviction, first.may_offload, index, tokens, prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the pages of one sequence depend on besides its tokens.
+    """Sizes of a sequence's steps, on which its page count depends.
 
     Attributes:
-        chunk_tokens: of its largest prefill chunk.
-        staging_slots: layers of its offloaded pages that the arena holds at a time.
+        chunk_tokens: size of its largest prefill chunk.
+        staging_slots: number of layers whose offloaded pages are staged in the arena at a time.
     """
 
     chunk_tokens: int
@@ -106,10 +107,10 @@ class StepShape:
 
 
 def step_shapes(chunk_tokens: int) -> tuple[StepShape, ...]:
-    """The shapes of steps, the preferred one first and the one of the fewest pages last.
+    """Return the step shapes, the preferred one first, the one with the fewest pages last.
 
     Args:
-        chunk_tokens: largest prefill chunk that the schedule allows.
+        chunk_tokens: largest prefill chunk of the schedule.
     """
     chunks = [chunk_tokens]
     while chunks[-1] > 1:

@@ -1,4 +1,4 @@
-"""Refuses requests that could not run even alone: the bytes, and each change that would help."""
+"""Refuses requests that could not run even alone, with the bytes and the changes that would help."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ def refuse_if_never(peaks: Peaks, request: Request) -> None:
     """Refuse a request that could not run even alone.
 
     Raises:
-        NeverFits: with the bytes needed and the bytes there.
+        NeverFits: states the bytes needed and the bytes of the KV memory.
     """
     longest = peaks.memory.placement.longest_tokens
     if longest is not None and request.final_tokens > longest:
         raise NeverFits(
-            f"{request.final_tokens} tokens: more than the {longest} the store reserves "
-            "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged",
+            f"the request needs {request.final_tokens} tokens, the store reserves {longest} per "
+            "sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged",
             param="prompt" if len(request.prompt_token_ids) > longest else "max_tokens",
         )
     if not peaks.fit_whole(request):
@@ -37,7 +37,7 @@ def refuse_if_never(peaks: Peaks, request: Request) -> None:
 
 
 def _field_at_fault(peaks: Peaks, request: Request) -> str:
-    """The option to lower first: with all others as they are, it alone decides."""
+    """The option to lower first."""
     if not peaks.fits_alone(need_of(request, len(request.prompt_token_ids))):
         return "prompt"
     if num_rows(request) > 1 and peaks.fits_alone(need_of(request, request.final_tokens)):
@@ -51,7 +51,7 @@ def _why_never(peaks: Peaks, request: Request) -> str:
     return (
         f"{len(request.prompt_token_ids)} prompt tokens and "
         f"{request.params.max_tokens} to generate{beams} "
-        f"need {peaks.slab_bytes(peaks.whole_counts(need, width)):,} B of KV, the whole pool "
+        f"need {peaks.slab_bytes(peaks.whole_counts(need, width)):,} B of KV, the whole KV memory "
         f"has {arena.num_slabs * arena.slab_bytes:,} B, both in slabs of "
         f"{arena.slab_bytes:,} B; {offload_text(peaks, need)}"
         f"{ways_out(peaks, need, width)}"
@@ -59,12 +59,12 @@ def _why_never(peaks: Peaks, request: Request) -> str:
 
 
 def ways_out(peaks: Peaks, need: Need, width: int) -> str:
-    """The changes that help, each by itself, as the end of an error message.
+    """List the changes that would each make the request fit, for an error message.
 
     Args:
-        peaks: of the memory.
-        need: of each sequence of the request, with the tokens of its prompt.
-        width: sequences that share the prompt.
+        peaks: page arithmetic of the KV memory.
+        need: need of each sequence of the request, with its prompt length.
+        width: number of sequences that share the prompt.
     """
     changes = [
         *_smaller_requests(peaks, need, width),
@@ -80,9 +80,9 @@ def _fits(peaks: Peaks, need: Need, width: int) -> bool:
 
 
 def _memory(peaks: Peaks, need: Need, width: int) -> str:
-    """The KV memory that holds the request, with offload memory as it is.
+    """The KV memory size that fits the request, with unchanged offload memory.
 
-    Slabs of another memory may have other sizes, so its bytes are not those of the refusal.
+    A KV memory of another size may have slabs of another size, so the size is searched for.
     """
     counts, arena = peaks.whole_counts(need, width), peaks.memory.arena
     sizes = [page_class.page_bytes for page_class in peaks.page_classes]
@@ -100,14 +100,14 @@ def _round_up(num_bytes: int) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    """As an option takes it, of whole KiB."""
+    """Format a multiple of 1 KiB as an option value."""
     return f"{num_bytes // _KIB}KiB" if num_bytes % _KIB**2 else f"{num_bytes // _KIB**2}MiB"
 
 
 def _smaller_requests(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     prompt = need.tokens if need.prompt_tokens is None else need.prompt_tokens
     if width > 1 and _fits(peaks, need, 1):
-        yield "ask for fewer beams"
+        yield "use fewer beams"
     shorter = replace(need, tokens=1 + need.tokens - prompt, prompt_tokens=1)
     fewer = replace(need, tokens=prompt)
     helps = [_fits(peaks, shorter, width), _fits(peaks, fewer, width)]
@@ -120,7 +120,10 @@ def _smaller_requests(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
 
 
 def _offload(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
-    """KV offload, if more of it would do: a part of every sequence stays in the KV memory."""
+    """The offload memory size that fits the request, if any does.
+
+    Some pages of every sequence always remain in the KV memory.
+    """
     placement, larger = peaks.memory.placement, copy(peaks)
 
     def fits(tokens: int) -> bool:
@@ -133,23 +136,23 @@ def _offload(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     if peaks.offloaded_tokens:
         num_bytes = -(-tokens * peaks.offload_bytes // peaks.offloaded_tokens)
         yield f"raise --kv-offload-memory to {_size(_round_up(num_bytes))}"
-    else:  # activations may take a share of it, by rates that are measured then
+    else:  # activation checkpoints may use a fraction of it, by rates that are measured later
         num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)
-        yield f"give --kv-offload-memory of {_size(_round_up(num_bytes))}"
+        yield f"set --kv-offload-memory to {_size(_round_up(num_bytes))}"
 
 
 def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     if need.eviction.cap is None:
         if peaks.fit_alone(width * peaks.capped_counts(need.tokens)):
-            yield "cap it with --evict RULE:cap=TOKENS"
+            yield "evict tokens with --evict RULE:cap=TOKENS"
         return
     smaller = replace(need.eviction, cap=2, every=1, lane_caps=None)
     if _fits(peaks, replace(need, eviction=smaller), width):
-        yield "lower the cap of its eviction rule"
+        yield "lower cap= of its eviction rule"
     blocks = replace(need.eviction, when=PREFILL_AND_DECODE)
     if need.eviction.when == PRESSURE and _fits(peaks, replace(need, eviction=blocks), width):
-        yield "let it evict with when=prefill_and_decode"
+        yield "set when=prefill_and_decode in its eviction rule"
     elif need.eviction.when != PREFILL_AND_DECODE and _fits(
         peaks, replace(need, eviction=replace(smaller, when=PREFILL_AND_DECODE)), width
     ):
-        yield "let it evict with when=prefill_and_decode and a lower cap"
+        yield "set when=prefill_and_decode and a lower cap= in its eviction rule"

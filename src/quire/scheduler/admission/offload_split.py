@@ -1,4 +1,4 @@
-"""Where the KV of a request with offloaded pages is: staged or whole in KV memory, or offloaded."""
+"""Bytes of a request with offloaded pages: staging and pages in KV memory, offload memory."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OffloadSplit:
-    """Bytes of one sequence at its peak, in the smallest steps.
+    """Bytes of one sequence at its peak, with the smallest steps.
 
     Attributes:
-        staging_bytes: of KV memory, for one layer of the offloaded pages.
-        rest_bytes: of KV memory, for pages that are not offloaded.
-        offloaded_bytes: of offload memory.
+        staging_bytes: KV memory for one layer of the offloaded pages.
+        rest_bytes: KV memory for pages that are not offloaded.
+        offloaded_bytes: offload memory.
         offloaded_tokens: tokens of the offloaded pages.
     """
 
@@ -29,18 +29,21 @@ class OffloadSplit:
 
 
 def offload_text(peaks: "Peaks", need: Need) -> str:
-    """Which memory must hold what, for an error message; empty where nothing is offloaded.
+    """Describe the memory that a request with KV offload needs, for an error message.
 
     Args:
-        peaks: of the memory.
-        need: of the one sequence of a request.
+        peaks: page arithmetic of the KV memory.
+        need: need of the request's single sequence.
+
+    Returns:
+        A clause that ends in "; "; empty if no page is offloaded.
     """
     if not (need.may_offload and peaks.offloaded_tokens):
         return ""
     split, unlimited = peaks.offload_split(need), copy(peaks)
     unlimited.offloaded_tokens = UNBOUNDED
     is_full = split.offloaded_bytes < unlimited.offload_split(need).offloaded_bytes
-    rest = "tokens that the offload memory has no room for" if is_full else "the last chunk"
+    rest = "tokens that do not fit in the offload memory" if is_full else "the last chunk"
     return (
         f"with KV offload the KV memory must hold {split.staging_bytes:,} B of staging (one layer "
         f"of {split.offloaded_tokens:,} offloaded tokens) and {split.rest_bytes:,} B of pages that "

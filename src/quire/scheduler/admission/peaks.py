@@ -1,4 +1,4 @@
-"""Pages a request comes to hold, and which requests the pool can never hold."""
+"""Peak page counts of requests, and whether the KV memory can ever hold them."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,14 @@ from quire.layout.layout import can_be_offloaded, statistics_used
 from quire.layout.pages import LaneGroup, PageClass
 from quire.layout.statistics import Statistic
 from quire.scheduler.admission.lane_peaks import UNBOUNDED, evicting_pages
-from quire.scheduler.admission.need import Alike, Need, StepShape, alike, need_of, step_shapes
+from quire.scheduler.admission.need import (
+    Need,
+    NeedGroup,
+    StepShape,
+    group_needs,
+    need_of,
+    step_shapes,
+)
 from quire.scheduler.admission.offload_split import OffloadSplit
 from quire.scheduler.group import num_rows
 from quire.scheduler.request import Request
@@ -22,17 +29,18 @@ Counts = NDArray[np.int64]
 
 
 class Peaks:
-    """Arithmetic of pages by what sequences need, for many at once.
+    """Page arithmetic: peak pages of sequences, computed for many at once.
 
     Args:
-        memory: the pool.
-        chunk_tokens: largest prefill chunk of a request that evicts nothing.
-        offloaded_tokens: of one sequence that offload memory holds; 0 without any.
-        offload_bytes: of offload memory, activations included; 0 without any.
-        arriving: pages of a request that are allocated and that its row does not name yet.
+        memory: the KV memory.
+        chunk_tokens: largest prefill chunk of a request that evicts no tokens.
+        offloaded_tokens: most tokens of one sequence in offload memory; 0 without KV offload.
+        offload_bytes: size of the offload memory, activations included; 0 without KV offload.
+        pages_in_flight: pages that are allocated for a request but not in its page table yet.
 
     Attributes:
-        page_classes: what the last axis of every array of counts stands for.
+        memory: see above.
+        page_classes: the last axis of every array of counts.
         offloaded_tokens: see above.
         offload_bytes: see above.
     """
@@ -44,22 +52,22 @@ class Peaks:
         *,
         offloaded_tokens: int = 0,
         offload_bytes: int = 0,
-        arriving: Callable[[Request], Mapping[PageClass, int]] | None = None,
+        pages_in_flight: Callable[[Request], Mapping[PageClass, int]] | None = None,
     ) -> None:
         self.memory = memory
         self._shapes = step_shapes(chunk_tokens)
         self._windows = any(group.window is not None for group in memory.layout.groups)
         self.page_classes = memory.layout.page_classes
-        self._place = {page_class: i for i, page_class in enumerate(self.page_classes)}
+        self._index = {page_class: i for i, page_class in enumerate(self.page_classes)}
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
         self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
         self.offloaded_tokens, self.offload_bytes = offloaded_tokens, offload_bytes
-        self._arriving = arriving or (lambda request: {})
+        self._pages_in_flight = pages_in_flight or (lambda request: {})
 
     def counts(self, needs: Sequence[Need]) -> Counts:
         """Pages [sequences, page classes] that sequences hold at their peaks.
 
-        A sequence that fits alone only where steps are smaller is counted with these.
+        A sequence that fits only with a smaller step shape is counted with that shape.
         """
         counts = self._counts(needs, self._shapes[0])
         for shape in self._shapes[1:]:
@@ -71,14 +79,14 @@ class Peaks:
 
     def _counts(self, needs: Sequence[Need], shape: StepShape) -> Counts:
         counts = np.zeros((len(needs), len(self.page_classes)), dtype=np.int64)
-        for sequences in alike(needs):
+        for sequences in group_needs(needs):
             for group in self._groups_of(sequences.eviction):
-                place = self._place[group.page_class]
-                counts[sequences.index, place] += self._group_pages(group, sequences, shape)
+                column = self._index[group.page_class]
+                counts[sequences.index, column] += self._group_pages(group, sequences, shape)
         return counts
 
     def _shrinkable(self, needs: Sequence[Need]) -> NDArray[np.bool_]:
-        """Whether each of the sequences holds fewer pages where steps are smaller."""
+        """Whether each sequence holds fewer pages with smaller steps."""
         if self._windows:
             return np.ones(len(needs), dtype=bool)
         return np.array(
@@ -86,7 +94,7 @@ class Peaks:
         )
 
     def _groups_of(self, eviction: EvictionSpec) -> list[LaneGroup]:
-        """The groups that sequences use: all but the statistics they do without."""
+        """The lane groups that sequences use: all except statistics that they do not record."""
         if eviction.statistics not in self._used:
             layout = self.memory.layout
             names = statistics_used(layout, eviction.statistics)
@@ -97,37 +105,37 @@ class Peaks:
             ]
         return self._used[eviction.statistics]
 
-    def _group_pages(self, group: LaneGroup, sequences: Alike, shape: StepShape) -> Counts:
+    def _group_pages(self, group: LaneGroup, sequences: NeedGroup, shape: StepShape) -> Counts:
         placement, eviction = self.memory.placement, sequences.eviction
         if group.fixed_slots is None and not group.ordered:
             return evicting_pages(placement, group, sequences)
         slots, chunk = sequences.tokens, shape.chunk_tokens
         if group.fixed_slots is not None:
             slots = np.minimum(slots, 1) * group.fixed_slots
-        if eviction.cap is not None:  # over it a prompt is read `every` tokens at once
+        if eviction.cap is not None:  # above the cap a prompt is computed `every` tokens at once
             chunk = max(chunk, eviction.every)
         most = group.slots_at_most(UNBOUNDED, chunk)
         pages: Counts = placement.peak_pages(group, slots, most)
         if sequences.may_offload and self.offloaded_tokens and can_be_offloaded(group):
-            return self._streamed_pages(group, pages, shape)
+            return self._resident_pages(group, pages, shape)
         return pages * group.num_lanes
 
-    def _streamed_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
-        """What is left in the arena of lanes whose first pages are in offload memory."""
+    def _resident_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
+        """Pages in the arena, staging included, when the oldest pages are offloaded."""
         lane_offloaded = self._offloaded_pages(group, pages, shape)
         staged: Counts = lane_offloaded * shape.staging_slots * group.lanes_per_layer
         return staged + (pages - lane_offloaded) * group.num_lanes
 
     def _offloaded_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
-        """First pages of each lane that are in offload memory, of so many."""
+        """Pages of each lane, of `pages`, that are in offload memory."""
         page_tokens = group.page_class.tokens
         rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
         return np.clip(pages - rest, 0, self.offloaded_tokens // page_tokens)
 
     def offload_split(self, need: Need) -> OffloadSplit:
-        """Where the bytes of a sequence are in the smallest steps, its first pages offloaded."""
+        """Split the bytes of a sequence at its peak, with the smallest steps and KV offload."""
         shape, staging, rest, offloaded, tokens = self._shapes[-1], 0, 0, 0, 0
-        [sequence] = alike([replace(need, may_offload=False)])
+        [sequence] = group_needs([replace(need, may_offload=False)])
         for group in self._groups_of(need.eviction):
             page = group.page_class
             pages = self._group_pages(group, sequence, shape)
@@ -144,28 +152,27 @@ class Peaks:
         return OffloadSplit(staging, rest - offloaded, offloaded, tokens)
 
     def shared_counts(self, need: Need, cached_tokens: int) -> Counts:
-        """Pages [page classes] of its first tokens that a sequence shares, and goes on sharing.
+        """Pages [page classes] of its first tokens that a sequence shares until its end.
 
-        Statistics are nobody else's, and lanes that lose tokens write into pages of their own.
+        Statistics are not shared, and evicting lanes write into private pages.
         """
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
-        [cached] = alike([Need(cached_tokens)])
+        [cached] = group_needs([Need(cached_tokens)])
         for group in self.memory.layout.groups:
             if not group.private and (group.ordered or not need.evicts):
-                place = self._place[group.page_class]
-                counts[place] += int(self._group_pages(group, cached, self._shapes[0])[0])
+                column = self._index[group.page_class]
+                counts[column] += int(self._group_pages(group, cached, self._shapes[0])[0])
         return counts
 
     def forked_counts(self, shared_tokens: int, needs: Sequence[Need]) -> Counts:
-        """Pages [page classes] that sequences forked behind `shared_tokens` hold at their peak.
+        """Pages [page classes] that sequences forked after `shared_tokens` hold at their peak.
 
-        Whole pages of what they share count once, all others for each: a bound for sequences that
-        differ from there on. Lanes with a window or a cap may come to share nothing, statistics
-        are copied.
+        Whole pages of the shared tokens count once, all other pages once per sequence. This is an
+        upper bound. Lanes with a window or a cap may share no pages; statistics are copied.
 
         Args:
-            shared_tokens: length of what all have in common.
-            needs: of each; they evict alike.
+            shared_tokens: number of first tokens that all sequences have in common.
+            needs: need of each sequence; all have the same eviction specification.
         """
         counts = self._forked(shared_tokens, needs, self._shapes[0])
         for shape in self._shapes[1:] if self._windows else ():
@@ -175,31 +182,31 @@ class Peaks:
         return counts
 
     def _forked(self, shared_tokens: int, needs: Sequence[Need], shape: StepShape) -> Counts:
-        [sequences] = alike(needs)
+        [sequences] = group_needs(needs)
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
         for group in self._groups_of(sequences.eviction):
             alone = self._group_pages(group, replace(sequences, may_offload=False), shape)
             own, shared = alone, 0
             if group.window is not None:
-                # decoding, a window lane holds less than while a prompt is read in chunks
+                # a window lane holds fewer slots in decoding than in prefill
                 decoding = np.minimum(sequences.tokens, group.slots_at_most(UNBOUNDED, 1))
                 own = -(-decoding // group.page_class.tokens) * group.num_lanes
-            # behind a window they are freed once it decodes, whatever the chunks of the prompt
+            # shared pages outside of the window are freed in decoding
             decodes = group.slots_at_most(UNBOUNDED, 1)
             if not any(n.tokens > decodes or self._loses(group, n) for n in needs):
                 shared = shared_tokens // group.page_class.tokens * group.num_lanes
             together = int((own - shared).sum()) + shared
-            counts[self._place[group.page_class]] += max(together, int(alone.max()))
+            counts[self._index[group.page_class]] += max(together, int(alone.max()))
         return counts
 
     def _loses(self, group: LaneGroup, need: Need) -> bool:
-        """Whether lanes of a sequence come to hold other tokens than all, or nobody shares them."""
+        """Whether a sequence's lanes are private, or do not retain all of its tokens."""
         if group.private or (need.evicts and not group.ordered):
             return True
         return need.tokens > group.slots_at_most(UNBOUNDED, self._shapes[0].chunk_tokens)
 
     def shared_tokens(self, request: Request) -> int:
-        """Tokens whose pages the members of a group will share to the end."""
+        """Tokens whose pages the members of a group share until their end."""
         groups = [group for group in self.memory.layout.groups if not group.private]
         need = need_of(request, request.final_tokens)
         if any(self._loses(group, need) for group in groups):
@@ -208,26 +215,26 @@ class Peaks:
         return len(request.prompt_token_ids) // page_tokens * page_tokens
 
     def held(self, requests: Sequence[Request]) -> Counts:
-        """Pages [requests, page classes] that running requests refer to, or keep aside, now."""
+        """Pages [requests, page classes] that running requests refer to or have reserved now."""
         rows = np.array([request.memory.row for request in requests], dtype=np.int64)
         counts = np.zeros((len(rows), len(self.page_classes)), dtype=np.int64)
         for table in self.memory.tables.values():
-            place = self._place[table.group.page_class]
-            set_aside_pages = self.memory.placement.reserved_pages(table, rows)
-            counts[:, place] += table.pages_held(rows) + set_aside_pages.sum(axis=1)
+            column = self._index[table.group.page_class]
+            reserved_pages = self.memory.placement.reserved_pages(table, rows)
+            counts[:, column] += table.pages_held(rows) + reserved_pages.sum(axis=1)
         for row, request in enumerate(requests):
-            for page_class, pages in self._arriving(request).items():
-                counts[row, self._place[page_class]] += pages
+            for page_class, pages in self._pages_in_flight(request).items():
+                counts[row, self._index[page_class]] += pages
         return counts
 
-    def owed(self, requests: Sequence[Request], tokens: Sequence[int]) -> Counts:
-        """Pages [requests, page classes] they will still take to have had so many tokens each."""
+    def further_pages(self, requests: Sequence[Request], tokens: Sequence[int]) -> Counts:
+        """Further pages [requests, page classes] until each request has `tokens` tokens."""
         needs = [need_of(request, n) for request, n in zip(requests, tokens, strict=True)]
-        owed: Counts = np.maximum(self.counts(needs) - self.held(requests), 0)
-        return owed
+        further: Counts = np.maximum(self.counts(needs) - self.held(requests), 0)
+        return further
 
     def by_class(self, counts: Counts) -> dict[PageClass, int]:
-        """One row of counts under the names of its classes."""
+        """Convert one row of counts to a dictionary by page class."""
         return {c: int(n) for c, n in zip(self.page_classes, counts, strict=True)}
 
     def num_bytes(self, counts: Counts) -> int:
@@ -235,37 +242,37 @@ class Peaks:
         return int(counts @ self._bytes)
 
     def peak_pages(self, need: Need) -> dict[PageClass, int]:
-        """Pages of each class a sequence holds at its peak."""
+        """Pages of each class that a sequence holds at its peak."""
         return self.by_class(self.counts([need])[0])
 
     def peak_bytes(self, need: Need) -> int:
-        """Bytes of those pages."""
+        """Bytes of the pages that a sequence holds at its peak."""
         return self.num_bytes(self.counts([need])[0])
 
     def fits_alone(self, need: Need) -> bool:
-        """Whether the whole pool holds a sequence at its peak."""
+        """Whether a sequence at its peak fits in the whole KV memory."""
         return self.fit_alone(self.counts([need])[0])
 
     def fit_alone(self, counts: Counts) -> bool:
-        """Whether the whole pool holds so many pages of each class."""
+        """Whether these pages fit in the whole KV memory."""
         return bool(self._fit(counts))
 
     def _fit(self, counts: Counts) -> NDArray[np.bool_]:
-        """The same for any number of counts."""
+        """Whether each row of counts fits in the whole KV memory."""
         return np.asarray(self._num_slabs(counts) <= self.memory.arena.num_slabs)
 
     def _num_slabs(self, counts: Counts) -> Counts:
-        """Slabs that so many pages of each class lie in, wherever the classes end."""
+        """Slabs that these pages occupy, in the worst case of slab borders."""
         per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
         borders = self.memory.placement.border_slabs * (counts > 0)
         return np.asarray((-(-counts // per_slab) + borders).sum(axis=-1))
 
     def slab_bytes(self, counts: Counts) -> int:
-        """Bytes of the slabs that so many pages of each class fill: what the pool must have."""
+        """Bytes of the slabs that these pages occupy: the KV memory they need."""
         return int(self._num_slabs(counts)) * self.memory.arena.slab_bytes
 
     def longest_sequence(self, max_positions: int, eviction: EvictionSpec) -> int:
-        """Tokens of the longest prompt that fits alone, up to the model's context."""
+        """Tokens of the longest prompt that fits alone, up to `max_positions`."""
 
         def too_long(tokens: int) -> bool:
             return not self.fits_alone(
@@ -277,35 +284,35 @@ class Peaks:
         return bisect_left(range(max_positions), True, key=too_long) - 1
 
     def fit_whole(self, request: Request) -> bool:
-        """Whether the whole pool holds a request and its group at their peak.
+        """Whether a request and its group at their peak fit in the whole KV memory.
 
-        The bound is the prompt once and, for each sequence, all that it may generate; of those that
-        lose tokens under pressure only, nothing is counted as lost.
+        The bound counts the prompt once and `max_tokens` for each sequence. Evictions under memory
+        pressure are not subtracted.
         """
         need = need_of(request, request.final_tokens)
         return self.fit_alone(self.whole_counts(need, num_rows(request)))
 
     def whole_counts(self, need: Need, width: int) -> Counts:
-        """Pages [page classes] of so many sequences that share a prompt, at their peak.
+        """Pages [page classes] of sequences that share a prompt, at their peak.
 
         Args:
-            need: of each, with the tokens of the prompt.
-            width: sequences.
+            need: need of each sequence, with its prompt length.
+            width: number of sequences.
         """
         if width == 1:
             alone: Counts = self.counts([need])[0]
             return alone
         if need.eviction.when == PRESSURE:
-            # lanes that members share are not relieved: that takes pages before it frees any
+            # shared lanes do not evict under pressure: private copies would need pages first
             need = replace(need, eviction=replace(need.eviction, cap=None, lane_caps=None))
         prompt_tokens = need.tokens if need.prompt_tokens is None else need.prompt_tokens
         return self.forked_counts(prompt_tokens, [need] * width)
 
     def capped_counts(self, tokens: int) -> Counts:
-        """Fewest pages [page classes] of a sequence that evicts: window lanes, a page elsewhere."""
+        """Fewest pages [page classes] of an evicting sequence: window lanes, one page elsewhere."""
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
         for group in self._groups_of(KEEP_ALL):
-            [sequence] = alike([Need(1 if group.window is None else tokens)])
+            [sequence] = group_needs([Need(1 if group.window is None else tokens)])
             pages = self._group_pages(group, sequence, self._shapes[-1])
-            counts[self._place[group.page_class]] += int(pages[0])
+            counts[self._index[group.page_class]] += int(pages[0])
         return counts

@@ -1,12 +1,12 @@
 """Admission rules: which pages must be free before a waiting request may start.
 
-optimistic   the known tokens; preemptions where answers outgrow the memory
-reserved     prompt and max_tokens of all; no preemptions
-estimated    the highest point over time, expected from the lengths of past answers
+optimistic   pages of the known tokens; requests are preempted if outputs outgrow the memory
+reserved     pages of prompt and max_tokens of all requests; no preemptions
+estimated    the peak over time, estimated from the lengths of past outputs
 
 pages  |      ____
-|   __/    |__        each running request grows with every step until it ends; at each
-|__/          |___    end its memory returns. What must fit is the highest point.
+|   __/    |__        each running request grows with every step until it ends, and then its
+|__/          |___    pages are freed; the peak must fit.
 +-----------------> steps
 """
 
@@ -23,10 +23,10 @@ from quire.scheduler.request import Request
 
 
 class AdmissionRule(ABC):
-    """Says how many pages are promised to a newcomer and to those that run.
+    """Computes the pages promised to a new request and to the running requests.
 
     Args:
-        peaks: pages by what sequences need.
+        peaks: page arithmetic.
     """
 
     name: str
@@ -36,53 +36,53 @@ class AdmissionRule(ABC):
 
     @abstractmethod
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
-        """Pages that must be free, or idle in the prefix cache, for `request` to start.
+        """Pages that must be free, or unused in the prefix cache, for `request` to start.
 
         Args:
-            request: waits.
-            running: hold KV.
-            cached_tokens: tokens of `request` whose pages are there already and are shared.
+            request: a waiting request.
+            running: the running requests.
+            cached_tokens: tokens of `request` whose pages are found in the prefix cache.
 
         Returns:
-            [page classes], as `Peaks.page_classes`.
+            [page classes], in the order of `Peaks.page_classes`.
         """
 
     def learn(self, request: Request) -> None:  # noqa: B027 - most rules learn nothing
-        """Note a request that has ended by itself."""
+        """Record a request that finished normally."""
 
     def new_request(self, request: Request, tokens: int, cached_tokens: int) -> Counts:
-        """Pages a waiting request takes to have had `tokens` tokens, without those it shares.
+        """Pages that a waiting request allocates until `tokens` tokens, without shared pages.
 
-        What it shares it cannot move to the host with gain: it does one or the other.
+        Offloading a shared page frees no memory, so the request either offloads or shares.
         """
         need = need_of(request, tokens)
-        [apart, whole] = self.peaks.counts([need, replace(need, may_offload=False)])
+        [offloaded, whole] = self.peaks.counts([need, replace(need, may_offload=False)])
         missing = np.maximum(whole - self.peaks.shared_counts(need, cached_tokens), 0)
-        least: Counts = np.minimum(apart, missing)
+        least: Counts = np.minimum(offloaded, missing)
         return least
 
 
 class Optimistic(AdmissionRule):
-    """Largest batches, and preemptions when answers outgrow the pool.
+    """Largest batches; requests are preempted when outputs outgrow the memory.
 
-    Source: the admission of vLLM; what prompts that are being read will still take is counted in,
-    as its option `scheduler_reserve_full_isl` does.
+    Source: the admission of vLLM. The pages that running prefills will still allocate are counted,
+    as with vLLM's option `scheduler_reserve_full_isl`.
     """
 
     name = "optimistic"
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
         """See `AdmissionRule`."""
-        readers = [other for other in running if other.num_uncomputed > 1]
-        owed = self.peaks.owed(readers, [reader.num_tokens for reader in readers])
-        promised: Counts = self.new_request(request, request.num_tokens, cached_tokens) + owed.sum(
-            axis=0
-        )
+        prefills = [other for other in running if other.num_uncomputed > 1]
+        further = self.peaks.further_pages(prefills, [other.num_tokens for other in prefills])
+        promised: Counts = self.new_request(
+            request, request.num_tokens, cached_tokens
+        ) + further.sum(axis=0)
         return promised
 
 
 class Reserved(AdmissionRule):
-    """No preemption for want of memory, ever; small batches where answers end early.
+    """No preemptions for lack of memory; small batches if outputs end early.
 
     Source: the admission of Orca and of Text Generation Inference: input and longest output.
     """
@@ -91,31 +91,31 @@ class Reserved(AdmissionRule):
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
         """See `AdmissionRule`."""
-        owed = self.peaks.owed(running, [other.final_tokens for other in running])
+        further = self.peaks.further_pages(running, [other.final_tokens for other in running])
         promised: Counts = self.new_request(
             request, request.final_tokens, cached_tokens
-        ) + owed.sum(axis=0)
+        ) + further.sum(axis=0)
         return promised
 
 
 INITIAL_RATIO = 1.0
 LEARNING_RATE = 0.05
 CAUTION = 1.2
-ROUNDING = 1e-6  # of pages, which are counted in thousands
+ROUNDING = 1e-6  # pages; counts are in the thousands
 
 
 class Estimated(AdmissionRule):
-    """Between the other two, by what answers have turned out to be.
+    """Compromise between the other two rules, from the lengths of past outputs.
 
-    The share of `max_tokens` that answers use is learned from those that have ended, as a moving
-    average times a margin; it starts at 1, which is the reserved rule, and decays from there.
+    The fraction of `max_tokens` that outputs use is learned from finished requests: a moving
+    average times a margin. It starts at 1, which equals the reserved rule.
 
     Source: the ratio of new tokens follows SGLang's `new_token_ratio`; the peak over time follows
-    LightLLM's Past-Future estimator. Differs: the ratio is learned from ended answers instead of
-    decaying with every step, and pages are counted instead of tokens.
+    LightLLM's Past-Future estimator. Differs from them: the ratio is learned from finished requests
+    instead of decaying with every step, and pages are counted instead of tokens.
 
     Attributes:
-        ratio: share of `max_tokens` an answer is expected to use.
+        ratio: fraction of `max_tokens` that an output is expected to use.
     """
 
     name = "estimated"
@@ -125,52 +125,52 @@ class Estimated(AdmissionRule):
         self.ratio = INITIAL_RATIO
 
     def learn(self, request: Request) -> None:
-        """Move the ratio towards what this answer used."""
+        """Move the ratio towards the fraction of `max_tokens` that this output used."""
         if request.params.max_tokens:
             used = len(request.output_token_ids) / request.params.max_tokens
             self.ratio += LEARNING_RATE * (used - self.ratio)
 
     def expected_tokens(self, request: Request) -> int:
-        """Length at which a request is expected to end: at least one token further on."""
-        answer = round(min(1.0, CAUTION * self.ratio) * request.params.max_tokens)
-        ended = max(len(request.prompt_token_ids) + answer - 1, request.num_tokens + 1)
+        """Length at which a request is expected to end: at least one token more than now."""
+        output = round(min(1.0, CAUTION * self.ratio) * request.params.max_tokens)
+        ended = max(len(request.prompt_token_ids) + output - 1, request.num_tokens + 1)
         return max(request.num_tokens, min(ended, request.final_tokens))
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
-        """See `AdmissionRule`: the highest point of the pages to come."""
+        """See `AdmissionRule`: the peak of further pages over time."""
         ends = [self.expected_tokens(other) for other in running]
         end = self.expected_tokens(request)
-        owed = self.peaks.owed(running, ends)
+        further = self.peaks.further_pages(running, ends)
         new_request = self.new_request(request, end, cached_tokens)
         held = self.peaks.held(running)
         steps = [e - other.num_tokens for e, other in zip(ends, running, strict=True)]
         return highest_point(
             np.array([*steps, end - request.num_tokens]),
-            np.vstack([owed, new_request]),
-            np.vstack([held + owed, new_request]),
+            np.vstack([further, new_request]),
+            np.vstack([held + further, new_request]),
         )
 
 
-def highest_point(steps: Counts, owed: Counts, returned: Counts) -> Counts:
-    """Most further pages of each class that are taken at any time.
+def highest_point(steps: Counts, further: Counts, returned: Counts) -> Counts:
+    """Peak of further pages of each class over time.
 
     Args:
-        steps: [n] until each sequence ends.
-        owed: [n, page classes] it takes until then, evenly.
-        returned: [n, page classes] it gives back then.
+        steps: [n] steps until each sequence ends.
+        further: [n, page classes] pages it allocates until then, at a constant rate.
+        returned: [n, page classes] pages it frees at its end.
 
     Returns:
         [page classes]; at least 0.
     """
     order = np.argsort(steps, kind="stable")
-    steps, owed, returned = steps[order], owed[order], returned[order]
-    rate = owed / np.maximum(steps, 1)[:, None]
-    # at the i-th end all that end later have grown as long, and the earlier ones are gone
+    steps, further, returned = steps[order], further[order], returned[order]
+    rate = further / np.maximum(steps, 1)[:, None]
+    # at the i-th end, later sequences have grown for as many steps and earlier ones are freed
     growing = np.cumsum(rate[::-1], axis=0)[::-1] * np.maximum(steps, 1)[:, None]
-    gone = np.cumsum(returned, axis=0) - returned
-    grown_whole = np.cumsum(owed, axis=0) - owed  # what the gone ones had taken besides
-    level = growing + grown_whole - gone
-    # a page that is there by the rounding of a rate times its steps only is not taken
+    freed = np.cumsum(returned, axis=0) - returned
+    allocated = np.cumsum(further, axis=0) - further  # by the ended sequences; part of `freed`
+    level = growing + allocated - freed
+    # rounding errors of rate times steps must not count as a page
     highest: Counts = np.ceil(level.max(axis=0, initial=0) - ROUNDING).astype(np.int64)
     return highest
 
@@ -181,10 +181,10 @@ RULES: dict[str, type[AdmissionRule]] = {
 
 
 def make_admission(name: str, peaks: Peaks) -> AdmissionRule:
-    """The rule of this name.
+    """Make the admission rule of this name.
 
     Raises:
-        UnknownName: there is none.
+        UnknownName: an unknown rule.
     """
     if name not in RULES:
         raise UnknownName("admission rule", name, RULES)

@@ -1,4 +1,4 @@
-"""Urgent requests: admitted before the next step, preempting others where they must."""
+"""Admits urgent requests before the next step, preempting requests of lower priority if needed."""
 
 from collections.abc import Iterator
 
@@ -7,18 +7,18 @@ from quire.scheduler.admission.free_pages import FreePages
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.request import Request
 
-WHY = "an urgent request waits"
+WHY = "an urgent request is waiting"
 
 
 class UrgentAdmission:
-    """Admits requests that do not wait for others.
+    """Admits urgent requests.
 
-    Only requests of a lower priority are preempted, of the same tenant where there are several;
-    none is where that would not be enough. Called before a step is planned.
+    Only requests of lower priority are preempted; with several tenants, only those of the same
+    tenant. None is preempted if that would not free enough memory.
 
     Args:
-        components: of the scheduler.
-        admission: admits them.
+        components: the scheduler's components.
+        admission: admits the requests.
     """
 
     def __init__(self, components: SchedulerComponents, admission: Admission) -> None:
@@ -28,7 +28,7 @@ class UrgentAdmission:
         self._admission = admission
 
     def admit(self) -> None:
-        """Admit all urgent requests whose turn it is."""
+        """Admit all urgent requests that the batcher accepts; call before a step is planned."""
         if self._urgent is None:
             return
         for head in list(self._fairness.waiting.heads()):

@@ -1,1 +1,1 @@
-"""Giving way: who, and what becomes of the KV."""
+"""Preemption: victims, and swap or recomputation of their KV."""

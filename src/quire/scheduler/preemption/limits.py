@@ -7,14 +7,14 @@ from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import same_group
 from quire.scheduler.request import Request
 
-SCALED_DOWN = "above the mark for scaling down"
+SCALED_DOWN = "memory use above scale_down_at"
 
 
 class Limits:
     """Preempts requests that would exceed a limit in the next step.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
     """
 
     def __init__(self, components: SchedulerComponents) -> None:
@@ -39,18 +39,18 @@ class Limits:
         return self._memory.total_bytes - self._sharing.available_bytes
 
     def _enforce_watermark(self, most_bytes: float) -> None:
-        """Above the high watermark preempt before memory is full."""
+        """Preempt requests while memory use is above the high watermark."""
         while len(self._running) > 1 and self._used_bytes > most_bytes:
             first = min(self._running, key=self._preempter.order)
             victim = self._preempter.victim(self._running, first)
             if victim is None:
                 return
-            self._lifecycle.preempt(victim, "above the high watermark")
+            self._lifecycle.preempt(victim, "memory use above the high watermark")
 
     def _scale_down(self, most_bytes: float) -> None:
-        """Above `scale_down_at` shrink the batch, also by requests that have just resumed.
+        """Swap requests out while memory use is above `scale_down_at`, also just resumed ones.
 
-        The first in line stays: alone it may use all of the memory.
+        The first request in scheduling order keeps running: alone it may use all of the memory.
         """
         while self._used_bytes > most_bytes:
             first = min(self._running, key=self._preempter.order, default=None)
@@ -63,9 +63,9 @@ class Limits:
             self._lifecycle.preempt(victim, SCALED_DOWN, swap_all=True)
 
     def _enforce_tenant(self, tenant: str, limit_bytes: int) -> None:
-        """Preempt the last requests of a tenant that would grow over its limit.
+        """Preempt the last requests of a tenant that would exceed its limit.
 
-        The first of them fits by itself: one that does not is refused when it is submitted.
+        Its first request fits alone: requests that do not are refused at submission.
         """
         while True:
             theirs = [request for request in self._running if request.tenant == tenant]
@@ -74,15 +74,17 @@ class Limits:
             victim = self._last_of(theirs)
             if victim is None:
                 return
-            self._lifecycle.preempt(victim, "its tenant would pass its limit")
+            self._lifecycle.preempt(victim, "its tenant would exceed its limit")
 
     def _last_of(self, theirs: list[Request]) -> Request | None:
         first = min(theirs, key=self._preempter.order)
         others = [r for r in theirs if r is not first and not same_group(r, first)]
-        victim = self._preempter.victim_among(others)  # else one that has just resumed
+        victim = self._preempter.victim_among(others)
         return victim or self._preempter.victim_among(others, even_resumed=True)
 
     def _bytes_then(self, tenant: str, requests: list[Request]) -> int:
-        """Bytes of a tenant once its requests hold every token they know."""
-        owed = self._peaks.owed(requests, [request.num_tokens for request in requests])
-        return self._fairness.accounts.held_bytes(tenant) + self._peaks.num_bytes(owed.sum(axis=0))
+        """Bytes of a tenant once the KV of all known tokens of its requests is computed."""
+        further = self._peaks.further_pages(requests, [request.num_tokens for request in requests])
+        return self._fairness.accounts.held_bytes(tenant) + self._peaks.num_bytes(
+            further.sum(axis=0)
+        )

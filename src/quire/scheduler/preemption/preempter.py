@@ -1,4 +1,4 @@
-"""Chooses victims, frees their memory by swap or recomputation, and swaps their KV in again."""
+"""Chooses victims, frees their memory (swap or recomputation), and swaps their KV in again."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,15 +16,16 @@ from quire.scheduler.sequence_memory import SequenceMemory
 
 
 class Preempter:
-    """Chooses which requests are preempted, and moves their KV out and in.
+    """Chooses victims and moves their KV out and in.
 
     Args:
         sequence_memory: the requests' pages in the KV memory.
-        fairness: requests of tenants that hold more than their share are preempted first.
-        swapper: copies KV to the swap space and back; None where all is recomputed.
+        fairness: requests of tenants above their share are preempted first.
+        swapper: copies KV to the swap space and back; None if preempted requests are recomputed.
 
     Attributes:
-        num_preemptions: so far.
+        swapper: see above.
+        num_preemptions: preemptions since the start.
     """
 
     def __init__(
@@ -36,26 +37,26 @@ class Preempter:
         self.swapper = swapper
         self.num_preemptions = 0
         self._sequence_memory, self._memory = sequence_memory, sequence_memory.memory
-        self._owes = fairness.owes
+        self._is_over_share = fairness.is_over_share
         self._swapped: dict[int, list[Request]] = {}  # by identity of the swapped KV
 
     # ---- victims ---------------------------------------------------------------------------------
 
     def order(self, request: Request) -> tuple[bool, int, float, int]:
-        """Sort key of the line: tenants within their share first, then by the request's order."""
-        return (self._owes(request), *request.order)
+        """Scheduling order as a sort key: tenants within their share first, then request order."""
+        return (self._is_over_share(request), *request.order)
 
     def victim(
         self, running: Iterable[Request], first: Request, *, even_resumed: bool = False
     ) -> Request | None:
-        """The request that is preempted for `first`; None where none may be.
+        """Choose the request that is preempted for `first`; None if none may be.
 
         Args:
-            running: all that hold KV.
-            first: needs pages. Neither it, nor requests before it in line, nor those of its group
-                are preempted for it, so the first in line always proceeds.
-            even_resumed: also requests that have computed nothing since they resumed, and in the
-                order of arrival whatever their tenants owe; for when no request can proceed.
+            running: all running requests.
+            first: a request that needs pages. Requests before it in scheduling order and members of
+                its group are not preempted for it, so the first request can always proceed.
+            even_resumed: also consider requests that have computed no token since they resumed, and
+                ignore tenants' shares in the order. For when no request can proceed.
         """
         order = (lambda r: r.order) if even_resumed else self.order
         behind = [r for r in running if order(r) > order(first) and not same_group(r, first)]
@@ -64,12 +65,12 @@ class Preempter:
     def victim_among(
         self, requests: Iterable[Request], *, even_resumed: bool = False
     ) -> Request | None:
-        """The one of these that is preempted first; None where none may be."""
+        """Choose the request of these that is preempted first; None if none may be."""
         candidates = [r for r in requests if even_resumed or may_be_preempted(r)]
-        return choose_victim(candidates, self._worth, self._owes)
+        return choose_victim(candidates, self._worth, self._is_over_share)
 
     def _worth(self, request: Request) -> float:
-        """Bytes won for a token of lost work, less where the answer is nearly done.
+        """Freed bytes per computed token, times the remaining fraction of the output.
 
         Source: vLLM's proposal 56897 (reclaimable blocks over tokens, times 1 - progress).
         """
@@ -91,10 +92,10 @@ class Preempter:
         """Free the memory of running requests that are preempted together.
 
         Args:
-            requests: one, or those of a group that hold KV.
-            reason: for the event log.
-            swap_all: swap all KV out where the swap space has room, whatever it costs.
-            recompute: swap nothing out.
+            requests: one request, or the members of a group that hold KV.
+            reason: reason for the event log.
+            swap_all: swap out all KV if the swap space has enough memory, regardless of cost.
+            recompute: free all KV without a swap.
         """
         lost_tokens = sum(request.progress.num_computed for request in requests)
         freed_bytes = distinct_bytes(self._memory, [request.memory.row for request in requests])
@@ -118,12 +119,12 @@ class Preempter:
         )
 
     def _swap_by_cost(self, requests: Sequence[Request], kv_bytes: int, *, swap_all: bool) -> str:
-        """Swap out what is cheaper to copy than to recompute; return how they will resume."""
+        """Swap out the KV that is cheaper to copy than to recompute; return the method."""
         if any(request.memory.swapped is not None for request in requests):
-            return "hybrid"  # its tail is there already
+            return "hybrid"  # its tail is still swapped out
         prefix_offloader = self._sequence_memory.prefix_offloader
         if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
-            return "recompute"  # its first pages are apart from the rest
+            return "recompute"  # offloaded pages cannot be swapped
         if self.swapper is None:
             return "recompute"
         choice = self.swapper.whole(kv_bytes) if swap_all else None
@@ -133,24 +134,24 @@ class Preempter:
         return choice.how
 
     def swap_out(self, requests: Sequence[Request]) -> bool:
-        """Swap requests of one group out whole where the swap space has room.
+        """Swap out all KV of a request or a group, if the swap space has enough memory.
 
-        It is no preemption: only the copy is counted and logged.
+        It is not counted as a preemption; only the copy is logged.
 
         Returns:
-            Whether they are swapped out; else they run on.
+            Whether the KV was swapped out; if not, the requests keep running.
         """
         prefix_offloader = self._sequence_memory.prefix_offloader
         if self.swapper is None or any(request.memory.swapped is not None for request in requests):
             return False
         if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
-            return False  # its first pages are apart from the rest
+            return False  # offloaded pages cannot be swapped
         kv_bytes = distinct_bytes(self._memory, [request.memory.row for request in requests])
         choice = self.swapper.whole(kv_bytes)
         return choice is not None and self._copy_out(requests, choice)
 
     def _copy_out(self, requests: Sequence[Request], choice: Choice) -> bool:
-        """Whether they are swapped out and their rows freed; where a copy failed they still run."""
+        """Swap requests out and free their rows; False if a copy failed (they keep running)."""
         assert self.swapper is not None
         held = [self._sequence_memory.note_peak(request) for request in requests]
         swapped = self.swapper.out(requests, choice)
@@ -166,32 +167,33 @@ class Preempter:
     # ---- swap in ---------------------------------------------------------------------------------
 
     def is_swapped_whole(self, request: Request) -> bool:
-        """Whether all KV of a waiting request is swapped out."""
+        """Whether all KV of a waiting request is in the swap space."""
         return request.memory.swapped is not None and not request.memory.swapped.keep_from
 
     def can_swap_in(self, request: Request) -> bool:
-        """Whether there are pages for the swapped KV of a waiting request, cached ones dropped."""
+        """Whether there are pages for a waiting request's swapped KV; evicts cached prefixes."""
         swapped = request.memory.swapped
         if swapped is None or swapped.keep_from:
             return True
-        self._sequence_memory.sharing.make_room(dict(swapped.pages))
+        self._sequence_memory.sharing.free_pages(dict(swapped.pages))
         return swap_fits(self._memory, swapped)
 
     def free_swapped_group(self, request: Request) -> None:
-        """Free the swapped KV of a request and of those that were swapped out with it."""
+        """Free the swapped KV of a request and of the requests swapped out with it."""
         for member in list(self._swapped.get(id(request.memory.swapped), [])):
             self.free_swapped(member)
 
     def head_tokens(self, request: Request) -> int | None:
-        """Tokens to recompute before a swapped tail can be appended; None without a tail."""
+        """Tokens to recompute before the swapped tail is appended; None without a tail."""
         swapped = request.memory.swapped
         return None if swapped is None else swapped.keep_from or None
 
     def swap_in(self, request: Request) -> list[Request]:
-        """Swap in the KV of a request, and of those that were swapped out with it.
+        """Swap in the KV of a request, and of the requests swapped out with it.
 
         Returns:
-            Those that hold it again; none where a copy failed, and then the swapped KV is freed.
+            The requests that hold KV again; empty if a copy failed, and then the swapped KV is
+            freed.
         """
         swapped = request.memory.swapped
         assert swapped is not None
@@ -211,11 +213,11 @@ class Preempter:
         return [member for member in resumed if member.memory.row >= 0]
 
     def swap_in_tail(self, request: Request) -> bool:
-        """Append the swapped tail to a recomputed head, where there are pages for it."""
+        """Append the swapped tail to a recomputed head; False if there are no pages for it."""
         swapped = request.memory.swapped
         assert swapped is not None
         assert self.swapper is not None
-        if not self._sequence_memory.sharing.make_room(self.swapper.needed(swapped)):
+        if not self._sequence_memory.sharing.free_pages(self.swapper.needed(swapped)):
             return False
         self._swapped.pop(id(swapped))
         request.memory.swapped = None
@@ -232,7 +234,7 @@ class Preempter:
         )
 
     def free_swapped(self, request: Request) -> None:
-        """Free the swapped KV of a request that needs it no more."""
+        """Free a request's swapped KV; the memory is freed with the last request that shares it."""
         swapped, request.memory.swapped = request.memory.swapped, None
         if swapped is not None:
             members = self._swapped[id(swapped)]
@@ -241,10 +243,10 @@ class Preempter:
                 swapped.discard()
 
     def compact(self, request: Request) -> None:
-        """Compact the pages of a request that is alone, or of its group.
+        """Compact the pages of a request that runs alone, and of its group.
 
-        Scattered pages keep more slabs than they fill from the other page classes. Compacted, a
-        request that was admitted can always grow.
+        Scattered pages occupy more slabs than necessary, which other page classes cannot use. Once
+        compacted, an admitted request can always grow.
         """
         members = [member for member in together(request) if member.memory.row >= 0]
         for member in members:
@@ -255,6 +257,6 @@ class Preempter:
         repack(self._memory, *(member.memory.row for member in members))
 
     def halve_staging(self, request: Request) -> None:
-        """Leave a request that is alone one staging slot for its offloaded pages."""
+        """Reduce a request that runs alone to one staging slot for its offloaded pages."""
         if self._sequence_memory.prefix_offloader is not None:
             self._sequence_memory.prefix_offloader.halve_staging(request)

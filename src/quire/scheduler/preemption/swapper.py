@@ -1,9 +1,9 @@
-"""Swaps requests to the host and back where that is cheaper than computing them again.
+"""Swaps KV to the swap space and back if that is cheaper than recomputing it.
 
-auto        what the measured costs say: swap, recompute, or keep a tail and read the head again
-swap        whatever fits the host pool; recompute what does not
-hybrid      as much of the tail as fits the host pool
-recompute   never
+auto        the cheapest by measured costs: swap, recompute or hybrid
+swap        swap if the KV fits in the swap space, else recompute
+hybrid      swap if the KV fits; else swap a tail that fits and recompute the head
+recompute   never swap
 """
 
 import logging
@@ -24,21 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 class Swapper:
-    """Chooses what becomes of the KV of requests that give way, and moves it.
+    """Chooses between swap and recomputation for preempted requests, and copies their KV.
 
     Args:
-        memory: the arena.
-        pool: bytes on the host; None where everything is computed again.
-        costs: what copies and prefills take; learns from every copy.
-        mode: as `ScheduleConfig.preempt` has it.
-        clock: seconds.
+        memory: the KV memory.
+        pool: the swap space; None without one.
+        costs: rates of copies and prefill; updated with every copy.
+        mode: see `ScheduleConfig.preempt`.
+        clock: returns seconds.
 
     Attributes:
-        num_swaps: sequences swapped out so far, tails included.
-        last_copy_s: seconds of the last copy either way.
+        costs: see above.
+        num_swaps: sequences swapped out since the start, tails included.
+        last_copy_s: duration of the last copy in either direction.
 
     Raises:
-        ConfigError: a mode that needs a host pool where there is none.
+        ConfigError: the mode needs a swap space and there is none.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class Swapper:
     ) -> None:
         if pool is None and mode in ("swap", "hybrid"):
             raise ConfigError(
-                f"preempt={mode} needs a host pool to move KV to: give it bytes with "
-                "--swap-space, or use --preempt recompute"
+                f"preempt={mode} needs swap space: set --swap-space SIZE, or use --preempt "
+                "recompute"
             )
         self.costs = costs
         self.num_swaps = 0
@@ -60,11 +61,11 @@ class Swapper:
         self._memory, self._pool, self._mode, self._clock = memory, pool, mode, clock
 
     def choose(self, requests: Sequence[Request], kv_bytes: int) -> Choice:
-        """What to do with requests that leave together.
+        """Choose swap, recompute or hybrid for requests that are preempted together.
 
         Args:
-            requests: running ones.
-            kv_bytes: of all pages they refer to, each counted once.
+            requests: running requests.
+            kv_bytes: bytes of all pages that they refer to, each counted once.
         """
         tokens = sum(request.progress.num_computed for request in requests)
         host_bytes = 0 if self._pool is None else self._pool.free_bytes
@@ -80,24 +81,24 @@ class Swapper:
         split = best_split(self.costs.costs, holding, host_bytes)
         if self._mode == "hybrid" and split is not None:
             return Choice(how="hybrid", seconds=0.0, keep_from=split, reason="as configured")
-        return Choice(how="recompute", seconds=0.0, reason="the host pool is full")
+        return Choice(how="recompute", seconds=0.0, reason="the swap space is full")
 
     def whole(self, kv_bytes: int) -> Choice | None:
-        """Swapping all of it, in every mode; None where the host has no room."""
+        """The choice to swap all KV, in every mode; None if the swap space is too full."""
         if self._pool is None or kv_bytes > self._pool.free_bytes:
             return None
-        return Choice(how="swap", seconds=0.0, reason="taken out whole")
+        return Choice(how="swap", seconds=0.0, reason="all KV is swapped")
 
     def out(self, requests: Sequence[Request], choice: Choice) -> Swapped | None:
-        """Copy requests out and release their rows; None where that failed and they still run."""
+        """Copy requests out and release their rows; None if a copy failed (they keep running)."""
         rows = [request.memory.row for request in requests]
         started_s = self._clock()
         try:
             swapped = swap_out(self._memory, rows, self._pool, keep_from=choice.keep_from)
         except HostPoolFull:
             return None
-        except Exception:  # whatever a copy raises: the request can be computed again
-            logger.exception("swapping %s out failed", [r.request_id for r in requests])
+        except Exception:  # after any error of a copy the requests can be recomputed
+            logger.exception("swap-out of requests %s failed", [r.request_id for r in requests])
             return None
         self.last_copy_s = self._clock() - started_s
         self.costs.copied_out(swapped.num_bytes, self.last_copy_s)
@@ -109,11 +110,11 @@ class Swapper:
         return dict(swapped.pages)
 
     def back(self, swapped: Swapped) -> list[int] | None:
-        """Copy whole sequences back; their rows, or None where a copy failed and they are lost."""
+        """Swap whole sequences in; return their rows, or None if a copy failed (the KV is lost)."""
         return self._copied_back(swapped, lambda: swap_in(self._memory, swapped))
 
     def back_behind(self, swapped: Swapped, row: int) -> bool:
-        """Copy a tail back behind a head that has been computed again; False where it is lost."""
+        """Append a swapped tail to a recomputed head; False if the copy failed (it is lost)."""
 
         def copy() -> list[int]:
             append_tail(self._memory, row, swapped)
@@ -125,8 +126,8 @@ class Swapper:
         started_s = self._clock()
         try:
             rows = copy()
-        except Exception:  # whatever a copy raises: the requests can be computed again
-            logger.exception("swapping %s sequences in failed", len(swapped.sequences))
+        except Exception:  # after any error of a copy the requests can be recomputed
+            logger.exception("swap-in of %s sequences failed", len(swapped.sequences))
             swapped.discard()
             return None
         self.last_copy_s = self._clock() - started_s
@@ -134,25 +135,25 @@ class Swapper:
         return rows
 
 
-def refuse_idle_host_pool(host_bytes: int, schedule: ScheduleConfig) -> None:
-    """Refuse a host pool that nothing would use, and a batcher that would use one without bytes.
+def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
+    """Refuse swap space that would not be used, and a batcher that needs one without it.
 
     Args:
-        host_bytes: of the pool; 0 for none.
-        schedule: of preemption and batches.
+        host_bytes: size of the swap space; 0 for none.
+        schedule: the scheduling options.
 
     Raises:
-        UnsoundCombination: with what to change.
+        UnsoundCombination: states what to change.
     """
     holds = schedule.batching.holds_on_host
     if holds and not host_bytes:
         raise UnsoundCombination(
-            f"--batcher {schedule.batcher} moves prefilled KV to the host and there is no host "
-            "pool: give --swap-space SIZE, or use hold=device"
+            f"--batcher {schedule.batcher} holds prefilled KV in swap space and there is none: "
+            "set --swap-space SIZE, or use hold=device"
         )
     uses = holds or schedule.scale_down_at is not None
     if host_bytes and schedule.preempt == "recompute" and not uses:
         raise UnsoundCombination(
-            f"--swap-space {host_bytes:,} B takes preempted requests, and --preempt recompute "
-            "swaps none: use --preempt auto, swap or hybrid, or leave out --swap-space"
+            f"--swap-space {host_bytes:,} B would not be used, because --preempt recompute swaps "
+            "no requests: use --preempt auto, swap or hybrid, or leave out --swap-space"
         )

@@ -1,9 +1,9 @@
-"""Who gives way when the KV memory is full.
+"""Chooses victims of preemption.
 
-candidates   behind the one that needs room, or of a tenant that owes memory to its tenant
-never        one that has entered again and not moved on since: it would be thrown out in circles
-order        tenants in debt, then lower priority, then those without a deadline, then most bytes
-             won for the work lost, newest
+candidates   requests later in scheduling order, or of a tenant above its share
+excluded     requests that resumed and have computed no token since: they would cycle
+order        tenants above their share, then lower priority, then no deadline, then most freed
+             bytes per lost token, then the newest
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,13 @@ from quire.kv.memory import KVMemory
 from quire.scheduler.group import have_moved_on
 from quire.scheduler.request import Request
 
-COMPARED = 16  # newest candidates whose bytes are counted: counting costs a pass over their pages
+COMPARED = 16  # newest candidates whose bytes are compared: counting passes over all their pages
 
 
 def may_be_preempted(request: Request) -> bool:
-    """Whether a request is in for the first time, or has moved on since it came back.
+    """Whether a request was never preempted, or has computed tokens since it resumed.
 
-    A group goes as one, so all of it must have.
+    A group is preempted as a whole, so this must hold for all of its members.
     """
     return have_moved_on(request)
 
@@ -29,26 +29,28 @@ def may_be_preempted(request: Request) -> bool:
 def choose_victim(
     candidates: Iterable[Request],
     worth: Callable[[Request], float],
-    owes: Callable[[Request], bool],
+    is_over_share: Callable[[Request], bool],
 ) -> Request | None:
-    """The request that gives way first.
+    """Choose the request that is preempted first; None without candidates.
 
     Args:
-        candidates: who may.
-        worth: bytes won for the work lost.
-        owes: whether its tenant holds more than its share.
+        candidates: requests that may be preempted.
+        worth: freed bytes per lost token of a request.
+        is_over_share: whether a request's tenant holds more than its share.
     """
-    ordered = sorted(candidates, key=lambda r: (owes(r), *r.order), reverse=True)
+    ordered = sorted(candidates, key=lambda r: (is_over_share(r), *r.order), reverse=True)
     if not ordered:
         return None
     first = ordered[0]
-    rank = (owes(first), first.priority, isinf(first.deadline_s))
-    alike = [r for r in ordered[:COMPARED] if (owes(r), r.priority, isinf(r.deadline_s)) == rank]
-    return max(alike, key=lambda r: (worth(r), r.spec.arrival))
+    rank = (is_over_share(first), first.priority, isinf(first.deadline_s))
+    equals = [
+        r for r in ordered[:COMPARED] if (is_over_share(r), r.priority, isinf(r.deadline_s)) == rank
+    ]
+    return max(equals, key=lambda r: (worth(r), r.spec.arrival))
 
 
 def reclaimable_bytes(memory: KVMemory, requests: Sequence[Request]) -> int:
-    """Bytes that return when these requests go: pages that nobody else refers to."""
+    """Bytes freed by preempting these requests: pages that no other request refers to."""
     return sum(_pages_of_only(memory, name, requests) for name in memory.tables)
 
 
@@ -56,8 +58,8 @@ def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> 
     table = memory.tables[name]
     page_class = table.group.page_class
     rows = np.array([request.memory.row for request in requests], dtype=np.int64)
-    named = np.concatenate([table.row_pages(request.memory.row) for request in requests])
-    pages, times = np.unique(named, return_counts=True)
-    only = memory.pools[page_class].ref_counts[pages] <= times
-    set_aside_pages = memory.placement.reserved_pages(table, rows).sum()
-    return (int(np.count_nonzero(only)) + int(set_aside_pages)) * page_class.page_bytes
+    held = np.concatenate([table.row_pages(request.memory.row) for request in requests])
+    pages, references = np.unique(held, return_counts=True)
+    only = memory.pools[page_class].ref_counts[pages] <= references
+    reserved_pages = memory.placement.reserved_pages(table, rows).sum()
+    return (int(np.count_nonzero(only)) + int(reserved_pages)) * page_class.page_bytes
