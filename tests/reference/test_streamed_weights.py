@@ -276,7 +276,9 @@ def test_a_memory_for_all_weights_brings_nothing_and_runs_as_ever():
 
 
 def test_throughput_is_refused_where_the_memory_holds_all_weights():
-    with pytest.raises(UnsoundCombination, match="give --weights-memory less than they take"):
+    with pytest.raises(
+        UnsoundCombination, match="set --weights-memory below the size of the weights"
+    ):
         run(load_streamed("qwen3", stay=99), objective="throughput")
 
 

@@ -1,12 +1,12 @@
-"""Beam search as a state machine over candidates: who goes on, who has ended, when to stop.
+"""Beam search as a state machine over candidates: open beams, ended sequences, stopping rule.
 
     candidates   best first, over all beams      -3.1 a   -3.4 b END   -3.9 c   -4.0 a END   ...
-    open         the first `width` that go on     a, c, ...
-    ended        of the first `width` candidates those that end: b, if it is among the best ended
+    open         the first `width` candidates that do not end: a, c, ...
+    ended        the candidates that end among the first `width`: b, if it is among the best
 
-Source: the semantics are those of Transformers 5 (`GenerationMixin._beam_search`), so that the
-same sequences and scores come out. Its placeholders with scores of -1e9 are left out here: what
-does not exist is not in the list. Of candidates with equal scores the one given first counts.
+Source: `GenerationMixin._beam_search` of Transformers 5, with the same sequences and scores.
+Differs from it: there are no placeholder beams with scores of -1e9. Of candidates with equal
+scores, the first one is preferred.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,10 +20,10 @@ class Candidate:
     """A beam with one more token.
 
     Attributes:
-        score: sum of log-probabilities (nats), this token's included.
-        parent: which of the open beams it continues.
+        score: sum of log-probabilities (nats), this token included.
+        parent: index of the open beam that it continues.
         token_id: the token.
-        report: what its caller wants to know of it when the search has ended.
+        report: data that the caller attaches to the token for the result, such as logprobs.
     """
 
     score: float
@@ -34,11 +34,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A sequence that has ended.
+    """An ended sequence.
 
     Attributes:
-        score: sum of log-probabilities over length to the power of the length penalty.
-        path: its tokens, the one that ended it included.
+        score: sum of log-probabilities divided by length to the power of the length penalty.
+        path: its tokens, including the last one.
     """
 
     score: float
@@ -46,19 +46,19 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """One search, from the first token to its best sequences.
+    """State of one beam search.
 
     Args:
-        params: resolved options.
+        params: resolved sampling options.
         eos_token_ids: the model's end-of-sequence tokens.
 
     Attributes:
         params: see above.
-        width: beams that are kept.
-        scores: of the open beams, best first.
-        beams: tokens of the open beams, as the candidates that they were.
-        ended: the best sequences that have ended, best first.
-        is_done: whether no further token is wanted.
+        width: number of beams.
+        scores: scores of the open beams, best first.
+        beams: tokens of the open beams, as candidates.
+        ended: the best ended sequences, best first.
+        is_done: whether the search is finished.
     """
 
     def __init__(self, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
@@ -72,7 +72,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates that are enough to find `width` beams that go on."""
+        """Number of candidates among which at least `width` do not end."""
         return max(2, 1 + len(self._end_token_ids)) * self.width
 
     def advance(self, candidates: Sequence[Candidate]) -> list[int]:
@@ -82,7 +82,7 @@ class BeamSearch:
             candidates: the best `num_candidates` continuations of the open beams, best first.
 
         Returns:
-            For each beam that is open now, which of those before it continues.
+            For each new open beam, the index of the old beam that it continues.
         """
         length = len(self.beams[0]) + 1
         ends = [self._ends(candidate, length) for candidate in candidates]
@@ -104,10 +104,10 @@ class BeamSearch:
         return length >= self.params.max_tokens or candidate.token_id in self._end_token_ids
 
     def _may_improve(self, length: int) -> bool:
-        """Whether an open beam could still enter the list of those that have ended.
+        """Whether an open beam could still become one of the best ended sequences.
 
-        With early_stopping=False the best open beam is judged as if it ended now, which a length
-        penalty over 0 makes a guess; "never" judges it by the longest sequence there can be.
+        With early_stopping=False the best open beam is scored with its current length, which is a
+        heuristic for a length penalty above 0. With "never" it is scored with the maximum length.
         """
         params = self.params
         if len(self.ended) < self.width:

@@ -27,28 +27,28 @@ def best_continuations(
     count: int,
     eos_token_ids: tuple[int, ...],
 ) -> list[Candidate]:
-    """Find the likeliest sequences that are one token longer.
+    """Find the most likely continuations of all beams by one token.
 
-    Masks, biases and penalties change the log-probabilities and are not normalised again, as in
+    Masks, biases and penalties change the log-probabilities, which are not normalized again, as in
     Transformers.
 
     Args:
-        logits: of each open beam's last token, finite.
+        logits: logits of each open beam's last token, finite.
         rows: the beams.
-        scores: summed log-probability of each.
-        count: candidates to return, all beams together.
-        eos_token_ids: the tokens that `min_tokens` holds back.
+        scores: summed log-probability of each beam.
+        count: number of candidates to return, over all beams.
+        eos_token_ids: end-of-sequence tokens, which `min_tokens` masks.
 
     Returns:
-        At most `count`, best first; fewer where there are no more tokens that may be chosen.
+        At most `count` candidates, best first; fewer if masks leave fewer tokens.
     """
     log_probs = edit(torch.log_softmax(logits.float(), dim=-1), rows, eos_token_ids)
     sums = (log_probs + column(log_probs, scores, log_probs.dtype)[:, None]).flatten()
-    best, places = sums.topk(min(count, len(sums)))
+    best, indices = sums.topk(min(count, len(sums)))
     vocab = logits.shape[1]
     return [
-        Candidate(score, place // vocab, place % vocab)
-        for score, place in zip(best.tolist(), places.tolist(), strict=True)
+        Candidate(score, index // vocab, index % vocab)
+        for score, index in zip(best.tolist(), indices.tolist(), strict=True)
         if score > float("-inf")
     ]
 
@@ -59,17 +59,17 @@ Branch = Callable[[RequestGroup, Sequence[int]], None]
 def advance_beams(
     search: BeamSearch, group: RequestGroup, logits: Tensor, sampler: Sampler, branch: Branch
 ) -> None:
-    """Add a token to every beam, and let the group's members be the beams that go on.
+    """Add a token to every beam, and replace the group's members by the new open beams.
 
     Args:
-        search: of the group.
-        group: its members are the open beams, in their order.
-        logits: [beams, vocab] of each member's last token.
-        sampler: knows the vocabulary and its end tokens.
+        search: the group's beam search.
+        group: a group whose members are the open beams, in order.
+        logits: [beams, vocab] logits of each member's last token.
+        sampler: supplies vocabulary size and end-of-sequence tokens.
         branch: see `Scheduler.branch`.
 
     Raises:
-        RequestError: the logits are not numbers, or no token may be chosen.
+        RequestError: NaN or infinite logits, or masks that leave no token.
     """
     logits = logits[:, : sampler.vocab_size]
     if not bool(logits.amax(dim=-1).isfinite().all()):
@@ -99,7 +99,7 @@ def _reported(candidates: Sequence[Candidate], logits: Tensor, num_top: int) -> 
 
 
 def tokens_of(path: Sequence[Candidate]) -> list[SampledToken]:
-    """The tokens of a sequence with what was reported of them."""
+    """Return the tokens of a sequence with their reported log-probabilities."""
     return [
         candidate.report
         if isinstance(candidate.report, SampledToken)

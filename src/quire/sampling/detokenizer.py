@@ -1,28 +1,28 @@
-"""Turns tokens into text while they arrive: text given out is final and is never taken back.
+"""Incremental detokenization: returned text is final.
 
-When an answer ends is decided in `quire.sampling.stop_rules`.
+`quire.sampling.stop_rules` decides when an output ends.
 """
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes bytes to that are not (or not yet) a character."""
+"""The character to which a tokenizer decodes bytes that are not (or not yet) a character."""
 
 PROMPT_CONTEXT_TOKENS = 8
-"""Prompt tokens decoded before the first token of the answer: enough for a split character and for
-the space that SentencePiece writes before a word but not before a text."""
+"""Prompt tokens decoded before the first output token. Enough for a split character, and for the
+space that SentencePiece writes before a word but not at the start of a text."""
 
 MAX_HELD_TOKENS = 64
-"""Tokens held back at most, which bounds the work a token. No text but broken bytes needs more."""
+"""Maximum number of buffered tokens; bounds the work per token. Only invalid bytes need more."""
 
 MAX_CHARACTER_TOKENS = 4
-"""A character is 4 bytes in UTF-8 at most, and a token one byte at least."""
+"""Maximum tokens of a character: at most 4 bytes in UTF-8, at least one byte per token."""
 
 
 @runtime_checkable
 class TokenDecoder(Protocol):
-    """The part of a Transformers tokenizer that is needed here."""
+    """The interface of a Transformers tokenizer that `Detokenizer` uses."""
 
     def decode(  # noqa: D102
         self,
@@ -34,21 +34,22 @@ class TokenDecoder(Protocol):
 
 
 class Detokenizer:
-    """The text of one answer, token by token.
+    """Text of one output, token by token.
 
-    Tokens do not decode one by one: a character may be split over several, and a word's leading
-    space may depend on the token before it. So a window of tokens is decoded without and with the
-    new ones, and the difference is the new text, unless it ends in the middle of a character:
+    Tokens cannot be decoded one by one: several tokens may form one character, and the leading
+    space of a word may depend on the previous token. Therefore a window of tokens is decoded
+    without and with the new tokens. The difference is the new text, unless it ends within a
+    character:
 
-        prompt and output   ... | context       | held           |
+        prompt and output   ... | context       | buffered       |
                                 ^ window        ^ read           ^ end
-        given out so far    -------------------->
+        returned so far     -------------------->
 
-    A character that the prompt began and the answer completes belongs to the answer.
+    A character that starts in the prompt and ends in the output belongs to the output.
 
     Args:
-        tokenizer: decodes token ids; None for a model without one, whose text is always "".
-        prompt_token_ids: what the answer continues.
+        tokenizer: decodes token ids; None for a model without a tokenizer: the text is always "".
+        prompt_token_ids: the prompt.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -69,27 +70,27 @@ class Detokenizer:
         self._known_text = self._decode(self._window)
 
     def push(self, token_id: int) -> str:
-        """Add one token; return the text that became final, often "" and never half a character."""
+        """Add one token; return the text that became final, which may be ""."""
         if self._tokenizer is None:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         if text != self._known_text and not text.endswith(REPLACEMENT):
-            return self._give_out(text, len(self._window))
+            return self._advance(text, len(self._window))
         if len(self._window) - self._read < MAX_HELD_TOKENS:
             return ""
         if text == self._known_text:
             del self._window[self._read :]
             return ""
         cut = self._last_whole_character(text)
-        return self._give_out(self._decode(self._window[:cut]), cut)
+        return self._advance(self._decode(self._window[:cut]), cut)
 
     def finish(self) -> str:
-        """Return what was still held back, with a replacement character for broken bytes."""
+        """Return the buffered text, with a replacement character for invalid bytes."""
         text = self._decode(self._window)
-        return "" if text == self._known_text else self._give_out(text, len(self._window))
+        return "" if text == self._known_text else self._advance(text, len(self._window))
 
-    def _give_out(self, text: str, end: int) -> str:
+    def _advance(self, text: str, end: int) -> str:
         """Return what `text`, the first `end` tokens of the window, adds to the known text."""
         known = self._known_text if text.startswith(self._known_text) else self._context_text
         del self._window[: self._read]
@@ -98,7 +99,7 @@ class Detokenizer:
         return text[len(known) :]
 
     def _whole_characters(self, tail: list[int]) -> tuple[int, int]:
-        """Where to start and end in a prompt's last tokens so as to split no character."""
+        """Return a start and an end in a prompt's last tokens that split no character."""
         first = max(len(tail) - PROMPT_CONTEXT_TOKENS, 0)
         for end in range(len(tail), max(len(tail) - MAX_CHARACTER_TOKENS, -1), -1):
             for start in range(first, max(first - MAX_CHARACTER_TOKENS, -1), -1):
@@ -107,10 +108,10 @@ class Detokenizer:
         return first, len(tail)
 
     def _last_whole_character(self, text: str) -> int:
-        """The last place in the window where no character can be split, whatever follows.
+        """Return the last index in the window at which no character is split.
 
-        Bytes that belong together decode to less together than apart, and a character that began
-        before the last few tokens has all its bytes by now.
+        The two sides of a split character decode to more text than the whole. A character that
+        starts before the last few tokens is complete.
         """
         end = len(self._window) - MAX_CHARACTER_TOKENS + 1
         for cut in range(end, end - MAX_CHARACTER_TOKENS, -1):
@@ -128,14 +129,14 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Finds the first stop text in a stream, and holds back what may become one.
+    """Finds the first stop text in a stream, and buffers text that may be the start of one.
 
-    The match that ends first counts; of several that end together, the longest. How the stream was
-    cut into pieces makes no difference.
+    The match that ends first is used; of matches with the same end, the longest. The result does
+    not depend on how the stream was divided.
 
     Args:
-        stops: texts that end the stream; none of them empty.
-        include: give the stop text out as the end of the stream.
+        stops: stop texts, not empty.
+        include: whether the stop text is part of the returned text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
@@ -145,9 +146,9 @@ class StopChecker:
         self._held = ""
 
     def push(self, new_text: str) -> tuple[str, str | None]:
-        """Add text; return what may be shown of it, and the stop text that was found.
+        """Add text; return the final text and the stop text that was found, or None.
 
-        After a match nothing more may be pushed.
+        After a match, `push` must not be called again.
         """
         text = self._held + new_text
         matches = [
@@ -162,12 +163,12 @@ class StopChecker:
         return text[:shown], None
 
     def flush(self) -> str:
-        """Return what was held back: the stream ended for another reason."""
+        """Return the buffered text, after the stream ended for another reason."""
         held, self._held = self._held, ""
         return held
 
     def _num_possible(self, text: str) -> int:
-        """Length of the longest end of `text` that some stop text begins with."""
+        """Length of the longest suffix of `text` that is a prefix of a stop text."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length

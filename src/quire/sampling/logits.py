@@ -1,4 +1,4 @@
-"""Logits of a step, and what masks, biases and penalties make of them."""
+"""Logits of a step, and the masks, biases and penalties applied to them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from quire.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """What a step computed.
+    """Logits of one request in a step.
 
     Attributes:
-        request: whose rows these are.
+        request: the request.
         first_position: logical position of the first row's token.
         logits: [rows, vocab]; row i belongs to the token at first_position + i.
     """
@@ -34,9 +34,9 @@ _ALL = (None, 1.0)
 
 @runtime_checkable
 class SamplingRow(Protocol):
-    """What the sampler must know about the request of one row.
+    """The request of one row, for the sampler.
 
-    `sampling_seed` is used where `params.seed` is None.
+    `sampling_seed` is used if `params.seed` is None.
     """
 
     @property
@@ -54,18 +54,18 @@ def edit(
     rows: Sequence[SamplingRow],
     eos_token_ids: tuple[int, ...],
 ) -> Float[Tensor, "rows vocab"]:
-    """Masks, then biases, then penalties: what also counts for a greedy row.
+    """Apply masks, then biases, then penalties; these also affect greedy rows.
 
     Args:
         logits: [rows, vocab] in float32.
-        rows: one a row of `logits`.
-        eos_token_ids: the tokens that `min_tokens` holds back, unless a request ignores them.
+        rows: one per row of `logits`.
+        eos_token_ids: end-of-sequence tokens, which `min_tokens` masks unless `ignore_eos` is set.
     """
     return _penalize(_bias(_mask(logits, rows, eos_token_ids), rows), rows)
 
 
 def held_back(row: SamplingRow, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that would end an answer which is still too short to end."""
+    """End tokens that are masked while the output has fewer than `min_tokens` tokens."""
     params = row.params
     if len(row.output_token_ids) >= params.min_tokens:
         return ()
@@ -89,11 +89,11 @@ def _mask(
 def narrow(
     logits: Float[Tensor, "rows vocab"], options: Sequence[SamplingParams]
 ) -> Float[Tensor, "rows vocab"]:
-    """Temperature, then top-k, top-p and min-p, each on the rows that ask for it.
+    """Apply temperature, then top-k, top-p and min-p, each to the rows that set it.
 
     Args:
-        logits: [rows, vocab] in float32, already edited.
-        options: one a row, none of them greedy.
+        logits: [rows, vocab] in float32, after `edit`.
+        options: one per row, none of them greedy.
     """
     temperatures = [option.temperature or 1.0 for option in options]
     logits = sampling.apply_temperature(logits, column(logits, temperatures, logits.dtype))
@@ -120,7 +120,13 @@ def _on_rows(
 def column(
     logits: Tensor, values: Sequence[int | float | None], dtype: torch.dtype | None = None
 ) -> Shaped[Tensor, " rows"]:
-    """One number a row, beside the logits; int64 or float64 where no type is given."""
+    """Make a tensor with one number per row on the device of the logits.
+
+    Args:
+        logits: the logits.
+        values: one number per row.
+        dtype: type of the tensor; default: int64 or float64, by the values.
+    """
     return torch.from_numpy(np.asarray(values)).to(device=logits.device, dtype=dtype)
 
 
@@ -130,11 +136,11 @@ def _penalize(
     options = [row.params for row in rows]
     repetition = [option.repetition_penalty or 1.0 for option in options]
     if any(penalty != 1.0 for penalty in repetition):
-        spoken = [
+        tokens = [
             [*row.prompt_token_ids, *row.output_token_ids] if penalty != 1.0 else ()
             for row, penalty in zip(rows, repetition, strict=True)
         ]
-        seen = sampling.count_tokens(*_pairs(logits, spoken), *logits.shape) > 0
+        seen = sampling.count_tokens(*_pairs(logits, tokens), *logits.shape) > 0
         logits = sampling.penalize_repetition(
             logits, seen, column(logits, repetition, logits.dtype)
         )
@@ -162,7 +168,7 @@ def _bias(
 
 
 def _ended_sequences(row: SamplingRow) -> list[int]:
-    """The last ids of the banned sequences whose other ids were the latest of prompt and output."""
+    """The last ids of the banned sequences whose other ids end the prompt and output."""
     ended = []
     for *before, last in row.params.bad_token_ids:
         from_output = list(row.output_token_ids[-len(before) :]) if before else []
@@ -176,9 +182,9 @@ def _ended_sequences(row: SamplingRow) -> list[int]:
 def _pairs(
     logits: Tensor, token_ids: Sequence[Sequence[int]]
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
-    """Row and token indices of lists of tokens, one list a row.
+    """Row and token indices of lists of tokens, one list per row.
 
-    Ids beyond the logits are left out: an embedding may be larger than the head.
+    Ids beyond the logits are left out, because an embedding may be larger than the LM head.
     """
     row_ids = np.repeat(np.arange(len(token_ids)), [len(listed) for listed in token_ids])
     flat = np.fromiter((token for listed in token_ids for token in listed), dtype=np.int64)

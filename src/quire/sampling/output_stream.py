@@ -1,4 +1,4 @@
-"""Answers of an engine that runs in another thread, as an asyncio loop sees them."""
+"""Asyncio stream of the outputs of an engine that runs in another thread."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
 
 
 class OutputStream:
-    """The deltas of requests that were accepted together, in the order they are made.
+    """Stream of the deltas of requests that were accepted together.
 
-    Iterate it in the loop that submitted; it ends when every request has given its last delta.
-    Whoever stops before that calls `cancel`.
+    Iterate over it in the event loop that submitted the requests. It ends after the last delta of
+    every request. Call `cancel` to stop earlier.
 
     Attributes:
-        requests: what was asked, prompts as token ids.
-        request_ids: one for each request, in their order.
+        requests: the requests, with prompts as token ids.
+        request_ids: one id per request, in the same order.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        """The next delta of any of the requests.
+        """Return the next delta of any of the requests.
 
         Raises:
-            EngineDead: the engine has stopped, so the answers stay incomplete.
+            EngineDead: the engine has stopped; the outputs are incomplete.
         """
         if not self._num_open:
             raise StopAsyncIteration
@@ -48,7 +48,7 @@ class OutputStream:
         return item
 
     async def collect(self) -> list[RequestOutput]:
-        """Wait for all answers; they come in the order of the requests.
+        """Wait for all outputs and return them in the order of the requests.
 
         Raises:
             EngineDead: the engine has stopped.
@@ -57,27 +57,27 @@ class OutputStream:
             request_id: OutputBuilder(request_id, token_ids_of(request), request)
             for request_id, request in zip(self.request_ids, self.requests, strict=True)
         }
-        answers: dict[str, RequestOutput] = {}
+        outputs: dict[str, RequestOutput] = {}
         async for delta in self:
-            answer = builders[delta.request_id].add(delta)
-            if answer is not None:
-                answers[delta.request_id] = answer
-        return [answers[request_id] for request_id in self.request_ids]
+            output = builders[delta.request_id].add(delta)
+            if output is not None:
+                outputs[delta.request_id] = output
+        return [outputs[request_id] for request_id in self.request_ids]
 
     def cancel(self) -> None:
-        """End what is still open. Whoever goes on iterating gets last deltas that say "abort"."""
+        """Cancel unfinished requests; their last deltas have finish_reason "abort"."""
         if self._num_open:
             self._on_cancel(self)
 
     # ---- for the engine's thread ---------------------------------------------------------------
 
     def accept(self, request_ids: Sequence[str]) -> None:
-        """Note that the engine has taken all requests, under these ids."""
+        """Record the ids of the requests, which the engine has accepted."""
         self.request_ids = tuple(request_ids)
         self._num_open = len(self.request_ids)
 
     def put(self, item: OutputDelta | EngineDead) -> bool:
-        """Hand an item to the loop; False when that loop is gone, and its readers with it."""
+        """Pass an item to the event loop; False if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
         except RuntimeError:

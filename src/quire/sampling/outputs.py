@@ -1,4 +1,4 @@
-"""What comes out: pieces of answers while they are made, and whole answers."""
+"""Outputs of requests: deltas for streaming, and complete outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,21 +12,19 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a request took, all answers to its prompt together.
+    """Resources that a request used, over all of its sequences.
 
     Attributes:
-        prompt_tokens: tokens of the prompt, read once however many answers it gets.
-        completion_tokens: tokens generated, those of answers that `best_of` drops included; of a
-            beam search the tokens of the sequences that are returned.
-        cached_tokens: prompt tokens whose KV was there already.
-        preemptions: times the request was thrown out and begun again.
-        evicted_tokens: tokens of one sequence whose KV was evicted, the mean over all lanes; 0
-            where the cap was never reached. Of several answers to a prompt the most of any: what
-            they lost before they were forked is the same.
-        kv_peak_bytes: most KV bytes it referred to at any time; pages that its answers share count
-            once.
-        first_token_s: from submission to the first token.
-        total_s: from submission to the end.
+        prompt_tokens: tokens of the prompt, counted once for any number of sequences.
+        completion_tokens: generated tokens, including completions that `best_of` discards; in a
+            beam search the tokens of the returned sequences.
+        cached_tokens: prompt tokens whose KV was found in a prefix cache.
+        preemptions: number of preemptions.
+        evicted_tokens: evicted tokens of one sequence, mean over all lanes; 0 if the cap was never
+            reached. Of several sequences the maximum, because evictions before a fork are common.
+        kv_peak_bytes: peak KV bytes; pages shared by its sequences count once.
+        first_token_s: seconds from submission to the first token.
+        total_s: seconds from submission to the end.
     """
 
     prompt_tokens: int
@@ -41,24 +39,24 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDelta:
-    """What a step added to one answer.
+    """The part of one completion that a step added.
 
-    Answers that are ranked (`best_of`, beams) come when all have ended, each in one piece.
+    Ranked completions (`best_of`, beam search) are returned when all have ended, each as one delta.
 
     Attributes:
-        request_id: whose.
-        index: which of the request's answers, 0 to n - 1.
-        text: text that may be shown now; may be empty while a character or stop text is open.
+        request_id: id of the request.
+        index: index of the completion, 0 to n - 1.
+        text: new text; may be empty while a character or a possible stop text is incomplete.
         token_ids: new tokens.
-        logprobs: one for each new token, or None when not asked for.
-        finish_reason: set on the last delta of each answer.
-        stop_reason: the stop text or token id that ended it.
-        error: why the request failed, with finish_reason "error".
-        score: on the last delta of an answer: the sum of its log-probabilities (nats) where they
-            were asked for or answers are ranked by it; of a beam, over its length to the power of
-            `length_penalty`.
-        prompt_logprobs: on the last delta, when asked for; None for the first token.
-        usage: on the last delta of all: it says that no answer of this request goes on.
+        logprobs: one per new token; None if not requested.
+        finish_reason: set on the last delta of each completion.
+        stop_reason: the stop text or token id that ended the completion.
+        error: error message, with finish_reason "error".
+        score: on the last delta of a completion: the sum of its log-probabilities (nats), if they
+            were requested or completions are ranked by it. For a beam this sum is divided by its
+            length to the power of `length_penalty`.
+        prompt_logprobs: on the last delta, if requested; None for the first token.
+        usage: set on the last delta of the request.
     """
 
     request_id: str
@@ -75,13 +73,13 @@ class OutputDelta:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing more comes of the whole request."""
+        """Whether it is the last delta of the request."""
         return self.usage is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of the answers to a prompt. Attributes are those of `OutputDelta`, summed."""
+    """One completion of a prompt. Attributes are those of `OutputDelta`, joined."""
 
     index: int
     text: str
@@ -95,12 +93,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A whole answer.
+    """Complete output of a request.
 
-    Attributes are those of `OutputDelta`, summed, of the first choice: the best one where choices
-    are ranked. `prompt_token_ids` is what was asked, `choices` are all n answers, the first
-    included, `error` is the first of any choice. `request` is what was submitted, with its options;
-    outputs that differ only there are equal.
+    Attributes are those of `OutputDelta`, joined, of the first choice, which is the best one if
+    choices are ranked. `prompt_token_ids` is the prompt. `choices` are all n completions, including
+    the first. `error` is the first error of any choice. `request` is the submitted request; it is
+    ignored by `==`.
     """
 
     request_id: str
@@ -118,28 +116,28 @@ class RequestOutput:
     request: GenerationRequest | None = field(default=None, compare=False, repr=False)
 
 
-def merged(answers: Sequence[RequestOutput]) -> RequestOutput:
-    """Answers to several prompts as one: choice i of prompt k has the index k * n + i."""
-    first = answers[0]
-    if len(answers) == 1:
+def merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Merge the outputs of several prompts: choice i of prompt k has the index k * n + i."""
+    first = outputs[0]
+    if len(outputs) == 1:
         return first
     return replace(
         first,
-        error=next((answer.error for answer in answers if answer.error is not None), None),
+        error=next((output.error for output in outputs if output.error is not None), None),
         choices=tuple(
-            replace(choice, index=number * len(answer.choices) + choice.index)
-            for number, answer in enumerate(answers)
-            for choice in answer.choices
+            replace(choice, index=number * len(output.choices) + choice.index)
+            for number, output in enumerate(outputs)
+            for choice in output.choices
         ),
-        usage=summed([answer.usage for answer in answers]),
+        usage=summed([output.usage for output in outputs]),
     )
 
 
 def summed(usages: Sequence[Usage]) -> Usage:
-    """What several prompts took together.
+    """Sum the usage of several prompts.
 
-    Tokens, evicted ones too, preemptions and peaks of KV are summed over the prompts: each has KV
-    of its own. Times are the longest of any.
+    Token counts, preemptions and KV peaks are summed, because each prompt has its own KV. Times are
+    the maximum.
     """
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
@@ -154,12 +152,12 @@ def summed(usages: Sequence[Usage]) -> Usage:
 
 
 class OutputBuilder:
-    """Collects deltas of one request.
+    """Builds a `RequestOutput` from the deltas of one request.
 
     Args:
-        request_id: of the deltas.
-        prompt_token_ids: what was asked.
-        request: as submitted, for the output.
+        request_id: id of the request.
+        prompt_token_ids: the prompt.
+        request: the submitted request, for the output.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class OutputBuilder:
         self._prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
 
     def add(self, delta: OutputDelta) -> RequestOutput | None:
-        """Add the next delta; return the answer when it was the last."""
+        """Add the next delta; return the output after the last delta, else None."""
         self._deltas.setdefault(delta.index, []).append(delta)
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         return None if delta.usage is None else self._build(delta.usage)
@@ -200,7 +198,7 @@ class OutputBuilder:
 
 def _choice(deltas: Sequence[OutputDelta]) -> Choice:
     last = deltas[-1]
-    assert last.finish_reason is not None, "a request ends after all of its answers"
+    assert last.finish_reason is not None, "a request ends after all of its completions"
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return Choice(
         index=last.index,
@@ -209,6 +207,6 @@ def _choice(deltas: Sequence[OutputDelta]) -> Choice:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         error=last.error,
-        logprobs=tuple(token for part in logprobs for token in part) if logprobs else None,
+        logprobs=tuple(token for tokens in logprobs for token in tokens) if logprobs else None,
         score=last.score,
     )

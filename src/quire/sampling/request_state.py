@@ -1,4 +1,4 @@
-"""Output of one submission: the text of each of its sequences, and what may be sent already."""
+"""Output state of one request: the text of each of its sequences, and deltas not yet sent."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from quire.scheduler.request import Request
 
 
 class SequenceOutput:
-    """What the engine keeps of a request besides its KV.
+    """Output state of one sequence.
 
     Args:
-        request: whose answer this is.
-        submission_id: what its submission is called.
-        index: which of the answers to its prompt.
-        text: follows the answer's tokens.
-        release: frees what a request holds; called when the answer ends.
+        request: the sequence.
+        submission_id: id of the submitted request.
+        index: index of the completion.
+        text: detokenizes the sequence and applies its stop rules.
+        release: frees the resources of the sequence; called at its end.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class SequenceOutput:
         self._scores: list[ScoredToken | None] = [None]  # of the prompt; its first token has none
 
     def add_scores(self, first: int, scores: Sequence[ScoredToken]) -> None:
-        """Add the scores of the prompt's tokens from `first` on.
+        """Add the log-probabilities of prompt tokens from position `first` on.
 
-        A preempted prompt is scored again from its start; what it had before is dropped.
+        A preempted prompt is scored again from its start; its earlier values are replaced.
         """
         self._scores[first:] = scores
 
     def add_token(self, token: SampledToken, now_s: float) -> OutputDelta:
-        """Add a token that was chosen. The delta says whether it was the last one."""
+        """Add a sampled token; return its delta, which has a finish reason for the last token."""
         request = self.request
         if token.error is not None:
             return self.end("error", now_s, error=token.error)
@@ -55,27 +55,27 @@ class SequenceOutput:
         request.output_token_ids.append(token.token_id)
         if self._score is not None:
             self._score += token.logprob or 0.0
-        parts = {
+        fields = {
             "text": self._text.push(token.token_id),
             "token_ids": (token.token_id,),
             "logprobs": None if request.params.logprobs is None else (token,),
         }
         ending = self._text.ending
         if ending is None:
-            return OutputDelta(request_id=self._submission_id, index=self._index, **parts)  # type: ignore[arg-type]
-        return self.end(ending.finish_reason, now_s, stop_reason=ending.stop_reason, **parts)
+            return OutputDelta(request_id=self._submission_id, index=self._index, **fields)  # type: ignore[arg-type]
+        return self.end(ending.finish_reason, now_s, stop_reason=ending.stop_reason, **fields)
 
     def abort(self, now_s: float) -> OutputDelta:
-        """The last delta of an answer ended from outside, with the text held back so far."""
+        """End a cancelled completion; return its last delta, with the buffered text."""
         return self.end("abort", now_s, text=self._text.abort())
 
-    def end(self, reason: FinishReason, now_s: float, **parts: object) -> OutputDelta:
-        """Release the request and give the last delta.
+    def end(self, reason: FinishReason, now_s: float, **fields: object) -> OutputDelta:
+        """Release the sequence and return its last delta.
 
         Args:
-            reason: why there are no more.
-            now_s: clock reading.
-            parts: other fields of the delta.
+            reason: the finish reason.
+            now_s: the current time on the engine's clock.
+            fields: other fields of the delta.
         """
         request = self.request
         self._release(request)
@@ -87,24 +87,26 @@ class SequenceOutput:
             finish_reason=reason,
             score=self._score,
             prompt_logprobs=tuple(self._scores) if wants_scores else None,
-            **parts,  # type: ignore[arg-type]
+            **fields,  # type: ignore[arg-type]
         )
 
 
 class RequestOutputState:
-    """Passes on what its answers give; where they are ranked, only the best, when all have ended.
+    """Output state of one request: returns the deltas of its sequences.
+
+    If completions are ranked, only the best ones are returned, after all have ended.
 
     Args:
-        submission_id: what the submission is called.
-        params: as submitted.
-        sequences: of the submission.
-        open_text: makes what follows the text of an answer.
-        release: frees what a request holds.
-        search: where the sequences are the beams of one.
+        submission_id: id of the request.
+        params: its sampling options.
+        sequences: its sequences.
+        open_text: makes the `OutputText` of a sequence.
+        release: frees the resources of a sequence.
+        search: the beam search, if the sequences are beams.
 
     Attributes:
         submission_id: see above.
-        sequences: all of them, those that have ended included.
+        sequences: all sequences, including ended ones.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class RequestOutputState:
     ) -> None:
         self.submission_id, self.sequences = submission_id, tuple(sequences)
         self._params = params
-        self._answers = {
+        self._outputs = {
             request.request_id: SequenceOutput(
                 request, submission_id, index, open_text(request), release
             )
@@ -130,48 +132,48 @@ class RequestOutputState:
 
     @property
     def search(self) -> BeamSearch | None:
-        """The beam search that the answers come of; None where they are drawn."""
+        """The beam search of the sequences; None if they are sampled."""
         return self._search
 
     @property
     def is_open(self) -> bool:
-        """Whether any answer goes on."""
+        """Whether any sequence is unfinished."""
         return self._num_open > 0
 
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
-        """Add scores of the prompt's tokens; see `SequenceOutput`."""
-        self._answers[request.request_id].add_scores(first, scores)
+        """Add log-probabilities of prompt tokens; see `SequenceOutput`."""
+        self._outputs[request.request_id].add_scores(first, scores)
 
     def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[OutputDelta]:
-        """Add a token to one of the answers; return what may be shown."""
-        return self._pass(self._answers[request.request_id].add_token(token, now_s), now_s)
+        """Add a token to one of the sequences; return the deltas that may be sent."""
+        return self._pass(self._outputs[request.request_id].add_token(token, now_s), now_s)
 
     def abort(self, request: Request, now_s: float) -> list[OutputDelta]:
-        """Note that one of the answers was ended from outside."""
-        return self._pass(self._answers[request.request_id].abort(now_s), now_s)
+        """End a cancelled sequence; return the deltas that may be sent."""
+        return self._pass(self._outputs[request.request_id].abort(now_s), now_s)
 
     def end(
         self, request: Request, reason: FinishReason, now_s: float, error: str | None = None
     ) -> list[OutputDelta]:
-        """End one of the answers where it is; beams end together."""
+        """End one of the sequences; beams end together."""
         if self._search is None:
-            answer = self._answers[request.request_id]
-            return self._pass(answer.end(reason, now_s, error=error), now_s)
-        ended = [answer.end(reason, now_s, error=error) for answer in self._answers.values()]
-        return [delta for part in ended for delta in self._pass(part, now_s)]
+            output = self._outputs[request.request_id]
+            return self._pass(output.end(reason, now_s, error=error), now_s)
+        ended = [output.end(reason, now_s, error=error) for output in self._outputs.values()]
+        return [delta for last in ended for delta in self._pass(last, now_s)]
 
     def end_search(self, now_s: float) -> list[OutputDelta]:
-        """End the answers with the best sequences that the search has found."""
+        """End all beams; return the best sequences of the search."""
         assert self._search is not None
         deltas: list[OutputDelta] = []
         best = self._search.ended[: self._params.n]
-        for answer in self._answers.values():
-            answer.request.progress.output_token_ids = []
-        for answer, found in zip(self._answers.values(), best, strict=False):
-            parts = [answer.add_token(token, now_s) for token in tokens_of(found.path)]
-            deltas.append(replace(_joined(parts), score=found.score))
-        for answer in list(self._answers.values())[len(best) :]:
-            answer.end("abort", now_s)
+        for output in self._outputs.values():
+            output.request.progress.output_token_ids = []
+        for output, found in zip(self._outputs.values(), best, strict=False):
+            steps = [output.add_token(token, now_s) for token in tokens_of(found.path)]
+            deltas.append(replace(_joined(steps), score=found.score))
+        for output in list(self._outputs.values())[len(best) :]:
+            output.end("abort", now_s)
         self._num_open = 0
         return self._numbered(deltas, now_s)
 
@@ -183,9 +185,9 @@ class RequestOutputState:
         return [delta if self._num_open else replace(delta, usage=_usage(self.sequences, now_s))]
 
     def _ranked(self, now_s: float) -> list[OutputDelta]:
-        """The n answers with the highest score, best first, each as one delta.
+        """Return the n completions with the highest score, best first, each as one delta.
 
-        The best one carries the scores of the prompt, which the first sequence has computed.
+        The best one contains the prompt log-probabilities, which the first sequence computed.
         """
         joined = sorted(map(_joined, self._held.values()), key=_rank)
         scores = next((d.prompt_logprobs for d in joined if d.prompt_logprobs is not None), None)
@@ -193,18 +195,18 @@ class RequestOutputState:
         ranked = [replace(best, prompt_logprobs=scores), *others]
         return self._numbered(ranked[: self._params.n], now_s)
 
-    def _numbered(self, answers: Sequence[OutputDelta], now_s: float) -> list[OutputDelta]:
+    def _numbered(self, completions: Sequence[OutputDelta], now_s: float) -> list[OutputDelta]:
         requested = self._params.logprobs is not None
         usage = _usage(self.sequences, now_s)
-        last = len(answers) - 1
+        last = len(completions) - 1
         return [
             replace(
-                answer,
+                completion,
                 index=index,
-                logprobs=answer.logprobs if requested else None,
+                logprobs=completion.logprobs if requested else None,
                 usage=usage if index == last else None,
             )
-            for index, answer in enumerate(answers)
+            for index, completion in enumerate(completions)
         ]
 
 
@@ -218,17 +220,17 @@ def _joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
     )
 
 
-def _rank(answer: OutputDelta) -> tuple[bool, float, int]:
-    """Answers that failed come last; of equal ones the first drawn comes first."""
-    score = float("-inf") if answer.score is None else answer.score
-    return answer.error is not None, -score, answer.index
+def _rank(completion: OutputDelta) -> tuple[bool, float, int]:
+    """Sort key: highest score first, failed completions last, equal scores by index."""
+    score = float("-inf") if completion.score is None else completion.score
+    return completion.error is not None, -score, completion.index
 
 
 def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
     listed = list(sequences)
     first = listed[0]
     group = first.group or first.split_from
-    # of one alone, or of one whose pages went while it ran on
+    # peaks of single sequences, and of the group while its pages were shared
     peaks = [r.memory.kv_peak_bytes for r in listed] + ([group.kv_peak_bytes] if group else [])
     started = [r.progress.first_token_s for r in listed if r.output_token_ids]
     return Usage(

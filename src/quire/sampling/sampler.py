@@ -1,15 +1,15 @@
-"""Chooses the next token of every row of a batch, each row by its own options.
+"""Samples the next token of every row of a batch, each row with its own options.
 
 The order of the steps is that of vLLM and Transformers:
 
-    raw logits ── log-probabilities are reported from here, before anything is changed
+    raw logits ── reported log-probabilities are computed from these, without any changes
       └ allowed, bad and minimum-length masks ─ bias ─ repetition, presence and frequency penalties
-          ├ greedy rows: the likeliest token
-          └ other rows: temperature ─ top-k ─ top-p ─ min-p ─ one draw
+          ├ greedy rows: the most likely token
+          └ other rows: temperature ─ top-k ─ top-p ─ min-p ─ one sample
 
-A row is judged alone: its draw depends on its seed and on how many tokens it has, so neither the
-rest of the batch nor a preemption changes it. Rows that only want the likeliest token share one
-pass over their logits and nothing else.
+The random number of a row depends only on its seed and its number of output tokens. So neither the
+rest of the batch nor a preemption changes it. For rows that need only the most likely token, one
+argmax over their logits is computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,24 +42,24 @@ NO_TOKEN = -1
 BAD_LOGITS = "the model gave NaN or infinite logits"
 NO_TOKEN_LEFT = (
     "the sampling options leave no token to choose: allowed_token_ids, bad_token_ids and "
-    "min_tokens together ban every one"
+    "min_tokens together ban all tokens"
 )
 
 PROMPT_ROWS_AT_ONCE = 256
-"""Prompt tokens scored together: bounds the float32 copy of their logits."""
+"""Prompt tokens scored in one operation: bounds the float32 copy of their logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token of one row, and the log-probabilities it asked for.
+    """The token of one row, with its requested log-probabilities.
 
     Attributes:
-        token_id: the token, or `NO_TOKEN` where `error` is set.
-        logprob: log-probability (nats) under the unmodified logits; None where not asked for.
-        top_logprobs: the likeliest (token id, log-probability), likeliest first; the chosen token
-            is among them only where it ranks high enough.
-        rank: 1 for the likeliest token.
-        error: why this row has no token; the other rows are not affected.
+        token_id: the token; `NO_TOKEN` if `error` is set.
+        logprob: log-probability (nats) under the unmodified logits; None if not requested.
+        top_logprobs: the most likely tokens as (token id, log-probability), most likely first; may
+            not contain the sampled token.
+        rank: rank of the token; 1 for the most likely one.
+        error: why this row has no token; other rows are unaffected.
     """
 
     token_id: int
@@ -71,7 +71,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token that was given, not chosen, with its log-probability (nats) and rank (1 is first)."""
+    """A given token with its log-probability (nats) and its rank (1 for the most likely)."""
 
     token_id: int
     logprob: float
@@ -80,13 +80,13 @@ class ScoredToken:
 
 
 class Sampler:
-    """Chooses tokens for a model.
+    """Sampler of a model.
 
     Attributes:
-        vocab_size: token ids there are; logits beyond are padding of the head and never chosen.
-        eos_token_ids: the tokens that `min_tokens` holds back, unless a request ignores them.
-        one_by_one: compute each row alone, so that none depends on the others even in the last
-            bit of a logarithm.
+        vocab_size: number of token ids; logits beyond it are padding and are never sampled.
+        eos_token_ids: end-of-sequence tokens, which `min_tokens` masks unless `ignore_eos` is set.
+        one_by_one: compute each row separately, so that log-probabilities do not depend on the
+            other rows even in the last bit.
     """
 
     def __init__(
@@ -99,18 +99,18 @@ class Sampler:
     def sample(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
     ) -> list[SampledToken]:
-        """Choose one token a row.
+        """Sample one token per row.
 
         Args:
-            logits: [rows, vocab], as the model gave them, in any float type.
-            rows: one a row of `logits`.
+            logits: [rows, vocab] logits of the model, in any float type.
+            rows: one per row of `logits`.
 
         Returns:
-            One token a row. A row with NaN or infinite logits, or whose masks leave no token, has
-            `error` set instead.
+            One token per row. A row with NaN or infinite logits, or whose masks leave no token, has
+            `error` set.
 
         Raises:
-            InvariantError: `rows` and `logits` do not fit each other or the vocabulary.
+            InvariantError: the shapes of `rows`, `logits` and the vocabulary do not match.
         """
         if logits.shape[0] != len(rows) or logits.shape[1] < self.vocab_size:
             raise InvariantError(
@@ -132,7 +132,7 @@ class Sampler:
         return _report(logits, token_ids, [row.params for row in rows], errors)
 
     def _is_exact(self, row: SamplingRow) -> bool:
-        """Whether nothing is computed that could round: the likeliest token is all there is."""
+        """Whether the row needs only an argmax, which has no rounding."""
         return self._is_plain(row) and row.params.logprobs is None
 
     def _is_plain(self, row: SamplingRow) -> bool:
@@ -142,7 +142,7 @@ class Sampler:
     def _choose(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
     ) -> tuple[Int[Tensor, " rows"], Bool[Tensor, " rows"]]:
-        """Choose by the options; also say which rows had a token left to choose."""
+        """Sample with the rows' options; also return which rows had a token to choose."""
         logits = edit(logits, rows, self.eos_token_ids)
         best, token_ids = logits.max(dim=-1)
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
@@ -161,16 +161,16 @@ def prompt_logprobs(
     *,
     one_by_one: bool = False,
 ) -> list[ScoredToken]:
-    """Score the tokens of a prompt under the model's unmodified distribution.
+    """Compute log-probabilities of prompt tokens under the model's unmodified distribution.
 
     Args:
-        logits: [tokens, vocab], one row for each prompt token that has a next one.
+        logits: [tokens, vocab], one row per prompt token that has a next one.
         next_token_ids: the token that follows each of them; the prompt's first token has no score.
-        num_top: how many of the likeliest tokens to report beside each.
+        num_top: number of most likely tokens to report for each token.
         one_by_one: see `Sampler`.
 
     Returns:
-        One score a row of `logits`.
+        One score per row of `logits`.
 
     Raises:
         RequestError: the model gave NaN or infinite logits for this prompt.
@@ -179,17 +179,17 @@ def prompt_logprobs(
     given = torch.tensor(next_token_ids, dtype=torch.int64, device=logits.device)
     rows = 1 if one_by_one else PROMPT_ROWS_AT_ONCE
     for first in range(0, len(next_token_ids), rows):
-        part = slice(first, first + rows)
-        if not bool(logits[part].amax(dim=-1).isfinite().all()):
+        tokens = slice(first, first + rows)
+        if not bool(logits[tokens].amax(dim=-1).isfinite().all()):
             raise RequestError(f"{BAD_LOGITS} for this prompt")
-        scored += _score(logits[part], given[part], num_top)
+        scored += _score(logits[tokens], given[tokens], num_top)
     return scored
 
 
 def _uniform(row: SamplingRow) -> float:
-    """A number in [0, 1) that only the row's seed and its number of tokens decide.
+    """Uniform random number in [0, 1) from the row's seed and its number of output tokens.
 
-    Source: Salmon et al. 2011 (Philox): a keyed counter, so there is no state to save or to share.
+    Source: Salmon et al. 2011 (Philox): a counter-based generator without state.
     """
     seed = row.sampling_seed if row.params.seed is None else row.params.seed
     key = np.array([seed % 2**64, len(row.output_token_ids)], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""What is made of a step's logits: scores of prompts, next tokens, ends of answers."""
+"""Sampling step: prompt log-probabilities, next tokens and finished outputs of a step's logits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,43 +16,44 @@ from quire.scheduler.request import PlannedFork, Request, RequestGroup
 
 
 class SamplingStep:
-    """Turns logits into deltas.
+    """Computes output deltas from the logits of steps.
 
     Args:
-        sampler: chooses tokens.
-        replies: what has been answered so far.
-        branch: lets the members of a group become others; see `Scheduler.branch`.
-        clock: seconds.
+        sampler: samples tokens.
+        outputs: output states of the unfinished requests.
+        branch: replaces the beams of a group; see `Scheduler.branch`.
+        clock: returns seconds.
 
     Attributes:
-        num_generated_tokens: chosen since the start.
+        sampler: see above.
+        num_generated_tokens: tokens generated since the start.
     """
 
     def __init__(
-        self, sampler: Sampler, replies: OutputProcessor, branch: Branch, clock: Callable[[], float]
+        self, sampler: Sampler, outputs: OutputProcessor, branch: Branch, clock: Callable[[], float]
     ) -> None:
         self.sampler = sampler
-        self._outputs, self._branch, self._clock = replies, branch, clock
+        self._outputs, self._branch, self._clock = outputs, branch, clock
         self.num_generated_tokens = 0
 
     def deltas(
         self,
         results: Sequence[StepLogits],
         requests: Sequence[Request],
-        copies: Sequence[PlannedFork],
+        forks: Sequence[PlannedFork],
     ) -> Iterator[OutputDelta]:
-        """Give what a step adds to the answers, as it is found out.
+        """Yield the deltas of a step as they are computed.
 
         Args:
             results: logits of the step.
-            requests: of the step.
-            copies: sequences that were copied from some of them after it.
+            requests: requests of the step.
+            forks: forks that were made after the step.
         """
         yield from self._score_prompts(results)
-        ready = [r for r in (*results, *_twins(results, copies)) if _is_ready(r.request)]
+        ready = [r for r in (*results, *_fork_logits(results, forks)) if _is_ready(r.request)]
         yield from self._sample([result for result in ready if not _is_beam(result.request)])
-        yield from self._end_without_tokens([*requests, *(planned.child for planned in copies)])
-        yield from self._search_on([result for result in ready if _is_beam(result.request)])
+        yield from self._end_without_tokens([*requests, *(planned.child for planned in forks)])
+        yield from self._advance_searches([result for result in ready if _is_beam(result.request)])
 
     def fail(self, request: Request, error: str) -> list[OutputDelta]:
         """End a sequence with an error."""
@@ -86,11 +87,11 @@ class SamplingStep:
             self.num_generated_tokens += token.error is None
             yield from self._outputs.add_token(result.request, token, now_s)
 
-    def _search_on(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
-        """Last of all: where beams find no pages to branch, others may be preempted."""
+    def _advance_searches(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
+        """Advance beam searches. Call it last, since branching beams may preempt other requests."""
         groups = {id(r.request.group): r.request.group for r in ready}
         for group in groups.values():
-            if group is not None and all(map(_is_ready, group.members)):  # else one has failed
+            if group is not None and all(map(_is_ready, group.members)):  # not if one has failed
                 yield from self._search(group, [r for r in ready if r.request.group is group])
 
     def _search(self, group: RequestGroup, results: list[StepLogits]) -> Iterator[OutputDelta]:
@@ -107,7 +108,7 @@ class SamplingStep:
             yield from self._outputs.end_search(first, self._clock())
 
     def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[OutputDelta]:
-        """Requests that only wanted their prompt scored."""
+        """End requests with `max_tokens=0`, which need only prompt log-probabilities."""
         for request in requests:
             running = request.is_running
             if running and request.num_uncomputed == 0 and not request.params.max_tokens:
@@ -115,7 +116,7 @@ class SamplingStep:
 
 
 def _is_ready(request: Request) -> bool:
-    """Whether a request that was in the step gets a token."""
+    """Whether a token is to be sampled for a request of the step."""
     running = request.is_running
     return running and request.num_uncomputed == 0 and bool(request.params.max_tokens)
 
@@ -129,10 +130,12 @@ def _last_rows(results: list[StepLogits]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _twins(results: Iterable[StepLogits], copies: Iterable[PlannedFork]) -> Iterator[StepLogits]:
-    """Logits of those copied from a sequence that had read all they know: the same as its own."""
+def _fork_logits(
+    results: Iterable[StepLogits], forks: Iterable[PlannedFork]
+) -> Iterator[StepLogits]:
+    """Yield the parent's logits for each fork that has no further tokens to compute."""
     by_parent = {id(result.request): result for result in results}
-    for planned in copies:
+    for planned in forks:
         result = by_parent.get(id(planned.parent))
         if result is not None and planned.child.num_uncomputed == 0:
             yield replace(result, request=planned.child)

@@ -1,4 +1,4 @@
-"""When an answer ends, and which of its text is shown: end tokens, stop texts, length."""
+"""Stop rules of outputs (end tokens, stop texts, length), and the text that they leave."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from quire.sampling.detokenizer import Detokenizer, StopChecker, TokenDecoder
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why an answer ended, in the words of the OpenAI API and vLLM.
+    """Why an output ended, with the values of the OpenAI API and vLLM.
 
     Attributes:
         finish_reason: "stop" for an end token or a stop text, "length" at `max_tokens`.
-        stop_reason: the stop text or the id from `stop_token_ids` that ended it; None for the
-            model's own end-of-sequence token and for "length".
+        stop_reason: the stop text, or the id from `stop_token_ids`, that ended the output; None for
+            the model's end-of-sequence tokens and for "length".
     """
 
     finish_reason: Literal["stop", "length"]
@@ -25,16 +25,17 @@ class Ending:
 def ending_token(
     params: SamplingParams, eos_token_ids: Iterable[int], token_id: int, num_output_tokens: int
 ) -> Ending | None:
-    """Whether a token ends its answer, by its id or by the answer's length.
+    """Check whether a token ends its output, by its id or by the output's length.
 
     Args:
-        params: the options of the request.
+        params: the sampling options of the request.
         eos_token_ids: the model's end-of-sequence tokens.
-        token_id: the newest token of the answer.
-        num_output_tokens: tokens of the answer, the newest included.
+        token_id: the newest output token.
+        num_output_tokens: number of output tokens, the newest included.
 
     Returns:
-        The ending, or None to go on. Ids are not looked at within the first `min_tokens` tokens.
+        The ending; None if the output continues. Ids of the first `min_tokens` tokens do not end
+        the output.
     """
     if num_output_tokens > params.min_tokens:
         if not params.ignore_eos and token_id in eos_token_ids:
@@ -47,20 +48,21 @@ def ending_token(
 
 
 class OutputText:
-    """Follows one answer: takes its tokens, gives its text, and says when it is over.
+    """Detokenizes one output and applies its stop rules.
 
-    The text of an end token is left out unless `include_stop_str_in_output` asks for it. A stop
-    text counts before an end token or the length, and is not looked for in the text of the first
-    `min_tokens` tokens.
+    The text of an end token is left out unless `include_stop_str_in_output` is set. A stop text
+    takes precedence over an end token and over the length. The text of the first `min_tokens`
+    tokens is not searched for stop texts.
 
     Args:
-        params: the options of the request.
+        params: the sampling options of the request.
         eos_token_ids: the model's end-of-sequence tokens.
-        tokenizer: None for a model without one: no text, and only ids and length end the answer.
-        prompt_token_ids: what the answer continues.
+        tokenizer: None for a model without a tokenizer: there is no text, and only token ids and
+            the length end the output.
+        prompt_token_ids: the prompt.
 
     Attributes:
-        ending: why the answer is over; None while it is not.
+        ending: why the output ended; None while it continues.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class OutputText:
         self._stops = StopChecker(params.stop, include=params.include_stop_str_in_output)
 
     def push(self, token_id: int) -> str:
-        """Add the newest token; return the text that may be shown. Sets `ending` at the end."""
+        """Add the newest token; return the text that became final. Sets `ending` at the end."""
         self._num_tokens += 1
         self.ending = ending_token(self._params, self._eos_token_ids, token_id, self._num_tokens)
         text = self._text_of(token_id)
@@ -94,7 +96,7 @@ class OutputText:
         return text
 
     def abort(self) -> str:
-        """Return the text still held back: the answer was ended from outside."""
+        """Return the buffered text of a cancelled output."""
         return self._stops.flush() + self._detokenizer.finish()
 
     def _text_of(self, token_id: int) -> str:

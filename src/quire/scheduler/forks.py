@@ -142,7 +142,7 @@ class Forks:
                 self._free_pages(copied)
             branch(group, parents, self._copy_or_inherit)
         except BaseException as error:
-            self._lifecycle.fail_group(beams, RequestError(f"forking the beams failed: {error}"))
+            self._lifecycle.fail_group(beams, RequestError(f"beams could not be copied: {error}"))
             raise
         self._lifecycle.resume_group(group.members)
         if any(member.memory.row < 0 for member in group.members):

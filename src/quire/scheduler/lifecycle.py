@@ -135,7 +135,7 @@ class Lifecycle:
         self.finish(request, "policy error")
 
     def _leave_group(self, request: Request, reason: str, *, queued: bool) -> None:
-        """Remove an ended member from its group; requeue the others if their forks depended on it."""
+        """Remove an ended member from its group; queue the others if forks were planned from it."""
         copies_wait = leave(request)
         if request.group is None or not request.group.members or not (queued or copies_wait):
             return
@@ -175,7 +175,7 @@ class Lifecycle:
         self._running.extend(member for member in members if member.memory.row >= 0)
 
     def fail_group(self, members: Sequence[Request], error: QuireError) -> None:
-        """End all beams of a paused group with one error; the engine goes on."""
+        """End all beams of a paused group with one error; other requests are unaffected."""
         self.failures.append(Failure(members[0], error))
         for member in members:
             if member.memory.row >= 0:

@@ -1,4 +1,4 @@
-"""The scheduler's interface to offload: two torch-free protocols, implemented by `quire.offload`."""
+"""The scheduler's interface to `quire.offload`: two torch-free protocols."""
 
 from typing import Protocol, runtime_checkable
 

@@ -66,7 +66,7 @@ class Prefill:
             request = new_request or queue.pop()
             if not request.is_running:  # its group has failed
                 continue
-            if request is new_request and not self._batcher.reads(request):
+            if request is new_request and not self._batcher.may_compute(request):
                 continue  # it was swapped in completely and waits for a batch row
             tokens = self.chunk(plan, request, min(budget, self._fraction(request, queue)))
             budget -= tokens
@@ -96,7 +96,7 @@ class Prefill:
         """Yield the running requests in prefill that are not part of the plan."""
         planned = set(map(id, plan.requests))
         left = (r for r in self._running if id(r) not in planned)
-        return (r for r in left if readable_tokens(r) > 0 and self._batcher.reads(r))
+        return (r for r in left if readable_tokens(r) > 0 and self._batcher.may_compute(r))
 
     # ---- one chunk -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a user can say about steps and queues."""
+"""The scheduling options: sizes of steps, admission, preemption, batching, tenants."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, no_type_check
@@ -15,37 +15,41 @@ Objective = Literal["auto", "latency", "throughput"]
 Admission = Literal["optimistic", "reserved", "estimated"]
 Preemption = Literal["auto", "swap", "recompute", "hybrid"]
 INVARIANT_ROWS = 32
-"""Rows of every forward with `batch_invariant`: enough to hide the padding behind the weights."""
+"""Rows of every forward with `batch_invariant`: few enough that weight reads hide the padding."""
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # type checks in tests must not replace the errors of `__post_init__`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """How much a step does and how many requests run.
+    """Scheduling options of an engine.
 
     Attributes are options; see their help.
     """
 
-    max_num_seqs: int = option(256, help="requests that hold KV at the same time", common=True)
+    max_num_seqs: int = option(
+        256, help="maximum number of sequences that run at the same time", common=True
+    )
     max_num_batched_tokens: int = option(
         2048,
-        help="tokens a step processes at most, decoding rows first",
+        help="maximum number of tokens in a step; decoding rows are scheduled first",
         unit="tokens",
         common=True,
     )
     chunk_tokens: int = option(
-        2048, help="tokens of one prompt that a step prefills at most", unit="tokens"
+        2048,
+        help="maximum number of tokens of one prompt that a step prefills (chunked prefill)",
+        unit="tokens",
     )
     objective: Objective = option(
         "auto",
-        help="what steps are for while --weights-memory has layers transferred: latency (a step is "
-        "one batch), throughput (batches of a step share each layer), auto (as many batches as "
-        "hide the transfers)",
+        help="step size while --weights-memory offloads weights: latency (a step is one batch), "
+        "throughput (several batches of a step share each transferred layer), auto (as many "
+        "batches as hide the transfers)",
     )
     admission: Admission = option(
         "optimistic",
-        help="when a waiting request may start: optimistic (what is known of it fits), reserved "
-        "(prompt and max_tokens fit), estimated (the peak expected from past outputs fits)",
+        help="when a waiting request may start: optimistic (its known tokens fit), reserved "
+        "(prompt and max_tokens fit), estimated (the peak estimated from past outputs fits)",
     )
     low_watermark: float = option(
         0.99, help="admit no request while KV memory use exceeds this fraction (0 to 1)"
@@ -56,7 +60,7 @@ class ScheduleConfig:
     scale_down_at: float | None = option(
         None,
         help="swap requests out to --swap-space while KV memory use exceeds this fraction (0 to "
-        "1), and back in when there are free pages; unset: requests stay while pages last",
+        "1), and in again when pages are free; unset: requests are preempted only without pages",
     )
     preempt: Preemption = option(
         "auto",
@@ -65,19 +69,19 @@ class ScheduleConfig:
     )
     batcher: str = option(
         CONTINUOUS,
-        help="how the batch of --max-num-seqs rows changes: continuous, static, pd, orca, baton_pd "
-        "or baton_pd_best_fit, with options as in baton_pd:queue=8,hold=host",
+        help="batching rule for the --max-num-seqs rows: continuous, static, pd, orca, baton_pd or "
+        "baton_pd_best_fit, with options as in baton_pd:queue=8,hold=host",
     )
     urgent: int | None = option(
         None,
-        help="requests with this priority or a lower number preempt requests of lower priority in "
-        "the next step; unset: they are only admitted first",
+        help="priority: requests with this or a lower number preempt requests of lower priority "
+        "before the next step; unset: they are only admitted first",
     )
     batch_invariant: bool = option(
         False,
-        help="compute the same logits for a token whatever else is in the batch, however its "
-        "prompt is cut into chunks and whether it was preempted: fixed shapes of products and of "
-        "attention, on CPUs; slower for small batches and for long prompts",
+        help="compute logits that do not depend on the rest of the batch, on prompt chunks or on "
+        "preemptions, by fixed shapes of matrix products and attention; on CPUs only, slower for "
+        "small batches and long prompts",
     )
     tenants: str = option(
         "",
@@ -103,39 +107,39 @@ class ScheduleConfig:
             )
 
     def _check_batching(self) -> None:
-        if self.batcher != CONTINUOUS:  # which needs no look: --help makes this without NumPy
-            _ = self.num_rows  # refuses a batcher that does not exist
+        if self.batcher != CONTINUOUS:  # the default needs no check: --help runs without NumPy
+            _ = self.num_rows  # raises for an unknown batcher
         if self.urgent is not None and self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
-                "urgent requests are read beside a full batch: expected max_num_batched_tokens "
-                "> max_num_seqs, "
+                "urgent requests are prefilled in the same step as a full batch: expected "
+                "max_num_batched_tokens > max_num_seqs, "
                 f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
 
     @property
     def batching(self) -> "PagedRule":
-        """The batcher.
+        """The batching rule.
 
         Raises:
             ConfigError: see `parse_batcher`.
         """
-        from quire.scheduler.batchers.registry import parse_batcher  # NumPy, which --help lacks
+        from quire.scheduler.batchers.registry import parse_batcher  # imports NumPy; --help doesn't
 
         return parse_batcher(self.batcher)
 
     @property
     def num_rows(self) -> int:
-        """Rows of KV memory: of the batch, and of what its batcher keeps beside it."""
+        """Rows of the KV memory: those of the batch plus the batcher's queue."""
         return self.batching.num_rows(self.max_num_seqs)
 
     @property
     def full_at(self) -> float:
-        """Part of the KV memory in use above which nobody is let in."""
+        """Fraction (0 to 1) of KV memory use above which no request is admitted."""
         return min(self.low_watermark, self.scale_down_at or 1.0)
 
     @property
     def forward_tokens(self) -> int:
-        """Rows of a forward at most."""
+        """Maximum number of tokens in a forward."""
         return (
             min(self.max_num_batched_tokens, INVARIANT_ROWS)
             if self.batch_invariant
@@ -144,5 +148,5 @@ class ScheduleConfig:
 
     @property
     def longest_chunk(self) -> int:
-        """Tokens one prompt can add in a step."""
+        """Maximum number of tokens of one prompt in a step."""
         return min(self.max_num_batched_tokens, self.chunk_tokens)

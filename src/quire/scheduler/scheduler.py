@@ -3,9 +3,9 @@
     a step's tokens | decoding rows, one token each | chunks of prompts (prefill) | new requests |
                     |<--------------------- at most max_num_batched_tokens --------------------->|
 
-The planners have a file each, by verb: admission, prefill, decode, preemption (limits), forks,
-unblocking. They share one `SchedulerComponents`. Torch-free: the scheduler knows token counts,
-pages and requests. Which tokens are evicted depends on tensors and is the evictor's choice.
+Each planner has a file: admission, prefill, decode, preemption (limits), forks, unblocking. All
+planners share one `SchedulerComponents`. Torch-free: the scheduler uses only token counts, pages
+and requests. The evictor selects the tokens to evict, because the selection depends on tensors.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from quire.scheduler.unblocking import Unblocking
 
 
 class Scheduler:
-    """Queues of requests over one KV memory, and the plan of every step.
+    """Queues requests for one KV memory and plans every step.
 
     Args:
         components: rules, accounts and state; see `make_components`.
@@ -56,7 +56,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step and allocate its pages.
 
-        Requests are preempted before anything is planned, so that no victim is part of the step.
+        Limits are enforced first, so that no preempted request is part of the step.
         """
         plan = StepPlan()
         self.fairness.recount(self.running)
@@ -73,7 +73,7 @@ class Scheduler:
         self._limits.enforce()
 
     def _admit(self) -> None:
-        """Admit requests that may preempt others, then carry out the batcher's swaps."""
+        """Admit requests that may preempt others, then do the batcher's swaps."""
         self._admission.reclaim()
         self._urgent.admit()
         moves = self._batcher.begin()
@@ -84,14 +84,14 @@ class Scheduler:
                 self._admission.admit_now(request)
 
     def _unblock(self, plan: StepPlan) -> None:
-        """Where nothing could be planned: let the batcher release rows, then preempt others."""
+        """If the plan is empty, let the batcher release rows, then preempt requests."""
         while plan.is_idle and self._batcher.stalled():
             self._decode.plan(plan)
         if plan.is_idle and self.running:
             self._unblocking.plan(plan)
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
-        """Note that the tokens of a step have been computed; return the forks made now."""
+        """Record that the tokens of a step have been computed; return the forks made now."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.progress.num_computed += tokens
         self.sequence_memory.sharing.confirm(plan.requests)
@@ -99,27 +99,34 @@ class Scheduler:
         return self._forks.make_due(plan.requests)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn the cost of a step, and of prefill from steps that hold one chunk only."""
+        """Update step size and prefill costs; prefill only from steps with a single chunk.
+
+        Args:
+            plan: the completed step.
+            seconds: its duration.
+        """
         self.step_size.learn(sum(plan.tokens))
         swapper = self.preempter.swapper
         if swapper is not None and len(plan.requests) == 1 and plan.tokens[0] > 1:
             swapper.costs.read(plan.tokens[0], plan.requests[0].progress.num_computed, seconds)
 
     def roll_back(self, plan: StepPlan) -> list[Request]:
-        """Queue the requests of a step that failed, without the KV that it was to write.
+        """Free and queue the requests of a failed step.
+
+        Requests that share blocks which the step did not write are freed and queued too.
 
         Args:
-            plan: of the step; an empty one means that planning failed: then all requests.
+            plan: the step's plan; if empty, planning failed and all running requests are queued.
 
         Returns:
             The requests of the step.
         """
         failed = [r for r in plan.requests or self.running if r.is_running]
         others = (r for r in self.running if r not in failed)
-        borrowed = [r for r in others if self.sequence_memory.sharing.shares_unwritten(r)]
+        sharing = [r for r in others if self.sequence_memory.sharing.shares_unwritten(r)]
         self.sequence_memory.sharing.withdraw()
-        for request in failed + borrowed:
-            if request.is_running:  # else it was queued with its group
+        for request in failed + sharing:
+            if request.is_running:  # otherwise it was queued with its group
                 self.lifecycle.restart(request, "step failed")
         return failed
 
@@ -127,17 +134,17 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self.waiting)
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions since the start."""
+        """Number of preemptions since the start."""
         return self.preempter.num_preemptions
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, or has to report a failure."""
+        """Whether there are running or waiting requests, or failures to report."""
         return bool(self.running or len(self.waiting) or self.lifecycle.failures)
 
     def submit(self, request: Request) -> None:
@@ -172,11 +179,11 @@ class Scheduler:
         return self.peaks.num_bytes(self.peaks.whole_counts(need, num_rows(request)))
 
     def finish(self, request: Request, reason: str = FINISHED) -> None:
-        """End a request in any state, and free its pages at once."""
+        """End a request in any state and free its pages."""
         self.lifecycle.finish(request, reason)
 
     def take_failures(self) -> list[Failure]:
-        """Return the requests that failed since the last call."""
+        """Return and clear the failures since the last call."""
         failures = list(self.lifecycle.failures)
         self.lifecycle.failures.clear()
         return failures
@@ -184,10 +191,11 @@ class Scheduler:
     def preempt_one(self) -> bool:
         """Free memory for another engine of a shared pool.
 
-        Cached prefixes that no request uses go first, then the request of the lowest priority.
+        Evicts cached prefixes that no request uses; if there are none, preempts the last request in
+        scheduling order.
 
         Returns:
-            False where nothing is left to free.
+            False if there was no memory to free.
         """
         if self.sequence_memory.sharing.idle_bytes:
             self.sequence_memory.sharing.drop_cached()
@@ -199,9 +207,9 @@ class Scheduler:
         return False
 
     def branch(self, group: RequestGroup, parents: Sequence[int]) -> None:
-        """Let member i of a running group become what member `parents[i]` is; see `Forks.branch`.
+        """Replace the members of a running group; see `Forks.branch`.
 
-        Called when all requests outside of the group have their tokens of the step: some may be
-        preempted.
+        Call it after the tokens of all other requests of the step are sampled, because some of them
+        may be preempted.
         """
         self._forks.branch(group, parents)

@@ -15,17 +15,17 @@ from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestState
 
-FINISHED = "finished"  # by themselves: why most requests leave
+FINISHED = "finished"  # reason of a free when a request finished normally
 
 
 class SequenceMemory:
-    """Allocates and frees the pages of requests, prefix cache included.
+    """Allocates and frees the pages of requests, with prefix caching.
 
     Args:
-        sharing: the prefix cache over the memory.
-        events: told of what happens.
-        prefix_offloader: moves first pages of requests to the host; None where all stay.
-        prefix_loader: loads prefixes that went elsewhere; None where they are just gone.
+        sharing: the prefix cache of the KV memory.
+        events: the event log; default: a new one.
+        prefix_offloader: offloads the oldest pages of requests; None without KV offload.
+        prefix_loader: loads cached prefixes from a second tier; None without one.
     """
 
     def __init__(
@@ -43,7 +43,10 @@ class SequenceMemory:
     # ---- free pages ----------------------------------------------------------------------------
 
     def can_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
-        """Whether these requests can take so many more tokens each, cached prefixes dropped."""
+        """Whether each request can grow by its number of tokens.
+
+        Evicts cached prefixes and offloads pages if needed.
+        """
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
         if self.memory.can_grow(rows, counts):
             return True
@@ -55,18 +58,18 @@ class SequenceMemory:
         return False
 
     def _reclaims(self, rows: Rows, counts: NDArray[np.int32]) -> bool:
-        """Whether rows can grow once cached prefixes are dropped."""
-        # a store of runs can lack a long piece where all free pages together would do
+        """Evict cached prefixes until rows can grow; return whether they can."""
+        # a store with contiguous rows can lack a long run although enough pages are free
         reclaimed = self.sharing.free_pages(self.memory.pages_to_grow(rows, counts))
         return reclaimed and self.memory.can_grow(rows, counts)
 
     # ---- allocate and free -----------------------------------------------------------------------
 
     def allocate(self, request: Request, lease: PrefixLease | None) -> None:
-        """Give a request a row, with the pages of its cached prefix.
+        """Allocate a row for a request and share the pages of its cached prefix.
 
         Raises:
-            OutOfPages: there is none; nothing was changed.
+            OutOfPages: no row or no pages; the request is unchanged.
         """
         prefix = self.sharing.prefix
         if prefix is not None and lease is not None and lease.nodes:
@@ -84,10 +87,10 @@ class SequenceMemory:
         self.note_entry(request)
 
     def note_entry(self, request: Request) -> None:
-        """Count an entry, however it came about, and tell of it."""
+        """Count and log an admission by allocation, swap-in or fork."""
         request.progress.num_admissions += 1
         request.progress.admitted_tokens = request.num_tokens
-        request.memory.chain = None  # its tokens change from now on
+        request.memory.chain = None  # its tokens change while it runs
         shared = 0 if request.memory.lease is None else request.memory.lease.tokens
         self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
         if shared:
@@ -95,13 +98,17 @@ class SequenceMemory:
             self.events.emit("shared", request, tokens=shared, kv_bytes=kv_bytes)
 
     def free(self, request: Request, reason: str) -> None:
-        """Take a request out and free what only it holds."""
+        """Free a request's row and the pages that only it holds."""
         kv_bytes = self.note_peak(request)
         self.memory.release([request.memory.row])
         self.note_freed(request, kv_bytes, reason)
 
     def note_peak(self, request: Request) -> int:
-        """Remember the most bytes of a request that is about to go; return what it refers to."""
+        """Update the peak bytes of a request before its pages are freed.
+
+        Returns:
+            Bytes of the pages that it refers to now.
+        """
         row = request.memory.row
         group = request.group or request.split_from
         if group is not None:
@@ -112,7 +119,7 @@ class SequenceMemory:
         return self.memory.row_bytes(row)
 
     def note_freed(self, request: Request, kv_bytes: int, reason: str) -> None:
-        """A request's row has been released."""
+        """Update a request after its row has been released, and log it."""
         self.sharing.stop_sharing(request)
         if self.prefix_loader is not None:
             self.prefix_loader.forget(request)
@@ -123,10 +130,10 @@ class SequenceMemory:
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
 
     def resume(self, request: Request, row: int, length: int) -> None:
-        """A request's KV has been copied back into pages of its own.
+        """Update a request after its KV has been swapped in to private pages.
 
-        It holds the prefix it once shared again, as far as that is still there, so that what it
-        fills from now on is published behind it.
+        It pins its cached prefix again, as far as that is still cached, so that its next blocks can
+        be published after it.
         """
         request.memory.row, request.progress.num_computed = row, length
         self.note_entry(request)
@@ -135,14 +142,14 @@ class SequenceMemory:
     # ---- growing -------------------------------------------------------------------------------
 
     def grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
-        """Make room for more tokens, and publish the blocks that they fill.
+        """Allocate pages for new tokens and publish the blocks that they fill.
 
         Raises:
             OutOfPages: see `KVMemory.grow`.
         """
         copied_bytes = self.memory.copied_bytes
         self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32))
-        if kv_bytes := self.memory.copied_bytes - copied_bytes:  # shared pages that are written now
+        if kv_bytes := self.memory.copied_bytes - copied_bytes:  # copy on write of shared pages
             self.events.emit("copied", requests[0], kv_bytes=kv_bytes)
         if self.sharing.prefix is None:
             return
@@ -152,10 +159,10 @@ class SequenceMemory:
                 self.sharing.publish(request, request.progress.num_computed + count)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let a request without KV begin with all that another has, in shared pages.
+        """Fork the KV of a running request for a request without KV, with shared pages.
 
         Raises:
-            OutOfPages: no row, or no pages for what cannot be shared; nothing was changed.
+            OutOfPages: no row, or no pages for statistics; both requests are unchanged.
         """
         child.memory.row = fork(self.memory, parent.memory.row)
         child.progress.num_computed, child.eviction.exact = (
@@ -175,17 +182,17 @@ class SequenceMemory:
 
 
 def share_evictions(parent: Request, child: Request) -> None:
-    """Let a copy have lost what its parent has; what it lost later itself it will lose again."""
+    """Copy a parent's eviction state to its fork; later entries of the child's trace are kept."""
     own, inherited = child.eviction, parent.eviction
     own.trace[: inherited.replayed] = inherited.trace[: inherited.replayed]
     own.replayed = inherited.replayed
     if own.pending or not inherited.pending:
         own.spec, own.selection = inherited.spec, inherited.selection
         own.pending = inherited.pending
-    if len(own.trace) == own.replayed:  # its own past is that of its parent
+    if len(own.trace) == own.replayed:  # the child has no evictions of its own
         own.num_evictions, own.evicted_tokens = inherited.num_evictions, inherited.evicted_tokens
 
 
 def rows_of(requests: Sequence[Request]) -> NDArray[np.int64]:
-    """Their rows of the memory."""
+    """The requests' rows of the KV memory."""
     return np.fromiter((r.memory.row for r in requests), dtype=np.int64, count=len(requests))

@@ -1,4 +1,4 @@
-"""Which requests run and which wait: the one state that the scheduler and its parts share."""
+"""The running and waiting requests: state that all components of the scheduler share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from quire.tenancy.tenants import TenantSpec
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """The requests of one scheduler, whose lifecycle and admission alone change them.
+    """The requests of one scheduler. Only its lifecycle and admission change them.
 
     Attributes:
-        running: requests that hold KV, in the order in which they were admitted.
-        waiting: requests that do not, fair by served tokens.
+        running: running requests, which hold KV, in the order of admission.
+        waiting: waiting requests, in a queue that is fair by served tokens.
     """
 
     running: list[Request]
@@ -22,9 +22,9 @@ class SchedulerState:
 
     @classmethod
     def empty(cls, tenants: Sequence[TenantSpec] = ()) -> "SchedulerState":
-        """The state before the first request.
+        """Return the state before the first request.
 
         Args:
-            tenants: those that are configured.
+            tenants: the configured tenants.
         """
         return cls([], FairQueue({spec.name: spec.weight for spec in tenants}))

@@ -1,4 +1,4 @@
-"""What one step computes, and where the time of steps goes."""
+"""The plan of a step, and the time spent in steps."""
 
 from dataclasses import dataclass, field
 
@@ -7,13 +7,13 @@ from quire.scheduler.request import Request
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. The memory has grown for it already.
+    """Plan of one step; its pages are allocated already.
 
     Attributes:
         requests: rows of the flat batch.
-        tokens: new tokens of each, from its `num_computed` on.
-        num_decoding: the first `num_decoding` requests decode.
-        waits: no request is planned, because pages of their prefixes are being loaded.
+        tokens: number of new tokens of each request, after its `num_computed`.
+        num_decoding: number of decoding rows, which come first.
+        waits: whether the plan is empty because pages of prefixes are being loaded.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -23,29 +23,29 @@ class StepPlan:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is planned and nothing is being loaded."""
+        """Whether no request is planned and no prefix is being loaded."""
         return not (self.requests or self.waits)
 
     def add(self, request: Request, tokens: int) -> None:
-        """Compute `tokens` more tokens of a request in this step."""
+        """Add the next `tokens` tokens of a request to the step."""
         self.requests.append(request)
         self.tokens.append(tokens)
 
     @property
     def num_scored(self) -> int:
-        """Tokens whose logits are all needed, because their prompts are scored."""
-        parts = zip(self.requests, self.tokens, strict=True)
-        return sum(tokens for request, tokens in parts if request.scores_prompt)
+        """Number of tokens of prompts with log-probabilities, whose logits are all needed."""
+        rows = zip(self.requests, self.tokens, strict=True)
+        return sum(tokens for request, tokens in rows if request.scores_prompt)
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds since the engine's start, summed over all steps.
+    """Time spent in steps since the engine's start, in seconds.
 
     Attributes:
-        steps_s: whole steps without sampling and detokenizing.
-        schedule_s: choosing rows, allocating pages, evicting.
-        prepare_s: building the flat batch: token ids, positions, slots, buckets.
+        steps_s: total time of steps, without sampling and detokenization.
+        schedule_s: time to select rows, allocate pages and evict.
+        prepare_s: time to build the flat batch: token ids, positions, slots, buckets.
     """
 
     steps_s: float = 0.0
@@ -53,11 +53,11 @@ class StepTimes:
     prepare_s: float = 0.0
 
     def scheduled(self, seconds: float) -> None:
-        """Add the time that planning a step took."""
+        """Add the time of planning a step."""
         self.schedule_s += seconds
         self.steps_s += seconds
 
     @property
     def bookkeeping_share(self) -> float:
-        """Fraction of the steps' time that is neither model nor attention."""
+        """Fraction (0 to 1) of the steps' time that is spent outside of the model forward."""
         return (self.schedule_s + self.prepare_s) / self.steps_s if self.steps_s else 0.0

@@ -1,12 +1,13 @@
-"""How many tokens a step processes: one batch, or several that share the layers brought for it.
+"""Step size with weight offload: one batch, or several batches that share each prefetched layer.
 
-    latency      one batch of `max_num_batched_tokens`: each brings all layers (row by row)
-    throughput   as many batches as may share a pass: layers are brought once for all of them, and
+    latency      one batch of `max_num_batched_tokens`; every batch transfers all offloaded layers
+                 (row by row)
+    throughput   the maximum number of batches; each layer is transferred once for all of them, and
                  hidden states wait between layers (column by column)
-    auto         as few as hide what is brought behind the device's work, by what both have taken
+    auto         the fewest batches whose computation hides the transfers, by measured times
 
-A batch keeps its size, so activations do. Where all weights are on the device nothing is shared,
-and a step is one batch; so it is where pages of its rows are brought too.
+The size of a batch, and so of its activations, does not change. Without weight offload, and with KV
+offload, a step is one batch.
 """
 
 from typing import Protocol, runtime_checkable
@@ -14,25 +15,25 @@ from typing import Protocol, runtime_checkable
 from quire.errors import UnsoundCombination
 from quire.plan.offload.resident import MOST_BATCHES, WeightsPlacement, best_pass
 
-_NEW_SHARE = 0.2  # of what the last full batches took, in what the next is expected to take
-_FULL = 0.5  # of a batch's tokens: smaller ones say little of a full one
+_NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
+_FULL = 0.5  # least fraction of a full batch that is sampled
 
 
 @runtime_checkable
 class WeightTransfers(Protocol):
-    """Transfers of offloaded layers, as far as step sizes depend on them."""
+    """Measurements of weight transfers that step sizes depend on."""
 
     @property
     def place(self) -> WeightsPlacement:
-        """Where weights lie."""
+        """Placement of the weights in device and host memory."""
 
     @property
     def device_s(self) -> float:
-        """The device's own work since the start, without waiting for layers."""
+        """Seconds of computation on the device since the start, without waiting for layers."""
 
     @property
     def copied_s(self) -> float:
-        """What copies have taken since the start."""
+        """Seconds of transfers since the start."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,16 +41,16 @@ class WeightTransfers(Protocol):
 
 
 class StepSize:
-    """Tokens of the next step.
+    """Maximum number of tokens of the next step.
 
     Args:
-        batch_tokens: of one batch.
+        batch_tokens: maximum tokens of one batch.
         objective: see above.
-        offloaded_weights: what brings layers; None where all are on the device.
+        offloaded_weights: transfers of offloaded layers; None without weight offload.
 
     Attributes:
-        batch_tokens: of one batch.
-        num_batches: that may share the next step.
+        batch_tokens: see above.
+        num_batches: maximum number of batches in the next step.
     """
 
     def __init__(
@@ -63,31 +64,31 @@ class StepSize:
         self.num_batches = (
             most_batches(objective, offloaded_weights) if objective == "throughput" else 1
         )
-        self._batch_s: float | None = None  # the device's work on a full batch
+        self._batch_s: float | None = None  # computation time of a full batch
         self._seen_s = 0.0 if offloaded_weights is None else offloaded_weights.device_s
 
     @property
     def tokens(self) -> int:
-        """Of the next step at most."""
+        """Maximum number of tokens of the next step."""
         return self.batch_tokens * self.num_batches
 
     @property
     def shares_layers(self) -> bool:
-        """Whether batches of a step can share layers that are brought for it."""
+        """Whether batches of a step can share prefetched layers."""
         return self._offloaded_weights is not None
 
     def learn(self, tokens: int) -> None:
-        """A step has ended.
+        """Update the number of batches after a step.
 
         Args:
-            tokens: that it processed.
+            tokens: number of tokens of the step.
         """
         offloaded_weights = self._offloaded_weights
         if offloaded_weights is None or self._objective != "auto":
             return
-        took_s, self._seen_s = offloaded_weights.device_s - self._seen_s, offloaded_weights.device_s
-        if took_s > 0 and tokens >= _FULL * self.batch_tokens:
-            batch_s = took_s * self.batch_tokens / tokens
+        step_s, self._seen_s = offloaded_weights.device_s - self._seen_s, offloaded_weights.device_s
+        if step_s > 0 and tokens >= _FULL * self.batch_tokens:
+            batch_s = step_s * self.batch_tokens / tokens
             old_s = batch_s if self._batch_s is None else self._batch_s
             self._batch_s = old_s + _NEW_SHARE * (batch_s - old_s)
         if self._batch_s is not None and offloaded_weights.num_bytes:
@@ -105,31 +106,31 @@ class StepSize:
 
 
 def most_batches(objective: str, offloaded_weights: WeightTransfers | None) -> int:
-    """Batches of one step at most."""
+    """Maximum number of batches in one step."""
     return 1 if offloaded_weights is None or objective == "latency" else MOST_BATCHES
 
 
 def refuse_nothing_shared(
     objective: str, *, offloaded_weights: bool, offloaded: bool = False
 ) -> None:
-    """Refuse an objective that would change nothing.
+    """Refuse the objective `throughput` if it would have no effect.
 
     Args:
-        objective: of the schedule.
-        offloaded_weights: whether layers' weights lie outside of the device.
-        offloaded: whether first pages of sequences that run may lie on the host.
+        objective: `ScheduleConfig.objective`.
+        offloaded_weights: whether weights are offloaded.
+        offloaded: whether KV of running requests may be offloaded.
 
     Raises:
-        UnsoundCombination: `throughput` where they do not, or where steps are one batch anyway.
+        UnsoundCombination: `throughput` without weight offload, or with KV offload.
     """
     if objective == "throughput" and offloaded:
         raise UnsoundCombination(
-            "with --kv-offload-memory a step is one batch, whose rows' pages are brought in turn "
-            "with its layers: use --objective latency or auto, or leave out --kv-offload-memory"
+            "--objective throughput needs steps of several batches, and with --kv-offload-memory a "
+            "step is one batch: use --objective latency or auto, or leave out --kv-offload-memory"
         )
     if objective == "throughput" and not offloaded_weights:
         raise UnsoundCombination(
-            "--objective throughput lets batches of a step share the layers that are brought for "
-            "it, and all weights are on the device: give --weights-memory less than they take, or "
+            "--objective throughput lets batches of a step share prefetched layers, and all "
+            "weights are on the device: set --weights-memory below the size of the weights, or "
             "raise --max-num-batched-tokens for larger steps"
         )

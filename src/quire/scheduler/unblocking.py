@@ -1,10 +1,10 @@
-"""Plans a step where no running request found a page: the first in line gets the others' pages.
+"""Plans a step when no running request found a page: frees pages for the first request.
 
-1  the requests behind it are preempted, one by one
-2  its pages are compacted, its staging is halved
+1  the requests after it are preempted, one by one
+2  its pages are compacted, its staging slots are halved
 3  other members of its group are split off
-4  it is computed again without offloading, where that lets it evict
-5  it fails, and the engine goes on
+4  it is recomputed without KV offload, if it can evict then
+5  it fails; other requests are unaffected
 """
 
 from quire.errors import NeverFits
@@ -18,10 +18,10 @@ from quire.scheduler.step import StepPlan
 
 
 class Unblocking:
-    """Gives the first request in line all pages that it needs.
+    """Planner of steps in which only the first request in scheduling order runs.
 
     Args:
-        components: of the scheduler.
+        components: the scheduler's components.
         decode: plans decoding rows.
         prefill: plans chunks of prompts.
         forks: splits groups.
@@ -37,10 +37,10 @@ class Unblocking:
         self._decode, self._prefill, self._forks = decode, prefill, forks
 
     def plan(self, plan: StepPlan) -> None:
-        """Plan a step for the first in line; preempt the others one by one.
+        """Plan a step for the first request; preempt the others one by one.
 
-        First is the request that arrived first, whatever its tenant is_over_share: debts change with the
-        running requests, and two that took turns at being first would preempt each other for ever.
+        The first request is the first by `Request.order`, regardless of tenants' shares. Shares
+        change with the running requests, so two requests could preempt each other forever.
         """
         first = min(self._running, key=lambda request: request.order)
         self._plan_first(plan, first)
@@ -60,7 +60,7 @@ class Unblocking:
             self._recompute_or_fail(plan, first)
 
     def _plan_first(self, plan: StepPlan, first: Request) -> None:
-        """Plan the tokens of a request, or of the first of its group that has pages."""
+        """Plan the tokens of a request, or of the first member of its group that has pages."""
         if first.group is not None:
             self._decode.plan(plan)
         for request in together(first):
@@ -68,10 +68,10 @@ class Unblocking:
                 self._prefill.chunk(plan, request, self._step_tokens)
 
     def _recompute_or_fail(self, plan: StepPlan, first: Request) -> None:
-        """The first in line has no pages in all of the memory: the engine and the others go on.
+        """Recompute or fail a request that does not fit in the whole KV memory.
 
-        Where it cannot evict because its offloaded pages find no room to return, it is computed
-        again without offloading, so that it evicts in time.
+        If it cannot evict because its offloaded pages cannot be loaded back, it is recomputed
+        without KV offload, so that it evicts in time.
         """
         if self._offloader is None or not self._offloader.stops_evicting(first):
             self._lifecycle.fail(first, NeverFits(NEVER))

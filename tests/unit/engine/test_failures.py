@@ -175,7 +175,7 @@ def test_an_id_whose_sequences_would_take_the_id_of_another_request_is_refused(m
     engine, tokens = small_engine(model), {}
     several = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
     engine.submit(GenerationRequest([3], engines.greedy(), request_id="r#1"))
-    with pytest.raises(RequestError, match="'r#1' is already running"):
+    with pytest.raises(RequestError, match="request id 'r#1' is in use"):
         engine.submit(GenerationRequest([4], several, request_id="r"))
     engine.submit(GenerationRequest([3], engines.greedy(), request_id="request-3#1"))
     chosen = engine.submit(GenerationRequest([4], several))

@@ -107,7 +107,7 @@ def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
     for _ in range(5):  # what the entrance does with it while there is no room
         lease = sequence_memory.sharing.look_up(waiting)
         assert lease.tokens == 60
-        sequence_memory.sharing.give_back(lease)
+        sequence_memory.sharing.release(lease)
     assert hashes[0] == 60 // PAGE_TOKENS
 
     service.scheduler.waiting.push(waiting)

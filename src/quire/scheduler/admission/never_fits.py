@@ -1,4 +1,4 @@
-"""Refuses requests that could not run even alone, with the bytes and the changes that would help."""
+"""Refuses requests that could not run even alone: states the bytes and the possible changes."""
 
 from bisect import bisect_left
 from collections.abc import Iterator

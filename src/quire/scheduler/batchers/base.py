@@ -1,17 +1,17 @@
-"""The seam of batchers: what a rule decides for pages, and what it decides for dense rows.
+"""Interface of batching rules, for paged KV and for dense rows.
 
-A rule has a name and options. `PagedRule` makes the `Batcher` of a scheduler, whose KV is in pages;
-`DenseRule` chooses for a `DynamicBatch`, whose rows lie side by side in one slab. Most rules do
-both. A `Batcher` is asked at every step:
+A rule has a name and options. `PagedRule` makes the `Batcher` of a scheduler, whose KV is in pages.
+`DenseRule` selects queries for a `DynamicBatch`, whose rows are in one contiguous slab. Most rules
+are both. The scheduler calls a `Batcher` in every step:
 
-    begin        once, before anything of the step is planned
-    decoding     which rows decode of those that could
-    candidate    whom to let in, where somebody may enter
-    reads        who may get tokens beside the decoding rows
-    stalled      nobody got anything: may those that were held back move?
+    begin        once, before the step is planned
+    decoding     which of the ready rows decode
+    candidate    which waiting request may be admitted
+    may_compute  which running requests may get tokens in addition to the decoding rows
+    stalled      no request could be planned: may other rows decode?
 
-A batcher moves no KV itself and never counts pages: admission, limits and preemption go on as they
-are under every one of them, and one that has nobody in must let somebody in.
+A batcher does not move KV or count pages. Admission, limits and preemption are the same for all
+batchers. A batcher without running requests must return a candidate.
 """
 
 from abc import ABC, abstractmethod
@@ -25,15 +25,15 @@ from quire.tenancy.fair_queue import FairQueue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
-    """What a batcher may look at.
+    """Scheduler state that a batcher may read.
 
     Attributes:
-        running: all that hold KV; the scheduler's own list.
-        waiting: those that do not; the scheduler's own queue.
+        running: the scheduler's list of running requests.
+        waiting: the scheduler's queue of waiting requests.
         max_num_seqs: rows of a batch.
-        max_num_batched_tokens: tokens of a step at most.
-        chunk_tokens: tokens of one prompt that a step reads at most.
-        urgent: priority from which on, downwards, a request does not wait for others; None: none.
+        max_num_batched_tokens: maximum tokens of a step.
+        chunk_tokens: maximum tokens of one prompt in a step.
+        urgent: requests of this priority or a lower number are urgent; None: no request is.
     """
 
     running: list[Request]
@@ -44,17 +44,17 @@ class BatchState:
     urgent: int | None = None
 
     def is_urgent(self, request: Request) -> bool:
-        """Whether it takes the place of others."""
+        """Whether a request is urgent, so that it may take the row of another one."""
         return self.urgent is not None and request.priority <= self.urgent
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """KV of prefilled requests to be moved before a step, as far as there is room.
+    """Swaps of prefilled requests before a step, as far as memory allows.
 
     Attributes:
-        out: running requests; their KV waits on the host.
-        back: waiting requests whose KV does.
+        out: running requests to swap out.
+        back: waiting requests to swap in.
     """
 
     out: Sequence[Request] = ()
@@ -66,54 +66,54 @@ class Batcher(ABC):
 
     @abstractmethod
     def begin(self) -> Moves | None:
-        """Note who has ended, left or come since the last step, and fill rows that are free.
+        """Update the batch after the last step, and fill free rows.
 
         Returns:
-            What is to be moved; None for nothing.
+            The swaps to make; None for none.
         """
 
     @abstractmethod
     def decoding(self, ready: list[Request]) -> list[Request]:
-        """Those that decode in this step.
+        """Return the requests that decode in this step.
 
         Args:
-            ready: running requests that lack the KV of one token only.
+            ready: running requests whose KV lacks one token.
         """
 
     @abstractmethod
     def candidate(self, head: Request, budget: int) -> Request | None:
-        """Whom to try to let in; None where nobody of this tenant may enter now.
+        """Return the request of a tenant to admit next; None if none may be admitted now.
 
         Args:
-            head: the first in line of its tenant, or the first that was never in.
-            budget: tokens that the step has left to read.
+            head: the tenant's first waiting request, or the first that was never admitted.
+            budget: tokens that the step has left for prefill.
         """
 
     @abstractmethod
     def entered(self, request: Request) -> None:
-        """A request has entered the KV memory, for the first time or again."""
+        """Record that a request was admitted or resumed."""
 
     @abstractmethod
-    def reads(self, request: Request) -> bool:
+    def may_compute(self, request: Request) -> bool:
         """Whether a running request that is not in the plan may get tokens of this step."""
 
     @abstractmethod
     def prefill_tokens(self, budget: int) -> int:
-        """Tokens of prompts this step reads.
+        """Return the maximum number of prompt tokens in this step.
 
         Args:
-            budget: what the decoding rows leave of a step.
+            budget: tokens that the decoding rows leave.
         """
 
     @abstractmethod
     def stalled(self) -> bool:
-        """Nobody could be planned: whether more requests may decode now than before."""
+        """Release rows after an empty plan; return whether more requests may decode now."""
 
 
 class BatcherRule(ABC):
-    """A rule as it is configured: its fields are its options, with defaults.
+    """A batching rule with its options, which are its fields.
 
-    Final classes are frozen dataclasses, and are a `PagedRule`, a `DenseRule` or both.
+    Concrete classes are frozen dataclasses, and are a `PagedRule`, a `DenseRule` or both.
     """
 
     name: ClassVar[str]
@@ -123,20 +123,20 @@ class BatcherRule(ABC):
 
 
 class PagedRule(BatcherRule):
-    """Decides which requests of a scheduler are in the batch."""
+    """Batching rule of a scheduler, whose KV is in pages."""
 
     @property
     def holds_on_host(self) -> bool:
-        """Whether KV of prefilled requests waits on the host."""
+        """Whether the KV of prefilled requests is held in swap space."""
         return False
 
     def num_rows(self, max_num_seqs: int) -> int:
-        """Rows of KV memory it uses, where a batch has `max_num_seqs`."""
+        """Rows of the KV memory for batches of `max_num_seqs` rows."""
         return max_num_seqs
 
     @abstractmethod
     def make(self, state: BatchState) -> Batcher:
-        """The batcher of one scheduler."""
+        """Make the batcher of one scheduler."""
 
 
 # ---- dense rows --------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class PagedRule(BatcherRule):
 
 @runtime_checkable
 class DenseQuery(Protocol):
-    """What a rule may look at of a query that wants a row."""
+    """Properties of a query for a row, for batching rules."""
 
     @property
     def number(self) -> int: ...  # noqa: D102
@@ -159,15 +159,15 @@ Q = TypeVar("Q", bound=DenseQuery)
 
 @dataclass(frozen=True, slots=True)
 class BatchView(Generic[Q]):
-    """What a rule sees of a dense batch.
+    """State of a dense batch, for batching rules.
 
     Attributes:
-        size: rows the batch may have now.
+        size: maximum number of rows now.
         live: queries in rows.
-        waiting: prompts to be read, in line.
-        ready: queries with KV and no row, in line.
-        columns: of the longest row.
-        group_tokens: most tokens, pads counted, that are read together.
+        waiting: queries to prefill, in order.
+        ready: prefilled queries without a row, in order.
+        columns: columns of the longest row.
+        group_tokens: maximum tokens of one prefill group, padding included.
     """
 
     size: int
@@ -179,18 +179,18 @@ class BatchView(Generic[Q]):
 
     @property
     def free(self) -> int:
-        """Rows that may be filled."""
+        """Number of free rows."""
         return self.size - len(self.live)
 
 
 class DenseRule(BatcherRule):
-    """Decides which prompts are read when, and which query gets which free row.
+    """Batching rule of a dense batch: order of prefills, and queries for free rows.
 
     Attributes:
-        shapes: prompts are read by the batch's own forward, all rows padded to the longest.
-        runs_to_end: rows stay as they are, finished ones too, until all have ended.
-        reads_ahead: prompts may be read in the background, before a row is free.
-        least_ready: prefilled queries wanted to choose from when a row is free.
+        shapes: prompts are prefilled in the batch's own forward, all rows padded to the longest.
+        runs_to_end: finished rows are not refilled until all rows have finished.
+        reads_ahead: prompts may be prefilled in the background, before a row is free.
+        least_ready: number of prefilled queries to choose from when a row is free.
         dense_options: options that have an effect on dense rows.
     """
 
@@ -201,15 +201,15 @@ class DenseRule(BatcherRule):
     dense_options: ClassVar[tuple[str, ...]] = ()
 
     def open_rows(self, view: BatchView[Q]) -> int:
-        """Rows that may be filled now."""
+        """Number of rows that may be filled now."""
         return view.free
 
     @abstractmethod
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """Which waiting queries are read together next; empty where none waits."""
+        """Return the waiting queries to prefill together next; empty if none waits."""
 
     def choose(self, view: BatchView[Q]) -> Q | None:
-        """Which ready query enters next; None to read others first."""
+        """Return the ready query to insert next; None to prefill others first."""
         if not view.ready:
             return None
         first = view.ready[0]

@@ -1,7 +1,7 @@
-"""Vector shaping: a new prompt is read by the batch's own forward, in the row that is free.
+"""Vector shaping: a new prompt is prefilled in the free row, in the batch's own forward.
 
-The others are padded to the prompt's length, and their columns keep the hole for good. It is here
-to be measured: a slab with holes may outgrow its capacity (SlabFull), and says so.
+The other rows are padded to the prompt's length, and these padded columns are never removed. The
+rule is for comparison: a slab with padding may exceed its capacity, which raises `SlabFull`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from quire.scheduler.batchers.base import BatchView, DenseRule, Q
 
 @dataclass(frozen=True, slots=True)
 class Baton(DenseRule):
-    """All free rows are filled at once; every row pays for the longest new prompt.
+    """All free rows are filled at once; every row is padded to the longest new prompt.
 
     Source: Cong et al., BATON, section 4.1.
     """
@@ -21,5 +21,5 @@ class Baton(DenseRule):
     shapes = True
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: as many as there are free rows."""
+        """See `DenseRule`: as many queries as there are free rows."""
         return list(view.waiting[: view.free])

@@ -1,8 +1,8 @@
-"""BATON with prefill and decoding apart: a free row is filled with a query that has been prefilled.
+"""BATON with separate prefill and decoding: a free row is filled with a prefilled query.
 
-step   row 0         row 1             beside them
-7      decodes a     decodes b, ends   reads a part of c, d and e: the queue
-8      decodes a     decodes c         reads on
+step   row 0         row 1             prefill in the same step
+7      decodes a     decodes b, ends   chunks of c, d and e, for the queue
+8      decodes a     decodes c         next chunks
 """
 
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ from quire.scheduler.batchers.prefill_order import similar_group
 from quire.scheduler.batchers.prefilled import PrefilledQueue, QueueOptions
 
 PREFILLS = ("async", "sync")
-PLACES = ("device", "host")
-_READ_TOGETHER_SHARE = 4
+LOCATIONS = ("device", "host")
+_LEAST_GROUP_DIVISOR = 4  # of the batch's rows
 
 
 @dataclass(frozen=True, slots=True)
 class BatonPD(PagedRule, DenseRule):
-    """A queue of prefilled queries stands behind the batch; no row is idle while it has any.
+    """Free rows are filled from a queue of prefilled queries; no row is idle while it has any.
 
     Source: Cong et al., BATON, section 4.2 (vector embedding with prefill and decoding apart).
 
-    Differs from the paper: in pages a query is inserted by naming its pages, so nothing is padded
-    or copied; a queue that is prefilled beside the batch shares its steps, within a token budget.
-    On dense rows prompts of similar length are read apart and enter rows without padding; the queue
-    is that of the `DynamicBatch`.
+    Differs from the paper: with paged KV, inserting a query needs no padding and no copy. The queue
+    is prefilled in the same steps as the batch, within a token budget. On dense rows, prompts of
+    similar length are prefilled separately and inserted without padding; the queue is that of the
+    `DynamicBatch`.
 
     Attributes:
-        queue: rows of prefilled queries at most, beside the batch; 0: as many as the batch has.
-        tokens: of prompts read beside a full batch in a step; 0: whatever a step has left.
-        prefill: async (between and beside decode steps), sync (the whole queue whenever it is
-            empty, nobody decodes meanwhile).
-        hold: where KV of the queue waits, device or host (fetched back before a row ends).
-        lead: steps ahead of a row's end in which it is fetched.
-        window: waiting requests among which those of similar length are looked for.
+        queue: maximum rows of prefilled queries, in addition to the batch; 0: as many as the batch.
+        tokens: maximum prompt tokens of a step with a full batch; 0: all tokens that are left.
+        prefill: async (in the steps of the batch), sync (the whole queue whenever it is empty;
+            no request decodes meanwhile).
+        hold: where KV of the queue is held: device, or host (swapped in before a row ends).
+        lead: number of steps before a row's end at which KV is swapped in.
+        window: maximum waiting requests searched for similar lengths.
     """
 
     name = "baton_pd"
@@ -55,16 +55,16 @@ class BatonPD(PagedRule, DenseRule):
         check_at_least(0, queue=self.queue, tokens=self.tokens, lead=self.lead)
         check_at_least(1, window=self.window)
         if self.prefill not in PREFILLS:
-            raise UnknownName("way of prefilling", self.prefill, PREFILLS)
-        if self.hold not in PLACES:
-            raise UnknownName("place of prefilled KV", self.hold, PLACES)
+            raise UnknownName("prefill mode", self.prefill, PREFILLS)
+        if self.hold not in LOCATIONS:
+            raise UnknownName("location of prefilled KV", self.hold, LOCATIONS)
 
     def queue_options(self, max_num_seqs: int) -> QueueOptions:
-        """Of the queue behind a batch of so many rows."""
+        """Return the options of the queue for a batch of `max_num_seqs` rows."""
         return QueueOptions(
             rows=self.queue or max_num_seqs,
             tokens=self.tokens,
-            reads_apart=self.prefill == "sync",
+            prefills_apart=self.prefill == "sync",
             on_host=self.hold == "host",
             lead_steps=self.lead,
             window=self.window,
@@ -84,10 +84,10 @@ class BatonPD(PagedRule, DenseRule):
         return PrefilledQueue(state, self.queue_options(state.max_num_seqs), FirstPrefilled())
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: the first in line and similar ones, at most the free rows.
+        """See `DenseRule`: the first query and similar ones, as many as there are free rows.
 
-        Where fewer are free it is a quarter of a batch. More would be read in fewer forwards, and
-        lie in memory for longer.
+        At least a quarter of a batch is prefilled together. Larger groups would need fewer
+        forwards, but their KV would be held for longer.
         """
-        most = max(1, view.free, view.size // _READ_TOGETHER_SHARE)
+        most = max(1, view.free, view.size // _LEAST_GROUP_DIVISOR)
         return similar_group(view.waiting, most, view.group_tokens)

@@ -1,4 +1,4 @@
-"""BATON-PD that inserts the longest prefilled query that makes the batch no longer than it is."""
+"""BATON-PD that inserts the longest prefilled query that is not longer than the longest row."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ from quire.scheduler.batchers.prefilled import PrefilledQueue
 
 @dataclass(frozen=True, slots=True)
 class BatonPDBestFit(BatonPD):
-    """As `baton_pd`, with another choice from its queue.
+    """As `baton_pd`, but the query is chosen by length.
 
-    On dense rows this saves padding: where none fits, the shortest enters, and a query that
-    `patience` later ones have overtaken enters next. In pages nothing is padded: rows of alike
-    lengths remain.
+    On dense rows this reduces padding. If no query fits, the shortest is inserted. A query that
+    `patience` later ones have overtaken is inserted next. Paged KV has no padding; there the rows
+    of the batch keep similar lengths.
 
     Attributes:
-        queue, tokens, prefill, hold, lead, window: as those of `baton_pd`.
-        patience: queries that may be inserted before the one that is first in the queue.
+        queue, tokens, prefill, hold, lead, window: see `BatonPD`.
+        patience: maximum queries that may be inserted before the first of the queue.
     """
 
     name = "baton_pd_best_fit"
@@ -30,7 +30,7 @@ class BatonPDBestFit(BatonPD):
     patience: int = 8
 
     def __post_init__(self) -> None:
-        BatonPD.__post_init__(self)  # not super(): slots make another class of this one
+        BatonPD.__post_init__(self)  # not super(): `slots=True` creates a new class
         check_at_least(0, patience=self.patience)
 
     def make(self, state: BatchState) -> Batcher:
@@ -39,7 +39,7 @@ class BatonPDBestFit(BatonPD):
         return PrefilledQueue(state, options, BestFit(self.patience))
 
     def choose(self, view: BatchView[Q]) -> Q | None:
-        """See `DenseRule`: the best fit among the ready of the highest priority."""
+        """See `DenseRule`: the best fit among the ready queries of the best priority."""
         first = BatonPD.choose(self, view)
         if first is None:
             return None

@@ -1,4 +1,4 @@
-"""Continuous batching: whoever fits enters, prompts are read in chunks beside the decoding rows."""
+"""Continuous batching: requests that fit are admitted in every step, with chunked prefill."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from quire.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Continuous(PagedRule):
-    """A step's tokens are shared by decoding rows, which come first, and chunks of prompts.
+    """Every step contains decoding rows, which come first, and chunks of prompts.
 
     Source: the schedulers of Sarathi-Serve (chunked prefill) and of vLLM.
     """
@@ -21,7 +21,7 @@ class Continuous(PagedRule):
 
 
 class EveryStep(Batcher):
-    """Holds nobody back."""
+    """Batcher without restrictions."""
 
     def begin(self) -> Moves | None:
         """See `Batcher`."""
@@ -38,7 +38,7 @@ class EveryStep(Batcher):
     def entered(self, request: Request) -> None:
         """See `Batcher`."""
 
-    def reads(self, request: Request) -> bool:
+    def may_compute(self, request: Request) -> bool:
         """See `Batcher`."""
         return True
 

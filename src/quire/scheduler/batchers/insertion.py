@@ -1,4 +1,4 @@
-"""Which of the prefilled queries takes a row that is free, in pages and in dense rows."""
+"""Chooses the prefilled query for a free row, for paged KV and for dense rows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 def best_fit(queue: Sequence[T], num_tokens: Callable[[T], int], longest: int) -> T | None:
-    """The longest that is no longer than the longest row, the first of equals; None if none is.
+    """Return the longest query that is not longer than the longest row; None if there is none.
 
     Args:
-        queue: prefilled, best first.
-        num_tokens: of one of them.
+        queue: prefilled queries, best first; the first of equal lengths is returned.
+        num_tokens: returns the tokens of a query.
         longest: tokens of the longest row.
     """
     fitting = [each for each in queue if num_tokens(each) <= longest]
@@ -22,24 +22,24 @@ def best_fit(queue: Sequence[T], num_tokens: Callable[[T], int], longest: int) -
 
 
 class Insertion(ABC):
-    """Chooses from the queue."""
+    """Chooses the next query from the queue of prefilled queries."""
 
     @abstractmethod
     def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
-        """The one to be inserted next.
+        """Return the query to insert next.
 
         Args:
-            queue: prefilled, at least one, best first.
-            longest: tokens of the longest row of the batch; 0 where nobody is in it.
+            queue: prefilled queries, at least one, best first.
+            longest: tokens of the longest row of the batch; 0 for an empty batch.
         """
 
     @abstractmethod
     def inserted(self, unit: Unit, first: Unit) -> None:
-        """One has been inserted, which need not be the first of the queue."""
+        """Record that a query was inserted while `first` was the first of the queue."""
 
 
 class FirstPrefilled(Insertion):
-    """In the order of the queue."""
+    """The order of the queue."""
 
     def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
         """See `Insertion`."""
@@ -50,10 +50,10 @@ class FirstPrefilled(Insertion):
 
 
 class BestFit(Insertion):
-    """The largest that fits the longest row; where none does, the first.
+    """The longest query that is not longer than the longest row; if none is, the first.
 
     Args:
-        patience: others that may be inserted before the one that is first.
+        patience: maximum queries that may be inserted before the first one.
     """
 
     def __init__(self, patience: int) -> None:

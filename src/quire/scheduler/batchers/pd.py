@@ -1,4 +1,4 @@
-"""Prefill and decoding apart: prompts of similar length are read ahead, then batches are static."""
+"""Separate prefill and decoding: similar prompts are prefilled together, then decode as a batch."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from quire.scheduler.batchers.prefill_order import SimilarLengths, similar_group
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecode(PagedRule, RunToEnd):
-    """Queries are prefilled in groups of similar length, and decode in the order of that.
+    """Queries are prefilled in groups of similar length, and decode in the same order.
 
     Source: Cong et al., BATON, section 5.1, method "PD": without its vector embedding.
 
-    On dense rows the batches are made in the order of arrival: less padding in prefill, the same
-    idle rows while decoding as `static`.
+    On dense rows, batches are formed in the order of arrival: less padding in prefill than
+    `static`, the same idle rows in decoding.
 
     Attributes:
-        ahead: rows that are prefilled before any of them decodes; 0: a batch.
-        window: waiting requests among which those of similar length are looked for.
+        ahead: number of rows prefilled before any of them decodes; 0: one batch.
+        window: maximum waiting requests searched for similar lengths.
     """
 
     name = "pd"
@@ -41,6 +41,6 @@ class PrefillDecode(PagedRule, RunToEnd):
         return Phases(state, self.num_rows(state.max_num_seqs), order)
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: similar ones among those that make up the batch."""
+        """See `DenseRule`: queries of similar length among those of the next batch."""
         batch = view.waiting[: view.free - len(view.ready)]
         return similar_group(batch, max(1, len(batch)), view.group_tokens)

@@ -1,10 +1,11 @@
-"""Batches that run to their end: prompts are read, then rows decode, one after the other.
+"""Batches that run to completion: alternating prefill and decoding phases.
 
-reads   | prompts of up to `held` rows, nobody decodes
-decodes | up to `max_num_seqs` of them until the last one ends; the next of them; ...
-reads   | ...
+prefill  | prompts of up to `held` rows; no request decodes
+decoding | batches of up to `max_num_seqs` of these rows, each until its last row ends
+prefill  | ...
 
-In pages `Phases` keeps to this; on dense rows a `RunToEnd` rule opens no row before all have ended.
+`Phases` implements this for paged KV. On dense rows, a `RunToEnd` rule opens no row before all rows
+have ended.
 """
 
 from quire.scheduler.batchers.base import Batcher, BatchState, BatchView, DenseRule, Moves, Q
@@ -14,31 +15,31 @@ from quire.scheduler.batchers.units import (
     count_rows,
     first_member,
     has_ended,
-    has_left,
     holds_kv,
     is_prefilled,
     num_rows,
     unit_of,
     waits,
     waits_to_decode,
+    was_preempted,
 )
 from quire.scheduler.request import Request
 
 
 class Phases(Batcher):
-    """Lets nobody in while a batch decodes, except those of the batch that gave way.
+    """Admits no request while a batch decodes, except preempted requests of the batch.
 
     Args:
-        state: of the scheduler.
-        held: rows that are read before any of them decodes.
-        order: whose prompt is read next.
+        state: the scheduler's state.
+        held: number of rows that are prefilled before any of them decodes.
+        order: chooses the request to prefill next.
     """
 
     def __init__(self, state: BatchState, held: int, order: PrefillOrder) -> None:
         self._state, self._held, self._order = state, held, order
-        self._entered: dict[Unit, None] = {}  # in the order in which they came
+        self._entered: dict[Unit, None] = {}  # in the order of admission
         self._batch: dict[Unit, None] = {}
-        self._reads = True
+        self._prefills = True
 
     def begin(self) -> Moves | None:
         """See `Batcher`."""
@@ -51,13 +52,13 @@ class Phases(Batcher):
     @property
     def _is_over(self) -> bool:
         """Whether the batch has ended."""
-        return not self._reads and not self._batch
+        return not self._prefills and not self._batch
 
     @property
     def _is_too_large(self) -> bool:
-        """Whether not all fit whose prompts are read: without this they would take turns."""
-        gave_way = self._reads and any(map(has_left, self._entered))
-        return gave_way and any(map(is_prefilled, self._entered))
+        """Whether a unit was preempted in the prefill phase: end it, or units would alternate."""
+        preempted = self._prefills and any(map(was_preempted, self._entered))
+        return preempted and any(map(is_prefilled, self._entered))
 
     def _next_batch(self) -> None:
         self._batch = {}
@@ -67,18 +68,18 @@ class Phases(Batcher):
             if self._batch and rows > self._state.max_num_seqs:
                 break
             self._batch[unit] = None
-        self._reads = not self._batch
+        self._prefills = not self._batch
 
     def decoding(self, ready: list[Request]) -> list[Request]:
         """See `Batcher`."""
-        return [] if self._reads else [r for r in ready if unit_of(r) in self._batch]
+        return [] if self._prefills else [r for r in ready if unit_of(r) in self._batch]
 
     def candidate(self, head: Request, budget: int) -> Request | None:
         """See `Batcher`."""
-        for unit in self._entered if self._reads else self._batch:
+        for unit in self._entered if self._prefills else self._batch:
             if waits(unit, self._state.waiting):
                 return first_member(unit)
-        chosen = self._order.choose(head) if self._reads else None
+        chosen = self._order.choose(head) if self._prefills else None
         if chosen is None or count_rows(self._entered) + num_rows(unit_of(chosen)) > self._held:
             return None
         return chosen
@@ -87,29 +88,29 @@ class Phases(Batcher):
         """See `Batcher`."""
         self._entered[unit_of(request)] = None
 
-    def reads(self, request: Request) -> bool:
+    def may_compute(self, request: Request) -> bool:
         """See `Batcher`."""
         if not waits_to_decode(request):
             return True
-        return not self._reads and unit_of(request) in self._batch
+        return not self._prefills and unit_of(request) in self._batch
 
     def prefill_tokens(self, budget: int) -> int:
         """See `Batcher`."""
         return budget
 
     def stalled(self) -> bool:
-        """See `Batcher`: nothing is left to read, or a batch that is away finds no room."""
-        if not self._reads and any(map(holds_kv, self._batch)):
+        """See `Batcher`: the prefill phase is over, or a preempted batch cannot resume."""
+        if not self._prefills and any(map(holds_kv, self._batch)):
             return False
         self._next_batch()
         return any(map(holds_kv, self._batch))
 
 
 class RunToEnd(DenseRule):
-    """Fills dense rows only when no query is left in any of them."""
+    """Fills dense rows only when all rows are free."""
 
     runs_to_end = True
 
     def open_rows(self, view: BatchView[Q]) -> int:
-        """See `DenseRule`: all, once no row goes on."""
+        """See `DenseRule`: all rows once no row is live, else none."""
         return 0 if view.live else view.size

@@ -1,7 +1,8 @@
-"""Who of those that wait is read next: who came first, or prompts of similar length together.
+"""Order of prefill: first come first served, or prompts of similar length together.
 
-In pages `SimilarLengths` groups the nearest in length, whatever they are: nothing is padded. On
-dense rows `similar_group` bounds the padding, and a group is one forward.
+For paged KV, `SimilarLengths` groups the prompts nearest in length, however different they are,
+because nothing is padded. For dense rows, `similar_group` bounds the padding; a group is one
+forward.
 """
 
 from abc import ABC, abstractmethod
@@ -14,26 +15,26 @@ from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import FairQueue
 
 SIMILAR = 1.25
-"""Prompts are read together where the longest is at most so many times the shortest."""
+"""Maximum ratio of the longest to the shortest prompt of a group ..."""
 
 SIMILAR_TOKENS = 16
-"""Or at most so many tokens longer."""
+"""... or maximum difference of their lengths, in tokens."""
 
 
 class PrefillOrder(ABC):
-    """Chooses whose prompt is read."""
+    """Chooses the request to prefill next."""
 
     @abstractmethod
     def choose(self, head: Request) -> Request:
-        """Whom to let in.
+        """Return the request to admit.
 
         Args:
-            head: first in line of its tenant.
+            head: its tenant's first waiting request.
         """
 
 
 class FirstCome(PrefillOrder):
-    """In the order of the queue."""
+    """The order of the queue."""
 
     def choose(self, head: Request) -> Request:
         """See `PrefillOrder`."""
@@ -41,15 +42,15 @@ class FirstCome(PrefillOrder):
 
 
 class SimilarLengths(PrefillOrder):
-    """In groups: the first in line, and those behind it whose prompts are nearest in length.
+    """Groups: a tenant's first request, and the later ones whose prompts are nearest in length.
 
-    So the first in line waits for one group at most, which was there before it came to be first.
-    Who comes back, has a deadline or a better priority than the group goes at once.
+    The first request waits at most for one group, which was formed before. A resumed request, one
+    with a deadline, and one of better priority than the group do not wait for the group.
 
     Args:
         waiting: the queue.
-        size: requests of a group.
-        window: of one tenant's queue, how many are looked at.
+        size: maximum requests of a group.
+        window: maximum requests of a tenant's queue that are considered.
     """
 
     def __init__(self, waiting: FairQueue[Request], size: int, window: int) -> None:
@@ -68,24 +69,24 @@ class SimilarLengths(PrefillOrder):
         return group[0]
 
     def _belongs(self, request: Request, head: Request) -> bool:
-        """Whether one of the group still waits, and for as good a reason as the first in line."""
+        """Whether a new request waits with the same priority as `head` and without a deadline."""
         waits = request in self._waiting and not request.progress.num_admissions
         return waits and request.priority == head.priority and isinf(request.deadline_s)
 
     def _form(self, head: Request) -> list[Request]:
-        line = islice(self._waiting.of_tenant(head.tenant), self._window)
-        others = [r for r in line if r is not head and self._belongs(r, head)]
+        window = islice(self._waiting.of_tenant(head.tenant), self._window)
+        others = [r for r in window if r is not head and self._belongs(r, head)]
         others.sort(key=lambda r: abs(r.num_tokens - head.num_tokens))
         return [head, *others[: self._size - 1]]
 
 
 def similar_group(waiting: Sequence[Q], most: int, group_tokens: int) -> list[Q]:
-    """The first in line, and those behind it whose prompts are of similar length.
+    """Return the first waiting query and later ones of similar length.
 
     Args:
-        waiting: in line.
-        most: queries.
-        group_tokens: most tokens, pads counted.
+        waiting: waiting queries, in order.
+        most: maximum number of queries.
+        group_tokens: maximum tokens of the group, padding included.
     """
     group: list[Q] = []
     for query in waiting[: 4 * most]:

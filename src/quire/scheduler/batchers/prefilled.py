@@ -1,9 +1,9 @@
-"""A batch whose free rows are filled from a queue of queries that have been prefilled.
+"""Batcher that fills free rows from a queue of prefilled queries.
 
-waiting --- prompts are read, in groups ---> queue --- a row is free ---> batch, decodes
-                                              ^  |
-                                soon wanted   |  v   hold=host
-                                              host
+waiting --- prefill, in groups ---> queue --- a row is free ---> batch, decodes
+                                     ^  |
+                       needed soon   |  v   hold=host
+                                   swap space
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,6 @@ from quire.scheduler.batchers.units import (
     count_rows,
     first_member,
     has_ended,
-    has_left,
     holds_kv,
     is_prefilled,
     members_of,
@@ -26,6 +25,7 @@ from quire.scheduler.batchers.units import (
     unit_of,
     waits,
     waits_to_decode,
+    was_preempted,
 )
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import Order
@@ -33,40 +33,40 @@ from quire.tenancy.fair_queue import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions:
-    """How a queue of prefilled queries is kept.
+    """Options of a queue of prefilled queries.
 
     Attributes:
-        rows: of the queue, beside those of the batch.
-        tokens: of prompts that a step reads beside a full batch; 0: whatever a step has left.
-        reads_apart: fill the whole queue while nobody decodes, whenever it is empty.
-        on_host: KV of queries that are not wanted soon waits on the host.
-        lead_steps: a row that ends within so many steps is one to be filled soon.
-        window: waiting requests among which those of similar length are looked for.
+        rows: rows of the queue, in addition to those of the batch.
+        tokens: maximum prompt tokens of a step with a full batch; 0: all tokens that are left.
+        prefills_apart: whenever the queue is empty, fill it completely before decoding continues.
+        on_host: hold the KV of queries that are not needed soon in swap space.
+        lead_steps: a row that ends within this many steps counts as free soon.
+        window: maximum waiting requests searched for similar lengths.
     """
 
     rows: int
     tokens: int
-    reads_apart: bool
+    prefills_apart: bool
     on_host: bool
     lead_steps: int
     window: int
 
 
 class PrefilledQueue(Batcher):
-    """Reads prompts ahead of the rows that will be free, and fills those in the same step.
+    """Prefills prompts before rows are free, and fills free rows in the same step.
 
     Args:
-        state: of the scheduler.
-        options: of the queue.
-        insertion: who of the queue is next.
+        state: the scheduler's state.
+        options: the options of the queue.
+        insertion: chooses the next query of the queue.
     """
 
     def __init__(self, state: BatchState, options: QueueOptions, insertion: Insertion) -> None:
         self._state, self._options, self._insertion = state, options, insertion
         self._order = SimilarLengths(state.waiting, state.max_num_seqs, options.window)
-        self._entered: dict[Unit, None] = {}  # here, on the host, or to be read again
+        self._entered: dict[Unit, None] = {}  # running, swapped out, or to be recomputed
         self._batch: dict[Unit, None] = {}
-        self._fills = options.reads_apart
+        self._fills = options.prefills_apart
 
     # ---- the batch -----------------------------------------------------------------------------
 
@@ -75,15 +75,15 @@ class PrefilledQueue(Batcher):
         self._entered = {unit: None for unit in self._entered if not has_ended(unit)}
         self._batch = {unit: None for unit in self._batch if unit in self._entered}
         self._batch = {unit: None for unit in self._batch if holds_kv(unit)}
-        if self._options.reads_apart and not self._queue(self._entered):
+        if self._options.prefills_apart and not self._queue(self._entered):
             self._fills = True
         self._fill()
-        if self._batch and any(map(has_left, self._queue(self._entered))):
-            self._fills = False  # not all fit that the queue was to hold
+        if self._batch and any(map(was_preempted, self._queue(self._entered))):
+            self._fills = False  # the memory cannot hold a full queue
         return self._moves() if self._options.on_host else None
 
     def _queue(self, units: Iterable[Unit]) -> list[Unit]:
-        """Those not in the batch, best first."""
+        """Return the units that are not in the batch, best first."""
         return sorted((unit for unit in units if unit not in self._batch), key=_order_of)
 
     @property
@@ -91,7 +91,7 @@ class PrefilledQueue(Batcher):
         return self._state.max_num_seqs - count_rows(self._batch)
 
     def _fill(self) -> None:
-        """Insert what is prefilled and here into rows that are free; the urgent into others'."""
+        """Insert prefilled running units into free rows; urgent ones also displace others."""
         queue = self._queue(unit for unit in self._entered if is_prefilled(unit))
         free_rows = self._free_rows
         while queue:
@@ -113,7 +113,7 @@ class PrefilledQueue(Batcher):
         return max((member.num_tokens for member in members), default=0)
 
     def _displace(self, unit: Unit) -> bool:
-        """Send the last of lower priority back to the queue, with their KV, for an urgent one."""
+        """Move units of lower priority from the batch to the queue, with KV, for an urgent one."""
         urgent = first_member(unit)
         if not self._state.is_urgent(urgent):
             return False
@@ -123,14 +123,14 @@ class PrefilledQueue(Batcher):
             del self._batch[behind.pop()]
         return self._free_rows >= num_rows(unit)
 
-    # ---- the host ------------------------------------------------------------------------------
+    # ---- swap space ----------------------------------------------------------------------------
 
     def _moves(self) -> Moves:
-        """Who goes to the host of those just prefilled, and who comes back in time."""
-        queue = [u for u in self._queue(self._entered) if self._waits_outside(u) or is_prefilled(u)]
-        soon, wanted_rows = list[Unit](), self._rows_soon_free()
+        """Swap out units that have just been prefilled; swap in those that are needed soon."""
+        queue = [u for u in self._queue(self._entered) if self._is_swapped(u) or is_prefilled(u)]
+        soon, needed_rows = list[Unit](), self._rows_soon_free()
         rest = list(queue)
-        while rest and count_rows(dict.fromkeys(soon)) < wanted_rows:
+        while rest and count_rows(dict.fromkeys(soon)) < needed_rows:
             soon.append(self._next(rest))
             rest.remove(soon[-1])
         out = [
@@ -142,19 +142,19 @@ class PrefilledQueue(Batcher):
         return Moves(out=[first_member(unit) for unit in out], back=back)
 
     def _rows_soon_free(self) -> int:
-        """Rows free now or within `lead_steps`; one at least, for answers end unforeseen."""
+        """Rows free now or within `lead_steps`; at least 1, since outputs can end early."""
         ending = (unit for unit in self._batch if _steps_left(unit) <= self._options.lead_steps)
         return max(1, self._free_rows + sum(map(num_rows, ending)))
 
-    def _waits_outside(self, unit: Unit) -> bool:
-        """Whether its KV is on the host, to be fetched when it is wanted."""
+    def _is_swapped(self, unit: Unit) -> bool:
+        """Whether a unit's KV is held in swap space for a free row."""
         if not self._options.on_host or holds_kv(unit):
             return False
         swapped = [m.memory.swapped for m in members_of(unit) if m.memory.swapped is not None]
         return any(not each.keep_from for each in swapped)
 
-    def _was_preempted(self, unit: Unit) -> bool:
-        return waits(unit, self._state.waiting) and not self._waits_outside(unit)
+    def _is_preempted(self, unit: Unit) -> bool:
+        return waits(unit, self._state.waiting) and not self._is_swapped(unit)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -167,10 +167,10 @@ class PrefilledQueue(Batcher):
         if self._state.is_urgent(head):
             return head
         for unit in self._entered:
-            if self._was_preempted(unit):
+            if self._is_preempted(unit):
                 return first_member(unit)
         new = self._first_new(head)
-        if new is None or (self._options.reads_apart and not self._fills):
+        if new is None or (self._options.prefills_apart and not self._fills):
             return None
         chosen = self._order.choose(new)
         rows = count_rows(self._entered) + num_rows(unit_of(chosen))
@@ -179,8 +179,8 @@ class PrefilledQueue(Batcher):
     def _first_new(self, head: Request) -> Request | None:
         if not head.progress.num_admissions:
             return head
-        line = self._state.waiting.of_tenant(head.tenant)
-        return next((request for request in line if not request.progress.num_admissions), None)
+        waiting = self._state.waiting.of_tenant(head.tenant)
+        return next((request for request in waiting if not request.progress.num_admissions), None)
 
     def entered(self, request: Request) -> None:
         """See `Batcher`."""
@@ -189,7 +189,7 @@ class PrefilledQueue(Batcher):
         if is_prefilled(unit) and num_rows(unit) <= self._free_rows:
             self._batch[unit] = None
 
-    def reads(self, request: Request) -> bool:
+    def may_compute(self, request: Request) -> bool:
         """See `Batcher`."""
         if not waits_to_decode(request):
             return True
@@ -199,13 +199,13 @@ class PrefilledQueue(Batcher):
         """See `Batcher`."""
         if not self._options.tokens or self._free_rows > 0 or self._fills:
             return budget
-        reading = (r for r in self._state.running if not waits_to_decode(r))
-        if any(map(self._state.is_urgent, reading)):
+        prefills = (r for r in self._state.running if not waits_to_decode(r))
+        if any(map(self._state.is_urgent, prefills)):
             return budget
         return min(budget, self._options.tokens)
 
     def stalled(self) -> bool:
-        """See `Batcher`: the queue is as full as it gets."""
+        """See `Batcher`: the queue cannot be filled further."""
         filled, self._fills = self._fills, False
         return filled and bool(self._batch)
 
@@ -215,6 +215,6 @@ def _order_of(unit: Unit) -> Order:
 
 
 def _steps_left(unit: Unit) -> int | float:
-    """Steps after which the first of its answers ends at the latest."""
+    """Maximum steps until the first of its sequences ends."""
     left = (m.params.max_tokens - len(m.output_token_ids) for m in members_of(unit))
     return min(left, default=inf)

@@ -1,4 +1,4 @@
-"""Batchers by name, and how a text such as `baton_pd:queue=8,hold=host` becomes one."""
+"""Batchers by name, and the parser of texts such as `baton_pd:queue=8,hold=host`."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -22,42 +22,42 @@ DENSE_BATCHERS: dict[str, type[DenseRule]] = {rule.name: rule for rule in (Baton
 
 
 def parse_batcher(text: str) -> PagedRule:
-    """The rule of a text, for pages.
+    """Parse a batching rule for paged KV.
 
     Raises:
-        UnknownName: no such batcher or option; offers the nearest.
-        UnsoundCombination: one that needs a dense slab.
-        ConfigError: an option without a value, given twice, or with a bad one.
+        UnknownName: an unknown batcher or option; suggests the closest names.
+        UnsoundCombination: a batcher that needs a dense slab.
+        ConfigError: an option without a value, given twice, or with an invalid value.
     """
     name, options = _split(text)
     if name == Baton.name:
         raise UnsoundCombination(
-            "batcher 'baton' shapes the vectors of a dense slab, and an engine holds KV in pages, "
-            "where a newcomer needs no place among others' columns: use baton_pd here, or "
-            "quire.hf.DynamicBatch, which has a dense slab"
+            "batcher 'baton' needs the dense rows of quire.hf.DynamicBatch, and an engine holds KV "
+            "in pages: use baton_pd here, or use quire.hf.DynamicBatch"
         )
     return _make(BATCHERS, name, options)
 
 
 def parse_dense_batcher(text: str) -> DenseRule:
-    """The rule of a text, for dense rows.
+    """Parse a batching rule for dense rows.
 
     Raises:
-        UnknownName: no such batcher or option; offers the nearest.
-        ConfigError: it, or one of its options, is for pages only; or see `parse_batcher`.
+        UnknownName: an unknown batcher or option; suggests the closest names.
+        ConfigError: the rule or an option is only for paged KV; or see `parse_batcher`.
     """
     name, options = _split(text)
     if name == Continuous.name:
         raise ConfigError(
-            "batcher='continuous' reads prompts in chunks beside decoding rows, which takes pages: "
-            "use quire.LLM, or batcher='baton_pd' here"
+            "batcher='continuous' needs paged KV for chunked prefill: use quire.LLM, or "
+            "batcher='baton_pd' here"
         )
     rule = _make(DENSE_BATCHERS, name, options)
     for option in options:
         if option not in rule.dense_options:
             raise ConfigError(
-                f"batcher {name!r}: option {option!r} is for pages, and this batch has dense rows: "
-                "leave it out; prefill, prefill_tokens and queue are options of the batch"
+                f"batcher {name!r}: option {option!r} is only for paged KV, and this batch has "
+                "dense rows: leave it out, or use the batch's options prefill, prefill_tokens and "
+                "queue"
             )
     return rule
 
@@ -82,6 +82,6 @@ def _options(name: str, text: str) -> dict[str, str]:
                 f"batcher {name!r}: expected option=value such as queue=8, got {part!r}"
             )
         if key in options:
-            raise ConfigError(f"batcher {name!r}: option {key!r} stands twice")
+            raise ConfigError(f"batcher {name!r}: option {key!r} is given twice: keep one")
         options[key] = value
     return options

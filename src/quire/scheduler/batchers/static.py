@@ -1,4 +1,4 @@
-"""Static batching: so many rows run to completion before the next ones begin."""
+"""Static batching: all rows of a batch finish before the next batch starts."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from quire.scheduler.batchers.prefill_order import FirstCome
 
 @dataclass(frozen=True, slots=True)
 class Static(PagedRule, RunToEnd):
-    """Rows that are done are idle until the last one is; answers are given as they end.
+    """Finished rows are idle until the last one finishes; each output is returned at its end.
 
-    Source: what `generate` of Transformers does with a batch, and the baseline of BATON.
+    Source: `generate` of Transformers, and the baseline of BATON.
 
-    Differs from it: nothing is padded, and who gave way for want of memory comes back to its batch.
-    On dense rows the batch's own forward reads the prompts, padded to the longest.
+    Differs from them: there is no padding, and a preempted request resumes in its batch. On dense
+    rows the batch's own forward prefills the prompts, padded to the longest.
     """
 
     name = "static"
@@ -26,5 +26,5 @@ class Static(PagedRule, RunToEnd):
         return Phases(state, self.num_rows(state.max_num_seqs), FirstCome())
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: as many as fit."""
+        """See `DenseRule`: as many queries as the batch has rows."""
         return list(view.waiting[: view.size])

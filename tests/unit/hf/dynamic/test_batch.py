@@ -322,8 +322,12 @@ def test_what_needs_text_or_several_answers_is_refused(sampling):
     ("options", "error", "says"),
     [
         ({"batcher": "batton"}, UnknownName, "did you mean baton"),
-        ({"batcher": "continuous"}, ConfigError, "takes pages: use quire.LLM"),
-        ({"batcher": "baton_pd:queue=8"}, ConfigError, "option 'queue' is for pages"),
+        (
+            {"batcher": "continuous"},
+            ConfigError,
+            "needs paged KV for chunked prefill: use quire.LLM",
+        ),
+        ({"batcher": "baton_pd:queue=8"}, ConfigError, "option 'queue' is only for paged KV"),
         ({"batcher": "pd:ahead"}, ConfigError, "expected option=value such as queue=8"),
         ({"batcher": "baton_pd_best_fit:patience=-1"}, ConfigError, "patience >= 0, got -1"),
         ({"batch_size": 0}, ConfigError, "batch_size >= 1, got 0"),
