@@ -1,6 +1,6 @@
-"""Quire: an engine for large language models whose centre is the KV cache.
+"""Quire: an inference engine for large language models, centered on the KV cache.
 
-Names are loaded when they are first used, so that `import quire` and `quire --help` stay quick.
+Public names are imported on first use, so that `import quire` and `quire --help` are fast.
 """
 
 import importlib

@@ -1,26 +1,26 @@
-"""Every exception Quire raises on purpose.
+"""The exceptions that Quire raises.
 
     QuireError
-    ├── ConfigError (ValueError)        an option is wrong; raised before memory is taken
-    │   ├── UnknownName                 no such policy, codec, option, ...; offers the nearest names
-    │   ├── TraceError                  a trace file that cannot be read; names the line
-    │   ├── UnsoundCombination          two choices that cannot give right answers together
-    │   └── UnsupportedModel            a model whose attention Quire cannot hold in pages
-    ├── ModelError (ValueError)         a model folder that cannot be read
-    ├── RequestError (ValueError)       one request is wrong; the others go on
-    │   └── NeverFits                   one request needs more KV than the whole pool has
-    ├── OutOfPages                      the arena is full now; the scheduler makes room or waits
-    ├── HostPoolFull                    the host pool is full now; who is thrown out is read again
-    ├── SlabFull                        a dense slab would pass the columns it may have
-    ├── OffloadError                    KV outside the device could not be had or kept
-    │   ├── LinkStalled                 an operation of a step did not end in time; names it
-    │   ├── StorageError                a tier cannot take or give bytes now: full, unreachable
-    │   └── CorruptData                 what a tier holds is not what was stored; it is dropped
-    ├── EngineDead                      the step loop has ended; no request is taken any more
+    ├── ConfigError (ValueError)        an invalid option; raised before memory is allocated
+    │   ├── UnknownName                 an unknown policy, codec, option, ...; suggests close names
+    │   ├── TraceError                  a trace file cannot be read; states the line
+    │   ├── UnsoundCombination          two options cannot be combined
+    │   └── UnsupportedModel            the model's attention is not supported with paged KV
+    ├── ModelError (ValueError)         a model folder cannot be read
+    ├── RequestError (ValueError)       one request is invalid or fails; others are unaffected
+    │   └── NeverFits                   one request needs more KV than the whole KV memory
+    ├── OutOfPages                      the arena has too few free pages now
+    ├── HostPoolFull                    the swap space is full now
+    ├── SlabFull                        a dense slab needs more columns than its capacity
+    ├── OffloadError                    KV outside of the device cannot be loaded or stored
+    │   ├── LinkStalled                 a transfer of a step timed out; states which
+    │   ├── StorageError                a tier cannot load or store bytes now: full, unreachable
+    │   └── CorruptData                 stored data is damaged; it is deleted
+    ├── EngineDead                      the engine's step loop has ended
     ├── PolicyError                     an eviction policy broke its contract; its request fails
-    └── InvariantError                  Quire's own bookkeeping is wrong: a bug, please report it
+    └── InvariantError                  inconsistent internal bookkeeping: a bug, please report it
 
-A message says what was expected, what was got, and how to change it.
+A message states what was expected, what was given, and what to change.
 """
 
 import difflib
@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 
 
 def nearest(name: str, choices: Sequence[str]) -> list[str]:
-    """Up to three choices that are written like a name, whatever its case."""
+    """Return up to three choices with a similar spelling, ignoring case."""
     near = [
         found
         for written in (name, name.lower())
@@ -38,15 +38,15 @@ def nearest(name: str, choices: Sequence[str]) -> list[str]:
 
 
 class QuireError(Exception):
-    """Base of everything Quire raises on purpose."""
+    """Base class of Quire's exceptions."""
 
 
 class ConfigError(QuireError, ValueError):
-    """An option is wrong. Nothing was allocated yet."""
+    """An option is invalid. No memory was allocated yet."""
 
 
 class UnknownName(ConfigError):
-    """A name that is not registered; the message offers the nearest ones."""
+    """A name is not registered; the message suggests the closest ones."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         choices = sorted(known)
@@ -60,26 +60,26 @@ class UnknownName(ConfigError):
 
 
 class TraceError(ConfigError):
-    """A file of recorded requests that cannot be read; the message names the line."""
+    """A file of recorded requests cannot be read; the message states the line."""
 
 
 class UnsoundCombination(ConfigError):
-    """Two choices that are right alone and wrong together."""
+    """Two options that are valid alone cannot be combined."""
 
 
 class UnsupportedModel(ConfigError):
-    """A model whose attention Quire cannot hold in pages, and why."""
+    """The model's attention is not supported with paged KV; the message states why."""
 
 
 class ModelError(QuireError, ValueError):
-    """A model folder that cannot be read."""
+    """A model folder cannot be read."""
 
 
 class RequestError(QuireError, ValueError):
-    """One request is wrong. It is refused or fails; the others go on.
+    """One request is invalid or failed; other requests are unaffected.
 
     Attributes:
-        param: name of the field that is wrong; None where no single field is.
+        param: name of the invalid field; None if it is not a single field.
     """
 
     def __init__(self, message: str = "", *, param: str | None = None) -> None:
@@ -88,52 +88,52 @@ class RequestError(QuireError, ValueError):
 
 
 class NeverFits(RequestError):
-    """A request that needs more KV bytes than the whole pool has, even alone."""
+    """A request needs more KV bytes than the whole KV memory, even alone."""
 
 
 class OutOfPages(QuireError):
-    """The arena cannot give the pages asked for now. Nothing was changed."""
+    """The arena has too few free pages now. The state is unchanged."""
 
 
 class HostPoolFull(QuireError):
-    """The host pool cannot take the pages of what is to be swapped out. Nothing was changed."""
+    """The swap space has too little free memory for a swap-out. The state is unchanged."""
 
 
 class SlabFull(QuireError):
-    """A dense slab needs more columns than it may have. Nothing was changed."""
+    """A dense slab needs more columns than its capacity. The state is unchanged."""
 
 
 class OffloadError(QuireError):
-    """KV outside the device could not be had or kept. Whoever asked computes it again."""
+    """KV outside of the device cannot be loaded or stored. The caller recomputes it."""
 
 
 class LinkStalled(OffloadError):
-    """An operation of a step did not end in time; the message names it."""
+    """A transfer of a step timed out; the message states which."""
 
 
 class StorageError(OffloadError):
-    """A tier cannot take or give bytes now: it is full, read-only, or cannot be reached."""
+    """A tier cannot load or store bytes now: it is full, read-only or unreachable."""
 
 
 class TierFull(StorageError):
-    """A tier has no room for what is to be written; what it holds is still there."""
+    """A tier has too little free space for a write; its stored data is unchanged."""
 
 
 class TierUnreachable(StorageError):
-    """A tier on another machine did not answer in time, as often as it was asked."""
+    """A remote tier did not respond in time, after all retries."""
 
 
 class CorruptData(OffloadError):
-    """What a tier holds is not what was stored. It is dropped; nobody is given it."""
+    """Data of a tier is damaged. It is deleted and not used."""
 
 
 class EngineDead(QuireError):
-    """The engine's step loop has ended, by `close` or by an error. Every open request gets this."""
+    """The engine's step loop has ended by `close` or an error. All open requests raise it."""
 
 
 class PolicyError(QuireError):
-    """An eviction policy returned something that breaks its contract."""
+    """An eviction policy returned a result that breaks its contract."""
 
 
 class InvariantError(QuireError):
-    """Quire's own bookkeeping contradicts itself."""
+    """Internal bookkeeping is inconsistent."""

@@ -557,7 +557,7 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
         (
             "llama",
             {"offload_recompute": "0.5", "offload_cpu_attention": "0.6"},
-            "of 1 together or less, got 0.5 and 0.6: lower one",
+            "of at most 1, got 0.5 and 0.6: lower one",
         ),
         ("llama", {"offload_memory": "1KiB"}, "expected --kv-offload-memory of .* or more"),
     ],

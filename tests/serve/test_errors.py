@@ -57,7 +57,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
         ({"best_of": 2, "n": 3}, "best_of", "less than n=3"),
         ({"suffix": "the end"}, "suffix", "not supported"),
-        ({"length_penalty": 2.0}, "length_penalty", "belongs to a beam search"),
+        ({"length_penalty": 2.0}, "length_penalty", "is an option of beam search"),
         ({"max_completion_tokens": 1_000}, "max_completion_tokens", "lower max_completion_tokens"),
         ({"max_completion_tokens": 1, "min_tokens": 2}, "min_tokens", "min_tokens=2 is more than"),
         ({"min_tokens": 17}, "min_tokens", "more than max_tokens=16"),
@@ -71,13 +71,21 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
         ({"use_beam_search": True, "n": 128}, "n", "128 beams"),
         ({"use_beam_search": True, "beam_width": 100}, "beam_width", "100 beams"),
-        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "beam_width", "cannot give n=3"),
-        ({"use_beam_search": True, "beam_width": 2, "best_of": 3}, "beam_width", "both say"),
-        ({"use_beam_search": True, "max_tokens": 0, "echo": True}, "max_tokens", "raise it"),
-        ({"use_beam_search": True, "stop": ["a"]}, "stop", "stop texts"),
-        ({"use_beam_search": True, "temperature": 1}, "temperature", "draws nothing"),
-        ({"use_beam_search": True, "top_p": 0.5}, "top_p", "draws nothing"),
-        ({"beam_width": 2}, "beam_width", "belongs to a beam search"),
+        (
+            {"use_beam_search": True, "beam_width": 2, "n": 3},
+            "beam_width",
+            "beam_width=2 is less than n=3",
+        ),
+        ({"use_beam_search": True, "beam_width": 2, "best_of": 3}, "beam_width", "both set"),
+        ({"use_beam_search": True, "max_tokens": 0, "echo": True}, "max_tokens", "raise max_tokens"),
+        ({"use_beam_search": True, "stop": ["a"]}, "stop", "stop is not supported"),
+        (
+            {"use_beam_search": True, "temperature": 1},
+            "temperature",
+            "an option of random sampling",
+        ),
+        ({"use_beam_search": True, "top_p": 0.5}, "top_p", "an option of random sampling"),
+        ({"beam_width": 2}, "beam_width", "is an option of beam search"),
         ({"cache_salt": "\n"}, "cache_salt", "printable"),
     ],
 )
@@ -206,7 +214,7 @@ def test_pictures_are_refused(post):
 def test_a_refusal_is_no_stream(post):
     response = post(COMPLETIONS, prompt=PROMPT, max_tokens=1_000, stream=True)
 
-    assert "whole pool" in error_of(response, 400)["message"]
+    assert "whole KV memory" in error_of(response, 400)["message"]
 
 
 def test_an_unknown_model_is_not_found(post):

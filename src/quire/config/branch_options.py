@@ -1,4 +1,4 @@
-"""Which options for several sequences a prompt go together: n, best_of and beam search."""
+"""Checks of the options for several sequences per prompt: n, best_of and beam search."""
 
 from collections.abc import Iterator
 from typing import Literal, Protocol, runtime_checkable
@@ -6,12 +6,12 @@ from typing import Literal, Protocol, runtime_checkable
 from quire.errors import RequestError
 
 _NARROWS = {"temperature": 1e-5, "top_k": 1, "min_p": 1e-300}
-"""Options for drawing, and the least value with which each does something."""
+"""Options of random sampling, with the lowest value that has an effect."""
 
 
 @runtime_checkable
 class DrawOptions(Protocol):
-    """How a token is drawn; None where nothing is said."""
+    """Options of random sampling; None if unset."""
 
     @property
     def temperature(self) -> float | None: ...  # noqa: D102
@@ -25,7 +25,7 @@ class DrawOptions(Protocol):
 
 @runtime_checkable
 class BranchOptions(DrawOptions, Protocol):
-    """The options that matter here; `quire.config.sampling_params.SamplingParams` has them."""
+    """The options checked here; `quire.config.sampling_params.SamplingParams` implements it."""
 
     @property
     def n(self) -> int: ...  # noqa: D102
@@ -46,31 +46,31 @@ class BranchOptions(DrawOptions, Protocol):
 
 
 def check_branches(options: BranchOptions) -> None:
-    """Refuse combinations that cannot be.
+    """Refuse invalid combinations.
 
     Raises:
-        RequestError: with what does not go together, and what to change.
+        RequestError: states the conflicting options and what to change.
     """
     problems = _beam_problems if options.use_beam_search else _draw_problems
     for param, problem in problems(options):
         raise RequestError(problem, param=param)
 
 
-_Problem = tuple[str, str]  # the field, and what is wrong with it
+_Problem = tuple[str, str]  # the field and the error message
 
 
 def _draw_problems(options: BranchOptions) -> Iterator[_Problem]:
     if options.best_of is not None and options.best_of < options.n:
         yield (
             "best_of",
-            f"best_of={options.best_of} is less than n={options.n}: the n answers returned are "
-            "chosen among best_of; raise it or lower n",
+            f"best_of={options.best_of} is less than n={options.n}: the n returned completions are "
+            "chosen among best_of; raise best_of or lower n",
         )
     for name, neutral in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(options, name) != neutral:
             yield (
                 name,
-                f"{name}={getattr(options, name)!r} belongs to a beam search: set "
+                f"{name}={getattr(options, name)!r} is an option of beam search: set "
                 "use_beam_search=true or leave it out",
             )
 
@@ -81,31 +81,32 @@ def _beam_problems(options: BranchOptions) -> Iterator[_Problem]:
         if width is not None and width < options.n:
             yield (
                 name,
-                f"{name}={width} beams cannot give n={options.n} answers: raise it or lower n",
+                f"{name}={width} is less than n={options.n}: raise {name} or lower n",
             )
     if None not in (options.best_of, options.beam_width) and options.best_of != options.beam_width:
         yield (
             "beam_width",
-            f"best_of={options.best_of} and beam_width={options.beam_width} both say how many "
-            "beams there are: leave one out",
+            f"best_of={options.best_of} and beam_width={options.beam_width} both set the number of "
+            "beams: leave one out",
         )
     if not options.max_tokens:
-        yield "max_tokens", "max_tokens=0 leaves a beam search nothing to search: raise it"
+        yield "max_tokens", "expected max_tokens >= 1 with beam search, got 0: raise max_tokens"
     if options.stop:
         yield (
             "stop",
-            "a beam search does not look for stop texts, because its beams are tokens and have no "
-            "text before it ends: leave out stop, or give stop_token_ids",
+            "stop is not supported with beam search, because beams have no text before the search "
+            "ends: leave out stop, or use stop_token_ids",
         )
     for name, least in _NARROWS.items():
         if (getattr(options, name) or 0) >= least:
             yield (
                 name,
-                f"{name}={getattr(options, name)} is for drawing, and a beam search draws nothing: "
-                "leave it out",
+                f"{name}={getattr(options, name)} is an option of random sampling, which beam "
+                "search does not use: leave it out",
             )
     if options.top_p not in (None, 1.0):
         yield (
             "top_p",
-            f"top_p={options.top_p} is for drawing, and a beam search draws nothing: leave it out",
+            f"top_p={options.top_p} is an option of random sampling, which beam search does not "
+            "use: leave it out",
         )

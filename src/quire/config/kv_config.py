@@ -1,4 +1,4 @@
-"""What a user can say about the KV memory."""
+"""The options of the KV memory: size, pages, codec, eviction, offload, prefix caching."""
 
 from dataclasses import dataclass
 from typing import Literal, no_type_check
@@ -23,15 +23,15 @@ EVICTION = "Eviction"
 QUANTIZATION = "Quantization"
 
 ActivationCodecOption = Parsed[str | CodecSpec | None, CodecSpec | None]
-"""The name of a codec, or none; holds the codec, or None for none."""
+"""Type of the activation codec option: set by name or "none", read as a codec or None."""
 
 
 def parse_activation_codec(text: object) -> CodecSpec | None:
-    """How activations are stored; None: as computed.
+    """Parse the codec of stored activations; None: as computed.
 
     Raises:
-        UnknownName: no codec has this name.
-        ConfigError: one that needs whole pages, or constants measured for keys and values.
+        UnknownName: an unknown codec.
+        ConfigError: a codec of whole pages, or with constants measured for keys and values.
     """
     if text is None or text == AS_COMPUTED:
         return None
@@ -40,16 +40,16 @@ def parse_activation_codec(text: object) -> CodecSpec | None:
     spec = codec_spec(text) if isinstance(text, str) else text
     if spec.per_page or spec.constants:
         raise ConfigError(
-            f"codec {spec.name}: expected a codec that writes tokens one by one and needs nothing "
-            "measured, such as int8 or int4"
+            f"codec {spec.name} cannot store activations: expected a codec that encodes single "
+            "tokens without measured constants, such as int8 or int4"
         )
     return spec
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # type checks in tests must not replace the errors of `__post_init__`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """KV of running requests outside the KV memory: how much, and what is done with it there.
+    """KV offload: options for the KV of running requests in CPU memory.
 
     Attributes are options; see their help.
 
@@ -69,39 +69,39 @@ class OffloadConfig:
     recompute: Fraction = option(
         "auto",
         help="fraction (0 to 1) of the offloaded KV that is recomputed from activations, which are "
-        "transferred in its place; auto (by measured rates), off",
+        "transferred instead of it; auto (by measured rates), off",
         flag="kv-offload-recompute",
         parse=parse_fraction,
     )
     activation_codec: ActivationCodecOption = option(
         "none",
-        help="how these activations are stored on the CPU and transferred: none (as computed), or "
-        "a codec such as int8",
+        help="codec of these activations in CPU memory and in transfers: none (as computed), or a "
+        "name such as int8",
         flag="kv-offload-activation-codec",
         parse=parse_activation_codec,
     )
     cpu_attention: Fraction = option(
         "auto",
-        help="fraction (0 to 1) of the offloaded KV whose attention the CPU computes; auto (by "
-        "measured rates; 0 where the device is the CPU), off",
+        help="fraction (0 to 1) of the offloaded KV for which the CPU computes attention; auto (by "
+        "measured rates; 0 if the device is the CPU), off",
         flag="kv-offload-cpu-attention",
         parse=parse_fraction,
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-        parts = self.recompute or 0.0, self.cpu_attention or 0.0
-        if sum(parts) > 1:
+        fractions = self.recompute or 0.0, self.cpu_attention or 0.0
+        if sum(fractions) > 1:
             raise ConfigError(
-                "expected --kv-offload-recompute and --kv-offload-cpu-attention of 1 together "
-                f"or less, got {parts[0]:g} and {parts[1]:g}: lower one of them, or use auto or off"
+                "expected --kv-offload-recompute plus --kv-offload-cpu-attention of at most 1, got "
+                f"{fractions[0]:g} and {fractions[1]:g}: lower one of them, or use auto or off"
             )
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # type checks in tests must not replace the errors of `__post_init__`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheConfig:
-    """KV that is kept for requests that begin alike: whether, and where beside the KV memory.
+    """Prefix caching: options for cached prefixes and for their tier outside of the KV memory.
 
     Attributes are options; see their help.
 
@@ -111,14 +111,14 @@ class PrefixCacheConfig:
 
     enabled: bool = option(
         True,
-        help="keep the KV of prompts and outputs for requests that begin alike",
+        help="reuse the KV of prompts and outputs in requests with the same prefix",
         flag="enable-prefix-caching",
         common=True,
     )
     disk_memory: Size = option(
         "0",
-        help="disk space for cached prefixes that leave the KV memory, in bytes or a size; a "
-        "restarted engine finds them again",
+        help="disk space for cached prefixes evicted from the KV memory, in bytes or a size; they "
+        "survive a restart",
         unit="bytes",
         flag="disk-kv-memory",
         parse=parse_size,
@@ -130,8 +130,7 @@ class PrefixCacheConfig:
     )
     remote: str = option(
         "",
-        help="HOST:PORT of a store for cached prefixes, as quire kv-store serves it, in place of "
-        "a disk",
+        help="HOST:PORT of a remote store for cached prefixes (quire kv-store), instead of a disk",
         flag="remote-kv",
     )
 
@@ -139,18 +138,18 @@ class PrefixCacheConfig:
         check_options(self)
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # type checks in tests must not replace the errors of `__post_init__`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
-    """The KV memory: how large, in what pages, what stays.
+    """Options of the KV memory: size, pages, codec, eviction.
 
-    Attributes are options; see their help. Rare ones are in `offload` and `prefix_cache`.
+    Attributes are options; see their help. `offload` and `prefix_cache` hold further options.
     """
 
     memory: MaybeSize = option(
         "auto",
-        help="KV memory, fixed for the engine's life: bytes, a size such as 64MiB, or auto (what "
-        "the device has free)",
+        help="size of the KV memory, fixed for the engine's life: bytes, a size such as 64MiB, or "
+        "auto (the free memory of the device)",
         unit="bytes",
         flag="kv-memory",
         common=True,
@@ -158,19 +157,21 @@ class KVConfig:
     )
     swap_space: Size = option(
         "0",
-        help="CPU memory for the KV of preempted requests, in bytes or a size; with 0 it is "
+        help="CPU memory for the KV of preempted requests, in bytes or a size; 0: their KV is "
         "recomputed",
         unit="bytes",
         common=True,
         parse=parse_size,
     )
     store: StoreName = option(
-        "paged", help="how KV lies in memory; all but paged are for comparison", flag="kv-store"
+        "paged",
+        help="layout of KV in memory; all except paged are for comparison",
+        flag="kv-store",
     )
     store_tokens: int | None = option(
         None,
-        help="longest sequence that a contiguous store reserves memory for; unset: the model's "
-        "context",
+        help="maximum sequence length for which a contiguous store reserves memory; unset: the "
+        "model's context",
         unit="tokens",
         flag="kv-store-tokens",
     )
@@ -179,29 +180,29 @@ class KVConfig:
     )
     codec: str = option(
         "none",
-        help="how keys and values are stored, such as int8, int8/int4:group=32 for each apart, or "
-        "kivi4+sinks=4+residual=128; none: as the model computes",
+        help="codec of keys and values, such as int8, int8/int4:group=32 (keys/values), or "
+        "kivi4+sinks=4+residual=128; none: as computed by the model",
         flag="kv-codec",
         group=QUANTIZATION,
         common=True,
     )
     constants: str = option(
         "",
-        help="folder with what quire calibrate measured for some codecs; unset: the model's",
+        help="folder with codec constants measured by quire calibrate; unset: the model's folder",
         flag="kv-constants",
         group=QUANTIZATION,
     )
     evict: str = option(
         "full",
-        help="eviction policy of requests that name none, such as "
-        "recent:cap=512,every=64,sinks=4; full keeps all tokens",
+        help="default eviction policy of requests, such as recent:cap=512,every=64,sinks=4; full: "
+        "no eviction",
         group=EVICTION,
         common=True,
     )
     evict_allow: str = option(
         "",
-        help="policies that requests may name, such as 'h2o; snapkv:window=16', all or none; "
-        "unset: the policy of --evict with other numbers. full may always be named",
+        help="eviction policies that requests may choose, such as 'h2o; snapkv:window=16', all or "
+        "none; unset: the policy of --evict with any numbers. full is always allowed",
         group=EVICTION,
     )
     record_evictions: bool = option(
@@ -214,13 +215,13 @@ class KVConfig:
     )
     prefix_cache: PrefixCacheConfig = option(
         PrefixCacheConfig(),
-        help="KV kept for requests that begin alike",
+        help="KV reuse in requests with the same prefix",
         group="Prefix caching",
     )
     attention: AttentionName = option("auto", help="backend that computes attention over pages")
     scratch: Size = option(
         "64MiB",
-        help="bound on gathered pages at a time, outside the KV memory, in bytes or a size",
+        help="maximum memory for gathered pages, outside the KV memory, in bytes or a size",
         unit="bytes",
         parse=parse_size,
     )
@@ -230,4 +231,4 @@ class KVConfig:
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
         if self.store_tokens is not None and self.store_tokens < 1:
-            raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")
+            raise ConfigError(f"expected store_tokens >= 1, got {self.store_tokens}")

@@ -1,4 +1,4 @@
-"""Checks of single sampling options: each gives the option back in its own type, or refuses it."""
+"""Checks of single sampling options: each returns the converted value or raises an error."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -8,28 +8,28 @@ from typing import cast
 from quire.errors import RequestError
 
 LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-"""Logits that are divided or multiplied by numbers in this range stay finite in float32."""
+"""Range of repetition penalties: logits divided or multiplied by them are finite in float32."""
 
 MAX_PENALTY = 2.0
-"""Presence and frequency penalties lie within plus or minus this (OpenAI's range)."""
+"""Maximum magnitude of presence and frequency penalties (OpenAI's range)."""
 
 MAX_LOGIT_BIAS = 100.0
-"""A logit bias lies within plus or minus this (OpenAI's range)."""
+"""Maximum magnitude of a logit bias (OpenAI's range)."""
 
 MAX_CHOICES = 128
-"""Sequences for one prompt, as in OpenAI's API."""
+"""Maximum number of sequences for one prompt, as in OpenAI's API."""
 
 LARGEST_COUNT = 2**31 - 1
-"""Counts and token ids are not larger: sums and products of them fit int64."""
+"""Maximum count and token id: sums and products of them fit in int64."""
 
 LEAST_NORMAL = 2.0**-126
-"""The smallest normal float32. A smaller number is 0 for a sampler that computes in float32."""
+"""The smallest normal float32. A sampler in float32 may treat smaller numbers as 0."""
 
 LARGEST_NUMBER = (2 - 2.0**-23) * 2.0**127
 """The largest float32."""
 
 MAX_LENGTH_PENALTY = 10.0
-"""A number of tokens to a power within plus or minus this is a finite float64 above 0."""
+"""Maximum magnitude of a length penalty: a length to this power is a finite float64 above 0."""
 
 
 def _refuse(name: str, expected: str, value: object) -> RequestError:
@@ -103,7 +103,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _are_token_ids(values: Collection[object]) -> bool:
-    """Whether all are, without a call for each: a list may have as many as the vocabulary."""
+    """Whether all values are token ids. Fast, since a list may be as long as the vocabulary."""
     if set(map(type, values)) != {int}:
         return False
     numbers = cast("Collection[int]", values)
@@ -145,7 +145,7 @@ OPTIONAL = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias"}
     | {"allowed_token_ids", "logprobs", "prompt_logprobs", "seed", "best_of", "beam_width"}
 )
-"""Options for which None means "not said"."""
+"""Options for which None means unset."""
 
 FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
     "max_tokens": _integer(0),

@@ -1,7 +1,7 @@
-"""How one request chooses its tokens and when it stops: options only, no tensors.
+"""Sampling options and stop rules of one request.
 
-Every option is checked when the object is made, so a wrong one is refused before the request takes
-any memory. `None` means "not said": `resolve` fills it from the model's own generation defaults.
+Every option is checked in the constructor, before the request takes any memory. `None` means unset:
+`resolve` fills it from the model's generation defaults.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,65 +16,64 @@ from quire.layout.options import option
 T = TypeVar("T", int, float)
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them would only overflow."""
+"""Temperatures below this are greedy, because dividing by them would overflow."""
 
 
 @runtime_checkable
 class SamplingDefaults(DrawOptions, Protocol):
-    """What a model recommends; `None` where it recommends nothing."""
+    """Generation defaults of a model; `None` if it has none."""
 
     @property
     def repetition_penalty(self) -> float | None: ...  # noqa: D102
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # type checks in tests must not replace the errors of `__post_init__`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling options of one request, under OpenAI's and vLLM's names.
+    """The sampling options of one request, with the names of OpenAI and vLLM.
 
     Attributes:
-        max_tokens: tokens to generate at most; 0 scores the prompt and needs `prompt_logprobs`.
-        min_tokens: tokens to generate before any stop rule applies.
-        temperature: divides the logits; 0 (or under 1e-5) is greedy. None: the model's, else 0.
-        top_k: sample among the k likeliest tokens; 0 and -1 are off. None: the model's, else off.
-        top_p: sample in the smallest set with this probability, in (0, 1]. None: the model's,
+        max_tokens: maximum tokens to generate; 0 only scores the prompt (with `prompt_logprobs`).
+        min_tokens: tokens to generate before stop rules apply.
+        temperature: divides the logits; 0 (or below 1e-5) is greedy. None: the model's, else 0.
+        top_k: sample from the k most likely tokens; 0 and -1: off. None: the model's, else off.
+        top_p: sample from the smallest set with this probability, in (0, 1]. None: the model's,
             else 1.
-        min_p: drop tokens under this share of the likeliest one's probability, in [0, 1]. None:
-            the model's, else 0.
-        repetition_penalty: over 1 disfavours tokens of prompt and output, in [1e-6, 1e6]. None:
-            the model's, else 1.
+        min_p: exclude tokens below this fraction of the highest probability, in [0, 1]. None: the
+            model's, else 0.
+        repetition_penalty: above 1 penalizes tokens of prompt and output, in [1e-6, 1e6]. None: the
+            model's, else 1.
         presence_penalty: subtracted once from every token of the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
-        logit_bias: token id to a number in [-100, 100] that is added to its logit.
-        allowed_token_ids: the only tokens that may be generated; None allows all.
-        bad_token_ids: sequences that never come up. A sequence of one id bans the token; a longer
-            one bans its last id wherever the ids before it were the last of prompt and output.
-        stop: texts that end the answer; one string or a list of them.
-        stop_token_ids: tokens that end the answer besides the model's end-of-sequence tokens.
-        include_stop_str_in_output: keep the stop text (or the stop token's text) in the answer.
-        ignore_eos: treat end-of-sequence tokens like any other.
-        logprobs: how many of the likeliest tokens to report beside each chosen one; 0 reports the
-            chosen one only. Up to the vocabulary's size: each costs memory in every answer.
+        logit_bias: map from token id to a number in [-100, 100] that is added to its logit.
+        allowed_token_ids: the only tokens that may be generated; None: all.
+        bad_token_ids: banned sequences. A sequence of one id bans the token. A longer one bans its
+            last id when prompt and output end with the ids before it.
+        stop: stop texts, which end the output; one string or a list.
+        stop_token_ids: tokens that end the output, in addition to the end-of-sequence tokens.
+        include_stop_str_in_output: include the stop text (or the stop token's text) in the output.
+        ignore_eos: do not end the output at end-of-sequence tokens.
+        logprobs: number of most likely tokens to report for each output token; 0: only the output
+            token itself. At most the size of the vocabulary; each costs memory in the output.
         prompt_logprobs: the same for the tokens of the prompt.
-        seed: of the draws: equal logits give equal tokens. In float32 an answer then repeats
-            whatever else is in the batch; in bfloat16 and float16 the batch can change logits, and
-            so tokens, except with `--batch-invariant`. None: drawn at random.
+        seed: seed of random sampling: equal logits give equal tokens. In float32 the output does
+            not depend on the rest of the batch. In bfloat16 and float16 the batch can change
+            logits, and so tokens, except with `--batch-invariant`. None: random.
         skip_special_tokens: leave special tokens out of the text.
-        n: answers to return. The prompt is read once for all of them. Answer i draws with the seed
-            `seed + i`, so answer 0 is the one that n=1 gives.
-        best_of: answers to draw, at least n; the n with the highest summed log-probability are
-            returned, best first, when all of them have ended. None: n.
-        use_beam_search: return the n best sequences of a beam search, when it has ended; nothing
-            is drawn.
-        beam_width: beams kept at every token, at least n. None: best_of, else n.
-        length_penalty: beams are ranked by their summed log-probability over their number of
-            tokens to this power, in [-10, 10]; over 0 favours long ones.
-        early_stopping: when a beam search ends: true as soon as beam_width beams have ended,
-            false when the best open beam is no longer better than the worst of them, "never" when
-            no open beam can become better.
+        n: number of completions to return. The prompt is prefilled once. Completion i samples with
+            `seed + i`, so completion 0 equals that of n=1.
+        best_of: number of completions to sample, at least n. The n with the highest summed
+            log-probability are returned, best first, when all have ended. None: n.
+        use_beam_search: return the n best sequences of a beam search, when it has ended.
+        beam_width: number of beams, at least n. None: best_of, else n.
+        length_penalty: beams are ranked by their summed log-probability divided by their length to
+            this power, in [-10, 10]; above 0 prefers long sequences.
+        early_stopping: when a beam search ends. true: when beam_width beams have ended. false: when
+            the best open beam is not better than the worst ended one. "never": when no open beam
+            can become better.
 
     Raises:
-        RequestError: an option has the wrong type or lies outside its range.
+        RequestError: an option has the wrong type or is out of range.
     """
 
     max_tokens: int = option(16, common=True)
@@ -117,32 +116,32 @@ class SamplingParams:
             )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError(
-                "max_tokens=0 generates nothing: raise it, or set prompt_logprobs to score "
-                "the prompt",
+                "max_tokens=0 generates no tokens: raise max_tokens, or set prompt_logprobs to "
+                "score the prompt",
                 param="max_tokens",
             )
         check_branches(self)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are made for one prompt: beams, or answers drawn."""
+        """Number of sequences for one prompt: beams or sampled completions."""
         if self.use_beam_search and self.beam_width is not None:
             return self.beam_width
         return self.n if self.best_of is None else self.best_of
 
     @property
     def ranked(self) -> bool:
-        """Whether answers are compared, so that none can be shown before all have ended."""
+        """Whether completions are ranked, so that none is returned before all have ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken (a temperature that is not said counts)."""
+        """Whether the most likely token is always chosen; also for an unset temperature."""
         return self.temperature is None or self.temperature < GREEDY_BELOW
 
     @property
     def edits_logits(self) -> bool:
-        """Whether a mask, a bias or a penalty may change which token is the likeliest."""
+        """Whether a mask, a bias or a penalty may change which token is the most likely."""
         return bool(
             self.allowed_token_ids is not None
             or self.bad_token_ids
@@ -153,9 +152,9 @@ class SamplingParams:
         )
 
     def resolve(self, defaults: SamplingDefaults) -> "SamplingParams":
-        """Fill what was not said from the model's defaults, and the rest with neutral values.
+        """Fill unset options from the model's defaults, else with neutral values.
 
-        A beam search draws nothing: what a model recommends for drawing is no matter.
+        With beam search, the model's defaults for random sampling are ignored.
         """
         if self.use_beam_search:
             penalty = _first(self.repetition_penalty, defaults.repetition_penalty, 1.0)
@@ -179,11 +178,10 @@ class SamplingParams:
         )
 
     def validate_for(self, vocab_size: int) -> None:
-        """Check every token id and count against the size of a model's vocabulary.
+        """Check token ids and logprobs counts against the size of the vocabulary.
 
         Raises:
-            RequestError: an id is not in [0, vocab_size), or more logprobs are asked for than
-                there are tokens.
+            RequestError: an id is not in [0, vocab_size), or a logprobs count exceeds vocab_size.
         """
         id_lists: dict[str, Iterable[int]] = {
             "logit_bias": self.logit_bias or (),
@@ -202,13 +200,13 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
                 raise RequestError(
-                    f"{name}={getattr(self, name)} is more than the vocabulary's {vocab_size} "
-                    f"tokens: ask for 0 to {vocab_size}",
+                    f"expected {name} from 0 to {vocab_size} (the size of the vocabulary), got "
+                    f"{getattr(self, name)}",
                     param=name,
                 )
 
 
-def _first(said: T | None, default: T | None, neutral: T) -> T:
-    if said is not None:
-        return said
+def _first(given: T | None, default: T | None, neutral: T) -> T:
+    if given is not None:
+        return given
     return neutral if default is None else default

@@ -129,8 +129,8 @@ class Forks:
     def branch(self, group: RequestGroup, parents: Sequence[int]) -> None:
         """Replace the members of a running group; see `group.branch`.
 
-        If there are no pages for the forks, the group is preempted and recomputed. If a fork raises,
-        the search ends with an error, because only some of its beams have branched.
+        If there are no pages for the forks, the group is preempted and recomputed. If a fork
+        raises, the search ends with an error, because only some of its beams have branched.
         """
         beams = [*group.members, *group.spare]
         self._lifecycle.pause_group(group.members)

@@ -67,7 +67,7 @@ def test_a_config_becomes_json_values():
         ({"offload_recompute": True}, ConfigError, "a fraction from 0 to 1, got True"),
         ({"offload_cpu_attention": "nan"}, ConfigError, "got 'nan'"),
         ({"offload_activation_codec": "int9"}, UnknownName, "unknown codec 'int9'"),
-        ({"offload_activation_codec": "int4_page"}, ConfigError, "tokens one by one"),
+        ({"offload_activation_codec": "int4_page"}, ConfigError, "encodes single tokens"),
         ({"offload_activation_codec": 8}, ConfigError, "--kv-offload-activation-codec: expected"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_config_in_a_config_is_one(options):
 
 
 def test_recompute_and_cpu_attention_share_what_is_offloaded():
-    with pytest.raises(ConfigError, match="of 1 together or less, got"):
+    with pytest.raises(ConfigError, match="of at most 1, got"):
         OffloadConfig(recompute=0.5, cpu_attention=0.6)
 
 

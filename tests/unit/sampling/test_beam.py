@@ -109,18 +109,18 @@ def test_fewer_continuations_than_beams_are_fewer_beams():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.7}, "temperature=0.7 is for drawing"),
-        ({"top_k": 5}, "top_k=5 is for drawing"),
-        ({"top_p": 0.9}, "top_p=0.9 is for drawing"),
-        ({"min_p": 0.1}, "min_p=0.1 is for drawing"),
+        ({"temperature": 0.7}, "temperature=0.7 is an option of random sampling"),
+        ({"top_k": 5}, "top_k=5 is an option of random sampling"),
+        ({"top_p": 0.9}, "top_p=0.9 is an option of random sampling"),
+        ({"min_p": 0.1}, "min_p=0.1 is an option of random sampling"),
         ({"stop": "x"}, "stop_token_ids"),
-        ({"beam_width": 1}, "beam_width=1 beams cannot give n=2"),
-        ({"best_of": 1}, "best_of=1 beams cannot give n=2"),
+        ({"beam_width": 1}, "beam_width=1 is less than n=2"),
+        ({"best_of": 1}, "best_of=1 is less than n=2"),
         ({"best_of": 3, "beam_width": 4}, "leave one out"),
-        ({"max_tokens": 0, "prompt_logprobs": 1}, "nothing to search"),
+        ({"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens >= 1 with beam search"),
         ({"early_stopping": "always"}, 'true, false or "never"'),
-        ({"use_beam_search": False, "beam_width": 3}, "belongs to a beam search"),
-        ({"use_beam_search": False, "early_stopping": True}, "belongs to a beam search"),
+        ({"use_beam_search": False, "beam_width": 3}, "is an option of beam search"),
+        ({"use_beam_search": False, "early_stopping": True}, "is an option of beam search"),
         ({"use_beam_search": False, "best_of": 1}, "best_of=1 is less than n=2"),
     ],
 )
@@ -295,5 +295,5 @@ def test_more_beams_than_memory_holds_are_refused(model):
 def test_beams_need_a_store_that_shares(model):
     engine = engine_of(model, store="contiguous_growing", enable_prefix_caching=False)
 
-    with pytest.raises(RequestError, match="beams share pages"):
+    with pytest.raises(RequestError, match="beam search shares pages"):
         engine.submit(GenerationRequest(PROMPT, beams()))

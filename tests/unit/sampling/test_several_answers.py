@@ -256,7 +256,7 @@ def test_all_of_them_can_be_cancelled(llama, after_steps, best_of):
 def test_an_id_in_use_is_refused_and_free_again_when_all_answers_have_ended(llama):
     engine = engine_of(llama)
     engine.submit(GenerationRequest(PROMPT, drawn(n=2), request_id="r"))
-    with pytest.raises(RequestError, match="already running"):
+    with pytest.raises(RequestError, match="request id 'r' is in use"):
         engine.submit(GenerationRequest(PROMPT, drawn(), request_id="r"))
 
     while engine.has_work:

@@ -263,7 +263,7 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
     ("text", "error", "says"),
     [
         ("batn_pd", UnknownName, "did you mean baton_pd"),
-        ("baton", UnsoundCombination, r"use baton_pd here, or quire\.hf\.DynamicBatch"),
+        ("baton", UnsoundCombination, r"use baton_pd here, or use quire\.hf\.DynamicBatch"),
         ("baton_pd:lines=3", UnknownName, "option of batcher 'baton_pd' 'lines'"),
         ("baton_pd:queue", ConfigError, "expected option=value such as queue=8"),
         ("baton_pd:queue=2,queue=3", ConfigError, "is given twice"),

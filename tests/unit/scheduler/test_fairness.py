@@ -122,11 +122,11 @@ def test_a_prompt_that_became_public_is_hashed_anew():
     mine = service.submit(prompt_tokens=20, tenant="mine")
     sequence_memory = service.scheduler.sequence_memory
     identities = sequence_memory.sharing.identities
-    sequence_memory.sharing.give_back(sequence_memory.sharing.look_up(mine))
+    sequence_memory.sharing.release(sequence_memory.sharing.look_up(mine))
     before = mine.memory.chain
 
     identities.register_public(list(range(10)))
-    sequence_memory.sharing.give_back(sequence_memory.sharing.look_up(mine))
+    sequence_memory.sharing.release(sequence_memory.sharing.look_up(mine))
 
     assert mine.memory.chain is not before
     assert mine.memory.chain.identity.public_tokens == 10

@@ -55,7 +55,7 @@ def test_beams_that_would_not_fit_whole_are_refused_with_the_way_out():
     first.group.members, first.group.spare = [first], [spare]
     first.eviction.spec = spare.eviction.spec = EvictionSpec(cap=8, every=2, when=PRESSURE)
 
-    with pytest.raises(NeverFits, match=r"in 2 beams .*evict with when=prefill_and_decode"):
+    with pytest.raises(NeverFits, match=r"in 2 beams .*set when=prefill_and_decode"):
         load.scheduler.submit(first)
     assert not load.scheduler.has_work
 
