@@ -77,7 +77,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
             "beam_width=2 is less than n=3",
         ),
         ({"use_beam_search": True, "beam_width": 2, "best_of": 3}, "beam_width", "both set"),
-        ({"use_beam_search": True, "max_tokens": 0, "echo": True}, "max_tokens", "raise max_tokens"),
+        (
+            {"use_beam_search": True, "max_tokens": 0, "echo": True},
+            "max_tokens",
+            "raise max_tokens",
+        ),
         ({"use_beam_search": True, "stop": ["a"]}, "stop", "stop is not supported"),
         (
             {"use_beam_search": True, "temperature": 1},

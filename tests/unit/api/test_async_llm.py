@@ -205,7 +205,7 @@ def test_a_refused_request_disturbs_nobody(engine):
             running = asyncio.create_task(llm.generate([3, 4], engines.greedy(20)))
             with pytest.raises(RequestError, match="empty"):
                 await llm.generate([])
-            with pytest.raises(NeverFits, match="whole pool"):
+            with pytest.raises(NeverFits, match="whole KV memory"):
                 await llm.generate([3] * 100, SamplingParams(max_tokens=1000))
             answer = await running
             assert llm.is_alive
@@ -217,7 +217,7 @@ def test_a_refused_request_disturbs_nobody(engine):
 def test_one_refused_submission_takes_back_the_others(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
-            with pytest.raises(RequestError, match="already running"):
+            with pytest.raises(RequestError, match="is in use: use another id"):
                 await llm.submit(
                     [
                         GenerationRequest(prompt=[3], sampling=LONG, request_id="same"),
@@ -236,7 +236,7 @@ def test_a_request_refused_for_its_id_does_not_cancel_the_one_that_has_it(engine
             answers = await llm.submit(
                 [GenerationRequest(prompt=[3], sampling=engines.greedy(30), request_id="same")]
             )
-            with pytest.raises(RequestError, match="already running"):
+            with pytest.raises(RequestError, match="is in use: use another id"):
                 await llm.generate([4], LONG, request_id="same")
             return (await answers.collect())[0]
 

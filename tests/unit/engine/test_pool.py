@@ -56,9 +56,9 @@ def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
 @pytest.mark.parametrize(
     ("host", "schedule", "says"),
     [
-        ("1MiB", {"preempt": "recompute"}, "--preempt recompute swaps none: use --preempt auto"),
-        (0, {"batcher": "baton_pd:hold=host"}, "give --swap-space SIZE, or use hold=device"),
-        (0, {"batcher": "baton_pd_best_fit:hold=host"}, "give --swap-space SIZE"),
+        ("1MiB", {"preempt": "recompute"}, "--preempt recompute swaps no requests: use --preempt auto"),
+        (0, {"batcher": "baton_pd:hold=host"}, "set --swap-space SIZE, or use hold=device"),
+        (0, {"batcher": "baton_pd_best_fit:hold=host"}, "set --swap-space SIZE"),
     ],
 )
 def test_a_host_pool_that_nothing_would_use_or_that_lacks_is_refused(model, host, schedule, says):

@@ -251,7 +251,7 @@ def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
         ),
         ({"disk_memory": "1GiB", "disk_path": "x"}, {}, "--disk-kv-memory: a simulation has"),
         ({"remote": "a:1"}, {}, "--remote-kv: a simulation has no prefixes on disk"),
-        ({"swap_space": "1MiB"}, {"preempt": "recompute"}, "--preempt recompute swaps none"),
+        ({"swap_space": "1MiB"}, {"preempt": "recompute"}, "--preempt recompute swaps no requests"),
         ({}, {"objective": "throughput"}, "all weights are on the device"),
     ],
 )
