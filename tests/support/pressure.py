@@ -174,25 +174,25 @@ class SameBytes:
     def __getattr__(self, name: str) -> object:
         return getattr(self.swapper, name)
 
-    def out(self, requests, choice):
+    def swap_out(self, requests, choice):
         before = [
             list(stored_pages(self.memory, self.store, request.memory.row, choice.keep_from))
             for request in requests
         ]
-        swapped = self.swapper.out(requests, choice)
+        swapped = self.swapper.swap_out(requests, choice)
         if swapped is not None:
             self.gone[id(swapped)] = before
         return swapped
 
-    def back(self, swapped: Swapped):
+    def swap_in(self, swapped: Swapped):
         before = self.gone.pop(id(swapped))
-        rows = self.swapper.back(swapped)
+        rows = self.swapper.swap_in(swapped)
         self._compare(before, rows or [])
         return rows
 
-    def back_behind(self, swapped: Swapped, row: int):
+    def swap_in_tail(self, swapped: Swapped, row: int):
         before = self.gone.pop(id(swapped))
-        done = self.swapper.back_behind(swapped, row)
+        done = self.swapper.swap_in_tail(swapped, row)
         self._compare(before, [row] if done else [], swapped.keep_from)
         return done
 

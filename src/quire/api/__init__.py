@@ -1,1 +1,1 @@
-"""The public entry points: LLM, AsyncLLM, and the inputs that they take."""
+"""The public entry points LLM and AsyncLLM, and checks of their arguments."""

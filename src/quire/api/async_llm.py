@@ -1,4 +1,4 @@
-"""Many callers, one engine: the step loop in a thread, answers through asyncio queues."""
+"""Asyncio entry point: the engine's step loop in a thread, outputs through asyncio queues."""
 
 import asyncio
 import logging
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """Runs an engine in its own thread. Only that thread touches the engine.
+    """Runs an engine in its own thread; only that thread uses the engine.
+
+    Use it as an async context manager, or call `close`.
 
     Args:
-        engine: idle, and left to this object until it is closed.
+        engine: an idle engine; do not use it elsewhere until this object is closed.
 
     Raises:
-        ConfigError: the engine shares its pool with others, or another `AsyncLLM` has it.
-
-    Use as an async context manager, or call `close`.
+        ConfigError: the engine is part of a shared pool, or another `AsyncLLM` runs it.
     """
 
     def __init__(self, engine: Engine) -> None:
         if engine.shares_pool:
             raise ConfigError(
-                "an engine of a shared pool is stepped in one thread with the others of the pool; "
-                "give an engine with a thread of its own a KV memory of its own"
+                "expected an engine with its own KV memory, got one of a shared pool: the engines "
+                "of a pool are stepped in one thread"
             )
         if engine.runs_in_thread:
             raise ConfigError(
@@ -53,38 +53,38 @@ class AsyncLLM:
         self.engine = engine
         engine.enter_thread()
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
-        self._streams: dict[str, OutputStream] = {}  # by request id; the engine's thread only
-        self._state = threading.Lock()  # guards the three below against a last command
+        self._streams: dict[str, OutputStream] = {}  # by request id; only in the engine's thread
+        self._state = threading.Lock()  # guards the next three, so that no command comes too late
         self._closing = False
         self._ended = False
         self._error: BaseException | None = None
-        self._leaving = threading.Lock()
-        self._has_left = False
+        self._close_lock = threading.Lock()
+        self._has_closed = False
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still taken and steps still run."""
+        """Whether requests are accepted and steps run."""
         return not self._closing and not self._ended
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
-        """Submit requests, all of them or none; return once the engine has accepted them.
+        """Submit requests, all or none; return once the engine has accepted them.
 
         Args:
-            requests: their prompts are token ids.
+            requests: requests whose prompts are token ids.
 
         Raises:
             RequestError: the engine refused one of the requests; none runs.
             EngineDead: the engine has stopped.
         """
-        answers = OutputStream(requests, self._cancel)
+        stream = OutputStream(requests, self._cancel)
         try:
-            await self._call(partial(self._submit, answers))
+            await self._call(partial(self._submit, stream))
         except asyncio.CancelledError:
-            self._cancel(answers)  # comes after the submission, whether or not that has run
+            self._cancel(stream)  # runs after the submission, which may be queued still
             raise
-        return answers
+        return stream
 
     async def stream(
         self,
@@ -94,25 +94,25 @@ class AsyncLLM:
     ) -> AsyncIterator[OutputDelta]:
         """Submit a request and yield its deltas. Closing the iterator cancels the request.
 
-        Leaving the loop early closes it as soon as nothing refers to it any more; wrap it in
-        `contextlib.aclosing` where that must not wait.
+        After an early exit from the loop, Python closes the iterator when it is garbage collected.
+        Wrap it in `contextlib.aclosing` to close it at once.
 
         Args:
             prompt: a string, a list of token ids, or a `GenerationRequest`.
-            sampling: options; None takes the defaults.
+            sampling: sampling options; default: `SamplingParams()`.
             options: priority, deadline_s, tenant, cache_salt, evict, record_evictions and
-                request_id; `GenerationRequest` explains them.
+                request_id; see `GenerationRequest`.
 
         Raises:
             RequestError: the engine refused the request.
             EngineDead: the engine has stopped.
         """
-        answers = await self.submit([await self._request(prompt, sampling, options)])
+        stream = await self.submit([await self._request(prompt, sampling, options)])
         try:
-            async for delta in answers:
+            async for delta in stream:
                 yield delta
         finally:
-            answers.cancel()
+            stream.cancel()
 
     async def generate(
         self,
@@ -120,12 +120,12 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """Submit a request and wait for its whole answer; see `stream`."""
-        answers = await self.submit([await self._request(prompt, sampling, options)])
+        """Submit a request and wait for its complete output; see `stream`."""
+        stream = await self.submit([await self._request(prompt, sampling, options)])
         try:
-            return (await answers.collect())[0]
+            return (await stream.collect())[0]
         finally:
-            answers.cancel()
+            stream.cancel()
 
     async def _request(
         self,
@@ -133,7 +133,7 @@ class AsyncLLM:
         sampling: SamplingParams | None,
         options: RequestOptions,
     ) -> GenerationRequest:
-        """The request, its prompt as token ids: texts are tokenized beside the event loop."""
+        """Make the request with token ids; texts are tokenized outside of the event loop."""
         [request] = as_requests([prompt], sampling, options)
         if not isinstance(request.prompt, str):
             return replace(request, prompt=as_token_ids(request.prompt))
@@ -144,7 +144,7 @@ class AsyncLLM:
         return replace(request, prompt=ids)
 
     async def stats(self) -> EngineStats:
-        """The engine's numbers, read between two steps.
+        """Return the engine's statistics, read between two steps.
 
         Raises:
             EngineDead: the engine has stopped.
@@ -152,7 +152,7 @@ class AsyncLLM:
         return await self._call(self.engine.stats)
 
     async def ledger(self) -> Snapshot:
-        """Who holds every byte of KV, read between two steps; see `LLM.ledger`.
+        """Return the holders of all KV bytes, read between two steps; see `LLM.ledger`.
 
         Raises:
             EngineDead: the engine has stopped.
@@ -162,28 +162,28 @@ class AsyncLLM:
     async def events(
         self, kinds: Iterable[str] = KINDS, *, since: int = 0, most: int | None = None
     ) -> list[KVEvent]:
-        """The newest KV events, read between two steps; see `EventLog.newest`.
+        """Return the newest KV events, read between two steps; see `EventLog.newest`.
 
         Raises:
-            UnknownName: there is no such kind.
+            UnknownName: an unknown kind of event.
             EngineDead: the engine has stopped.
         """
         return await self._call(partial(self.engine.events.newest, kinds, since=since, most=most))
 
     def close(self) -> None:
-        """Stop after the current step, and leave the engine idle. Open requests end as dead.
+        """Stop after the current step and leave the engine idle; open requests get `EngineDead`.
 
-        Cached prefixes go to their tier, where there is one. Every call that needs the engine
-        raises `EngineDead` from then on; a second `close` changes nothing.
+        Cached prefixes are written to their tier, if there is one. Later calls that need the engine
+        raise `EngineDead`. A second `close` has no effect.
         """
         with self._state:
             self._closing = True
             self._commands.put(Command(lambda: None, Future()))  # wakes an idle loop
         self._thread.join()
-        with self._leaving:  # a second call waits for the first, and changes nothing
-            if self._has_left:
+        with self._close_lock:  # a second call waits for the first
+            if self._has_closed:
                 return
-            self._has_left = True
+            self._has_closed = True
             try:
                 self.engine.close()
             finally:
@@ -195,10 +195,10 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # ---- from the callers' threads -------------------------------------------------------------
+    # ---- in the event loop's thread ------------------------------------------------------------
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps."""
+        """Run a function in the engine's thread between two steps, and return its result."""
         command = Command(work, Future())
         with self._state:
             if not self.is_alive:
@@ -206,22 +206,22 @@ class AsyncLLM:
             self._commands.put(command)  # type: ignore[arg-type]
         return await asyncio.wrap_future(command.future)
 
-    def _cancel(self, answers: OutputStream) -> None:
+    def _cancel(self, stream: OutputStream) -> None:
         with self._state:
             if self.is_alive:
-                self._commands.put(Command(partial(self._withdraw, answers), Future()))
+                self._commands.put(Command(partial(self._withdraw, stream), Future()))
 
     def _dead(self) -> EngineDead:
         if self._error is None:
             return EngineDead("the engine was closed")
         dead = EngineDead(
-            f"the engine has stopped after {type(self._error).__name__}: {self._error}; its log "
-            "says where, and only a new start brings it back"
+            f"the engine has stopped after {type(self._error).__name__}: {self._error}; see its "
+            "log for the traceback, and restart the engine"
         )
         dead.__cause__ = self._error
         return dead
 
-    # ---- the engine's thread -------------------------------------------------------------------
+    # ---- in the engine's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -230,14 +230,14 @@ class AsyncLLM:
                 if self.engine.has_work:
                     self._publish(self.engine.step())
             self._leave_idle()
-        except BaseException as error:  # open requests get it; nobody waits for this thread
+        except BaseException as error:  # open requests get it as `EngineDead`
             self._error = error
             logger.critical("the engine has stopped", exc_info=True)
         finally:
             self._end()
 
     def _obey(self, *, wait: bool) -> None:
-        """Run the commands that are there; `wait` for one when there is none."""
+        """Run all queued commands; with `wait`, wait for the first one."""
         try:
             self._commands.get(block=wait).run()
             while True:
@@ -245,31 +245,31 @@ class AsyncLLM:
         except queue.Empty:
             return
 
-    def _submit(self, answers: OutputStream) -> None:
+    def _submit(self, stream: OutputStream) -> None:
         request_ids: list[str] = []
         try:
-            for request in answers.requests:  # a refusal leaves the ids of those before it
+            for request in stream.requests:  # on an error the earlier ids are needed
                 request_ids.append(self.engine.submit(request))  # noqa: PERF401
         except QuireError:
-            for request_id in request_ids:  # those before the refused one
+            for request_id in request_ids:  # the requests before the refused one
                 self.engine.cancel(request_id)
             raise
-        answers.accept(request_ids)
-        self._streams.update(dict.fromkeys(request_ids, answers))
+        stream.accept(request_ids)
+        self._streams.update(dict.fromkeys(request_ids, stream))
 
-    def _withdraw(self, answers: OutputStream) -> None:
-        for request_id in answers.request_ids:
-            if self._streams.get(request_id) is answers:  # else finished, and the id may be reused
+    def _withdraw(self, stream: OutputStream) -> None:
+        for request_id in stream.request_ids:
+            if self._streams.get(request_id) is stream:  # not if finished and the id is reused
                 self.engine.cancel(request_id)
 
     def _publish(self, deltas: Sequence[OutputDelta]) -> None:
         for delta in deltas:
-            answers = self._streams.get(delta.request_id)
-            if answers is None:
-                continue  # refused together with another
+            stream = self._streams.get(delta.request_id)
+            if stream is None:
+                continue  # cancelled, because a request submitted with it was refused
             if delta.is_last:
                 del self._streams[delta.request_id]
-            if not answers.put(delta):
+            if not stream.put(delta):
                 self.engine.cancel(delta.request_id)
 
     def _leave_idle(self) -> None:
@@ -281,8 +281,8 @@ class AsyncLLM:
     def _end(self) -> None:
         with self._state:
             self._ended = True
-        for answers in set(self._streams.values()):
-            answers.put(self._dead())
+        for stream in set(self._streams.values()):
+            stream.put(self._dead())
         self._streams.clear()
         while not self._commands.empty():
             self._commands.get_nowait().refuse(self._dead())

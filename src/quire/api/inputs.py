@@ -1,6 +1,6 @@
-"""What a Python caller hands in, as types: refused by name where Python would stumble later.
+"""Type checks of arguments of the Python API, with errors that name the argument.
 
-Everything here takes `object`, because what a caller really gives is what is to be found out.
+The functions take `object`, because the types of the arguments are what they check.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from quire.errors import RequestError
 
 
 def as_prompts(prompts: object) -> list[object]:
-    """One prompt or many as a list; what is neither stays one, for `as_token_ids` to refuse."""
+    """Return one or several prompts as a list; `as_token_ids` refuses invalid ones later."""
     if isinstance(prompts, str | bytes | Mapping | GenerationRequest) or not isinstance(
         prompts, Iterable
     ):
@@ -23,10 +23,10 @@ def as_prompts(prompts: object) -> list[object]:
 
 
 def as_token_ids(prompt: object) -> list[int]:
-    """A prompt that is not text.
+    """Return a prompt of token ids as a list.
 
     Raises:
-        RequestError: it is no list; what it holds is checked when it is submitted.
+        RequestError: the prompt is not a sequence. Its elements are checked at submission.
     """
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
         raise RequestError(
@@ -37,7 +37,7 @@ def as_token_ids(prompt: object) -> list[int]:
 
 
 def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
-    """Sampling options, one for each of `count` prompts; None where none are given.
+    """Return sampling options for each of `count` prompts; None if not given.
 
     Raises:
         RequestError: neither one SamplingParams nor a list of `count` of them.
@@ -61,16 +61,17 @@ def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
 def as_requests(
     prompts: object, sampling: object, options: Mapping[str, object]
 ) -> list[GenerationRequest]:
-    """Requests, one for each prompt.
+    """Make one request per prompt.
 
     Args:
-        prompts: one or many: texts, token ids, or requests, which bring their own options.
-        sampling: one for all or one for each.
-        options: by name, one for all or one for each; see `GenerationRequest`.
+        prompts: one or several texts, token id lists, or requests (with their own options).
+        sampling: one for all prompts, or a list with one per prompt.
+        options: options by name, each one value or a list with one per prompt; see
+            `GenerationRequest`.
 
     Raises:
-        RequestError: an option that there is not, of another type, or not as many as prompts;
-            options beside a request that has its own.
+        RequestError: an unknown option, a value of the wrong type, a list of the wrong length, or
+            options in addition to a `GenerationRequest`.
     """
     many = as_prompts(prompts)
     params = as_options(sampling, len(many))
@@ -85,13 +86,13 @@ def _as_request(
     prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]
 ) -> GenerationRequest:
     if not isinstance(prompt, GenerationRequest):
-        # what else a caller gave as a prompt is refused where it is encoded
+        # an invalid prompt is refused when it is encoded
         return GenerationRequest(prompt, sampling, **options)
     if sampling is not None or options:
         given = ", ".join(["sampling"] * (sampling is not None) + list(options))
         raise RequestError(
-            f"a GenerationRequest brings its own options, and {given} came beside it: set them in "
-            "the request"
+            f"a GenerationRequest has its own options, got {given} in addition: set them in the "
+            "request"
         )
     return prompt
 
@@ -99,7 +100,7 @@ def _as_request(
 def _one_for_each(name: str, given: object, count: int) -> list[object]:
     if name not in OPTION_KINDS:
         raise RequestError(
-            f"there is no option {name!r} of a request; expected one of {', '.join(OPTION_KINDS)}"
+            f"unknown request option {name!r}: expected one of {', '.join(OPTION_KINDS)}"
         )
     many = [given] * count
     if isinstance(given, Sequence) and not isinstance(given, str):
@@ -112,4 +113,4 @@ def _one_for_each(name: str, given: object, count: int) -> list[object]:
 def _hint(prompt: object) -> str:
     if isinstance(prompt, bytes | bytearray):
         return "; decode it"
-    return "; give it as .tolist()" if hasattr(prompt, "tolist") else ""
+    return "; pass prompt.tolist()" if hasattr(prompt, "tolist") else ""

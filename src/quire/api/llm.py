@@ -1,4 +1,4 @@
-"""The Python entry: prompts in, answers out."""
+"""Synchronous Python entry point."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,28 +36,27 @@ _Taker = Callable[[OutputDelta], None]
 
 
 class LLM:
-    """A model with a KV memory fixed in bytes.
+    """A model with a KV memory of a fixed number of bytes.
 
-    Calls from several threads are safe and run one after the other: a call waits until `generate`
-    of another thread returns. `AsyncLLM` is the concurrent entry: its requests share the batch.
-    Between two pieces of a `stream` any thread may call anything; requests that are open at the
-    same time share the batch. Inside a step, in a listener of KV events, only `stats`, `ledger`
-    and the encoders may be called.
+    The object is thread-safe. Calls run one after the other: a call waits until `generate` of
+    another thread returns. Use `AsyncLLM` for concurrent requests. Between two deltas of a `stream`
+    any thread may call any method; open requests share the batch. Inside a step (in a listener of
+    KV events) only `stats`, `ledger` and the encoders may be called.
 
     Args:
         model: "quire-tiny", a folder in Hugging Face format, a hub name, or a loaded model.
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto, cpu or cuda.
-        kv: the KV memory: its size, pages, and what stays.
-        schedule: how much a step does, how many requests run.
-        trust_remote_code: run Python code that the model folder brings.
+        kv: options of the KV memory; default: `KVConfig()`.
+        schedule: scheduling options; default: `ScheduleConfig()`.
+        trust_remote_code: run Python code of the model folder.
         verify: compare with Transformers' own attention at load.
-        return_memory: give freed host memory back to the system; see `Engine`.
-        weights_memory: bytes of the device for weights, a size, or "all": see `place_beyond`.
+        return_memory: return freed host memory to the system; see `Engine`.
+        weights_memory: device memory for weights: bytes, a size, or "all"; see `place_beyond`.
 
     Raises:
-        ConfigError: options that cannot be; before the KV memory is taken.
-        ModelError: a model folder that cannot be read.
+        ConfigError: invalid options; raised before the KV memory is allocated.
+        ModelError: the model folder cannot be read.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter per option
@@ -90,8 +89,8 @@ class LLM:
             )
         elif weights_memory not in (ALL_WEIGHTS, None):
             raise ConfigError(
-                "a loaded model has its weights where they are: give weights_memory with the "
-                "folder or name of a model"
+                "weights_memory cannot be set for a loaded model: pass the folder or name of the "
+                "model instead"
             )
         self.model = model
         self.engine = Engine(model, kv, schedule, return_memory=return_memory)
@@ -100,10 +99,10 @@ class LLM:
         self._is_closed = False
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: text as the model's tokenizer reads it, or ids as they are.
+        """Return the token ids of a prompt: tokenize a text, copy a list of ids.
 
         Raises:
-            RequestError: text for a model without a tokenizer, or neither text nor a list.
+            RequestError: a text for a model without a tokenizer, or neither a text nor a list.
         """
         return self._encode(prompt)
 
@@ -113,10 +112,10 @@ class LLM:
         return as_token_ids(prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation under the model's chat template.
+        """Return the token ids of a conversation, with the model's chat template.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses these messages.
+            RequestError: the model has no chat template, or the template refuses the messages.
         """
         return encode_chat(self._tokenizer(), messages)
 
@@ -126,14 +125,14 @@ class LLM:
         return self.model.tokenizer
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
-        """Tokens that a sequence may come to: the model's context, or more where a stream may.
+        """Maximum length of a sequence: the model's context, or more with a streaming policy.
 
         Args:
-            prompt_tokens: of its prompt.
-            evict: which tokens stay; None takes `KVConfig.evict`.
+            prompt_tokens: length of its prompt.
+            evict: eviction policy; default: `KVConfig.evict`.
 
         Raises:
-            RequestError: a policy this engine does not serve, or that leaves too little.
+            RequestError: a policy that this engine does not allow, or whose cap is too low.
         """
         return self.engine.input_processor.context_tokens(prompt_tokens, evict)
 
@@ -145,30 +144,30 @@ class LLM:
         progress: Progress | None = None,
         **options: Unpack[OptionsOfMany],
     ) -> list[RequestOutput]:
-        """Answer prompts, all of them together; answers come in the order of the prompts.
+        """Generate outputs for prompts in one batch; return them in the order of the prompts.
 
         Args:
-            prompts: one or many, each a string, a list of token ids, or a `GenerationRequest`,
-                which brings its own options.
-            sampling: one for all, or one for each.
-            progress: called after every step with the engine's numbers and the step's deltas.
+            prompts: one or several strings, token id lists or `GenerationRequest`s (with their own
+                options).
+            sampling: one for all prompts, or a list with one per prompt.
+            progress: called after every step with the engine's statistics and the step's deltas.
             options: priority, deadline_s, tenant, cache_salt, evict, record_evictions and
-                request_id, each one for all or a list with one for each; `GenerationRequest`
-                explains them.
+                request_id, each one value for all prompts or a list with one per prompt; see
+                `GenerationRequest`.
 
         Raises:
             EngineDead: the LLM is closed.
-            RequestError: a prompt or its options are wrong; nothing has been run then.
-            NeverFits: a prompt needs more KV than the whole pool has.
+            RequestError: an invalid prompt or option; no request is run.
+            NeverFits: a prompt needs more KV than the whole KV memory.
         """
         requests = as_requests(prompts, sampling, options)
         builders: dict[str, OutputBuilder] = {}
-        answers: dict[str, RequestOutput] = {}
+        outputs: dict[str, RequestOutput] = {}
 
         def take(delta: OutputDelta) -> None:
-            answer = builders[delta.request_id].add(delta)
-            if answer is not None:
-                answers[delta.request_id] = answer
+            output = builders[delta.request_id].add(delta)
+            if output is not None:
+                outputs[delta.request_id] = output
 
         with self._calls.held(), self._withdrawing(builders):
             self._refuse_closed()
@@ -177,11 +176,11 @@ class LLM:
                     ids = self._encode(request.prompt)
                     request_id = self._submit(replace(request, prompt=ids), take)
                 builders[request_id] = OutputBuilder(request_id, tuple(ids), request)
-            while len(answers) < len(builders):
+            while len(outputs) < len(builders):
                 deltas = self._step()
                 if progress is not None:
                     progress(self.stats(), deltas)
-        return [answers[request_id] for request_id in builders]
+        return [outputs[request_id] for request_id in builders]
 
     def stream(
         self,
@@ -189,21 +188,21 @@ class LLM:
         sampling: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[OutputDelta]:
-        """Answer one prompt piece by piece. Closing the iterator cancels the request.
+        """Generate the output of one prompt as a stream. Closing the iterator cancels the request.
 
         Several streams may be open, and `generate` may be called meanwhile, also inside the loop
-        over the pieces: each gets its own. No lock is held between two pieces, so an iterator that
-        is left half way blocks no other call. Its request keeps its KV until the iterator is
-        closed, which Python does when nothing refers to it any more.
+        over the deltas. No lock is held between two deltas, so an unfinished iterator does not
+        block other calls. Its request holds its KV until the iterator is closed, which Python does
+        when it is garbage collected.
 
         Args:
             prompt: a string, a list of token ids, or a `GenerationRequest`.
-            sampling: options; None takes the defaults.
-            options: as for `generate`.
+            sampling: sampling options; default: `SamplingParams()`.
+            options: see `generate`.
 
         Raises:
-            EngineDead: at the next piece; the LLM is closed.
-            RequestError: at the first piece; the prompt or its options are wrong.
+            EngineDead: at the next delta, if the LLM is closed.
+            RequestError: at the first delta, if the prompt or its options are invalid.
         """
         inbox: deque[OutputDelta] = deque()
         [request] = as_requests([prompt], sampling, options)
@@ -221,21 +220,21 @@ class LLM:
                 yield delta
 
     def stats(self) -> EngineStats:
-        """What the engine has done, and who holds how many bytes: cheap enough for every step."""
+        """Return the engine's statistics, including bytes by holder; fast enough for every step."""
         with self._calls.reading():
             return self.engine.stats()
 
     def ledger(self) -> Snapshot:
-        """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
+        """Return the holders of all KV bytes as plain JSON values; see `docs/ledger.md`."""
         with self._calls.reading():
             return self.engine.ledger()
 
     def close(self) -> None:
-        """End open requests, write cached prefixes to their tier, where there is one, and close it.
+        """Cancel open requests, write cached prefixes to their tier and close it, if there is one.
 
-        The tier closes by itself when nothing refers to the engine any more, or the process ends.
-        `generate`, `stream` and open streams raise `EngineDead` from then on; `stats`, `ledger` and
-        the encoders still answer. A second `close` changes nothing.
+        Without a call, the tier is closed when the engine is garbage collected or the process ends.
+        Afterwards `generate`, `stream` and open streams raise `EngineDead`; `stats`, `ledger` and
+        the encoders still work. A second `close` has no effect.
 
         Raises:
             RequestError: the call comes from inside a step.
@@ -258,23 +257,23 @@ class LLM:
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
-            raise EngineDead("the LLM is closed and takes no request: make a new LLM of its model")
+            raise EngineDead("the LLM is closed: make a new LLM with its model")
 
     def _refuse_beside_async(self) -> None:
         if self.engine.runs_in_thread:
             raise RequestError(
-                "the engine of this LLM belongs to an AsyncLLM, which runs it in its own thread: "
-                "submit to the AsyncLLM, or close it before this call"
+                "the engine of this LLM runs in the thread of an AsyncLLM: submit to the AsyncLLM, "
+                "or close it before this call"
             )
 
     def _step(self) -> list[OutputDelta]:
-        """One step for all open requests, whichever call makes it."""
+        """Run one step for all open requests of all calls."""
         self._refuse_closed()
         with self._calls.changing():
             deltas = self.engine.step()
             for delta in deltas:
                 take = self._takers.get(delta.request_id)
-                if take is None:  # withdrawn
+                if take is None:  # its request was withdrawn
                     continue
                 if delta.is_last:
                     del self._takers[delta.request_id]
@@ -282,14 +281,14 @@ class LLM:
         return deltas
 
     def _step_for(self, inbox: deque[OutputDelta]) -> None:
-        """A step, unless the call of another thread has filled the inbox meanwhile."""
+        """Run a step, unless another thread has filled the inbox meanwhile."""
         with self._calls.held():
             if not inbox:
                 self._step()
 
     @contextmanager
     def _withdrawing(self, request_ids: Collection[str]) -> Iterator[None]:
-        """Cancel at the end those requests that are not done; their last deltas are dropped."""
+        """Cancel unfinished requests at exit; their last deltas are discarded."""
         try:
             yield
         finally:
@@ -301,12 +300,12 @@ class LLM:
                 with self._calls.changing():
                     self.engine.cancel(request_id)
         if not self._takers and self.engine.has_work:
-            self._step()  # so that the engine is idle again
+            self._step()  # makes the engine idle again
 
 
 @contextmanager
 def _named(prompt: str) -> Iterator[None]:
-    """Let an error about one prompt of many say which."""
+    """Add the index of a prompt to the message of a `RequestError`."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Calls from several threads: the lock of `LLM`, and work that `AsyncLLM` hands to its thread."""
+"""Calls from several threads: the lock of `LLM`, and commands for the thread of `AsyncLLM`."""
 
 import threading
 from collections import deque
@@ -12,14 +12,14 @@ from quire.errors import EngineDead, QuireError, RequestError
 
 
 class CallLock:
-    """Serializes the calls of several threads; no thread enters a step that is running.
+    """Serializes the calls of several threads, and refuses calls from inside a step.
 
-    A thread that holds the lock may take it again. Requests are withdrawn without waiting, because
-    Python closes an abandoned generator in any thread, at any moment, also inside a step: the
-    thread that holds the lock cancels them when its step or its call ends.
+    The lock is reentrant. Withdrawing requests does not wait for the lock, because Python may close
+    an abandoned generator in any thread at any time, also inside a step. The thread that holds the
+    lock then cancels these requests when its step or call ends.
 
     Args:
-        cancel: ends requests by their ids; called with the lock held and outside steps.
+        cancel: cancels requests by their ids; called with the lock held and outside of steps.
     """
 
     def __init__(self, cancel: Callable[[list[str]], None]) -> None:
@@ -30,7 +30,7 @@ class CallLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the calls of other threads; hold the lock meanwhile."""
+        """Hold the lock, after the calls of other threads have ended."""
         try:
             with self._lock:
                 yield
@@ -39,7 +39,7 @@ class CallLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold the lock and read the engine's state; a listener may do so inside a step."""
+        """Hold the lock for reading the engine's state; allowed in a listener inside a step."""
         with self.held():
             before, self._in_use = self._in_use, True
             try:
@@ -49,7 +49,7 @@ class CallLock:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the engine, as a step does; the caller holds the lock.
+        """Mark a change of the engine, such as a step; the caller holds the lock.
 
         Raises:
             RequestError: the call comes from inside another change.
@@ -57,7 +57,7 @@ class CallLock:
         if self._in_use:
             raise RequestError(
                 "expected a call between two steps, got one from inside a step, such as by a "
-                "listener of KV events: note the event and call generate, stream or close later"
+                "listener of KV events: save the event and call generate, stream or close later"
             )
         self._in_use = True
         try:
@@ -73,14 +73,14 @@ class CallLock:
     def _cancel_withdrawn(self) -> None:
         while self._withdrawn and self._lock.acquire(blocking=False):
             try:
-                if self._in_use:  # by this thread, whose call looks again when it ends
+                if self._in_use:  # by this thread, which retries when its call ends
                     return
                 self._cancel(list(self._taken()))
             finally:
                 self._lock.release()
 
     def _taken(self) -> Iterator[str]:
-        """All that are withdrawn; a generator closed meanwhile in this thread may take the rest."""
+        """Remove and yield the withdrawn ids; safe if this thread withdraws more meanwhile."""
         with suppress(IndexError):
             while True:
                 yield self._withdrawn.popleft()
@@ -91,18 +91,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Command(Generic[T]):
-    """Work for the engine's thread, and where its result goes."""
+    """A function to run in the engine's thread, and the future for its result."""
 
     work: Callable[[], T]
     future: "Future[T]"
 
     def run(self) -> None:
-        """Do it, and hand its result over; what is no refusal is raised here too."""
+        """Run the function and set the future; errors other than `QuireError` are also raised."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
             result = self.work()
-        except QuireError as error:  # a refusal: its caller's business only
+        except QuireError as error:  # only the caller handles it
             self.future.set_exception(error)
         except BaseException as error:
             self.future.set_exception(error)
@@ -111,6 +111,6 @@ class Command(Generic[T]):
             self.future.set_result(result)
 
     def refuse(self, error: EngineDead) -> None:
-        """Say that it will not be done."""
+        """Set the future to an error without running the function."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)

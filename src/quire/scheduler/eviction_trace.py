@@ -27,7 +27,7 @@ class EvictionEntry:
         stored: evicted positions, ascending within each lane, lane after lane. If it is shorter,
             and only then: the first positions of all runs of consecutive positions, followed by
             the run lengths.
-        wanted: [lanes] tokens that the rule was asked to retain, before rounding to token groups;
+        wanted: [lanes] number of tokens passed to the rule to retain, before rounding to token groups;
             a stateful rule is called again with these numbers in a replay. None if no rule needs
             them.
         promoted: the tokens promoted to a finer codec by this eviction, as an entry of its own;

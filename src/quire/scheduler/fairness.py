@@ -120,10 +120,10 @@ class Fairness:
         return self.accounts.may_take(request.tenant, size_bytes).right
 
     def may_hold(self, request: Request, peak_bytes: int) -> bool:
-        """Whether so many bytes are within the limit of a request's tenant.
+        """Whether `peak_bytes` are within the limit of a request's tenant.
 
         Raises:
-            RequestError: an unknown tenant, or a name that cannot be one.
+            RequestError: an unknown tenant or an invalid name.
         """
         limit_bytes = self.accounts.spec(checked_tenant(self.accounts, request.tenant)).limit_bytes
         return limit_bytes is None or peak_bytes <= limit_bytes

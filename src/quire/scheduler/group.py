@@ -143,7 +143,7 @@ def _equal_eviction_tokens(one: Request, other: Request) -> int:
     return max(last, min(own, default=UNLIMITED if one.eviction.spec.when == PRESSURE else last))
 
 
-def readable_tokens(request: Request) -> int:
+def prefillable_tokens(request: Request) -> int:
     """Tokens that a request may compute in one chunk: up to its next fork.
 
     The last token of a beam is computed in the step in which all beams decode.

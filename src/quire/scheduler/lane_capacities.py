@@ -14,9 +14,9 @@ from quire.scheduler.lane_slots import (
     evicting_table,
     held_slots,
     lookahead,
+    needs_page,
     over_cap,
     slots_to_keep,
-    wants_page,
 )
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.request import Request
@@ -205,7 +205,7 @@ class LaneCapacities:
 
     def _reuse_slots(self, request: Request) -> bool:
         assert self._table is not None
-        if not wants_page(request, self._table):
+        if not needs_page(request, self._table):
             return False
         keep = over_cap(request, self._table, tokens=1)
         return self._evict_private(request, keep, least_gain=None)

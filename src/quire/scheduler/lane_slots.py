@@ -92,7 +92,7 @@ def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | Non
     return _at_capacity(request.eviction.spec, table, held_slots(table, request), tokens)
 
 
-def wants_page(request: Request, table: LaneTable) -> bool:
+def needs_page(request: Request, table: LaneTable) -> bool:
     """Whether some lane has no free slot for the next token in its pages."""
     return bool(np.any(held_slots(table, request) % table.group.page_class.tokens == 0))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quire.scheduler.admission.admission import Admission
 from quire.scheduler.components import SchedulerComponents
-from quire.scheduler.group import readable_tokens
+from quire.scheduler.group import prefillable_tokens
 from quire.scheduler.lane_slots import evicting_table, free_tokens, in_blocks
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
@@ -96,7 +96,7 @@ class Prefill:
         """Yield the running requests in prefill that are not part of the plan."""
         planned = set(map(id, plan.requests))
         left = (r for r in self._running if id(r) not in planned)
-        return (r for r in left if readable_tokens(r) > 0 and self._batcher.may_compute(r))
+        return (r for r in left if prefillable_tokens(r) > 0 and self._batcher.may_compute(r))
 
     # ---- one chunk -----------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Prefill:
         tokens (or the rest of the prompt) after one eviction, as a whole or not at all. So the
         output does not depend on the rest of the batch.
         """
-        most = min(readable_tokens(request), free_tokens(request, self._table))
+        most = min(prefillable_tokens(request), free_tokens(request, self._table))
         if self.is_atomic(request):
             return most if most <= budget else 0
         budget = min(budget, self._config.longest_chunk)

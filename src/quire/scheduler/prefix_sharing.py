@@ -15,7 +15,7 @@ from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.prefix_key import BlockChain, PrefixIdentity, private_salt, root_key
 from quire.layout.pages import PageClass
-from quire.scheduler.group import readable_tokens
+from quire.scheduler.group import prefillable_tokens
 from quire.scheduler.request import Request
 
 SECRET_BYTES = 32
@@ -25,12 +25,12 @@ class PrefixIdentities:
     """Makes prefix identities from tenants, cache salts and public prefixes.
 
     Args:
-        made_by: everything besides the tokens that KV depends on: model, precision, codec, policy.
+        kv_settings: everything that KV depends on except the tokens: model, precision, codec, policy.
         secret: key from which salts are derived; default: random.
     """
 
-    def __init__(self, made_by: Sequence[str] = (), *, secret: bytes | None = None) -> None:
-        self._made_by = tuple(made_by)
+    def __init__(self, kv_settings: Sequence[str] = (), *, secret: bytes | None = None) -> None:
+        self._kv_settings = tuple(kv_settings)
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
         self._roots: dict[int, bytes] = {}
         self._public: list[NDArray[np.int64]] = []
@@ -43,7 +43,7 @@ class PrefixIdentities:
         """Return the identity of a request's prefix."""
         variant = request.spec.rope_variant
         if variant not in self._roots:
-            self._roots[variant] = root_key(*self._made_by, str(variant))
+            self._roots[variant] = root_key(*self._kv_settings, str(variant))
         return PrefixIdentity(self._roots[variant], self._salt(request), self._num_public(request))
 
     def _salt(self, request: Request) -> bytes:
@@ -130,7 +130,7 @@ class PrefixSharing:
         identity = self.identities.of(request)
         if request.scores_prompt:
             return PrefixLease(identity)
-        wanted = min(readable_tokens(request), request.exact_tokens + 1)
+        wanted = min(prefillable_tokens(request), request.exact_tokens + 1)
         if most_tokens is not None:
             wanted = min(wanted, most_tokens + 1)
         if request.memory.chain is None or request.memory.chain.identity != identity:

@@ -141,7 +141,7 @@ def test_a_closed_llm_takes_no_request_and_says_so(llm):
         "stream": lambda: next(llm.stream(PROMPTS[0], GREEDY)),
     }
     for call in calls.values():
-        with pytest.raises(EngineDead, match="the LLM is closed and takes no request: make a new"):
+        with pytest.raises(EngineDead, match="the LLM is closed: make a new LLM"):
             call()
 
     assert answer[0].token_ids
@@ -221,7 +221,7 @@ def test_one_prompt_and_many_are_told_apart(given, prompts):
         (None, "got NoneType"),
         ({"prompt": "text"}, "got dict"),
         (1.5, "got float"),
-        (torch.tensor([1, 2]), r"got Tensor; give it as .tolist\(\)"),
+        (torch.tensor([1, 2]), r"got Tensor; pass prompt.tolist\(\)"),
     ],
     ids=repr,
 )
@@ -328,9 +328,9 @@ def test_a_request_brings_its_own_options(llm, expected):
 @pytest.mark.parametrize(
     ("sampling", "options", "message"),
     [
-        (GREEDY, {}, "and sampling came beside it"),
-        (None, {"priority": 1}, "and priority came beside it"),
-        (None, {"prioritty": 1}, "no option 'prioritty' of a request; expected one of request_id"),
+        (GREEDY, {}, "got sampling in addition"),
+        (None, {"priority": 1}, "got priority in addition"),
+        (None, {"prioritty": 1}, "unknown request option 'prioritty': expected one of request_id"),
     ],
 )
 def test_options_beside_a_request_are_refused(sampling, options, message):

@@ -56,7 +56,7 @@ def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
 @pytest.mark.parametrize(
     ("host", "schedule", "says"),
     [
-        ("1MiB", {"preempt": "recompute"}, "--preempt recompute swaps no requests: use --preempt auto"),
+        ("1MiB", {"preempt": "recompute"}, "--preempt recompute swaps no requests: use"),
         (0, {"batcher": "baton_pd:hold=host"}, "set --swap-space SIZE, or use hold=device"),
         (0, {"batcher": "baton_pd_best_fit:hold=host"}, "set --swap-space SIZE"),
     ],

@@ -20,7 +20,7 @@ from quire.scheduler.group import (
     leave,
     not_continued,
     plan_prefill,
-    readable_tokens,
+    prefillable_tokens,
     refuse_beams,
     reserved_rows,
     whole_groups,
@@ -64,7 +64,7 @@ def read(memory, first) -> tuple[list[Request], int]:
     running, read_tokens = [first], 0
     while any(r.num_uncomputed for r in running) or first.group.forks:
         for request in list(running):
-            tokens = readable_tokens(request)
+            tokens = prefillable_tokens(request)
             if tokens:
                 memory.grow(np.array([request.memory.row]), np.array([tokens], dtype=np.int32))
                 request.progress.num_computed += tokens
@@ -120,11 +120,11 @@ def test_fresh_members_are_copied_behind_the_prompt():
 def test_beams_leave_their_last_token_to_all_of_them():
     group = make_group([[1, 2], [1, 3]], atomic=True)
     first = plan_prefill(group.members[0])
-    assert readable_tokens(first) == len(PROMPT) + 1  # up to the fork
+    assert prefillable_tokens(first) == len(PROMPT) + 1  # up to the fork
 
     first.progress.num_computed = len(PROMPT) + 1
 
-    assert readable_tokens(first) == 0
+    assert prefillable_tokens(first) == 0
     assert whole_groups([first]) == []
     assert whole_groups(group.members) == group.members
 
@@ -132,7 +132,7 @@ def test_beams_leave_their_last_token_to_all_of_them():
 def test_a_single_beam_reads_to_the_end():
     group = make_group([[]], atomic=True, spare=3)
 
-    assert readable_tokens(plan_prefill(group.members[0])) == len(PROMPT)
+    assert prefillable_tokens(plan_prefill(group.members[0])) == len(PROMPT)
     assert group.num_rows == 4
     assert reserved_rows([group.members[0]]) == 4  # it waits still; running it is one fewer
     group.members[0].progress.state = RequestState.RUNNING

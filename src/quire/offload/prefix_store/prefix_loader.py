@@ -27,7 +27,7 @@ from quire.plan.offload.restore import restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
-from quire.scheduler.group import readable_tokens
+from quire.scheduler.group import prefillable_tokens
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 
@@ -150,7 +150,7 @@ class PrefixLoader:
         if request.memory.statistics or request.memory.swapped is not None or self.tier.is_closed:
             return []  # what is remembered of tokens is not stored; a tail is on the host
         at = request.progress.num_computed
-        most = min(at + readable_tokens(request), request.exact_tokens + 1) - 1
+        most = min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
         return self.tier.store.find(block for block in chain.blocks(most) if block.end > at)
 
     def forget(self, request: Request) -> None:

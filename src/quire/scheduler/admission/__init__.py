@@ -1,1 +1,1 @@
-"""Who may enter the KV memory: one rule a file, found by name."""
+"""Admission of waiting requests: rules, page arithmetic, checks of free pages."""

@@ -45,23 +45,23 @@ class UrgentAdmission:
             return False
         if self._admission.admit_now(request):
             return True
-        behind = self._behind(request)
-        staying = [other for other in self._running if other not in behind]
-        if not (behind and self._free.would_fit(request, 0, staying)):
+        later = self._later_requests(request)
+        staying = [other for other in self._running if other not in later]
+        if not (later and self._free.would_fit(request, 0, staying)):
             return False
         return self._preempt_until_admitted(request)
 
     def _preempt_until_admitted(self, request: Request) -> bool:
-        while behind := self._behind(request):
-            victim = self._preempter.victim_among(behind)
-            victim = victim or self._preempter.victim_among(behind, even_resumed=True)
+        while later := self._later_requests(request):
+            victim = self._preempter.victim_among(later)
+            victim = victim or self._preempter.victim_among(later, even_resumed=True)
             assert victim is not None, "there are candidates"
             self._lifecycle.preempt(victim, WHY)
             if self._admission.admit_now(request):
                 return True
         return False
 
-    def _behind(self, request: Request) -> list[Request]:
+    def _later_requests(self, request: Request) -> list[Request]:
         several = self._fairness.has_several
         return [
             other

@@ -1,1 +1,1 @@
-"""How a batch changes, in pages and in dense rows: one rule a file, found by name."""
+"""Batching rules for paged KV and for dense rows: one rule per file, selected by name."""

@@ -117,10 +117,10 @@ class PrefilledQueue(Batcher):
         urgent = first_member(unit)
         if not self._state.is_urgent(urgent):
             return False
-        behind = [u for u in self._batch if first_member(u).priority > urgent.priority]
-        behind.sort(key=_order_of)
-        while behind and self._free_rows < num_rows(unit):
-            del self._batch[behind.pop()]
+        later = [u for u in self._batch if first_member(u).priority > urgent.priority]
+        later.sort(key=_order_of)
+        while later and self._free_rows < num_rows(unit):
+            del self._batch[later.pop()]
         return self._free_rows >= num_rows(unit)
 
     # ---- swap space ----------------------------------------------------------------------------

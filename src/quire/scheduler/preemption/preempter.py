@@ -59,8 +59,8 @@ class Preempter:
                 ignore tenants' shares in the order. For when no request can proceed.
         """
         order = (lambda r: r.order) if even_resumed else self.order
-        behind = [r for r in running if order(r) > order(first) and not same_group(r, first)]
-        return self.victim_among(behind, even_resumed=even_resumed)
+        later = [r for r in running if order(r) > order(first) and not same_group(r, first)]
+        return self.victim_among(later, even_resumed=even_resumed)
 
     def victim_among(
         self, requests: Iterable[Request], *, even_resumed: bool = False
@@ -127,7 +127,7 @@ class Preempter:
             return "recompute"  # offloaded pages cannot be swapped
         if self.swapper is None:
             return "recompute"
-        choice = self.swapper.whole(kv_bytes) if swap_all else None
+        choice = self.swapper.choose_all(kv_bytes) if swap_all else None
         choice = choice or self.swapper.choose(requests, kv_bytes)
         if choice.how == "recompute" or not self._copy_out(requests, choice):
             return "recompute"
@@ -147,14 +147,14 @@ class Preempter:
         if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
             return False  # offloaded pages cannot be swapped
         kv_bytes = distinct_bytes(self._memory, [request.memory.row for request in requests])
-        choice = self.swapper.whole(kv_bytes)
+        choice = self.swapper.choose_all(kv_bytes)
         return choice is not None and self._copy_out(requests, choice)
 
     def _copy_out(self, requests: Sequence[Request], choice: Choice) -> bool:
         """Swap requests out and free their rows; False if a copy failed (they keep running)."""
         assert self.swapper is not None
         held = [self._sequence_memory.note_peak(request) for request in requests]
-        swapped = self.swapper.out(requests, choice)
+        swapped = self.swapper.swap_out(requests, choice)
         if swapped is None:
             return False
         for request, held_bytes in zip(requests, held, strict=True):
@@ -199,7 +199,7 @@ class Preempter:
         assert swapped is not None
         assert self.swapper is not None
         resumed = self._swapped.pop(id(swapped))
-        rows = self.swapper.back(swapped)
+        rows = self.swapper.swap_in(swapped)
         for member in resumed:
             member.memory.swapped = None
         if rows is None:
@@ -217,11 +217,11 @@ class Preempter:
         swapped = request.memory.swapped
         assert swapped is not None
         assert self.swapper is not None
-        if not self._sequence_memory.sharing.free_pages(self.swapper.needed(swapped)):
+        if not self._sequence_memory.sharing.free_pages(self.swapper.pages_needed(swapped)):
             return False
         self._swapped.pop(id(swapped))
         request.memory.swapped = None
-        if self.swapper.back_behind(swapped, request.memory.row):
+        if self.swapper.swap_in_tail(swapped, request.memory.row):
             request.progress.num_computed = swapped.sequences[0].length
             self._log("swapped_in", request, swapped)
         return True

@@ -83,13 +83,13 @@ class Swapper:
             return Choice(how="hybrid", seconds=0.0, keep_from=split, reason="as configured")
         return Choice(how="recompute", seconds=0.0, reason="the swap space is full")
 
-    def whole(self, kv_bytes: int) -> Choice | None:
+    def choose_all(self, kv_bytes: int) -> Choice | None:
         """The choice to swap all KV, in every mode; None if the swap space is too full."""
         if self._pool is None or kv_bytes > self._pool.free_bytes:
             return None
         return Choice(how="swap", seconds=0.0, reason="all KV is swapped")
 
-    def out(self, requests: Sequence[Request], choice: Choice) -> Swapped | None:
+    def swap_out(self, requests: Sequence[Request], choice: Choice) -> Swapped | None:
         """Copy requests out and release their rows; None if a copy failed (they keep running)."""
         rows = [request.memory.row for request in requests]
         started_s = self._clock()
@@ -105,15 +105,15 @@ class Swapper:
         self.num_swaps += len(requests)
         return swapped
 
-    def needed(self, swapped: Swapped) -> dict[PageClass, int]:
-        """Pages that must be free before `back`."""
+    def pages_needed(self, swapped: Swapped) -> dict[PageClass, int]:
+        """Pages that must be free before `swap_in`."""
         return dict(swapped.pages)
 
-    def back(self, swapped: Swapped) -> list[int] | None:
+    def swap_in(self, swapped: Swapped) -> list[int] | None:
         """Swap whole sequences in; return their rows, or None if a copy failed (the KV is lost)."""
         return self._copied_back(swapped, lambda: swap_in(self._memory, swapped))
 
-    def back_behind(self, swapped: Swapped, row: int) -> bool:
+    def swap_in_tail(self, swapped: Swapped, row: int) -> bool:
         """Append a swapped tail to a recomputed head; False if the copy failed (it is lost)."""
 
         def copy() -> list[int]:
