@@ -27,9 +27,8 @@ class EvictionEntry:
         stored: evicted positions, ascending within each lane, lane after lane. If it is shorter,
             and only then: the first positions of all runs of consecutive positions, followed by
             the run lengths.
-        wanted: [lanes] number of tokens passed to the rule to retain, before rounding to token groups;
-            a stateful rule is called again with these numbers in a replay. None if no rule needs
-            them.
+        wanted: [lanes] number of tokens to retain, as passed to the rule before rounding to token
+            groups. A replay calls a stateful rule again with these numbers. None for other rules.
         promoted: the tokens promoted to a finer codec by this eviction, as an entry of its own;
             None without mixed precision.
     """

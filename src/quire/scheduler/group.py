@@ -99,16 +99,13 @@ def same_group(one: Request, other: Request) -> bool:
 
 
 def plan_prefill(request: Request) -> Request:
-    """Plan which member of a group is prefilled and where the others are forked.
+    """Plan which member of a group is prefilled first, and where the others are forked; return it.
 
     Members share tokens only up to the first eviction that differs between them: after it, their
     retained tokens and their chunks differ.
 
     Args:
-        request: any member, or a request without a group.
-
-    Returns:
-        The member to prefill first; `request` itself without a group.
+        request: any member, or a request without a group, which is returned itself.
     """
     group = request.group
     if group is None:
@@ -222,10 +219,9 @@ def branch(
 
 
 def leave(request: Request) -> bool:
-    """Remove an ended request from its group.
+    """Remove an ended request from its group; return whether forks were planned from it.
 
-    Returns:
-        Whether forks were planned from it, so that the prefill of the others must be replanned.
+    If so, the prefill of the others must be planned again.
     """
     group = request.group
     if group is None or request not in group.members:

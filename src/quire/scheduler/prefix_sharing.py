@@ -25,7 +25,7 @@ class PrefixIdentities:
     """Makes prefix identities from tenants, cache salts and public prefixes.
 
     Args:
-        kv_settings: everything that KV depends on except the tokens: model, precision, codec, policy.
+        kv_settings: all that KV depends on except the tokens: model, precision, codec, policy.
         secret: key from which salts are derived; default: random.
     """
 

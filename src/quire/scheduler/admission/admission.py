@@ -35,15 +35,12 @@ class Admission:
         self._last_resumed = False
 
     def admit(self, budget: int) -> Request | None:
-        """Admit the next request if one fits; no request is preempted for it.
+        """Admit the next request if one fits; return the member that is computed first, or None.
 
-        Running requests may be part of the step already, so they cannot be preempted.
+        No request is preempted, because running requests may be part of the step already.
 
         Args:
             budget: tokens that the step has left for prefill.
-
-        Returns:
-            The request of the admitted group that is computed first; None if none was admitted.
         """
         above_share = []
         for request, is_head in self._candidates(budget):
@@ -192,11 +189,7 @@ class Admission:
     # ---- preemption of tenants above their share -----------------------------------------------
 
     def _preempt_for(self, request: Request, cached_tokens: int) -> bool:
-        """Preempt requests of tenants above their share until this request fits.
-
-        Returns:
-            Whether it fits; if it cannot fit, no request is preempted.
-        """
+        """Preempt requests of tenants above their share until this one fits, if that is enough."""
         if not (self._fairness.has_several and self._preemptions_suffice(request, cached_tokens)):
             return False
         while not self._free.fits(request, cached_tokens):
