@@ -85,7 +85,7 @@ def test_configs_in_a_config_are_built_of_the_paths_of_their_options():
 def test_help_of_sampling_options_is_that_of_their_docstring():
     documented = documented_attributes(SamplingParams.__doc__)
 
-    assert documented["min_p"].startswith("drop tokens under this share")
+    assert documented["min_p"].startswith("exclude tokens below this fraction")
     assert documented["min_p"].endswith("None: the model's, else 0.")
     assert list(documented) == [field.name for field in fields(SamplingParams)]
 
