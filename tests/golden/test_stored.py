@@ -65,5 +65,5 @@ def test_a_message_of_another_protocol_is_refused():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"QKV9" + data[4:])
-        with pytest.raises(BadMessage, match="no message of a network tier"):
+        with pytest.raises(BadMessage, match="not a message of a network tier"):
             receive(ours, 1 << 20)
