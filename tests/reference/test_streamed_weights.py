@@ -255,7 +255,7 @@ def test_two_engines_of_one_model_take_turns():
 
 
 def test_throughput_is_refused_where_nothing_is_brought():
-    with pytest.raises(UnsoundCombination, match="give --weights-memory"):
+    with pytest.raises(UnsoundCombination, match="set --weights-memory"):
         Engine(load("qwen3"), KVConfig(memory="1MiB"), ScheduleConfig(objective="throughput"))
 
 

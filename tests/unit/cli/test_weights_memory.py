@@ -61,7 +61,7 @@ def test_what_is_no_size_is_refused(text: str):
 
 def test_a_loaded_model_has_its_weights_where_they_are():
     model = open_llm("all").model
-    with pytest.raises(ConfigError, match="give weights_memory with the folder or name"):
+    with pytest.raises(ConfigError, match="weights_memory cannot be set for a loaded model"):
         LLM(model, weights_memory="12MiB")
 
 
