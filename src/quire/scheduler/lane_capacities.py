@@ -213,7 +213,11 @@ class LaneCapacities:
     def _evict_private(
         self, request: Request, keep: Slots | None, *, least_gain: int | None
     ) -> bool:
-        """Evict down to `keep` slots a lane, unless the pages are shared; whether it succeeded."""
+        """Evict down to `keep` slots per lane if no group member shares the pages.
+
+        Returns:
+            Whether slots were evicted, or the request failed and was freed.
+        """
         if keep is None or self._sequence_memory.sharing.shares_unwritten(request):
             return False
         if self._shares_with_group(request):

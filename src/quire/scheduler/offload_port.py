@@ -26,7 +26,7 @@ class KVOffloader(Protocol):
         ...
 
     def stops_evicting(self, request: Request) -> bool:
-        """Whether a running request cannot evict because some of its pages are offloaded."""
+        """Whether a running request must load its offloaded pages back before it can evict."""
         ...
 
     def move_some(self, but: Request | None = None) -> bool:

@@ -10,7 +10,7 @@ the lowest counter is next. When an idle tenant submits again, its counter is li
 counter of the waiting tenants: idle time is not credited.
 
 Fairness (their Theorem 4.4): while two tenants both have waiting requests, their served tokens
-divided by weight differ by at most 2 U / least weight, with U = max(prompt price * longest prompt,
+divided by weight differ by at most 2 U / least weight. U = max(prompt price * longest prompt,
 output price * tokens the memory holds). The theorem assumes that no admitted request is preempted.
 
 Differs from the paper: tenants have weights. The waiting requests of a tenant are in (priority,
@@ -212,8 +212,8 @@ class FairQueue(Generic[R]):
     def heads(self) -> Iterator[R]:
         """Yield the first request of every tenant, best first.
 
-        If the best one cannot be admitted, the next candidate is another tenant's first request,
-        because later requests of a tenant must not overtake its first one.
+        If the best one cannot be admitted, the next candidate is another tenant's first request.
+        Later requests of the same tenant must not overtake its first one.
         """
         firsts = [queue.first().request for queue in self._queues.values()]
         ranked = [(self.rank(r), r.tenant, r) for r in firsts if r is not None]

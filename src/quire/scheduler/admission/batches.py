@@ -1,10 +1,10 @@
 """Exact number of equal requests that reserved admission runs at once, without a scheduler.
 
 The arithmetic is that of reserved admission for requests submitted together. A request is admitted
-if its peak, plus the pages that earlier requests will still allocate, fits into free pages of held
-slabs and free slabs. Admitted requests hold the pages of their first chunk. Where slab borders cut
-pages, a free slab is guaranteed to hold one page less than a taken one may hold. The result can
-therefore depend on the order, so slabs are counted one by one as the pools take them.
+if its peak, plus the pages that earlier requests will still allocate, fits. Free pages of held
+slabs and free slabs are counted. Admitted requests hold the pages of their first chunk. Where slab
+borders cut pages, a free slab is guaranteed to hold one page less than a taken one may hold. The
+result can therefore depend on the order, so slabs are counted one by one as the pools take them.
 """
 
 from collections.abc import Mapping
