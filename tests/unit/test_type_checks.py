@@ -9,7 +9,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from quire.kernels.sampling import apply_temperature
-from quire.scheduler.admission.need import Need, alike
+from quire.scheduler.admission.need import Need, group_needs
 
 WRONG = (BeartypeCallHintViolation, TypeCheckError)
 checked = jaxtyping.jaxtyped(typechecker=beartype)
@@ -45,9 +45,9 @@ def test_shapes_of_quire_are_checked():
 
 
 def test_types_of_quire_are_checked_where_there_are_no_shapes():
-    assert len(list(alike([Need(1)]))) == 1
+    assert len(list(group_needs([Need(1)]))) == 1
     with pytest.raises(WRONG, match="needs"):
-        list(alike(Need(1)))
+        list(group_needs(Need(1)))
     with pytest.raises(WRONG, match="tokens"):
         Need("1")
 
