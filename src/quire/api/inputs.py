@@ -33,6 +33,11 @@ def as_token_ids(prompt: object) -> list[int]:
             f"expected a prompt (a text or a list of token ids), got {type(prompt).__name__}"
             + _hint(prompt)
         )
+    if any(isinstance(part, str) for part in prompt[:1]):
+        raise RequestError(
+            "expected one prompt (a text or a list of token ids), got a list of texts; only "
+            "LLM.generate takes several prompts"
+        )
     return list(prompt)
 
 

@@ -51,6 +51,11 @@ class GenerationRequest:
     metadata: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, SamplingParams | None):
+            raise RequestError(
+                f"expected sampling to be SamplingParams, got {type(self.sampling).__name__}; "
+                "write SamplingParams(max_tokens=16)"
+            )
         for name in OPTION_KINDS:
             object.__setattr__(self, name, checked_option(name, getattr(self, name)))
 
@@ -155,7 +160,16 @@ def echoed_options(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def token_ids_of(request: GenerationRequest) -> tuple[int, ...]:
-    """Return the token ids of a request whose prompt has been tokenized."""
-    if isinstance(request.prompt, str):
+    """Return the token ids of a request whose prompt has been tokenized.
+
+    Raises:
+        RequestError: the prompt is a text, or no list.
+    """
+    prompt: object = request.prompt
+    if isinstance(prompt, str):
         raise RequestError("expected a prompt of token ids, got a text: tokenize it first")
-    return tuple(request.prompt)
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"expected a prompt of token ids, got {type(prompt).__name__}: give a list"
+        )
+    return tuple(prompt)

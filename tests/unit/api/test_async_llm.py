@@ -406,3 +406,29 @@ def test_closing_again_leaves_an_engine_that_is_in_other_hands(engine):
         run(first.stats())
     second.close()
     assert not engine.runs_in_thread
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 3}, "greedy"])
+def test_a_request_with_no_sampling_params_is_refused_when_it_is_made(sampling):
+    with pytest.raises(RequestError, match="expected sampling to be SamplingParams, got"):
+        GenerationRequest([3, 4], sampling)
+
+
+@pytest.mark.parametrize("prompt", [7, None, b"text"])
+def test_a_submitted_prompt_of_another_type_is_refused_and_the_engine_lives(engine, prompt):
+    async def main():
+        async with AsyncLLM(engine) as llm:
+            with pytest.raises(RequestError, match="expected a prompt of token ids, got"):
+                await llm.submit([GenerationRequest(prompt)])
+            return (await llm.generate([3, 4, 5], engines.greedy(2))).token_ids
+
+    assert len(run(main())) == 2
+
+
+def test_several_prompts_are_refused_with_who_takes_them(engine):
+    async def main():
+        async with AsyncLLM(engine) as llm:
+            await llm.generate(["one", "two"])
+
+    with pytest.raises(RequestError, match=r"only LLM\.generate takes several prompts"):
+        run(main())
