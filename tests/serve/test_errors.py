@@ -207,6 +207,22 @@ def test_the_ends_of_the_ranges_are_answered(complete, options):
     assert complete(ignore_eos=True, seed=1, **options)["usage"]["completion_tokens"] >= 4
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 1_000}, "n: expected a number less than or equal to 128, got 1000"),
+        ({"n": True}, "n: expected no true or false, got true"),
+        ({"metadata": {"a": 1}}, "metadata.a: expected a valid string, got 1"),
+        ({"metadata": []}, "metadata: expected a valid dictionary, got a list"),
+        ({"deadline_s": "soon"}, 'deadline_s: expected a valid number, got "soon"'),
+        ({"priority": 1.5}, "priority: expected a valid integer, got 1.5"),
+        ({"evict": {}}, "evict: expected a valid string, got an object"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_with_what_was_given(post, options, message):
+    assert error_of(post(COMPLETIONS, prompt=PROMPT, **options), 400)["message"] == message
+
+
 def test_pictures_are_refused(post):
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
 

@@ -11,6 +11,7 @@
 What comes back of a client's own input is bounded: a large wrong request has a small answer.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,7 @@ from quire.errors import EngineDead, QuireError, RequestError
 
 MAX_MESSAGE_CHARACTERS = 600
 MAX_VALIDATION_ERRORS = 4
+MOST_SHOWN = 60  # characters of a value that is wrong
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -146,11 +148,30 @@ async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
 def _invalid(errors: Sequence[Mapping[str, Any]]) -> JSONResponse:
     places = [_place(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
     parts = [
-        f"{place or 'body'}: {part['msg']}" for place, part in zip(places, errors, strict=False)
+        f"{place or 'body'}: {_what_is_wrong(part)}"
+        for place, part in zip(places, errors, strict=False)
     ]
     if len(errors) > len(parts):
         parts.append(f"and {len(errors) - len(parts)} more")
     return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), places[0] or None)
+
+
+def _what_is_wrong(part: Mapping[str, Any]) -> str:
+    """Pydantic's message in our words, with what was given where that is short."""
+    text = str(part["msg"]).removeprefix("Value error, ")
+    if not text.startswith("Input should be "):
+        return text
+    expected, given = text.removeprefix("Input should be ").partition(", ")[0], part.get("input")
+    number = "a number " if expected.startswith(("less", "greater")) else ""
+    return f"expected {number}{expected}, got {_shown(given)}"
+
+
+def _shown(given: object) -> str:
+    if isinstance(given, list | dict):
+        return "a list" if isinstance(given, list) else "an object"
+    if isinstance(given, str):  # bounded first: it may be megabytes
+        return bounded(json.dumps(given[: MOST_SHOWN + 1], ensure_ascii=False), MOST_SHOWN)
+    return bounded(json.dumps(given, default=repr), MOST_SHOWN)
 
 
 def _place(location: tuple[object, ...]) -> str:
