@@ -147,6 +147,11 @@ class _Result:
 
 def _refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
     """Refuse to write two things into one file, or over the input; nothing was written."""
+    if target.is_dir():
+        raise ConfigError(
+            f"expected a file for the records, got {target}: it is a folder; name a file in it, "
+            f"such as {target / 'records.jsonl'}"
+        )
     if _is_same(target, source):
         raise ConfigError(f"{target} is the input; give another file for the records")
     uses = {source: "the input", target: "for the records", state_path(target): "their state"}

@@ -141,10 +141,16 @@ def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
     except (ValueError, RecursionError) as error:
         raise BatchError(f"the line is not JSON: {error}", head) from error
     if not isinstance(value, dict):
-        raise BatchError(f"expected a JSON object, got a {type(value).__name__}", head)
+        raise BatchError(f"expected a JSON object, got {_json_kind(value)}", head)
     if "body" in value or "url" in value:
         return _openai_line(value, number, form)
     return _plain_line(value, number, form)
+
+
+def _json_kind(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return "a list" if isinstance(value, list) else f"the bare value {json.dumps(value)[:40]}"
 
 
 # ---- OpenAI's format ---------------------------------------------------------------------------

@@ -8,15 +8,18 @@ import inspect
 import shlex
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_args, no_type_check
 
 import typer
 from typer.core import TyperCommand
 
 from quire.cli.common import PACKAGED_MODEL
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
 
 Command = Callable[..., None]
+UsageError: Any = typer.BadParameter.__base__
+"""A command line that cannot be read: click's, which typer brings along and does not export."""
 _OLD_MODEL_OPTIONS = ("--model", "-m")
 
 
@@ -36,6 +39,9 @@ class QuireCommand(TyperCommand):
             if error.param not in self._arguments() or error.message:
                 raise
             raise ConfigError(self._missing(ctx)) from error
+        except UsageError as error:
+            error.ctx, error.cmd = ctx, self  # which an option without its value does not know
+            raise
 
     def _refuse_model_option(self, ctx: Any, args: list[str]) -> None:
         declared = {name for parameter in self.params for name in parameter.opts}
@@ -56,6 +62,9 @@ class QuireCommand(TyperCommand):
         given = shlex.join(str(value) for value in values if value is not None)
         if len(given) == 0 or values.count(None) > 1:
             return f"expected {self._usage(ctx)}, got {given or 'no arguments'}"
+        if _names_a_model(values[0]):
+            missing = self._arguments()[values.index(None)].metavar
+            return f"expected {self._usage(ctx)}, got {given}: {missing} is missing"
         return (
             f"expected {self._usage(ctx)}, got {given}: name the model first, as in "
             f"{ctx.command_path} {PACKAGED_MODEL} {given}"
@@ -66,6 +75,49 @@ class QuireCommand(TyperCommand):
 
     def _arguments(self) -> list[Any]:
         return [p for p in self.params if p.param_type_name == "argument"]
+
+
+def _names_a_model(value: object) -> bool:
+    return value == PACKAGED_MODEL or Path(str(value)).is_dir()
+
+
+def usage_error_text(error: Any) -> str:
+    """One line for a command line that cannot be read.
+
+    Args:
+        error: click's `UsageError`.
+    """
+    parameter = getattr(error, "param", None)
+    if parameter is not None:
+        return _parameter_error(error, parameter)
+    flag = "--help-all" if isinstance(error.cmd, QuireCommand) else "--help"
+    see = f"see {error.ctx.command_path} {flag}"
+    if hasattr(error, "possibilities") and hasattr(error, "option_name"):
+        known = [name for parameter in error.cmd.params for name in parameter.opts]
+        near = nearest(error.option_name, known)
+        hint = f": did you mean {' or '.join(near)}?" if near else ""
+        return f"unknown option {error.option_name!r}{hint}; {see}"
+    usage = " ".join(error.ctx.get_usage().split()[1:])  # the first word is "Usage:"
+    return f"{_one_line(error.format_message())}; expected {usage}, {see}"
+
+
+def _parameter_error(error: Any, parameter: Any) -> str:
+    """Which option or argument is missing, or what its value should have been."""
+    name = next((flag for flag in parameter.opts if flag.startswith("--")), parameter.metavar)
+    if not error.message:
+        command = error.ctx.command_path
+        return f"expected {name}, which {command} cannot do without; see {command} --help"
+    wrong: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()  # of pydantic, which reads the values
+    got = f", got {wrong[0]['input']!r}" if wrong else ""
+    expected = error.message.removeprefix("Input should be ").partition(",")[0]
+    if got and error.message.startswith("Input should be "):
+        return f"expected {name} to be {expected}{got}"
+    return f"{name}: {_one_line(error.message)}{got}"
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split()).rstrip(".?")
+    return text[:1].lower() + text[1:]
 
 
 def register(app: typer.Typer, command: Command, name: str | None = None) -> None:

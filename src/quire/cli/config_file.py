@@ -119,7 +119,8 @@ def _checked(path: Path, found: OptionField, value: object) -> object:
         expected = "a number of bytes or a size such as '64MiB'"
     if not _fits(found, value):
         raise ConfigError(f"{path}: {found.flag!r} must be {expected}, got {value!r}")
-    return value
+    # as a flag has it, so that a small number without a unit is refused likewise
+    return str(value) if found.sized and value in range(1, 1024) else value
 
 
 def _fits(found: OptionField, value: object) -> bool:

@@ -11,7 +11,7 @@ from quire.cli.batch import batch
 from quire.cli.bench import add_to as add_bench_commands
 from quire.cli.calibrate import calibrate
 from quire.cli.chat import chat
-from quire.cli.command import register
+from quire.cli.command import UsageError, register, usage_error_text
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
@@ -33,16 +33,32 @@ INTERRUPT_EXIT = 130  # 128 + SIGINT, as shells count
 class QuireGroup(TyperGroup):
     """Turns what Quire raises on purpose into one line and an exit code."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options before the command.
+
+        Raises:
+            typer.Exit: with 2 for an option that there is not.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            _refuse_usage(error)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command.
 
         Raises:
-            typer.Exit: with 2 for an error of Quire's own, for a file or a stream that the system
-                cannot write or read, and for memory that it does not have; 130 for Ctrl-C.
+            typer.Exit: with 2 for an error of Quire's own, for a command line that cannot be read,
+                for a file or a stream that the system cannot write or read, and for memory that it
+                does not have; 130 for Ctrl-C.
         """
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader of a pipe has ended; click leaves quietly
+            raise
+        except UsageError as error:
+            _refuse_usage(error)
             raise
         except (QuireError, OSError, MemoryError) as error:
             if ctx.meta.get(VERBOSE_KEY):
@@ -52,6 +68,13 @@ class QuireGroup(TyperGroup):
         except KeyboardInterrupt as interrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPT_EXIT) from interrupt
+
+
+def _refuse_usage(error: Any) -> None:
+    """Say on one line what is wrong; the help of a group without a command is left to click."""
+    if type(error).__name__ != "NoArgsIsHelpError":
+        typer.echo(f"error: {usage_error_text(error)}", err=True)
+        raise typer.Exit(ERROR_EXIT) from error
 
 
 def error_text(error: QuireError | OSError | MemoryError) -> str:

@@ -229,6 +229,8 @@ class KVConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if not 1 <= self.page_tokens <= 1024:
-            raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
+            raise ConfigError(
+                f"expected page_tokens (--block-size) from 1 to 1024, got {self.page_tokens}"
+            )
         if self.store_tokens is not None and self.store_tokens < 1:
             raise ConfigError(f"expected store_tokens >= 1, got {self.store_tokens}")

@@ -12,6 +12,8 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
+_LEAST_WITHOUT_UNIT = 1024
+"""Fewer bytes than any memory here has: such a bare number was meant in another unit."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
@@ -21,9 +23,10 @@ def parse_size(text: object) -> int:
     Args:
         text: an integer of bytes, or digits with a unit: B, kB, MB, GB, TB (powers of 1000),
             KiB, MiB, GiB, TiB (powers of 1024). Case does not matter. A part of a byte is dropped.
+            A text of digits alone is refused from 1 to 1023: vLLM's --swap-space 4 is 4 GiB.
 
     Raises:
-        ConfigError: negative, or not a size.
+        ConfigError: negative, not a size, or a small number without its unit.
     """
     if isinstance(text, bool):
         raise _not_a_size(text)
@@ -34,10 +37,16 @@ def parse_size(text: object) -> int:
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise _not_a_size(text)
-    number, unit = match.group(1), match.group(2).lower() or "b"
-    if unit not in _UNITS:
+    number, unit = match.group(1), match.group(2).lower()
+    if (unit or "b") not in _UNITS:
         raise _not_a_size(text)
-    return int(Decimal(number) * _UNITS[unit])
+    size_bytes = int(Decimal(number) * _UNITS[unit or "b"])
+    if not unit and 0 < size_bytes < _LEAST_WITHOUT_UNIT:
+        raise ConfigError(
+            f"expected a size with its unit, got {text!r}, which is {size_bytes} bytes: "
+            f"write {size_bytes}GiB or {size_bytes}MiB, or {size_bytes}B if bytes are meant"
+        )
+    return size_bytes
 
 
 def parse_size_or(word: str) -> Callable[[object], int | None]:

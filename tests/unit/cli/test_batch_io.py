@@ -312,3 +312,10 @@ def test_do_sample_false_is_temperature_0(members, expected):
 def test_do_sample_that_says_two_things_is_refused(members):
     with pytest.raises(BatchError, match="do_sample"):
         parse({"prompt": "a"} | members)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(None, "null"), (True, "true"), (3, "3"), ("x", '"x"'), ([1], "a list")]
+)
+def test_a_line_that_is_no_object_is_named_in_the_words_of_json(value, kind):
+    assert str(refusal(value)).endswith(kind)

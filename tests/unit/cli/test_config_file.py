@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.config_file import read_config_file
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 
 
@@ -132,3 +133,11 @@ def test_what_is_not_toml_is_refused(read):
 def test_a_missing_file_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="No such file"):
         read_config_file(tmp_path / "nowhere.toml")
+
+
+def test_a_small_size_is_refused_as_on_the_command_line(read):
+    _, values = read("kv-memory = 4")
+
+    assert values == {"kv_memory": "4"}
+    with pytest.raises(ConfigError, match="expected a size with its unit, got '4'"):
+        KVConfig(memory=values["kv_memory"])

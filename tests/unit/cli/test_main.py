@@ -225,3 +225,74 @@ def test_the_entry_point_is_installed():
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
 
     assert done.stdout == f"quire {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("generate quire-tiny x --block-size 1k", "--block-size to be a valid integer, got '1k'"),
+        ("generate quire-tiny x --block-size", "option '--block-size' requires an argument"),
+        ("generate quire-tiny x --no-verify=3", "does not take a value"),
+        ("generate quire-tiny x --max-tokns 5", "'--max-tokns': did you mean --max-tokens"),
+        ("generate quire-tiny x y z", "(y z); expected quire generate [OPTIONS] [MODEL] [PROMPT]"),
+        ("calibrate quire-tiny --tokens 5", "--tokens to be greater than or equal to 64, got '5'"),
+        ("simulate", "expected --trace, which quire simulate cannot do without"),
+        ("bench latncy", "no such command 'latncy'. Did you mean 'latency'"),
+        ("bacth", "no such command 'bacth'. Did you mean 'batch'"),
+        ("--colour", "unknown option '--colour'; see quire --help"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line(line, message):
+    result = quire(*line.split())
+
+    assert result.exit_code == 2
+    assert result.output.startswith("error: ")
+    assert result.output.count("\n") == 1
+    assert message in result.output
+
+
+def test_a_group_without_a_command_shows_its_help():
+    result = quire("bench")
+
+    assert "Usage" in result.output
+    assert "error:" not in result.output
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "--version"], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == f"quire {__version__}\n"
+
+
+@pytest.mark.parametrize("size", ["4", "1023"])
+@pytest.mark.parametrize("option", ["--swap-space", "--kv-memory", "--weights-memory"])
+def test_a_small_size_without_a_unit_is_refused_with_the_units(option, size):
+    result = quire("generate", "quire-tiny", "x", option, size)
+
+    assert result.exit_code == 2
+    assert result.output.startswith(f"error: {option}: expected a size with its unit, got '{size}'")
+    assert f"write {size}GiB" in result.output
+
+
+def test_a_page_of_no_tokens_is_refused_by_the_name_of_the_flag():
+    assert "(--block-size)" in quire("generate", "quire-tiny", "x", "--block-size", "0").output
+    assert "--block-size" in quire("plan", "quire-tiny", "--kv-memory", "4KiB").output
+
+
+def test_what_is_missing_of_a_batch_is_named(tmp_path):
+    assert "OUTPUT is missing" in quire("batch", "quire-tiny", "in.jsonl").output
+    assert "OUTPUT is missing" in quire("batch", str(tmp_path), "in.jsonl").output
+    assert "name the model first" in quire("batch", "in.jsonl", "out.jsonl").output
+
+
+@pytest.mark.parametrize("folder", [".", "/"])
+def test_a_batch_into_a_folder_is_refused(tmp_path, folder):
+    source = tmp_path / "in.jsonl"
+    source.write_text("{}")
+
+    result = quire("batch", "quire-tiny", str(source), folder)
+
+    assert result.exit_code == 2
+    assert result.output.startswith("error: expected a file for the records, got")

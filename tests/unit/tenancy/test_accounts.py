@@ -17,7 +17,7 @@ def book_of(text, **held):
 
 def test_guarantees_over_the_pool_are_refused_with_the_numbers():
     with pytest.raises(ConfigError, match=r"1,100 B \(a 600 B, b 500 B\).*1,000 B; lower"):
-        book_of("a:guaranteed=600;b:guaranteed=500")
+        book_of("a:guaranteed=600B;b:guaranteed=500B")
 
 
 def test_a_name_twice_is_refused():
@@ -50,7 +50,7 @@ def test_names_that_clients_invent_are_not_kept():
 
 
 def test_a_request_over_its_tenants_limit_never_fits():
-    book = book_of("a:guaranteed=100,burst=50;b")
+    book = book_of("a:guaranteed=100B,burst=50B;b")
 
     book.refuse_if_never("a", 150)
     book.refuse_if_never("b", POOL)
@@ -59,7 +59,7 @@ def test_a_request_over_its_tenants_limit_never_fits():
 
 
 def test_rights_go_down_as_a_tenant_holds_more():
-    book = book_of("a:guaranteed=200,burst=500;b:guaranteed=200", a=100, b=100)
+    book = book_of("a:guaranteed=200B,burst=500B;b:guaranteed=200B", a=100, b=100)
 
     rights = [book.may_take("a", n).right for n in (100, 101, 400, 401, 600, 601)]
 
@@ -89,7 +89,7 @@ def test_shared_prefixes_are_nobodys_and_make_the_shared_part_smaller():
 
 
 def test_who_borrows_most_gives_first():
-    book = book_of("a:guaranteed=300;b:guaranteed=100;c;d:weight=4", b=350, c=300, d=350)
+    book = book_of("a:guaranteed=300B;b:guaranteed=100B;c;d:weight=4", b=350, c=300, d=350)
 
     assert [book.over_quota_bytes(t) for t in "abcd"] == [0, 250, 300, 350]
     assert book.reclaimable_for("a", 300) == [("c", 300)]

@@ -31,7 +31,7 @@ def test_a_meter_counts_each_tenant_alone():
 
 
 def test_a_report_shows_the_accounts_of_bytes():
-    book = TenantAccounts(parse_tenants("a:guaranteed=200;b"), 1000)
+    book = TenantAccounts(parse_tenants("a:guaranteed=200B;b"), 1000)
     book.note({"b": 300, "public": 100}, waiting=["a"])
     meter = TenantMeter()
     meter.submitted("b")

@@ -57,7 +57,8 @@ class DiskTier:
         self._num_blocks = total_bytes // BLOCK_BYTES
         if not self._num_blocks:
             raise ConfigError(
-                f"expected a disk tier of {BLOCK_BYTES:,} B or more, got {total_bytes:,} B"
+                f"expected a disk tier of {BLOCK_BYTES:,} B or more, got {total_bytes:,} B; "
+                "raise --disk-kv-memory"
             )
         self._turn = threading.RLock()
         with contextlib.ExitStack() as undo:
