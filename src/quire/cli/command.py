@@ -107,7 +107,8 @@ def _parameter_error(error: Any, parameter: Any) -> str:
     if not error.message:
         command = error.ctx.command_path
         return f"expected {name}, which {command} cannot do without; see {command} --help"
-    wrong: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()  # of pydantic, which reads the values
+    # of pydantic, which reads the values
+    wrong: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     got = f", got {wrong[0]['input']!r}" if wrong else ""
     expected = error.message.removeprefix("Input should be ").partition(",")[0]
     if got and error.message.startswith("Input should be "):

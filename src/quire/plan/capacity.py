@@ -97,8 +97,8 @@ def capacity(
     usable_bytes = pool_pages * page.page_bytes
     if usable_bytes < layout.smallest_sequence_bytes:
         raise ConfigError(
-            f"a KV memory of {kv_bytes:,} B does not hold one sequence: its first token needs a page"
-            f" of {page.page_bytes:,} B in each of {model.num_layers} layers"
+            f"a KV memory of {kv_bytes:,} B does not hold one sequence: its first token needs a"
+            f" page of {page.page_bytes:,} B in each of {model.num_layers} layers"
             f" = {layout.smallest_sequence_bytes:,} B; raise --kv-memory or lower --block-size"
         )
     needed_bytes = sequence_bytes(layout, sequence_tokens)
