@@ -24,7 +24,7 @@ def start(path):
     return store, NetworkTier(host, int(port), tries=1)
 
 
-@pytest.mark.parametrize("memory", ["0", "1", "64kB"])
+@pytest.mark.parametrize("memory", ["0", "1B", "64kB"])
 def test_a_memory_that_holds_nothing_is_refused(quire, memory):
     result = quire("kv-store", "--memory", memory, "--port", "0")
 

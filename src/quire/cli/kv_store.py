@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.errors import ConfigError
+from quire.layout.options import parse_named
 from quire.layout.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def kv_store(
             "expected --host with an address such as 127.0.0.1, got an empty text, which would be "
             "every address of this machine: say 0.0.0.0 for that"
         )
-    total_bytes = parse_size(memory)
+    total_bytes = parse_named(parse_size, "memory", memory)
     if total_bytes < LEAST_BYTES:
         raise ConfigError(
             f"expected --memory of {format_size(LEAST_BYTES)} or more, got {memory!r}, which is "

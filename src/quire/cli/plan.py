@@ -12,7 +12,8 @@ from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
 from quire.errors import ConfigError, QuireError
-from quire.layout.sizes import parse_size
+from quire.layout.options import parse_named
+from quire.layout.sizes import parse_size, parse_size_or
 from quire.plan.workload import Workload
 
 __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
@@ -104,21 +105,21 @@ def plan(  # noqa: PLR0913 - one parameter per option
     try:
         refuse_no_name(model)
         options = PlanOptions(
-            memory_bytes=_size(memory),
-            kv_memory_bytes=None if kv_memory == "auto" else parse_size(kv_memory),
-            disk_kv_bytes=parse_size(disk_kv_memory),
-            headroom_bytes=_size(headroom),
+            memory_bytes=_size("memory", memory),
+            kv_memory_bytes=parse_named(parse_size_or("auto"), "kv-memory", kv_memory),
+            disk_kv_bytes=parse_named(parse_size, "disk-kv-memory", disk_kv_memory),
+            headroom_bytes=_size("headroom", headroom),
             dtype=dtype,
             kv_codec=kv_codec,
             page_tokens=page_tokens,
             sequence_tokens=sequence_tokens,
             batch=DEFAULT_BATCH if batch is None else batch,
             max_num_batched_tokens=max_num_batched_tokens,
-            activation_peak_bytes=_size(activation_peak),
+            activation_peak_bytes=_size("activation-peak", activation_peak),
             workload=None if workload is None else parse_workload(workload),
-            weights_memory_bytes=None
-            if weights_memory == ALL_WEIGHTS
-            else parse_size(weights_memory),
+            weights_memory_bytes=parse_named(
+                parse_size_or(ALL_WEIGHTS), "weights-memory", weights_memory
+            ),
         )
         folder, name = _find(model, with_weights=measure)
         report = plan_report(folder, options, name=name)
@@ -152,8 +153,8 @@ def parse_workload(text: str) -> Workload:
     return Workload(input_tokens=input_tokens, output_tokens=output_tokens, batch=batch)
 
 
-def _size(text: str | None) -> int | None:
-    return None if text is None else parse_size(text)
+def _size(name: str, text: str | None) -> int | None:
+    return None if text is None else parse_named(parse_size, name, text)
 
 
 def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:

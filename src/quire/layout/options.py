@@ -101,7 +101,7 @@ def check_options(config: Any) -> None:
         info = f.metadata.get("option", OptionInfo())
         name = info.flag or f.name.replace("_", "-")
         if info.parse is not None:
-            object.__setattr__(config, f.name, _parsed(info.parse, name, value))
+            object.__setattr__(config, f.name, parse_named(info.parse, name, value))
         elif choices:
             require_choice(name, value, choices)
         else:
@@ -120,7 +120,17 @@ def _json_value(value: object) -> object:
     return option_values(value) if is_dataclass(value) else value
 
 
-def _parsed(parse: Callable[[Any], Any], name: str, value: object) -> object:
+def parse_named(parse: Callable[[Any], Held], name: str, value: object) -> Held:
+    """Parse the value of an option; its errors begin with the option.
+
+    Args:
+        parse: such as `quire.layout.sizes.parse_size`.
+        name: of the option, without the leading dashes.
+        value: as it was given.
+
+    Raises:
+        ConfigError: `parse` refuses the value.
+    """
     try:
         return parse(value)
     except UnknownName:  # names what is unknown

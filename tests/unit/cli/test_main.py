@@ -276,6 +276,24 @@ def test_a_small_size_without_a_unit_is_refused_with_the_units(option, size):
     assert f"write {size}GiB" in result.output
 
 
+SIZES_OF_A_PLAN = (
+    *("--memory", "--kv-memory", "--weights-memory", "--disk-kv-memory", "--headroom"),
+    "--activation-peak",
+)
+
+
+@pytest.mark.parametrize("size", ["4", "-1GiB", "nan"])
+@pytest.mark.parametrize(
+    "line", [*(f"plan {name}" for name in SIZES_OF_A_PLAN), "kv-store --memory"]
+)
+def test_a_wrong_size_is_refused_with_its_option(line, size):
+    result = quire(*line.split(), size)
+
+    assert result.exit_code == 2
+    assert result.output.startswith(f"error: {line.split()[1]}: ")
+    assert f"'{size}'" in result.output
+
+
 def test_a_page_of_no_tokens_is_refused_by_the_name_of_the_flag():
     assert "(--block-size)" in quire("generate", "quire-tiny", "x", "--block-size", "0").output
     assert "--block-size" in quire("plan", "quire-tiny", "--kv-memory", "4KiB").output
