@@ -387,10 +387,14 @@ def test_who_needs_statistics_begins_where_they_were_kept():
         ({"evict_allow": "recent"}, "h2o:cap=90", "serves full, recent"),
         ({"evict_allow": "snapkv"}, "snapkv:cap=90,window=9", "--evict-allow 'snapkv:window=9'"),
         ({"evict_allow": "tova"}, "tova:cap=90,scope=lane", "needs one-head pages"),
-        ({"evict": RULES["h2o"], "evict_allow": "none"}, "h2o:cap=90", "may name no rule"),
+        ({"evict": RULES["h2o"], "evict_allow": "none"}, "h2o:cap=90", "may not name a rule"),
         ({"evict_allow": "all"}, "h2o:cap=9,every=9", "expected 1 <= every < cap"),
         ({"evict_allow": "all"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),
-        ({"evict_allow": "all"}, "h2o:cap=9000,every=3000", "a step of 2048 tokens has no room"),
+        (
+            {"evict_allow": "all"},
+            "h2o:cap=9000,every=3000",
+            "a step of 2048 tokens is smaller than a prefill chunk of every=3000",
+        ),
         (
             {"evict_allow": "all"},
             "h2o:cap=1%,every=1",

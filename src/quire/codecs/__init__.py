@@ -1,1 +1,1 @@
-"""Codecs: vectors to the planes of a page and back, one rule a file, found by being here."""
+"""Codecs encode vectors to the planes of a page and decode them; one codec family per module."""

@@ -1,9 +1,8 @@
 """Affine codes: x is zero + scale * code, with scale and zero in float16.
 
-The zero is the smallest number rounded down, the scale is what then reaches the largest number,
-rounded up, and codes are computed from these stored numbers. So |x - decoded| <= scale / 2 always,
-however large the numbers are against their range. Numbers that are all the same float16 get scale 0
-and codes 0.
+The zero is the smallest number, rounded down. The scale is the smallest one that reaches the
+largest number, rounded up. Codes are computed from these stored values, so |x - decoded| <= scale /
+2 holds for any magnitude. If all numbers are the same float16, scale and codes are 0.
 """
 
 import torch
@@ -23,13 +22,13 @@ def encode_affine(
     dim: int,
     apart: Bool[Tensor, "*shape"] | None = None,
 ) -> Affine:
-    """Codes, scales and zeros.
+    """Return codes, scales and zeros.
 
     Args:
         numbers: float32, finite or NaN.
-        bits: of a code.
-        dim: over which numbers share a scale; it is kept, with one entry.
-        apart: numbers that are stored elsewhere: they do not widen the range.
+        bits: bits of a code.
+        dim: dimension over which numbers share a scale; retained with size 1.
+        apart: mask of numbers that are stored elsewhere and do not widen the range.
     """
     low, high = numbers.amin(dim, keepdim=True), numbers.amax(dim, keepdim=True)
     if apart is not None:
@@ -49,14 +48,14 @@ def decode_affine(
     scales: Shaped[Tensor, "*scale_shape"],
     zeros: Shaped[Tensor, "*scale_shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Numbers of codes, float32."""
+    """Decode codes to numbers, float32."""
     return codes.float() * scales.float() + zeros.float()
 
 
 def to_codes(
     numbers: Float[Tensor, "*shape"], scales: Shaped[Tensor, "*scale_shape"], low: int, high: int
 ) -> Float[Tensor, "*shape"]:
-    """The nearest whole multiples of a scale, half to even; 0 where there is no scale."""
+    """Round to the nearest multiples of a scale, half to even; 0 if the scale is 0."""
     scale = scales.float()
     codes = (numbers / scale.masked_fill(scale == 0, 1.0)).round().clamp(low, high)
-    return codes.nan_to_num(nan=0.0)  # the scale of what is not a number is none either
+    return codes.nan_to_num(nan=0.0)  # the scale of a NaN is NaN, so it decodes to NaN

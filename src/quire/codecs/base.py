@@ -1,7 +1,7 @@
-"""What a codec is: vectors in, planes out, and back. It knows neither pages nor sequences.
+"""Interface of a codec: encodes vectors to planes and decodes them, without pages or sequences.
 
-A codec has no state. A token is encoded once, when it is written, from numbers as the model made
-them; what was decoded is never encoded again.
+A codec has no state. A token is encoded once, when it is written, from full-precision numbers.
+Decoded numbers are never encoded again.
 """
 
 from abc import ABC, abstractmethod
@@ -16,9 +16,9 @@ from quire.errors import ConfigError
 from quire.layout.codecs import CodecSpec
 
 Planes = Sequence[Shaped[Tensor, "*batch record width"]]
-"""One tensor for each of `CodecSpec.planes`; `record` is the token, or one for a whole page."""
+"""One tensor for each of `CodecSpec.planes`; a `record` is a token, or a whole page."""
 
-PER_HEAD_DIMS = 3  # of constants that each head of a layer has for itself, [head, 1, number]
+PER_HEAD_DIMS = 3  # dimensions of constants per head of a layer, [head, 1, number]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "uint8": torch.uint8,
@@ -32,15 +32,15 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Codec(ABC):
-    """Encodes vectors of `head_dim` numbers. Numbers that are finite decode to finite ones.
+    """Encodes vectors of `head_dim` elements. Finite numbers decode to finite numbers.
 
-    Infinities, and what is beyond the largest float16, become the largest float16. NaN stays NaN,
-    for its vector, or for the channel of its page: it is no number that could be stored quietly.
+    Infinities, and numbers beyond the largest float16, become the largest float16. NaN stays NaN
+    for its vector, or for the channel of its page, so that it is never hidden.
 
     Attributes:
         spec: planes and options.
-        head_dim: numbers in a vector.
-        constants: what was measured once for the layer, [head, 1, head_dim] or of its own shape.
+        head_dim: elements of a vector.
+        constants: constants measured once for the layer, [head, 1, head_dim] or of another shape.
 
     Raises:
         ConfigError: head_dim does not suit the codec.
@@ -55,16 +55,15 @@ class Codec(ABC):
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:
-        """What this codec lacks on a device; None where it runs."""
+        """Return why this codec cannot run on a device; None if it can."""
         del device
         return None
 
     def of_heads(self, heads: Int[Tensor, "*place head"]) -> "Codec":
-        """This codec for vectors of some heads, each with its own constants.
+        """Return this codec with the constants of the given heads.
 
         Args:
-            heads: which head of the layer stands where a batch of vectors [*place, head, token, _]
-                has one.
+            heads: head of the layer for each index of a batch of vectors [*place, head, token, _].
         """
         if not self.constants:
             return self
@@ -73,29 +72,29 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
-        """Planes of vectors; where `spec.per_page` the tokens are those of a whole page."""
+        """Encode vectors to planes; if `spec.per_page`, the tokens are those of a whole page."""
 
     @abstractmethod
     def decode(self, planes: Planes) -> Float[Tensor, "*batch token head_dim"]:
-        """Vectors of planes, float32."""
+        """Decode planes to vectors, float32."""
 
     def calibrated(self, vectors: Float[Tensor, "head token head_dim"]) -> "Codec":
-        """This codec with constants measured on vectors of a layer."""
+        """Return this codec with constants measured on vectors of a layer."""
         return replace(self, constants=self.measure(vectors.float()))
 
     def measure(self, vectors: Float[Tensor, "head token head_dim"]) -> Mapping[str, Tensor]:
-        """The constants that suit these vectors best; nothing where a codec needs none."""
+        """Return the best constants for these vectors; empty for codecs without constants."""
         del vectors
         return {}
 
     def constant(self, name: str) -> Tensor:
-        """One of the constants.
+        """Return one of the constants.
 
         Raises:
-            ConfigError: it has not been measured.
+            ConfigError: the constant has not been measured.
         """
         if name not in self.constants:
             raise ConfigError(
-                f"codec {self.spec.name!r} needs {name!r}, measured for each layer, and has none"
+                f"codec {self.spec.name!r} needs the constant {name!r}, measured for each layer"
             )
         return self.constants[name]

@@ -1,8 +1,8 @@
-"""Floats of 8 bits (e4m3), one scale for each vector.
+"""8-bit floats (e4m3), one scale per vector.
 
 Formula: scale = max |x| / 448, rounded up to float16; code = x / scale as e4m3, half to even.
-Bound: |x - decoded| <= max(|x| / 16, scale / 1024): three digits behind the leading one, and steps
-of 2 ** -9 below 2 ** -6.
+Bound: |x - decoded| <= max(|x| / 16, scale / 1024): three mantissa bits, and steps of 2 ** -9 below
+2 ** -6.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _TYPE = "float8_e4m3fn"
 @register("fp8")
 @dataclass(frozen=True, slots=True)
 class Float8(Codec):
-    """The codes are the bytes of torch's type."""
+    """Codec with the bytes of torch.float8_e4m3fn as codes."""
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:

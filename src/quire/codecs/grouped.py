@@ -1,4 +1,4 @@
-"""Affine codes of a few bits, scale and zero for each group of neighbouring channels.
+"""Affine codes of few bits, with a scale and zero for each group of neighbouring channels.
 
 Formula and bound: see `quire.codecs.affine`; |x - decoded| <= scale / 2 of the group.
 """
@@ -17,7 +17,7 @@ from quire.codecs.registry import register
 @register("int4", "int3", "int2")
 @dataclass(frozen=True, slots=True)
 class Grouped(Codec):
-    """Groups along head_dim, token by token."""
+    """Codec with groups along head_dim, token by token."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         groups = in_groups(finite(vectors), self)
@@ -33,6 +33,6 @@ class Grouped(Codec):
 def in_groups(
     numbers: Shaped[Tensor, "*batch head_dim"], codec: Codec
 ) -> Shaped[Tensor, "*batch group channel"]:
-    """Numbers of vectors, those of a group on an axis of their own."""
+    """Reshape vectors to one dimension for groups and one for the channels of a group."""
     group = codec.spec.group_of(codec.head_dim)
     return numbers.reshape(*numbers.shape[:-1], codec.head_dim // group, group)

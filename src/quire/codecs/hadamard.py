@@ -1,12 +1,13 @@
-"""Affine codes of the rotated vector: a rotation spreads what single channels have over all.
+"""Affine codes of the rotated vector; the rotation spreads outlier channels over all channels.
 
-Formula: y = H x with Sylvester's matrix over sqrt(d); where d is no power of two, in blocks of the
-largest one that divides it. y is encoded in groups, then scales and zeros are multiplied by
-|y| / |decoded y|, so that a vector keeps its length. H is symmetric and its own inverse.
-Bound: |x - decoded| <= 2 |y - y before the correction| in length, and that is at most
-sqrt(d) / 2 of the largest scale; the multiplied scales and zeros are rounded to float16.
+Formula: y = H x with Sylvester's matrix over sqrt(d). If d is not a power of two, H is block
+diagonal with blocks of the largest power of two that divides d. y is encoded in groups, then scales
+and zeros are multiplied by |y| / |decoded y| to preserve the norm of the vector. H is symmetric and
+its own inverse.
+Bound: |x - decoded| <= 2 |y - y before the correction| in norm, which is at most sqrt(d) / 2 times
+the largest scale; the multiplied scales and zeros are rounded to float16.
 Source: QuaRot (Ashkboos et al. 2024) for the rotation, TurboQuant (Zandieh et al. 2025) for the
-length, of which the second stage is left out.
+norm correction, without its second stage.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from quire.codecs.registry import register
 @register("int4_hadamard", "int3_hadamard")
 @dataclass(frozen=True, slots=True)
 class Hadamard(Codec):
-    """Queries rotated likewise give the same products, so a kernel need not turn keys back."""
+    """Codec of rotated vectors. Rotated queries give the same products with rotated keys."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         rotated = finite(rotate(finite(vectors)))
@@ -45,16 +46,16 @@ class Hadamard(Codec):
 
 
 def rotate(vectors: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
-    """Float32 vectors rotated; rotated twice, they are back."""
+    """Rotate float32 vectors; the rotation is its own inverse."""
     head_dim = vectors.shape[-1]
     block = head_dim & -head_dim
-    turned = vectors.reshape(-1, block) @ _sylvester(block, vectors.device)
-    return turned.view(vectors.shape)
+    rotated = vectors.reshape(-1, block) @ _sylvester(block, vectors.device)
+    return rotated.view(vectors.shape)
 
 
 @cache
 def _sylvester(size: int, device: torch.device) -> Float[Tensor, "size size"]:
-    with torch.inference_mode(mode=False):  # used outside of it too
+    with torch.inference_mode(mode=False):  # the cached matrix is also used outside inference mode
         matrix = torch.ones(1, 1, device=device)
         while len(matrix) < size:
             matrix = torch.cat([torch.cat([matrix, matrix]), torch.cat([matrix, -matrix])], dim=1)

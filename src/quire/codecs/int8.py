@@ -1,4 +1,4 @@
-"""Symmetric int8, one scale for each vector: a head's numbers of one token.
+"""Symmetric int8, one scale per vector: the elements of one head of one token.
 
 Formula: scale = max |x| / 127, rounded up to float16; code = round(x / scale), half to even.
 Bound: |x - decoded| <= scale / 2.
@@ -21,7 +21,7 @@ TOP = 127
 @register("int8")
 @dataclass(frozen=True, slots=True)
 class Int8(Codec):
-    """Nothing but a vector's own numbers decides how it is stored."""
+    """Codec whose scale depends on the vector alone."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         numbers = finite(vectors)

@@ -1,11 +1,11 @@
-"""Symmetric int8 with a scale for each channel that was measured once and never changes.
+"""Symmetric int8 with one scale per channel, measured once.
 
-So a token needs nothing beside its codes and no other token. Numbers beyond what was measured
-become the largest code.
+A token is stored as codes only and does not depend on other tokens. Numbers beyond the measured
+range are clamped to the largest code.
 
 Formula: scale = max |x| / 127 over the measured tokens; code = round(x / scale), half to even.
-Bound: |x - decoded| <= scale / 2 where |x| <= 127 scale.
-Source: papers and kernels with calibrated scales; "The KV cache: the hidden memory giant" gives
+Bound: |x - decoded| <= scale / 2 if |x| <= 127 scale.
+Source: papers and kernels with calibrated scales; "The KV cache: the hidden memory giant" describes
 this one as `quantize_kv_to_int8`.
 """
 
@@ -22,13 +22,13 @@ from quire.codecs.packing import finite
 from quire.codecs.registry import register
 
 TOP = 127
-NAN_CODE = -128  # there is no scale beside a token to say that it holds one
+NAN_CODE = -128  # marks a NaN, because a token has no scale that could be NaN
 
 
 @register("int8_channel")
 @dataclass(frozen=True, slots=True)
 class Int8Channel(Codec):
-    """Constants: `scale` [head, 1, head_dim], float32."""
+    """Codec with the constant `scale` [head, 1, head_dim], float32."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         numbers = finite(vectors)

@@ -1,15 +1,15 @@
-"""Places in a codebook: each channel in its measured range, outliers beside it.
+"""Codebook indices: each channel scaled by its measured range, outliers stored separately.
 
-For keys before RoPE, whose channels keep their size from token to token. A number is brought to
-[-1, 1] by its channel's range and stored as the nearest entry of the layer's codebook, which
-k-means has put where the numbers are. Those furthest out of a vector, counted in ranges, are kept
-as float16.
+Intended for keys before RoPE, whose channels have similar magnitudes in all tokens. A number is
+scaled to [-1, 1] by its channel's range and stored as the index of the nearest entry of the layer's
+codebook, which k-means has fitted. The numbers of a vector that are largest relative to their
+ranges are stored as float16.
 
-Bound: half the distance between the two entries around it, in units of half the channel's range,
-where the number is inside the codebook's ends.
+Bound: half the distance between the two nearest entries, in units of half the channel's range, if
+the number is inside the codebook's ends.
 Source: KVQuant (Hooper et al. 2024), keys: per channel, before RoPE, non-uniform, 1 % outliers.
-Differs: so many outliers a vector and not beyond a threshold, so that a token's bytes are fixed;
-k-means without Fisher weights.
+Differs: a fixed number of outliers per vector instead of a threshold, so that the bytes of a token
+are fixed; k-means without Fisher weights.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ ITERATIONS, MOST_SAMPLES = 30, 1 << 16
 @register("kvquant4", "kvquant3")
 @dataclass(frozen=True, slots=True)
 class KVQuant(Codec):
-    """Constants: `low`, `high` [head, 1, head_dim] and `codebook` [entries], ascending, float32."""
+    """Codec with constants `low`, `high` [head, 1, head_dim] and an ascending `codebook`."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         numbers = finite(vectors)
         places, book = self._places(numbers), self.constant("codebook")
         codes = torch.bucketize(places.nan_to_num(nan=0.0).contiguous(), (book[1:] + book[:-1]) / 2)
-        index = largest(places, self)  # a NaN is larger than any number
+        index = largest(places, self)  # NaN sorts as the largest number
         packed = pack(codes.to(torch.uint8), self.spec.code_bits)
         return packed, *taken(numbers, index, self)
 
@@ -66,7 +66,7 @@ class KVQuant(Codec):
 
 
 def _k_means(numbers: Float[Tensor, " number"], entries: int) -> Float[Tensor, " entries"]:
-    """Ascending means of the numbers nearest to them, from quantiles on."""
+    """Compute ascending cluster means, starting from quantiles."""
     book = numbers.quantile((torch.arange(entries, device=numbers.device) + 0.5) / entries)
     for _ in range(ITERATIONS):
         nearest = torch.bucketize(numbers, (book[1:] + book[:-1]) / 2)

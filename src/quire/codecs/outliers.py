@@ -1,10 +1,9 @@
-"""int4 with outliers: the largest numbers of a vector are kept as float16, the others in groups.
+"""int4 with outliers: the largest numbers of a vector are stored as float16, the rest in groups.
 
-Outliers are taken out before the smallest and the largest number of a group are looked for, so one
-large channel does not cost its neighbours their digits. Of numbers equally large, those of lower
-channels are taken first.
+Outliers are excluded before the range of a group is computed, so a large channel does not reduce
+the precision of its neighbours. Ties prefer lower channels.
 
-Bound: as for `grouped` with the scales that are left; outliers are rounded to float16.
+Bound: as for `grouped` with the remaining scales; outliers are rounded to float16.
 Source: SqueezeLLM's dense-and-sparse split (Kim et al. 2023), per vector as in KVQuant.
 """
 
@@ -24,7 +23,7 @@ from quire.codecs.registry import register
 @register("int4_outliers")
 @dataclass(frozen=True, slots=True)
 class Int4Outliers(Codec):
-    """`percent` of a vector's numbers, at least one, stand beside it with their channels."""
+    """Codec that stores `percent` of a vector's elements, at least one, as outliers."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         numbers = finite(vectors)
@@ -42,13 +41,13 @@ class Int4Outliers(Codec):
 
 
 def largest(numbers: Float[Tensor, "*batch head_dim"], codec: Codec) -> Tensor:
-    """Channels [*batch, outlier] of a vector's largest numbers."""
+    """Return the channels [*batch, outlier] of a vector's largest numbers."""
     order = numbers.abs().sort(dim=-1, descending=True, stable=True).indices
     return order[..., : codec.spec.num_outliers(codec.head_dim)]
 
 
 def marked(index: Tensor, codec: Codec) -> Bool[Tensor, "*batch head_dim"]:
-    """True at these channels."""
+    """Return a mask of the given channels."""
     shape = (*index.shape[:-1], codec.head_dim)
     mask = torch.zeros(shape, dtype=torch.bool, device=index.device)
     return mask.scatter_(-1, index, value=True)
@@ -57,7 +56,7 @@ def marked(index: Tensor, codec: Codec) -> Bool[Tensor, "*batch head_dim"]:
 def taken(
     numbers: Float[Tensor, "*batch head_dim"], index: Tensor, codec: Codec
 ) -> tuple[Tensor, Tensor]:
-    """Channels and values of outliers, as they are stored."""
+    """Return channels and values of outliers in their storage types."""
     planes = {plane.name: plane for plane in codec.spec.planes(codec.head_dim)}
     stored = index.to(DTYPES[planes["outlier_indices"].dtype])
     return stored, numbers.gather(-1, index).half()
@@ -66,6 +65,6 @@ def taken(
 def put_back(
     numbers: Float[Tensor, "*batch head_dim"], index: Tensor, values: Tensor
 ) -> Float[Tensor, "*batch head_dim"]:
-    """Write outliers over what was decoded in their channels; in no slot live, to any."""
+    """Write outliers to their channels; slots that are not live may get arbitrary channels."""
     channel = index.long().clamp(0, numbers.shape[-1] - 1)
     return numbers.scatter_(-1, channel, values.float())

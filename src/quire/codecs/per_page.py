@@ -1,8 +1,7 @@
-"""Affine codes with scale and zero for each channel of a page: what keys have in common.
+"""Affine codes with a scale and zero for each channel of a page.
 
-Keys have channels that are large in all tokens. Numbers of one channel share a scale here, over
-the tokens of a page, so a page can be encoded when its last token is there and not before, and its
-tokens stay or leave together.
+Keys have channels that are large in all tokens. Here the tokens of a page share a scale per
+channel. So a page is encoded only when it is full, and its tokens are evicted together.
 
 Formula and bound: see `quire.codecs.affine`; |x - decoded| <= scale / 2 of the channel.
 Source: KIVI (Liu et al. 2024), keys.
@@ -22,7 +21,7 @@ from quire.codecs.registry import register
 @register("int4_page", "int2_page")
 @dataclass(frozen=True, slots=True)
 class PerPage(Codec):
-    """Groups along the tokens of a page, channel by channel."""
+    """Codec with groups along the tokens of a page, channel by channel."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         codes, scales, zeros = encode_affine(finite(vectors), self.spec.code_bits, -2)

@@ -1,4 +1,4 @@
-"""Numbers as the model made them: what `--kv-codec none` stores."""
+"""Unquantized numbers, as `--kv-codec none` stores them."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from quire.codecs.registry import register
 @register("float32", "bfloat16", "float16")
 @dataclass(frozen=True, slots=True)
 class Plain(Codec):
-    """Casts, and nothing else."""
+    """Codec that only casts."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         return (vectors.to(DTYPES[self.spec.codes]),)

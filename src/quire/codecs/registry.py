@@ -1,4 +1,4 @@
-"""Which class encodes under which name. A codec is found by standing in `quire.codecs`."""
+"""Registry of codec classes by name: the modules of `quire.codecs`."""
 
 import importlib
 import pkgutil
@@ -22,17 +22,17 @@ _loaded: list[bool] = []
 
 
 def register(*names: str) -> Callable[[type[C]], type[C]]:
-    """Say which codecs a class implements.
+    """Register a class as the implementation of codecs.
 
     Raises:
-        ConfigError: a name that has no bytes in `quire.layout.codec_names`, or that is taken.
+        ConfigError: a name is not listed in `quire.layout.codec_names`, or is taken.
     """
 
     def put(codec: type[C]) -> type[C]:
         for name in names:
             if name not in CODECS:
                 raise ConfigError(
-                    f"codec {name!r} says nowhere what it stores: see spec.codec_names"
+                    f"codec {name!r} is not in quire.layout.codec_names; add its planes there"
                 )
             if _CODECS.get(name, codec) is not codec:
                 raise ConfigError(f"two codecs are called {name!r}")
@@ -43,7 +43,7 @@ def register(*names: str) -> Callable[[type[C]], type[C]]:
 
 
 def registered() -> Mapping[str, type[Codec]]:
-    """All codecs by name."""
+    """Return all codecs by name."""
     if not _loaded:
         for module in pkgutil.iter_modules(codecs.__path__):
             importlib.import_module(f"{codecs.__name__}.{module.name}")
@@ -52,7 +52,7 @@ def registered() -> Mapping[str, type[Codec]]:
 
 
 def make_codec(spec: CodecSpec, head_dim: int) -> Codec:
-    """What encodes vectors of so many numbers.
+    """Build the codec of a spec for vectors of `head_dim` elements.
 
     Raises:
         ConfigError: head_dim does not suit the codec.
@@ -62,26 +62,26 @@ def make_codec(spec: CodecSpec, head_dim: int) -> Codec:
 
 # ---- equalised -----------------------------------------------------------------------------------
 
-# A codec behind channels of equal size: each is divided by a measured number before it is encoded.
+# Channel equalisation: each channel is divided by a measured number before it is encoded.
 #
 # Keys have channels that are large in all tokens, and such a channel widens the range of its whole
-# group. Divided by s, which is the root of how large a channel gets, they are more alike; what is
-# decoded is multiplied by s again, which gives queries the products that K / s has with Q * s.
+# group. Dividing by s, the square root of a channel's largest magnitude, makes channels more equal.
+# Decoded numbers are multiplied by s, which is equivalent to products of K / s with Q * s.
 #
 # Formula: s = sqrt(max |x| of the channel over the measured tokens), over the geometric mean of a
 # head's; encode(x / s), decode(...) * s.
-# Bound: s times that of the codec inside.
-# Source: key equalisation as in SmoothQuant (Xiao et al. 2022) and its kin, migration strength 1/2.
+# Bound: s times that of the inner codec.
+# Source: key equalisation as in SmoothQuant (Xiao et al. 2022), migration strength 1/2.
 
-LEAST = 1e-6  # of a channel that was never anything but zero
+LEAST = 1e-6  # lower bound on the magnitude of a channel, for channels that are always zero
 
 
 @dataclass(frozen=True, slots=True)
 class Equalised(Codec):
-    """Constants: `equal` [head, 1, head_dim], float32.
+    """Codec with the constant `equal` [head, 1, head_dim], float32.
 
     Attributes:
-        inside: the codec of the channels as they are divided.
+        inside: codec of the equalised channels.
     """
 
     inside: Codec = field(kw_only=True)
@@ -98,7 +98,7 @@ class Equalised(Codec):
 
 
 def equalised(codec: Codec) -> Codec:
-    """The codec with this in front, where its options ask for it."""
+    """Wrap the codec in channel equalisation if its options request it."""
     if not codec.spec.equalise:
         return codec
     return Equalised(codec.spec, codec.head_dim, inside=codec)

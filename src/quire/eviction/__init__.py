@@ -1,1 +1,1 @@
-"""Eviction at run time: from a spec to each request's rule, its execution and its statistics."""
+"""Eviction at run time: the rule of each request, its execution and its statistics."""

@@ -1,6 +1,6 @@
-"""Measures what some codecs need of a model, and what codecs do to its attention.
+"""Measures the constants of codecs on a model, and the errors of codecs in its attention.
 
-A text is read without any KV memory; the keys and values of its first three quarters give the
+A text is processed without KV memory. The keys and values of its first three quarters give the
 constants, those of the last quarter the errors.
 """
 
@@ -21,19 +21,19 @@ from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat
 from quire.models.base import AttentionCall, Decoder
 
-MEASURED_SHARE = 0.75  # of the tokens; the others tell the error
+MEASURED_SHARE = 0.75  # fraction of tokens for constants; the rest give the error
 LEAST_TOKENS = 64
 LONGEST_SEQUENCE_TOKENS = 2048
-ERROR_QUERIES = 256  # a layer
+ERROR_QUERIES = 256  # per layer
 
 
 @dataclass(frozen=True, slots=True)
 class LayerVectors:
-    """What a layer made of the tokens of a text, float32 on the host.
+    """Queries, keys and values of a layer for the tokens of a text, float32 in CPU memory.
 
     Attributes:
         query: [num_heads, token, head_dim], after RoPE.
-        key, value: [num_kv_heads, token, head_dim], likewise.
+        key, value: [num_kv_heads, token, head_dim], after RoPE.
     """
 
     query: Float[Tensor, "head token head_dim"]
@@ -43,12 +43,12 @@ class LayerVectors:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """What codecs do to a layer, on tokens that gave no constants.
+    """Errors of codecs in a layer, on tokens that were not used for constants.
 
     Attributes:
-        product: root mean square of what is wrong with the products of queries and keys, over that
-            of how these vary from key to key.
-        value: length of what is wrong with the values, over their own.
+        product: root mean square error of the products of queries and keys, relative to their
+            variation from key to key.
+        value: norm of the error of the values, relative to the norm of the values.
     """
 
     product: float
@@ -57,7 +57,7 @@ class LayerError:
 
 @dataclass(slots=True)
 class _Listening:
-    """Attention of a text by itself, which keeps what it is given."""
+    """Attention within a text, which records its inputs."""
 
     heard: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
@@ -79,14 +79,15 @@ def _window(tokens: int, window: int, device: torch.device) -> Tensor:
 
 @torch.inference_mode()
 def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVectors]:
-    """Queries, keys and values of a text, layer by layer.
+    """Compute the queries, keys and values of a text, layer by layer.
 
     Args:
         decoder: the model.
-        token_ids: of the text; read in sequences of the model's context or 2,048 tokens.
+        token_ids: tokens of the text; processed in sequences of at most the model's context or
+            2,048 tokens.
 
     Raises:
-        ConfigError: there are too few of them.
+        ConfigError: the text has too few tokens.
     """
     if len(token_ids) < LEAST_TOKENS:
         raise ConfigError(
@@ -106,11 +107,11 @@ def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVector
 
 
 def measure(vectors: Sequence[LayerVectors], form: KVFormat) -> MeasuredConstants:
-    """The constants that the codecs of a format need."""
+    """Measure the constants that the codecs of a format need."""
     found: dict[tuple[int, str], Constants] = {}
-    for layer, made in enumerate(vectors):
+    for layer, measured in enumerate(vectors):
         for side, spec in sides_of(form).items():
-            numbers = made.key if side == KEY else made.value
+            numbers = measured.key if side == KEY else measured.value
             first = numbers[:, : int(MEASURED_SHARE * numbers.shape[1])]
             found[layer, side] = make_codec(spec, numbers.shape[2]).measure(first)
     return MeasuredConstants(found)
@@ -122,20 +123,20 @@ def errors_of(
     measured: MeasuredConstants,
     page_tokens: int = 32,
 ) -> list[LayerError]:
-    """What is wrong in each layer with what is decoded, on tokens that gave no constants.
+    """Compute the codec error of each layer, on tokens that were not used for constants.
 
     Args:
-        vectors: of the text.
+        vectors: vectors of the text.
         form: codecs of keys and values.
-        measured: constants for them.
-        page_tokens: of the pages that some codecs encode as a whole.
+        measured: constants of the codecs.
+        page_tokens: tokens of the pages that some codecs encode as a whole.
     """
     found = []
-    for layer, made in enumerate(vectors):
-        start = int(MEASURED_SHARE * made.key.shape[1]) // page_tokens * page_tokens
-        pages = (made.key.shape[1] - start) // page_tokens
+    for layer, exact in enumerate(vectors):
+        start = int(MEASURED_SHARE * exact.key.shape[1]) // page_tokens * page_tokens
+        pages = (exact.key.shape[1] - start) // page_tokens
         part = slice(start, start + pages * page_tokens)
-        query, key, value = (x[:, part] for x in (made.query, made.key, made.value))
+        query, key, value = (x[:, part] for x in (exact.query, exact.key, exact.value))
         decoded_key = _there_and_back(_codec(form.key, measured, layer, KEY, key), key, page_tokens)
         codec = _codec(form.value, measured, layer, VALUE, value)
         decoded_value = _there_and_back(codec, value, page_tokens)
@@ -162,11 +163,11 @@ def _there_and_back(codec: Codec, vectors: Tensor, page_tokens: int) -> Tensor:
 
 
 def _product_error(query: Tensor, key: Tensor, decoded: Tensor) -> float:
-    """Over the newest queries and all keys."""
+    """Return the relative error of products between the newest queries and all keys."""
     group = len(query) // len(key)
     newest = query[:, -ERROR_QUERIES:]
     newest = newest.reshape(len(key), group * newest.shape[1], -1)
     products, wrong = newest @ key.transpose(1, 2), newest @ (decoded - key).transpose(1, 2)
     varies = products - products.mean(dim=-1, keepdim=True)
-    wrong = wrong - wrong.mean(dim=-1, keepdim=True)  # the same for all keys changes no weight
+    wrong = wrong - wrong.mean(dim=-1, keepdim=True)  # a constant offset changes no weight
     return float((wrong.square().mean() / varies.square().mean()).sqrt())

@@ -1,4 +1,4 @@
-"""Carries evictions out: ask the policy which slots stay, then compact the lanes."""
+"""Executes evictions: the policy selects the slots to retain, then the lanes are compacted."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,18 +29,18 @@ from quire.scheduler.lane_slots import Slots, evicting_table
 from quire.scheduler.request import Request
 
 FLOAT_BYTES = 4
-_TENSORS_OF_A_VIEW = 4  # keys, values, and what a rule makes of them
+_TENSORS_OF_A_VIEW = 4  # keys, values, and scratch tensors of a rule
 
 
 class PolicyEvictor:
     """Applies the policies of requests to the lanes of a KV memory.
 
     Args:
-        kv: bookkeeping and bytes.
-        rules: that requests may have.
-        scratch_bytes: keys and values that a policy looks at, gathered at a time: so many layers
-            are shown together, one at least.
-        rotations: by rotary regime, what RoPE does to queries; None for models that do not say.
+        kv: page tables and pages.
+        rules: rules that requests may use.
+        scratch_bytes: bound on the keys and values that are gathered for a policy at a time; sets
+            how many layers a view holds, at least one.
+        rotations: RoPE of queries by RoPE scaling variant; None if the model does not provide it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PolicyEvictor:
         rotations: Callable[[int], Rotation | None],
     ) -> None:
         table = evicting_table(kv.memory)
-        assert table is not None, "made for pools whose lanes lose tokens"
+        assert table is not None, "only built for pools whose lanes evict"
         self._kv, self._rules, self._table = kv, rules, table
         self._scratch_bytes, self._rotations = scratch_bytes, rotations
         self._promotion = _promotion_of(kv, table.group.name)
@@ -59,11 +59,11 @@ class PolicyEvictor:
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
-        """Bring the lanes of a request down; see `quire.scheduler.lane_capacities.Evictor`.
+        """Evict tokens from a request's lanes; see `quire.scheduler.lane_capacities.Evictor`.
 
         Raises:
             PolicyError: the policy broke its contract.
-            OutOfPages: no room for private copies of shared pages; nothing was changed.
+            OutOfPages: no free pages for private copies of shared pages; nothing was changed.
         """
         eviction, done = _eviction_of(request), request.progress.num_computed
         parts = [self._choose(request, eviction, keep, part) for part in self._parts(request)]
@@ -83,7 +83,7 @@ class PolicyEvictor:
         return Evicted(entry.num_slots, group.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
-        """Let the tokens of an entry leave again."""
+        """Evict the tokens of a recorded entry again."""
         reader = self._reader(request, range(len(self._table.group.layers)))
         heads = self._table.group.page_class.heads
         stays = entry.stays(reader.lane_positions)
@@ -94,12 +94,12 @@ class PolicyEvictor:
         self._repeat_notes(request, entry)
         commit_compaction(memory, plan)
         if entry.promoted is not None:
-            assert self._promotion is not None, "raised in a memory with records"
+            assert self._promotion is not None, "promoted in a memory with records"
             promoted = (reader.lane_positions >= 0) & ~entry.promoted.stays(reader.lane_positions)
             self._promotion.put(reader, request.memory.row, stays, promoted)
 
     def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
-        """Write again what was written down when these tokens left: the rule is asked again."""
+        """Store the statistics of a recorded eviction again, by running the rule again."""
         if entry.wanted is None:
             return
         eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
@@ -107,7 +107,7 @@ class PolicyEvictor:
             self._choose(request, eviction, keep, part).take_notes()
 
     def finalize(self, request: Request) -> None:
-        """Divide the cap of a request whose whole prompt has been read."""
+        """Divide the cap of a request after its prefill."""
         eviction = _eviction_of(request)
         reader = self._reader(request, range(len(self._table.group.layers)))
         view = self._view(request, reader)
@@ -119,7 +119,7 @@ class PolicyEvictor:
     # ---- views ---------------------------------------------------------------------------------
 
     def _parts(self, request: Request) -> Iterator[range]:
-        """Layers to look at together."""
+        """Yield ranges of layers to process together."""
         group, page_class = self._table.group, self._table.group.page_class
         slots = int(self._table.num_slots[request.memory.row].max())
         numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
@@ -146,12 +146,12 @@ class PolicyEvictor:
             group=self._rules.query_group,
         )
 
-    # ---- choosing ------------------------------------------------------------------------------
+    # ---- selection -----------------------------------------------------------------------------
 
     def _choose(
         self, request: Request, eviction: Eviction, keep: Slots, layers: range
     ) -> "_Chosen":
-        """Which slots of some layers stay."""
+        """Select the slots to retain in some layers."""
         reader = self._reader(request, layers)
         view, group = self._view(request, reader), self._table.group
         per_layer, heads = group.lanes_per_layer, group.page_class.heads
@@ -162,7 +162,7 @@ class PolicyEvictor:
             mask = _checked(decision.stays, eviction, view, wanted) & view.live
         lying = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
-        # not the view's, which a rule may have written into
+        # not the view's positions, which a rule may have overwritten
         done, positions = request.progress.num_computed, reader.lane_positions
         left = EvictionEntry.of(done, positions, kept)
         promoted = None
@@ -173,7 +173,7 @@ class PolicyEvictor:
         return _Chosen(lying, left, reader, decision.notes, kept, promoted)
 
     def _give_records(self, row: int, parts: "Sequence[_Chosen]") -> None:
-        """Let important tokens have the records that were found for them."""
+        """Assign the records that were selected for promoted tokens."""
         for part in parts:
             if self._promotion is not None and part.promoted is not None:
                 self._promotion.put(part.reader, row, part.kept, part.promoted)
@@ -181,15 +181,16 @@ class PolicyEvictor:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is to become of some layers.
+    """Result of an eviction decision for some layers.
 
     Attributes:
-        lying: True where a slot stays, as they lie.
-        left: what leaves.
+        lying: True for each retained slot, in storage order.
+        left: the evicted tokens.
         reader: of the layers.
-        notes: to write down before slots move.
-        kept: [lanes, slots] what stays, in the order of positions.
-        promoted: likewise what gets a record in a finer codec; None where there are none.
+        notes: statistics to store before slots move.
+        kept: [lanes, slots] retained slots, in the order of positions.
+        promoted: [lanes, slots] slots that get a record in a finer codec, in the order of
+            positions; None without promotion.
     """
 
     lying: NDArray[np.bool_]
@@ -200,19 +201,19 @@ class _Chosen:
     promoted: NDArray[np.bool_] | None
 
     def take_notes(self) -> None:
-        """Write down what the policy wants remembered."""
+        """Store the statistics that the policy returned."""
         for statistic, numbers in self.notes.items():
             self.reader.note(statistic, numbers)
 
 
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
-    place = kv.promoted.get(group)
-    return None if place is None else Promotion(place, kv.kept[group])
+    buffer = kv.promoted.get(group)
+    return None if buffer is None else Promotion(buffer, kv.kept[group])
 
 
 def _eviction_of(request: Request) -> Eviction:
     eviction = request.eviction.selection
-    assert isinstance(eviction, Eviction), "requests that evict say how"
+    assert isinstance(eviction, Eviction), "only called for requests that evict"
     return eviction
 
 
@@ -228,7 +229,7 @@ def _kind_of(eviction: Eviction) -> Kind:
 
 @contextmanager
 def _named(eviction: Eviction) -> Iterator[None]:
-    """Whatever a policy raises is its request's business and nobody else's; say whose it was."""
+    """Convert any error of a policy to a PolicyError that names the request's rule."""
     try:
         yield
     except PolicyError as error:
@@ -240,24 +241,24 @@ def _named(eviction: Eviction) -> Iterator[None]:
 
 
 def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Tensor:
-    """A mask, proved to be one.
+    """Return the mask after checking it.
 
     Raises:
-        PolicyError: another type or shape, or other numbers of slots than were asked for.
+        PolicyError: wrong type or shape, or a wrong number of slots.
     """
     name, shape = type(eviction.policy).__name__, list(view.positions.shape)
     if not isinstance(mask, Tensor):
         raise PolicyError(
-            f"policy {name} must give a mask, a tensor of type torch.bool {shape}, got a "
+            f"policy {name} must return a mask, a tensor of type torch.bool {shape}, got a "
             f"{type(mask).__name__}"
         )
     if mask.dtype != torch.bool or list(mask.shape) != shape:
         raise PolicyError(
-            f"policy {name} must give a mask of type torch.bool {shape}, got {mask.dtype} "
+            f"policy {name} must return a mask of type torch.bool {shape}, got {mask.dtype} "
             f"{list(mask.shape)}"
         )
     kept = (mask & view.live).sum(dim=1)
-    if eviction.spec.ragged:  # heads of a layer share what may stay
+    if eviction.spec.ragged:  # heads of a layer share the number of retained slots
         kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
     wrong = kept > keep if eviction.piece_tokens > 1 else kept != keep
     if bool(wrong.any()):
@@ -265,14 +266,14 @@ def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Te
         what = "layer" if eviction.spec.ragged else "lane"
         most = "at most " if eviction.piece_tokens > 1 else ""
         raise PolicyError(
-            f"policy {name} must keep {most}{int(keep[lane])} live slots in {what} {lane}, it kept "
-            f"{int(kept[lane])}"
+            f"policy {name} must keep {most}{int(keep[lane])} live slots in {what} {lane}, but "
+            f"kept {int(kept[lane])}"
         )
     return mask
 
 
 def _stacked(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Masks of the parts' lanes under each other, as wide as the widest."""
+    """Stack the masks of all parts' lanes, padded to the widest."""
     slots = max(part.shape[1] for part in parts)
     if len(parts) == 1:
         return parts[0]

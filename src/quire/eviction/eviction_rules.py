@@ -1,8 +1,8 @@
-"""Which eviction rules an engine was started for: its own, and those that requests may name.
+"""Eviction rules an engine was started for: its own, and those that requests may name.
 
-The lanes of a pool are laid out when it is made. A rule whose heads choose for themselves needs
-one-head pages, one that remembers things needs pages for them, so requests can only name rules that
-were announced (`KVConfig.evict_allow`), or their engine's own rule with other numbers.
+The lanes of a pool are laid out when it is built. A rule with one retained set per head needs
+one-head pages, and a rule with statistics needs pages for them. So requests can only name the rules
+of `KVConfig.evict_allow`, or their engine's own rule with other numbers.
 """
 
 from collections.abc import Callable
@@ -32,21 +32,22 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 
 class EvictionRules:
-    """Turns what a request asks for into an eviction with numbers.
+    """Resolves the rule of a request to an eviction with numbers.
 
     Args:
-        default: of requests that say nothing, as in `KVConfig.evict`.
-        allow: what requests may name besides, as in `KVConfig.evict_allow`: "none", "all", or rules
-            one after another, such as "h2o; snapkv:window=16"; "" is the default's own name.
-        model: whose KV it is.
+        default: rule of requests that name none, as in `KVConfig.evict`.
+        allow: further rules that requests may name, as in `KVConfig.evict_allow`: "none", "all", or
+            a list of rules such as "h2o; snapkv:window=16"; "" is the default's own name.
+        model: the model.
         page_tokens: slots of a page.
         codec: how keys and values are stored.
-        reserved: lanes are as long as the default's from the start: nobody may ask for another.
-        why_not: says why the model cannot give what a statistic needs; None where it can.
+        reserved: lanes have the length of the default rule's from the start, so requests may not
+            name another.
+        why_not: returns why the model cannot provide a statistic; None if it can.
 
     Raises:
-        ConfigError: a text that is no rule.
-        UnsoundCombination: a model without a layer that could evict, or rules that cannot share
+        ConfigError: a text is not a rule.
+        UnsoundCombination: the model has no layer that could evict, or rules that cannot share
             pages, or that the codec excludes.
     """
 
@@ -74,13 +75,13 @@ class EvictionRules:
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
             raise UnsoundCombination(
-                f"every layer of the model has a sliding window, which bounds its KV already: "
-                f"{text!r} would find nothing to evict; use evict=full"
+                f"every layer of the model has a sliding window, which already bounds its KV: "
+                f"{text!r} would never evict; use evict=full"
             )
 
     @property
     def evicts(self) -> bool:
-        """Whether any request may."""
+        """Whether any request may evict."""
         return bool(self.served)
 
     @property
@@ -95,18 +96,18 @@ class EvictionRules:
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """All that some request may have remembered, each once."""
+        """Statistics of all rules that requests may use, without duplicates."""
         found = {one.name: one for rule in self.served for one in rule.statistics}
         return tuple(found[name] for name in sorted(found))
 
     def rule(self, text: str | None) -> EvictionRule:
-        """The rule of a request.
+        """Return the rule of a request.
 
         Args:
-            text: as asked; None for the default.
+            text: rule named in the request; None for the default.
 
         Raises:
-            RequestError: it is no rule, or one this engine was not started for.
+            RequestError: the text is not a rule, or the engine was not started for it.
         """
         if text is None:
             return self.default
@@ -122,7 +123,7 @@ class EvictionRules:
         return rule
 
     def resolve(self, rule: EvictionRule, prompt_tokens: int) -> Eviction:
-        """Give a rule its numbers for a prompt.
+        """Resolve a rule to numbers for a prompt.
 
         Raises:
             RequestError: the cap leaves less than the rule protects.
@@ -138,7 +139,7 @@ class EvictionRules:
         return self._model.num_heads // self._model.num_kv_heads
 
     def lanes_of(self, rule: EvictionRule) -> LaneShape:
-        """What a rule has to do with: layers without a window, and what their pages take."""
+        """Return the lanes a rule applies to, those of layers without a window."""
         if rule.statistics not in self._lanes:
             self._lanes[rule.statistics] = self._lane_shape(rule.statistics)
         return self._lanes[rule.statistics]
@@ -162,14 +163,13 @@ class EvictionRules:
         )
 
     def context_tokens(self, rule: EvictionRule, prompt_tokens: int) -> int:
-        """Tokens that a sequence may come to: the model's context.
+        """Return the maximum length of a sequence: the model's context.
 
-        Where what stays is numbered anew and no lane can outgrow the context, a sequence has no
-        end: UNLIMITED.
+        UNLIMITED if retained tokens are renumbered and no lane can exceed the context.
 
         Args:
-            rule: of the request.
-            prompt_tokens: of its prompt.
+            rule: rule of the request.
+            prompt_tokens: tokens of its prompt.
 
         Raises:
             RequestError: the cap leaves less than the rule protects.
@@ -178,7 +178,7 @@ class EvictionRules:
         if policy is None or not policy.rerotates_keys:
             return context
         spec = self.resolve(rule, prompt_tokens).spec
-        if spec.when == PRESSURE or spec.ragged:  # lanes may come to more than their cap
+        if spec.when == PRESSURE or spec.ragged:  # lanes may exceed their cap
             return context
         peaks = (
             spec.lane_peak_tokens(cap, UNLIMITED, prompt_tokens)
@@ -187,7 +187,7 @@ class EvictionRules:
         return UNLIMITED if max(peaks) <= context else context
 
     def _storing_of(self, rule: EvictionRule) -> Storing:
-        """What a rule asks of pages."""
+        """Return what a rule requires of the storage format."""
         if not rule.evicts:
             return replace(self._storing, by_page=True)
         return replace(
@@ -198,7 +198,7 @@ class EvictionRules:
         )
 
     def _require_storing(self, rule: EvictionRule) -> None:
-        """Tokens that share scales leave together, whoever asks; and so on."""
+        """Refuse a rule that the codec excludes: one that separates tokens with shared scales."""
         try:
             refuse_excluded(self._codec, self._storing_of(rule))
         except UnsoundCombination as error:
@@ -207,8 +207,8 @@ class EvictionRules:
     def _require_lanes(self, text: str) -> None:
         if self._reserved:
             raise RequestError(
-                f"evict: lanes of this store are reserved as long as {self.default.text!r} lets "
-                f"them get, and {text!r} may need longer ones; start it with --kv-store paged",
+                f"evict: lanes of this store have the maximum length of {self.default.text!r}, "
+                f"and {text!r} may need longer ones; start the engine with --kv-store paged",
                 param="evict",
             )
 
@@ -219,7 +219,7 @@ class EvictionRules:
         names = sorted({one.name for one in self.served})
         if self._allow == NONE:
             raise RequestError(
-                f"evict: requests of this engine may name no rule (evict_allow=none), got {text!r}",
+                f"evict: requests may not name a rule here (evict_allow=none), got {text!r}",
                 param="evict",
             )
         if wanted.name not in names:
@@ -230,19 +230,19 @@ class EvictionRules:
             )
         missing = sorted(one.name for one in wanted.statistics - set(self.statistics))
         if missing or (wanted.heads_apart and not self.heads_apart):
-            what = f"what it remembers ({', '.join(missing)})" if missing else "one-head pages"
+            what = f"the statistics {', '.join(missing)}" if missing else "one-head pages"
             raise RequestError(
-                f"evict: {text!r} needs {what}, for which this engine was not started; start it "
-                f"with --evict-allow {without_numbers(text)!r}",
+                f"evict: {text!r} needs {what}, which this engine does not have; start it with "
+                f"--evict-allow {without_numbers(text)!r}",
                 param="evict",
             )
 
 
 def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
-    """Refuse blocks that no step has room for.
+    """Refuse eviction blocks that are larger than a step.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: the message gives both numbers.
     """
     if (
         rule.evicts
@@ -250,7 +250,7 @@ def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
         and rule.most_every > schedule.max_num_batched_tokens
     ):
         raise ConfigError(
-            f"a step of {schedule.max_num_batched_tokens} tokens has no room for a chunk of every="
-            f"{rule.most_every} tokens, which an evicting prompt reads at once; raise "
+            f"a step of {schedule.max_num_batched_tokens} tokens is smaller than a prefill chunk "
+            f"of every={rule.most_every} tokens, which eviction needs in one step; raise "
             "--max-num-batched-tokens or lower every"
         )

@@ -1,7 +1,7 @@
-"""Gives important tokens their records: chosen when tokens are evicted, once, for good.
+"""Promotes important tokens to records of higher precision, selected once, at an eviction.
 
-Of each lane's tokens that stay and will have left the residual window before the next eviction, the
-highest scores get what is free of the lane's records, but no more than their share of them.
+Candidates are the retained tokens of a lane that leave the residual window before the next
+eviction. Those with the highest scores get the lane's free records, up to a quota.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ from quire.scheduler.eviction_trace import EvictionEntry
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """Important tokens of one lane group.
+    """Selects the promoted tokens of one lane group.
 
     Attributes:
-        promoted: where their records are.
-        kept: where tokens are kept as the model made them until they get one.
+        promoted: buffer of the records.
+        kept: full-precision buffer that holds tokens until they get a record.
     """
 
     promoted: PromotedBuffer
@@ -43,17 +43,17 @@ class Promotion:
         stays: NDArray[np.bool_],
         done: int,
     ) -> NDArray[np.bool_]:
-        """Which tokens get a record.
+        """Select the tokens that get a record.
 
         Args:
-            eviction: whose rule scores them.
-            view: of the reader.
-            reader: of the layers.
-            stays: [lanes, slots] of the reader, in the order of positions.
+            eviction: its rule scores the tokens.
+            view: view of the reader's layers.
+            reader: reader of the layers.
+            stays: [lanes, slots] retained slots of the reader, in the order of positions.
             done: tokens processed.
 
         Returns:
-            [lanes, slots] likewise.
+            [lanes, slots] True for each token that gets a record, in the order of positions.
         """
         positions = reader.lane_positions
         record, free = self._records(reader, positions, stays)
@@ -69,13 +69,13 @@ class Promotion:
     def put(
         self, reader: LaneReader, row: int, stays: NDArray[np.bool_], promoted: NDArray[np.bool_]
     ) -> None:
-        """Give tokens their records.
+        """Write tokens to their records.
 
         Args:
-            reader: of the layers, made before anything left.
-            row: the sequence.
-            stays: [lanes, slots] of the reader, in the order of positions.
-            promoted: likewise.
+            reader: reader of the layers, built before the eviction.
+            row: row of the sequence.
+            stays: [lanes, slots] retained slots of the reader, in the order of positions.
+            promoted: [lanes, slots] tokens that get a record, in the order of positions.
         """
         positions = reader.lane_positions
         lane, slot = np.nonzero(promoted)
@@ -90,9 +90,9 @@ class Promotion:
     def _records(
         self, reader: LaneReader, positions: NDArray[np.int32], stays: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The record of each token [lanes, slots], -1 for none; [lanes, records] which are free.
+        """Return the record of each token [lanes, slots], -1 for none, and a mask of free records.
 
-        Those of tokens that leave are.
+        The mask is [lanes, records]. Records of evicted tokens are free.
         """
         record = self.promoted.records(reader.row, reader.lanes, positions)
         free = np.ones((len(record), self.promoted.tokens.count), dtype=np.bool_)
@@ -104,20 +104,20 @@ class Promotion:
 def leaving_window(
     kept: FullPrecisionTokens, eviction: Eviction, positions: NDArray[np.int32], done: int
 ) -> NDArray[np.bool_]:
-    """Tokens that are kept as they were made and will no longer be at the next eviction.
+    """Mark the full-precision tokens that will have left the window at the next eviction.
 
-    Sinks always will: everybody attends to them as they were made.
+    Sinks never leave it: all queries attend to them in full precision.
 
     Args:
-        kept: of the lanes.
-        eviction: says when the next one is.
+        kept: full-precision tokens of the lanes.
+        eviction: its spec determines when the next eviction happens.
         positions: [lanes, slots] of tokens; -1 for none.
         done: tokens processed.
     """
     first = done - kept.recent
     leaves: NDArray[np.bool_] = positions >= max(first, kept.sinks)
     if eviction.spec.when != PREFILL_END:
-        # a lane that loses whole pieces may lose some tokens more, and is full again later
+        # a lane that evicts whole pieces may lose more tokens, and then fills up later
         leaves &= positions < first + eviction.spec.every + eviction.piece_tokens - 1
     return leaves
 
@@ -125,14 +125,14 @@ def leaving_window(
 def promoted_entry(
     done: int, positions: NDArray[np.int32], promoted: NDArray[np.bool_]
 ) -> EvictionEntry:
-    """Which tokens got a record, as an entry that says which left would say it."""
+    """Return the promoted tokens as an entry, in the format of evicted tokens."""
     return EvictionEntry.of(done, positions, ~promoted)
 
 
 def _lane_scores(eviction: Eviction, view: KVView, lanes: int) -> Float[Tensor, "lane slot"]:
-    """What the rule thinks of each token; heads that share a lane, together."""
+    """Return the rule's score of each token; the mean over heads that share a lane."""
     policy = eviction.policy
-    assert isinstance(policy, ScorePolicy), "checked when the engine was made"
+    assert isinstance(policy, ScorePolicy), "checked when the engine was built"
     score = policy.checked_score(view).float().cpu()
     return score.view(lanes, -1, score.shape[1]).mean(dim=1)
 
@@ -140,8 +140,8 @@ def _lane_scores(eviction: Eviction, view: KVView, lanes: int) -> Float[Tensor, 
 def _highest(
     scores: Float[Tensor, "lane slot"], among: Bool[Tensor, "lane slot"], count: Tensor
 ) -> Bool[Tensor, "lane slot"]:
-    """So many of each lane's highest; ties give the lower position."""
+    """Mark the `count` highest scores of each lane; ties prefer the lower position."""
     order = scores.masked_fill(~among, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-    place = torch.empty_like(order)
-    place.scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
-    return among & (place < count[:, None])
+    rank = torch.empty_like(order)
+    rank.scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
+    return among & (rank < count[:, None])

@@ -1,4 +1,4 @@
-"""What rules need of the lanes of an engine, and which of them it can serve together."""
+"""Requirements of rules on the lanes of an engine, and which rules can share an engine."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,13 +23,14 @@ ALL, NONE = "all", "none"
 
 @dataclass(frozen=True, slots=True)
 class RuleRequirements:
-    """A rule that an engine was started for: what it needs of the lanes, not how much stays.
+    """Requirements of a rule on the lanes, independent of its cap and schedule.
 
     Attributes:
-        name: of the policy.
-        heads_apart: whether KV heads of a layer keep sets of their own.
-        rerotates_keys: whether keys must be stored before RoPE; after it they are of no use to it.
-        statistics: what must be remembered for it.
+        name: name of the policy.
+        heads_apart: whether KV heads of a layer have separate retained sets.
+        rerotates_keys: whether keys must be stored before RoPE; if not, they must be stored after
+            it.
+        statistics: statistics of the policy and its budget.
     """
 
     name: str
@@ -41,10 +42,10 @@ class RuleRequirements:
 def possible(
     rules: Iterable[RuleRequirements], why_not: Callable[[Statistic], str | None], allow: str
 ) -> Iterator[RuleRequirements]:
-    """Rules for which the model gives what they need.
+    """Yield the rules whose statistics the model can provide.
 
     Raises:
-        UnsoundCombination: one that was named, not one of all, is none of them.
+        UnsoundCombination: a rule that was named explicitly, not by "all", cannot be served.
     """
     for rule in rules:
         reasons = [reason for one in rule.statistics if (reason := why_not(one)) is not None]
@@ -55,13 +56,13 @@ def possible(
 
 
 def served_by_rule(text: str, rule: EvictionRule) -> RuleRequirements:
-    """What a rule that evicts needs of the lanes.
+    """Return the requirements of a rule that evicts.
 
     Args:
         text: the rule as written.
-        rule: the same, read.
+        rule: the parsed rule.
     """
-    assert rule.policy is not None, "asked of rules that evict"
+    assert rule.policy is not None, "only called for rules that evict"
     return _served(parse_policy(text).name, rule.policy, rule.budget)
 
 
@@ -77,11 +78,11 @@ def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> RuleReq
 
 
 def announced(allow: str, *, rerotates_keys: bool) -> Iterable[RuleRequirements]:
-    """The rules of `evict_allow`; caps and schedules may be said and mean nothing there.
+    """Return the rules of `evict_allow`; caps and schedules in the text are ignored.
 
     Args:
-        allow: as written; "all" are those that share pages with the default.
-        rerotates_keys: whether the default does.
+        allow: as written; "all" means all rules that can share pages with the default.
+        rerotates_keys: whether the default rule re-rotates keys.
     """
     if allow.strip() == ALL:
         found = (_served(name, policy(), None) for name, policy in registered().items())
@@ -102,36 +103,36 @@ def _read(text: str) -> RuleRequirements:
 
 
 def refuse_mixture(served: Iterable[RuleRequirements]) -> None:
-    """Refuse rules that want keys before RoPE beside rules that want them after it.
+    """Refuse rules that need keys before RoPE together with rules that need keys after RoPE.
 
     Raises:
-        UnsoundCombination: with one of each, and what to use instead.
+        UnsoundCombination: names one rule of each kind, and an alternative.
     """
     by_kind = {one.rerotates_keys: one.name for one in served}
     if len(by_kind) == 2:
         raise UnsoundCombination(
             f"{by_kind[True]!r} needs keys stored before RoPE and {by_kind[False]!r} after it, and "
             "an engine has pages of one kind; start one engine for each, or use 'sinks', which "
-            "keeps the same tokens as 'streaming' at the positions they had"
+            "retains the same tokens as 'streaming' at their original positions"
         )
 
 
 def of_other_pages(wanted: RuleRequirements) -> str:
-    """Why a rule cannot be served by an engine with pages of the other kind."""
+    """Return why a rule cannot be served by an engine with pages of the other kind."""
     if wanted.rerotates_keys:
         return (
-            f"{wanted.name!r} numbers anew what stays, for which keys are stored before RoPE; this "
-            "engine stores them after it: start one with --evict streaming:cap=..., or use "
-            "'sinks', which keeps the same tokens at the positions they had"
+            f"{wanted.name!r} renumbers positions and needs keys stored before RoPE, but this "
+            "engine stores them after it; start one with --evict streaming:cap=..., or use "
+            "'sinks', which retains the same tokens at their original positions"
         )
     return (
-        f"{wanted.name!r} needs keys stored after RoPE, and this engine stores them before it, for "
-        "'streaming': use that, or an engine started with another --evict"
+        f"{wanted.name!r} needs keys stored after RoPE, but this engine stores them before it, for "
+        "'streaming'; use 'streaming', or start an engine with another --evict"
     )
 
 
 def without_numbers(text: str) -> str:
-    """A rule as `evict_allow` wants it: without cap and schedule."""
+    """Return a rule in the form of `evict_allow`: without cap and schedule."""
     parsed = parse_policy(text)
     kept = {k: v for k, v in parsed.options.items() if k == "budget" or k not in SCHEDULE_OPTIONS}
     options = ",".join(f"{key}={value}" for key, value in kept.items())

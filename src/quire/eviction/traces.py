@@ -1,4 +1,4 @@
-"""Finds what has left requests, those that have ended included where somebody wants to know."""
+"""Eviction traces of requests, including finished requests that recorded them."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ KEPT_TRACES = 256
 
 
 class Traces:
-    """The traces of recorded requests, the newest `KEPT_TRACES` of them."""
+    """Traces of recorded requests, the newest `KEPT_TRACES` of them."""
 
     def __init__(self) -> None:
         self._recorded: OrderedDict[str, list[EvictionEntry]] = OrderedDict()
 
     def follow(self, sequences: Iterable[Request]) -> None:
-        """Keep what leaves these sequences, where that was asked for."""
+        """Store the traces of requests that record evictions."""
         for request in sequences:
             if request.spec.records_evictions:
                 self._recorded[request.request_id] = request.eviction.trace
@@ -26,16 +26,16 @@ class Traces:
             self._recorded.popitem(last=False)
 
     def of(self, request_id: str, unfinished: Iterable[Request]) -> list[RetainedSets]:
-        """What stayed of a request after each eviction.
+        """Return the retained tokens of a request after each eviction.
 
         Raises:
-            RequestError: it is not remembered.
+            RequestError: no trace of the request is stored.
         """
         running = {request.request_id: request.eviction.trace for request in unfinished}
         trace = running.get(request_id, self._recorded.get(request_id))
         if trace is None:
             raise RequestError(
-                f"nothing is known of what left request {request_id!r}: ask while it runs, or "
-                "submit it with record_evictions"
+                f"no eviction trace of request {request_id!r} is stored; query the trace while the "
+                "request runs, or submit the request with record_evictions"
             )
         return list(retained_sets(trace))

@@ -1,1 +1,1 @@
-"""Tensor functions without state."""
+"""Stateless tensor functions: attention backends, paging, codes and sampling."""

@@ -1,8 +1,9 @@
-"""What the weights that queries gave to slots become: numbers that a policy ranks slots by.
+"""Attention statistics: numbers per slot, accumulated from attention weights, that policies use.
 
-A look is one query's weight on a slot, one number for each KV head: the query heads that share it
-are reduced first (`over_group`), then looks are counted (`measure_attention`). C does both for a
-whole layer at once (native/tally.h); `accumulate_attention` is the same in torch, on any device.
+The input is the weight of each query on each slot, per KV head. The query heads that share a KV
+head are reduced first (`over_group`), then weights are measured (`measure_attention`). The C
+extension does both for a whole layer at once (native/tally.h); `accumulate_attention` is the torch
+implementation for any device.
 """
 
 import torch
@@ -14,10 +15,10 @@ from quire.layout.statistics import MAX, MEAN
 
 
 def over_group(weights: Float[Tensor, "*shape group slot"], heads: str) -> Tensor:
-    """One number for the query heads of a KV head: [*shape, slot].
+    """Reduce over the query heads of a KV head, [*shape, slot].
 
     Args:
-        weights: of the heads of a group, for one query.
+        weights: weights of the heads of a group, for one query.
         heads: mean, max or sum.
     """
     if heads == MAX:
@@ -30,13 +31,13 @@ def measure_attention(
     weights: Float[Tensor, "*shape slot"],
     seen: Shaped[Tensor, "*shape 1"],
 ) -> Float[Tensor, "*shape slot"]:
-    """What each look adds to a slot.
+    """Return what each weight adds to the statistic of its slot.
 
     Args:
-        count: their sum, the sum of their squares, or how many are low.
-        weights: one query's in each row.
-        seen: slots that query saw; a low look is less than 1 / seen. Slots from there on saw
-            nothing and get anything.
+        count: the sum of weights, the sum of their squares, or the number of low weights.
+        weights: one query's weights per row.
+        seen: number of slots the query sees; a weight below 1 / seen is low. Results for later
+            slots are undefined.
     """
     if count is AttentionMeasure.SUM:
         return weights
@@ -50,7 +51,7 @@ def accumulate_attention(
     rows: StatisticRows,
     column_sums: Float[Tensor, "step_row num_heads slot"],
 ) -> None:
-    """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
+    """Add a step's weights to the statistics of slots; see `AttentionBackend.tally`."""
     held = rows.slots
     widest = int(held.max()) if held.numel() else 0
     _, heads, tokens, _ = tally.numbers.shape
@@ -61,10 +62,10 @@ def accumulate_attention(
     by_lane = weights.view(len(held), held.shape[1], heads, widest).transpose(2, 3)
 
     slot = torch.arange(widest, device=held.device)
-    row, lane, place = torch.nonzero(slot < held[:, :, None], as_tuple=True)
-    pages = tally.table[rows.table_rows[row], tally.first_lane + lane, place // tokens].long()
-    is_old = place < held[row, lane] - rows.fresh[row]
-    put(tally.numbers, pages, place % tokens, by_lane[row, lane, place], is_old)
+    row, lane, index = torch.nonzero(slot < held[:, :, None], as_tuple=True)
+    pages = tally.table[rows.table_rows[row], tally.first_lane + lane, index // tokens].long()
+    is_old = index < held[row, lane] - rows.fresh[row]
+    put(tally.numbers, pages, index % tokens, by_lane[row, lane, index], is_old)
 
 
 def put(
@@ -74,6 +75,6 @@ def put(
     added: Float[Tensor, "entry head"],
     is_old: Shaped[Tensor, " entry"],
 ) -> None:
-    """Add to slots that have numbers, and write over what is left in slots that are new."""
+    """Add to the statistics of old slots, and overwrite those of new slots."""
     before = torch.where(is_old[:, None], numbers[pages, :, offsets, 0], 0)
     numbers[pages, :, offsets, 0] = before + added

@@ -1,9 +1,9 @@
-"""The seam between a step and whoever computes its attention over pages.
+"""Interface between a step and the backend that computes its attention over pages.
 
-A step is a flat batch of rows: those that decode (one token each) first, then prefill chunks. The
-new keys and values are in their slots already when a backend is asked. Slots are in the order they
-were written, except that eviction may have permuted old ones; so inside a row, the query with slot
-s sees slots 0 .. s, or with a window W (such lanes never permute) slots s - W + 1 .. s.
+A step is a flat batch of rows: decode rows (one token each) first, then prefill chunks. The new
+keys and values are written to their slots before a backend attends. Slots are in the order they
+were written, except that eviction may have permuted old ones. So inside a row, the query with slot
+s attends to slots 0 .. s, or with a window W (such lanes never permute) slots s - W + 1 .. s.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from quire.kernels.token_precision import FullPrecisionPages, PromotedPages
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many new tokens each row of the flat batch has.
+    """Number of new tokens of each row of the flat batch.
 
     Attributes:
         tokens: [rows] new tokens.
-        starts: [rows] where the row's tokens start.
-        num_decode: rows at the front with one token.
+        starts: [rows] index of the row's first token in the flat batch.
+        num_decode: number of leading rows with one token.
     """
 
     tokens: NDArray[np.int32]
@@ -35,7 +35,7 @@ class StepShape:
 
     @classmethod
     def of(cls, tokens: NDArray[np.int32]) -> "StepShape":
-        """Rows in the order of the flat batch; those with one token at the front decode."""
+        """Build the shape from the new tokens of each row; leading rows with one token decode."""
         many = np.flatnonzero(tokens != 1)
         num_decode = int(many[0]) if len(many) else len(tokens)
         return cls(tokens, np.cumsum(tokens, dtype=np.int64) - tokens, num_decode)
@@ -43,11 +43,11 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class LaneSlots:
-    """How full the lanes of one layer are, the step's tokens included.
+    """Live slots of the lanes of one layer, including the step's tokens.
 
     Attributes:
         slots: [rows, lanes] live slots; lanes is 1 for layer pages, KV heads for one-head pages.
-        window: slots a query looks back, itself included; None for all.
+        window: number of slots a query attends to, including its own; None for all.
     """
 
     slots: NDArray[np.int32]
@@ -56,19 +56,20 @@ class LaneSlots:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Where the keys and values of one layer are.
+    """Location of the keys and values of one layer.
 
     Attributes:
-        key, value: typed views of all pages of the class; where they hold codes, of the codes.
+        key, value: typed views of all pages of the class; for coded pages, views of the codes.
         table: page numbers [all rows, all lanes, capacity].
         rows: [rows] row of the table for each row of the step.
-        first_lane: where this layer's lanes start on the table's second axis.
-        num_lanes: how many they are; KV heads are split over them in order.
-        positions: logical positions of all slots of the class, those of the step written; None
-            where slots are in the order of their positions.
-        coded: what decodes the pages; None where they hold plain numbers.
-        kept: tokens that are attended as they were made all the same; None where there are none.
-        promoted: tokens that are attended in a finer codec; None where there are none.
+        first_lane: index of this layer's first lane on the table's second axis.
+        num_lanes: number of lanes; KV heads are divided over them in order.
+        positions: logical positions of all slots of the class, including the step's; None if slots
+            are in the order of their positions.
+        coded: decodes the pages; None for unquantized pages.
+        kept: tokens that are attended in full precision although their pages hold codes; None if
+            there are none.
+        promoted: tokens that are attended in a finer codec; None if there are none.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -90,25 +91,25 @@ class LayerPages:
 
 @runtime_checkable  # for the shape checks in tests
 class Moves(Protocol):
-    """RoPE of a layer, for queries and keys that have not gone through it yet."""
+    """RoPE of a layer, for queries and keys before RoPE."""
 
     def move(
         self, still: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
     ) -> Float[Tensor, "token head head_dim"]:
-        """What queries or keys given as at position 0 are at other positions, float32."""
+        """Rotate queries or keys, given at position 0, to other positions; returns float32."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMath:
-    """What a layer does with its products.
+    """Operations of a layer on its logits.
 
     Attributes:
-        scale: factor on them.
+        scale: factor on products of queries and keys.
         softcap: c in c * tanh(x / c), or None.
-        sinks: logits that join the softmax and carry no value, [num_heads], or one such row for
-            each entry of a batch; or None.
-        rotary: where queries and keys are given and stored before RoPE, what turns them; else None.
+        sinks: logits that are added to the softmax without a value, [num_heads], or one such row
+            per entry of a batch; or None.
+        rotary: RoPE, if queries and keys are given and stored before RoPE; else None.
     """
 
     scale: float
@@ -119,12 +120,12 @@ class AttentionMath:
 
 @dataclass(frozen=True, slots=True)
 class NewSlots:
-    """Where a layer's new tokens are written.
+    """Slots to which a layer's new tokens are written.
 
     Attributes:
-        key, value: typed views of all pages of the class; where they hold codes, of the codes.
+        key, value: typed views of all pages of the class; for coded pages, views of the codes.
         pages, offsets: int64 [new tokens, lanes].
-        coded: what encodes for the pages; None where they hold plain numbers.
+        coded: encodes for the pages; None for unquantized pages.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -136,12 +137,12 @@ class NewSlots:
 
 @dataclass(frozen=True, slots=True)
 class MovedSlots:
-    """Slots that are copied onto others of the same page class.
+    """Copies between slots of one page class.
 
     Attributes:
         planes: typed views of all pages of the class, [page, head, token, width] each.
-        source, target: pages and offsets in them, int64 [moves] each. A slot can be both: all are
-            read before any is written.
+        source, target: pages and offsets in them, int64 [moves] each. A slot can be both: all
+            sources are read before any target is written.
     """
 
     planes: tuple[Shaped[Tensor, "page _ token _"], ...]
@@ -150,7 +151,7 @@ class MovedSlots:
 
 
 class AttentionMeasure(IntEnum):
-    """What is counted of the weights that queries give to a slot; the numbers are those of C."""
+    """What is accumulated from a slot's attention weights; the numbers are those of the C code."""
 
     SUM = 0
     SQUARES = 1
@@ -159,14 +160,14 @@ class AttentionMeasure(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionStatistic:
-    """One number for each slot of a layer, made from the weights it gets.
+    """One number per slot of a layer, accumulated from its attention weights.
 
     Attributes:
         numbers: float32 view of all pages of the class.
-        table: page numbers [all rows, all lanes, capacity], of these pages.
-        first_lane: where this layer's lanes start on the table's second axis.
-        count: what is counted.
-        heads: how the query heads of a KV head are reduced: mean, max or sum.
+        table: page numbers [all rows, all lanes, capacity] of these pages.
+        first_lane: index of this layer's first lane on the table's second axis.
+        count: what is accumulated.
+        heads: reduction over the query heads of a KV head: mean, max or sum.
     """
 
     numbers: Float[Tensor, "page head token 1"]
@@ -178,13 +179,13 @@ class AttentionStatistic:
 
 @dataclass(frozen=True, slots=True)
 class StatisticRows:
-    """Which rows of a step take part in a tally.
+    """Rows of a step whose attention is accumulated.
 
     Attributes:
-        step_rows: int64 [rows] their numbers in the step.
+        step_rows: int64 [rows] their indices in the step.
         table_rows: int64 [rows] their rows in the tables.
-        slots: int32 [rows, lanes of the layer] live slots, the step's tokens included.
-        fresh: int32 [rows] so many of them, the last ones, are new: nothing was counted for them.
+        slots: int32 [rows, lanes of the layer] live slots, including the step's tokens.
+        fresh: int32 [rows] number of new slots, the last ones, whose statistics start at 0.
     """
 
     step_rows: Int[Tensor, " row"]
@@ -195,7 +196,7 @@ class StatisticRows:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Computes attention over pages. Holds no state of any sequence."""
+    """Computes attention over pages. Holds no state of sequences."""
 
     @property
     def name(self) -> str:
@@ -208,7 +209,7 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
-        """What can be made once for all layers whose lanes are equally full."""
+        """Prepare data that all layers with equal lane lengths share."""
         ...
 
     def write(
@@ -217,7 +218,7 @@ class AttentionBackend(Protocol):
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     ) -> None:
-        """Put the keys and values of the flat batch into their slots."""
+        """Write the keys and values of the flat batch to their slots."""
         ...
 
     def attend(
@@ -230,27 +231,27 @@ class AttentionBackend(Protocol):
         *,
         column_sums: Float[Tensor, "row num_heads slot"] | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-        """Attend for all rows of the step.
+        """Compute attention for all rows of the step.
 
         Args:
-            plan: from `plan`, for these lanes.
-            pages: the layer's pages, new tokens written.
-            math: scale and extras.
+            plan: result of `plan` for these lanes.
+            pages: the layer's pages, with new tokens written.
+            math: scale, soft cap, sinks and RoPE.
             query: the flat batch, after RoPE.
-            fresh: keys and values of the flat batch, [num_tokens, num_kv_heads, head_dim], as they
-                were before they were written; where pages hold codes, the codes are what counts.
-            column_sums: float32, contiguous, at least as wide as the fullest lane; gets each slot's
-                weights summed over the row's queries of this step, for each query head. Zeros where
-                a row has several tokens; of rows with one token the live slots are written over.
-                The output is the same with and without.
+            fresh: keys and values of the flat batch before they were written, [num_tokens,
+                num_kv_heads, head_dim]; with coded pages, attention uses the codes.
+            column_sums: float32, contiguous, at least as wide as the fullest lane; receives, per
+                query head, each slot's weights summed over the row's queries of this step. Must be
+                zero for rows with several tokens; for rows with one token the live slots are
+                overwritten. It does not change the output.
 
         Returns:
-            Like query.
+            The attention output, in the shape of query.
         """
         ...
 
     def move(self, moves: MovedSlots) -> None:
-        """Copy slots onto others; no two have the same target."""
+        """Copy slots to other slots; all targets are distinct."""
         ...
 
     def tally(
@@ -259,12 +260,13 @@ class AttentionBackend(Protocol):
         rows: StatisticRows,
         column_sums: Float[Tensor, "step_row num_heads slot"],
     ) -> None:
-        """Add what slots of a layer got in this step to their numbers.
+        """Add the attention of this step to the statistics of a layer's slots.
 
         Args:
-            tally: where the numbers are, and what is counted.
-            rows: with one token each, unless sums are counted and heads are not reduced by `max`:
-                then the sum over queries is all that is needed.
-            column_sums: of `attend`, for this layer.
+            tally: the statistic and its pages.
+            rows: rows with one token each; rows with several tokens are allowed if weights are
+                summed and heads are not reduced by `max`, because then the sum over queries
+                suffices.
+            column_sums: from `attend`, for this layer.
         """
         ...

@@ -1,7 +1,7 @@
-"""Pages that hold codes: encode what is written, decode what is gathered.
+"""Pages that hold codes: encode on write, decode on gather.
 
 A plane of codes, scales or outliers is a view [pages, heads, records, width] over the whole arena;
-it has a record for each slot, or one for all slots of a page.
+it has one record per slot, or one for all slots of a page.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.codecs.base import Codec
 
-DECODED_COPIES = 4  # of a slot's key and value, in float32: held at once while pages are decoded
+DECODED_COPIES = 4  # float32 copies of a slot's key and value held at once during decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CodedPlanes:
     """Keys or values of all pages of a class, as codes.
 
     Attributes:
-        codec: what encodes and decodes them.
+        codec: encodes and decodes them.
         planes: one view for each of `CodecSpec.planes`.
     """
 
@@ -28,11 +28,11 @@ class CodedPlanes:
     planes: tuple[Shaped[Tensor, "page head _ _"], ...]
 
     def codec_of(self, lanes: Int[Tensor, "*place"] | None) -> Codec:
-        """The codec for pages of some lanes of the layer, where its constants are each head's own.
+        """Return the codec with the constants of the heads of some lanes.
 
         Args:
-            lanes: where vectors [*place, head of the page, token, head_dim] come from; None where
-                none of the constants is.
+            lanes: lanes of the layer that vectors [*place, head of the page, token, head_dim]
+                belong to; None if the codec has no constants per head.
         """
         if lanes is None or not self.codec.constants:
             return self.codec
@@ -43,14 +43,14 @@ class CodedPlanes:
 
 @dataclass(frozen=True, slots=True)
 class CodedPages:
-    """Keys and values of all pages of a class, as codes; one of the two may be plain numbers."""
+    """Keys and values of all pages of a class, as codes; one of the two may be unquantized."""
 
     key: CodedPlanes
     value: CodedPlanes
 
 
 def decoded_slot_bytes(heads: int, head_dim: int) -> int:
-    """Bytes that a slot takes while it is decoded, key and value of all heads of a page."""
+    """Return the bytes that a slot needs during decoding, for key and value of all heads."""
     return DECODED_COPIES * heads * head_dim * 4
 
 
@@ -74,15 +74,16 @@ def decode_pages(
     out: Float[Tensor, " numbers"],
     lanes: Int[Tensor, " lane"] | None = None,
 ) -> Float[Tensor, "row head slot head_dim"]:
-    """Decode pages side by side: slot = column * tokens + offset.
+    """Decode pages to contiguous slots: slot = column * tokens + offset.
 
-    Slots that are not live decode to anything, NaN included.
+    Slots that are not live decode to arbitrary numbers, including NaN.
 
     Args:
         coded: all pages.
         pages: page numbers.
-        out: at least as many numbers as are decoded, of any float type.
-        lanes: of the layer, one for each row or one for all; needed where constants were measured.
+        out: scratch of any float type, at least as large as the decoded numbers.
+        lanes: lanes of the layer, one per row or one for all; required if the codec has measured
+            constants.
     """
     codec = coded.codec_of(None if lanes is None else lanes[:, None])
     decoded = codec.decode([plane[pages] for plane in coded.planes])
@@ -95,7 +96,7 @@ def decode_pages(
 def decode_head(
     coded: CodedPlanes, pages: Int[Tensor, " column"], head: int, lane: int = 0
 ) -> Float[Tensor, "slot head_dim"]:
-    """Decode pages of one lane of the layer side by side, one of their heads, float32."""
+    """Decode one head of pages of one lane to contiguous slots, float32."""
     own = torch.tensor([lane * coded.planes[0].shape[1] + head], device=pages.device)
     codec = coded.codec.of_heads(own)
     return codec.decode([plane[pages, head, None] for plane in coded.planes]).flatten(0, 2)
@@ -111,9 +112,9 @@ def decode_slots(
 
     Args:
         coded: all pages.
-        pages: where they are.
-        offsets: in these.
-        lanes: of the layer, as `CodedPlanes.codec_of` takes them; broadcast over the places.
+        pages: page numbers of the slots.
+        offsets: offsets in these pages.
+        lanes: lanes of the layer, as in `CodedPlanes.codec_of`; broadcast over the slots.
     """
     found = []
     for plane in coded.planes:

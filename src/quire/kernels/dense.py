@@ -1,7 +1,7 @@
-"""Attention over keys and values that already lie side by side, on any device.
+"""Attention over contiguous keys and values, on any device.
 
-`scaled_dot_product_attention` where it can say what is meant; a plain product where it cannot
-(softcap, sinks), in blocks of queries so that the weights never take more than a bounded scratch.
+Uses `scaled_dot_product_attention` if it supports the operation. Softcap and sinks use explicit
+products, in blocks of queries to bound the scratch memory of the weights.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ def attend_dense(
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
     causal: bool = False,
 ) -> Float[Tensor, "batch num_heads query head_dim"]:
-    """Attend without repeating keys and values for grouped query heads.
+    """Compute attention without repeating keys and values for grouped query heads.
 
     Args:
         query: num_heads is a multiple of num_kv_heads; heads of one group are neighbours.
-        key: after RoPE. Slots that nobody sees must hold finite numbers.
-        value: like key.
+        key: after RoPE. Slots that no query sees must hold finite numbers.
+        value: shaped like key.
         math: scale, softcap, sinks.
-        seen: True where a query sees a slot; None for all, or with `causal`.
+        seen: True if a query sees a slot; None for all, or with `causal`.
         causal: query i of n sees slots 0 .. i of n; excludes `seen`.
 
     Returns:
-        Like query.
+        The attention output, in the shape of query.
     """
     if math.softcap is not None or math.sinks is not None:
         if causal:
@@ -48,7 +48,7 @@ def attend_dense(
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     if num_queries == 1 and num_heads != num_kv_heads:
-        # one query a row: the group's heads become queries, so that a key is read once for all
+        # one query per row: the group's heads become queries, so that each key is read once
         folded = query.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=math.scale)
         return out.reshape(query.shape)
@@ -88,7 +88,7 @@ def weights_dense(
     math: AttentionMath,
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
 ) -> Float[Tensor, "batch num_kv_heads group query token"]:
-    """Attention weights in float32, or in float64 as queries are; arguments as `attend_dense`."""
+    """Return attention weights in float32, or float64 for float64 queries; see `attend_dense`."""
     batch, _, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(batch, num_kv_heads, -1, num_queries, head_dim)
@@ -111,10 +111,10 @@ def column_sums_dense(
     math: AttentionMath,
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
 ) -> Float[Tensor, "batch num_heads token"]:
-    """Attention weights summed over the queries, in blocks of queries.
+    """Sum attention weights over the queries, in blocks of queries.
 
-    In float32, or in float64 as queries are. Arguments as for `attend_dense`; causal batches say
-    so with `seen`.
+    In float32, or float64 for float64 queries. Arguments as for `attend_dense`; causal batches pass
+    `seen`.
     """
     batch, num_heads, num_queries, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -129,25 +129,25 @@ def column_sums_dense(
 
 # ---- partial -------------------------------------------------------------------------------------
 
-# Attention over some of a query's tokens, and what several such parts come to together.
+# Attention over some of a query's tokens, and the merge of such partial results.
 #
-# Tokens of one query may lie in several places: some of them are attended where they lie, and only
-# what comes of it travels, one vector and one number for each head. A softmax over all tokens is a
+# If the tokens of a query are on several devices, each device attends to its own tokens, and only
+# the result is transferred: one vector and one number per head. A softmax over all tokens is a
 # mean of softmaxes over parts, each weighted by the sum of its exponentials:
 #
 #     lse_i = log sum over part i of exp(logit)       lse = log sum over i of exp(lse_i)
 #     out   = sum over i of exp(lse_i - lse) out_i
 #
-# Source: the merge of FlashAttention's blocks (Dao et al. 2022, section 3.1), between places.
+# Source: the merge of FlashAttention's blocks (Dao et al. 2022, section 3.1), between devices.
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What attention over some tokens came to, in float32.
+    """Result of attention over some tokens, in float32.
 
     Attributes:
-        out: weighted values, as if there were no other tokens; 0 where a query saw none.
-        lse: logarithm of the sum of exponentials of the logits; -inf where it saw none.
+        out: weighted values, as if there were no other tokens; 0 for a query that sees no token.
+        lse: log of the sum of exponentials of the logits; -inf for a query that sees no token.
     """
 
     out: Float[Tensor, "batch num_heads query head_dim"]
@@ -162,14 +162,14 @@ def attend_partial(
     math: AttentionMath,
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
 ) -> Partial:
-    """Attend over some tokens of each query.
+    """Compute attention over some tokens of each query.
 
     Args:
         query: num_heads is a multiple of num_kv_heads; heads of one group are neighbours.
-        key: after RoPE. Slots that nobody sees must hold finite numbers; there may be none.
-        value: like key.
-        math: scale and softcap; sinks are left for `merge`, where they count once.
-        seen: True where a query sees a slot; None for all.
+        key: after RoPE; may be empty. Slots that no query sees must hold finite numbers.
+        value: shaped like key.
+        math: scale and softcap; sinks are passed to `merge` instead, so that they count once.
+        seen: True if a query sees a slot; None for all.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -186,12 +186,12 @@ def attend_partial(
 
 
 def merge(parts: Sequence[Partial], sinks: Float[Tensor, " num_heads"] | None = None) -> Partial:
-    """What attention over the tokens of all parts comes to.
+    """Merge partial results to attention over the tokens of all parts.
 
     Args:
-        parts: one at least, of the same queries; no token is in two of them.
-        sinks: logits that join each softmax and carry no value; None for none. Give them at the
-            last merge only.
+        parts: at least one, of the same queries; no token is in two of them.
+        sinks: logits that are added to each softmax without a value, or None. Pass them in the last
+            merge only.
     """
     lses = torch.stack([part.lse for part in parts])
     if sinks is not None:

@@ -1,9 +1,9 @@
-"""The portable backend: gather pages side by side, then `scaled_dot_product_attention`.
+"""The portable backend: gathers pages to contiguous memory for `scaled_dot_product_attention`.
 
 entries of a row     1 for layer pages, one per KV head for one-head pages
-decode bucket        entries of similar length, gathered together, one call
-fresh chunks         nothing stored before them: they attend to themselves, nothing is gathered;
-                     where pages hold codes, to what was stored, and so to their pages
+decode bucket        entries of similar length, gathered and attended in one call
+fresh chunks         without earlier tokens: they attend to themselves without gathering;
+                     with coded pages they attend to their stored codes instead
 other chunks         gathered and attended one entry at a time
 """
 
@@ -25,13 +25,13 @@ from quire.kernels.gathered_plan import (
     Chunk,
     DecodeBucket,
     GatheredPlan,
-    lane_place,
+    chunk_lane,
     plan_gathering,
     write_full_precision_in_bucket,
     write_promoted_in_chunk,
 )
 from quire.kernels.paging import TorchSlots, gather_pages, page_numbers
-from quire.kernels.token_precision import made_columns
+from quire.kernels.token_precision import full_precision_columns
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
 
@@ -40,9 +40,9 @@ class GatheredAttention(TorchSlots):
     """Attention over pages on any device, for any page class.
 
     Args:
-        device: where the pages are.
-        scratch_bytes: bound on gathered keys and values at a time. One entry alone may exceed it:
-            the longest row costs its own KV of one layer.
+        device: device of the pages.
+        scratch_bytes: bound on gathered keys and values. A single entry may exceed it: the longest
+            row needs its own KV of one layer.
     """
 
     name = "gathered"
@@ -54,7 +54,7 @@ class GatheredAttention(TorchSlots):
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
-        """Cut decode entries into buckets and group the chunks."""
+        """Divide decode entries into buckets and group the chunks."""
         return plan_gathering(
             step,
             lanes,
@@ -74,7 +74,7 @@ class GatheredAttention(TorchSlots):
         *,
         column_sums: Tensor | None = None,
     ) -> Tensor:
-        """Attend for all rows of the step; see `AttentionBackend.attend`."""
+        """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, GatheredPlan), "a plan comes from this backend"
         out = torch.empty_like(query)
         for bucket in plan.buckets:
@@ -93,7 +93,7 @@ class GatheredAttention(TorchSlots):
         return out
 
     def _chunks(self, plan: GatheredPlan, pages: LayerPages, head_dim: int) -> Iterator[Chunk]:
-        """The plan's; where their pages are decoded together, so many rows as the scratch holds."""
+        """Yield the plan's chunks; with coded pages, split to fit the scratch memory."""
         if pages.coded is None:
             yield from plan.chunks
             return
@@ -101,7 +101,7 @@ class GatheredAttention(TorchSlots):
         for chunk in plan.chunks:
             num_pages = -(-int(chunk.slots.max()) // pages.page_tokens)
             most = max(1, self._scratch_bytes // (num_pages * page_bytes))
-            if pages.kept is not None:  # rows may be of unequal lengths
+            if pages.kept is not None:  # rows may have unequal lengths
                 most = 1
             for first in range(0, len(chunk.rows), most):
                 yield replace(chunk, rows=chunk.rows[first : first + most])
@@ -121,7 +121,7 @@ class GatheredAttention(TorchSlots):
         by_lane, out_by_lane = (_by_lane(x[:num_decode], pages) for x in (query, out))
         key, value = self._gather(pages, rows, lanes, bucket.columns, query.dtype)
         if bucket.dead is not None:
-            # free slots may hold anything, and 0 * NaN is NaN
+            # free slots may hold NaN, and 0 * NaN is NaN
             key.masked_fill_(bucket.dead, 0)
             value.masked_fill_(bucket.dead, 0)
         if pages.kept is not None:
@@ -172,7 +172,7 @@ class GatheredAttention(TorchSlots):
         for lane, slots in enumerate(chunk.slots.tolist()):
             lane_index = torch.tensor([lane], device=self._device)
             heads = slice(lane * per_lane, (lane + 1) * per_lane)
-            # what lies behind the window of the oldest query is seen by none of them
+            # skip slots older than the window of the oldest query
             oldest = slots - chunk.tokens
             first = 0 if plan.window is None else max(0, oldest + 1 - plan.window)
             column = first // pages.page_tokens
@@ -182,9 +182,9 @@ class GatheredAttention(TorchSlots):
             key, value = (x[:, :, live] for x in gathered)
             q, own_math = query[:, heads], _math_of(math, pages, lane_index)
             seen = self._chunk_seen(chunk.tokens, slots - first, plan.window)
-            made = None
+            exact = None
             if pages.kept is not None:
-                place = lane_place(
+                place = chunk_lane(
                     pages,
                     int(chunk.rows[0]),
                     lane,
@@ -193,17 +193,19 @@ class GatheredAttention(TorchSlots):
                     first=first,
                 )
                 write_promoted_in_chunk(pages, place, (key, value))
-                made = made_columns(pages.kept, place, seen[0, 0])
-                seen = made.seen
-                key, value = made.behind(key, made.key), made.behind(value, made.value)
+                exact = full_precision_columns(pages.kept, place, seen[0, 0])
+                seen = exact.seen
+                key, value = exact.append_to(key, exact.key), exact.append_to(value, exact.value)
             parts.append(attend_dense(q, key, value, math=own_math, seen=seen))
             if column_sums is not None:
                 sums = column_sums_dense(q, key, math=own_math, seen=seen)
-                column_sums[row, heads, first:slots] = sums if made is None else made.by_slot(sums)
+                column_sums[row, heads, first:slots] = (
+                    sums if exact is None else exact.by_slot(sums)
+                )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _chunk_seen(self, tokens: int, slots: int, window: int | None) -> Tensor:
-        """[1, 1, tokens, slots]: the last `tokens` slots are the queries' own."""
+        """Return the causal mask [1, 1, tokens, slots] of queries at the last `tokens` slots."""
         own = torch.arange(slots - tokens, slots, device=self._device)[:, None]
         slot = torch.arange(slots, device=self._device)
         seen = slot <= own
@@ -219,7 +221,7 @@ class GatheredAttention(TorchSlots):
         columns: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [entries, heads, slots, head_dim] of table columns [entries, columns]."""
+        """Gather keys and values [entries, heads, slots, head_dim] of table columns."""
         numbers = page_numbers(pages, rows, lanes, columns)
         if pages.coded is not None:
             return self._decode_pages(pages, pages.coded, numbers, lanes, dtype)
@@ -257,7 +259,7 @@ class GatheredAttention(TorchSlots):
         return key, value
 
     def _scratch_of(self, num_bytes: int) -> Tensor:
-        """The scratch memory, grown where one entry needs more than the bound."""
+        """Return scratch memory, grown if one entry needs more than the bound."""
         if self._scratch.numel() < num_bytes:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self.peak_scratch_bytes = max(self.peak_scratch_bytes, num_bytes)
@@ -265,12 +267,12 @@ class GatheredAttention(TorchSlots):
 
 
 def _by_lane(flat: Tensor, pages: LayerPages) -> Tensor:
-    """[rows, num_heads, numbers] as [rows, lanes, heads of a lane, numbers], the same memory."""
+    """Reshape [rows, num_heads, numbers] to [rows, lanes, heads of a lane, numbers]."""
     return flat.view(len(flat), pages.num_lanes, -1, flat.shape[2])
 
 
 def _math_of(math: AttentionMath, pages: LayerPages, lanes: Tensor) -> AttentionMath:
-    """Each entry's own heads' sinks."""
+    """Select the sinks of each entry's heads."""
     if math.sinks is None:
         return math
     return replace(math, sinks=math.sinks.view(pages.num_lanes, -1)[lanes])

@@ -1,4 +1,4 @@
-"""What the gathered backend makes once for all layers alike: buckets of decode entries, chunks."""
+"""Plans of the gathered backend that all layers of a group share: decode buckets and chunks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from torch import Tensor
 from quire.kernels.backend import LaneSlots, LayerPages, StepShape
 from quire.kernels.paging import page_numbers
 from quire.kernels.token_precision import (
+    ChunkLane,
     FullPrecisionPages,
-    LanePlace,
-    attended_as_made,
+    attended_in_full_precision,
     write_full_precision,
     write_promoted,
 )
@@ -31,8 +31,8 @@ class DecodeBucket:
         columns: [entries, columns] of the page table that are gathered.
         slots: [entries, 1] number of the first gathered slot.
         held: [entries, 1] live slots.
-        dead: bool [entries, 1, gathered slots, 1] slots that may hold anything, or None.
-        seen: bool [entries, 1, 1, gathered slots], or None when every slot is seen.
+        dead: bool [entries, 1, gathered slots, 1] slots with undefined content, or None.
+        seen: bool [entries, 1, 1, gathered slots], or None if every slot is seen.
     """
 
     rows: Tensor
@@ -50,7 +50,7 @@ class Chunk:
 
     Attributes:
         rows: indices of the rows in the step.
-        tokens: new tokens of each.
+        tokens: new tokens of each row.
         slots: [lanes] slots of the row after the step; more than `tokens` only for a single row.
     """
 
@@ -60,13 +60,13 @@ class Chunk:
 
     @property
     def is_fresh(self) -> bool:
-        """Nothing was stored before these tokens."""
+        """Whether no tokens were stored before these."""
         return bool((self.slots == self.tokens).all())
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredPlan:
-    """What the layers of a lane group share in one step."""
+    """Data that the layers of a lane group share in one step."""
 
     step: StepShape
     window: int | None
@@ -83,7 +83,7 @@ def plan_gathering(
     scratch_bytes: int,
     device: torch.device,
 ) -> GatheredPlan:
-    """Cut decode entries into buckets that fit the scratch memory, and group the chunks."""
+    """Divide decode entries into buckets that fit the scratch memory, and group the chunks."""
     held = lanes.slots[: step.num_decode].reshape(-1).astype(np.int64)
     first = _first_seen(held, lanes.window) // page_tokens
     pages = -(-held // page_tokens) - first
@@ -113,14 +113,14 @@ def plan_gathering(
 
 
 def _first_seen(held: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
-    """First slot that the newest token of a lane sees."""
+    """Return the first slot that the newest token of a lane sees."""
     return np.zeros_like(held) if window is None else np.maximum(held - window, 0)
 
 
 def _cut(
     pages: NDArray[np.int64], gathered_bytes: NDArray[np.int64], scratch_bytes: int
 ) -> Iterator[slice]:
-    """Cut entries, sorted by pages, where they get too long or too many for the scratch."""
+    """Split entries, sorted by pages, by length and scratch size."""
     start = 0
     for i in range(1, len(pages)):
         too_long = pages[i] > BUCKET_SLACK * pages[start] + 1
@@ -132,7 +132,7 @@ def _cut(
 
 
 def group_chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
-    """Group rows that start fresh with equally many tokens; the others stand alone."""
+    """Group fresh rows with the same number of tokens; other rows form single chunks."""
     fresh: dict[int, list[int]] = {}
     for row in range(step.num_decode, len(step.tokens)):
         tokens, slots = int(step.tokens[row]), lanes.slots[row]
@@ -146,7 +146,7 @@ def group_chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
 
 # ---- gathered full precision ---------------------------------------------------------------------
 
-# Where the gathered backend finds tokens that are attended finer than their pages hold them.
+# Tokens that are attended in higher precision than their pages hold.
 
 
 def write_full_precision_in_bucket(
@@ -155,13 +155,13 @@ def write_full_precision_in_bucket(
     bucket: DecodeBucket,
     decoded: tuple[Tensor, Tensor],
 ) -> None:
-    """Give rows that decode the tokens that they attend to as these were made, or finer.
+    """Overwrite decoded tokens of decode rows with full-precision and promoted ones.
 
     Args:
-        pages: of the layer.
-        kept: its kept tokens.
-        bucket: rows and lanes, gathered together.
-        decoded: their keys and values, written to.
+        pages: pages of the layer.
+        kept: full-precision tokens of the layer.
+        bucket: rows and lanes that are gathered together.
+        decoded: their keys and values, modified in place.
     """
     device = decoded[0].device
     first, held = (torch.from_numpy(x).to(device) for x in (bucket.slots, bucket.held))
@@ -176,7 +176,7 @@ def write_full_precision_in_bucket(
     if pages.promoted is not None:
         own = pages.promoted.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0]
         write_promoted(pages.promoted, own.long(), positions, decoded, live)
-    wanted = attended_as_made(kept.tokens, positions, slots, lengths - 1, held - 1)
+    wanted = attended_in_full_precision(kept.tokens, positions, slots, lengths - 1, held - 1)
     if live is not None:
         wanted = wanted & live
     page = kept.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0].long()
@@ -184,14 +184,14 @@ def write_full_precision_in_bucket(
 
 
 def write_promoted_in_chunk(
-    pages: LayerPages, place: LanePlace, decoded: tuple[Tensor, Tensor]
+    pages: LayerPages, place: ChunkLane, decoded: tuple[Tensor, Tensor]
 ) -> None:
-    """Write records of important tokens over what a lane's gathered slots decode to.
+    """Overwrite decoded slots of a lane with the records of promoted tokens.
 
     Args:
-        pages: of the layer.
-        place: of the lane.
-        decoded: keys and values [1, head, slot, head_dim], written to.
+        pages: pages of the layer.
+        place: the lane and its gathered slots.
+        decoded: keys and values [1, head, slot, head_dim], modified in place.
     """
     if pages.promoted is None:
         return
@@ -200,20 +200,20 @@ def write_promoted_in_chunk(
     write_promoted(pages.promoted, page, place.positions[None], decoded)
 
 
-def lane_place(
+def chunk_lane(
     pages: LayerPages, row: int, lane: int, *, held: int, num_tokens: int, first: int = 0
-) -> LanePlace:
-    """Where a lane of a row is whose chunk attends, and at which positions its slots are.
+) -> ChunkLane:
+    """Return a lane of a row whose chunk attends, with its slots and their positions.
 
     Args:
-        pages: of the layer, with kept tokens.
-        row: in the step.
-        lane: of the layer.
+        pages: pages of the layer, with full-precision tokens.
+        row: row of the step.
+        lane: lane of the layer.
         held: live slots of the lane.
-        num_tokens: of the chunk.
-        first: slot that the place begins with.
+        num_tokens: tokens of the chunk.
+        first: first gathered slot.
     """
-    assert pages.kept is not None, "asked where tokens are kept"
+    assert pages.kept is not None, "only called with full-precision tokens"
     table_row, table_lane = pages.rows[row], pages.first_lane + lane
     slots = torch.arange(first, held, device=pages.table.device)
     if pages.positions is None:
@@ -222,4 +222,4 @@ def lane_place(
         numbers = pages.table[table_row, table_lane, slots // pages.page_tokens].long()
         positions = pages.positions[numbers, slots % pages.page_tokens].long()
     page = int(pages.kept.table[table_row, table_lane, 0])
-    return LanePlace(row, lane, page, slots, positions, held, num_tokens)
+    return ChunkLane(row, lane, page, slots, positions, held, num_tokens)

@@ -1,4 +1,4 @@
-"""Reading and writing slots of pages through typed views of the arena.
+"""Reads and writes of page slots through typed views of the arena.
 
 A plane of a page class is a view [pages, heads, tokens, head_dim] over the whole arena; page
 numbers index its first axis.
@@ -41,9 +41,9 @@ def page_numbers(
     lanes: Int[Tensor, " lane"],
     columns: Int[Tensor, "_ column"],
 ) -> Int[Tensor, "_ column"]:
-    """Pages that rows of the step have in lanes of the layer; any page where they have none.
+    """Return the pages of rows of the step in lanes of the layer; arbitrary pages for gaps.
 
-    One row, one lane or one set of columns is meant for all entries.
+    Arguments broadcast: one row, one lane or one set of columns applies to all entries.
     """
     columns = columns.clamp(max=pages.table.shape[2] - 1)
     numbers = pages.table[pages.rows[rows][:, None], pages.first_lane + lanes[:, None], columns]
@@ -55,7 +55,7 @@ def write_slots(
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
 ) -> None:
-    """Write one vector per token and KV head into its slot, for keys and values."""
+    """Write one vector per token and KV head to its slot, for keys and values."""
     if slots.coded is not None:
         write_codes(slots.coded.key, slots.pages, slots.offsets, key)
         write_codes(slots.coded.value, slots.pages, slots.offsets, value)
@@ -66,7 +66,7 @@ def write_slots(
 
 
 def move_slots(moves: MovedSlots) -> None:
-    """Copy slots onto others in every plane; see `AttentionBackend.move`."""
+    """Copy slots to other slots in every plane; see `AttentionBackend.move`."""
     (from_page, from_offset), (to_page, to_offset) = moves.source, moves.target
     for plane in moves.planes:
         plane[to_page, :, to_offset] = plane[from_page, :, from_offset]
@@ -77,16 +77,16 @@ def gather_pages(
     pages: Int[Tensor, "row column"],
     out: Float[Tensor, " numbers"],
 ) -> Float[Tensor, "row head slot head_dim"]:
-    """Copy pages side by side into scratch memory: slot = column * tokens + offset.
+    """Copy pages to contiguous scratch memory: slot = column * tokens + offset.
 
-    Where a page is a whole number of head blocks, each (page, head) is one copy; else (pages that
-    carry positions) each vector is one.
+    If a page is a whole number of head blocks, each (page, head) is one copy. If not (pages with
+    positions), each vector is one copy.
 
     Args:
         plane: view of all pages.
         pages: page numbers.
-        out: at least rows * heads * columns * tokens * head_dim numbers; memory that is used again
-            and again, because touching fresh memory costs more than the copy.
+        out: at least rows * heads * columns * tokens * head_dim numbers; reused between calls,
+            because touching new memory costs more than the copy.
 
     Returns:
         A view of `out`.

@@ -1,10 +1,10 @@
-"""Attention over keys that are stored before RoPE: what stays is numbered at every look.
+"""Attention over keys stored before RoPE; keys get new positions at every attention.
 
-The slots a query may see are gathered in the order of their positions, holes closed. What stands at
-place i of that order is turned to position i, and the query to its own place. So however long a
-sequence has run, no position is above what its lane holds.
+The slots a query may see are gathered in the order of their positions, without gaps. The key at
+index i of that order is rotated to position i, and the query to its own index. So no position
+exceeds the number of slots of a lane, at any sequence length.
 
-Portable and plain: torch on any device, rows with equally many new tokens side by side.
+Runs with torch on any device; rows with the same number of new tokens are batched.
 
 Source: StreamingLLM (Xiao et al. 2023), section 3.2, "cache index".
 """
@@ -29,7 +29,7 @@ from quire.kernels.paging import TorchSlots
 
 # ---- pre rope plan -------------------------------------------------------------------------------
 
-# How a step over keys before RoPE is cut up: entries with equally many new tokens together.
+# Plan of a step over keys before RoPE: entries with the same number of new tokens are batched.
 
 BUCKET_SLACK = 1.25  # longest over shortest entry of a bucket, beyond a few slots
 FEW_SLOTS = 16
@@ -44,9 +44,9 @@ class Bucket:
     Attributes:
         rows: [entries] index of the row in the step.
         lanes: [entries] lane among the layer's own.
-        token: [entries, tokens] where the row's new tokens stand in the flat batch.
-        slot: [entries, places] slots of the lane, as they lie.
-        is_live: bool [entries, places] whether there is such a slot.
+        token: [entries, tokens] indices of the row's new tokens in the flat batch.
+        slot: [entries, places] slots of the lane, in storage order.
+        is_live: bool [entries, places] whether the slot exists.
         query_place: [entries, tokens] each query's own place.
         seen: bool [entries, 1, tokens, places] which places a query sees.
     """
@@ -63,18 +63,18 @@ class Bucket:
 def plan_buckets(
     step: StepShape, lanes: LaneSlots, *, most_slots: int, device: torch.device
 ) -> Iterator[Bucket]:
-    """Cut a step into buckets of at most `most_slots` places, or of one entry.
+    """Divide a step into buckets of at most `most_slots` places, or of one entry.
 
     Args:
         step: new tokens of each row.
         lanes: slots of each row's lanes, and the window.
-        most_slots: over all entries of a bucket.
-        device: of the tensors.
+        most_slots: bound on places over all entries of a bucket.
+        device: device of the tensors.
     """
     held = lanes.slots.astype(np.int64)
     tokens = np.broadcast_to(step.tokens[:, None], held.shape)
     first = np.zeros_like(held)
-    if lanes.window is not None:  # what lies behind the window of the oldest query nobody sees
+    if lanes.window is not None:  # skip slots older than the window of the oldest query
         first = np.maximum(held - tokens + 1 - lanes.window, 0)
     places = held - first
     for entries in _cut(tokens.reshape(-1), places.reshape(-1), most_slots):
@@ -85,7 +85,7 @@ def plan_buckets(
 def _cut(
     tokens: NDArray[np.int32], places: NDArray[np.int64], most_slots: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Entries that go together: as many tokens each, of similar length, not too many."""
+    """Yield groups of entries with equal numbers of tokens and similar lengths."""
     order = np.lexsort((places, tokens))
     start = 0
     for i in range(1, len(order)):
@@ -131,24 +131,24 @@ def _bucket(
 # ---- pre rope ------------------------------------------------------------------------------------
 
 BEHIND_ALL = torch.iinfo(torch.int32).max  # sorts slots that hold no token to the end
-COPIES_OF_A_SLOT = 5  # held at once: as stored, in float32, and what is made on the way
+COPIES_OF_A_SLOT = 5  # held at once: as stored, in float32, and intermediate results
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the layers of a lane group share in one step."""
+    """Data that the layers of a lane group share in one step."""
 
     buckets: tuple[Bucket, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """Slots of a bucket's entries in the order of positions, those without a token cleared.
+    """Slots of a bucket's entries in the order of positions; slots without a token are zero.
 
     Attributes:
-        key: [entries, KV heads, places, head_dim], turned.
-        value: likewise.
-        slot: [entries, places] where they lie.
+        key: [entries, KV heads, places, head_dim], rotated.
+        value: [entries, KV heads, places, head_dim].
+        slot: [entries, places] slots of the lane.
     """
 
     key: Tensor
@@ -157,12 +157,12 @@ class _Gathered:
 
 
 class PreRopeAttention(TorchSlots):
-    """Attention over pages whose keys have not gone through RoPE.
+    """Attention over pages whose keys are stored before RoPE.
 
     Args:
-        device: where the pages are.
-        scratch_bytes: bound on what is gathered and turned at a time. One entry alone may exceed
-            it: the longest row costs its own KV of one layer, a few times.
+        device: device of the pages.
+        scratch_bytes: bound on gathered and rotated slots. A single entry may exceed it: the
+            longest row needs several copies of its own KV of one layer.
     """
 
     name = "unrotated"
@@ -172,7 +172,7 @@ class PreRopeAttention(TorchSlots):
         self.peak_scratch_bytes = 0
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
-        """Cut the step into buckets of rows with equally many new tokens."""
+        """Divide the step into buckets of rows with the same number of new tokens."""
         most = max(1, self._scratch_bytes // (COPIES_OF_A_SLOT * slot_bytes))
         return _Plan(tuple(plan_buckets(step, lanes, most_slots=most, device=self._device)))
 
@@ -186,9 +186,9 @@ class PreRopeAttention(TorchSlots):
         *,
         column_sums: Tensor | None = None,
     ) -> Tensor:
-        """Attend for all rows of the step; see `AttentionBackend.attend`.
+        """Compute attention for all rows of the step; see `AttentionBackend.attend`.
 
-        Queries, too, are given before RoPE; `math.rotary` turns them and the keys.
+        Queries are given before RoPE too; `math.rotary` rotates them and the keys.
         """
         assert isinstance(plan, _Plan), "a plan comes from this backend"
         out = torch.empty_like(query)
@@ -196,7 +196,7 @@ class PreRopeAttention(TorchSlots):
         for bucket in plan.buckets:
             token, lane = bucket.token, bucket.lanes[:, None]
             found = self._gather(bucket, pages, math, query.dtype)
-            q = _turned_queries(by_lane[token, lane], bucket, math)
+            q = _rotated_queries(by_lane[token, lane], bucket, math)
             own_math = _math_of(math, pages.num_lanes, bucket.lanes)
             attended = attend_dense(q, found.key, found.value, math=own_math, seen=bucket.seen)
             out_by_lane[token, lane] = attended.transpose(1, 2)
@@ -208,59 +208,59 @@ class PreRopeAttention(TorchSlots):
     def _gather(
         self, bucket: Bucket, pages: LayerPages, math: AttentionMath, dtype: torch.dtype
     ) -> _Gathered:
-        assert math.rotary is not None, "asked where keys are stored before RoPE"
+        assert math.rotary is not None, "only called with keys stored before RoPE"
         slot, is_live = bucket.slot, bucket.is_live
         numbers, offset = _places(bucket, pages, slot)
         if pages.positions is not None:
             positions = pages.positions[numbers, offset].masked_fill(~is_live, BEHIND_ALL)
             order = positions.argsort(dim=1)
             slot, numbers, offset = (x.gather(1, order) for x in (slot, numbers, offset))
-        # slots without a token may hold anything, and 0 * NaN is NaN; they sort to the end
+        # slots without a token may hold NaN, and 0 * NaN is NaN; they sort to the end
         dead = ~is_live[:, :, None, None]
         key, value = (
             plane[numbers, :, offset].masked_fill_(dead, 0) for plane in (pages.key, pages.value)
         )
         entries, places, heads, head_dim = key.shape
-        still = key.transpose(0, 1).reshape(places, entries * heads, head_dim)
-        turned = math.rotary.move(still, torch.arange(places, device=key.device))
-        self._count(key, value, turned)
-        turned = turned.to(dtype).view(places, entries, heads, head_dim)
-        return _Gathered(turned.permute(1, 2, 0, 3), value.transpose(1, 2), slot)
+        unrotated = key.transpose(0, 1).reshape(places, entries * heads, head_dim)
+        rotated = math.rotary.move(unrotated, torch.arange(places, device=key.device))
+        self._count(key, value, rotated)
+        rotated = rotated.to(dtype).view(places, entries, heads, head_dim)
+        return _Gathered(rotated.permute(1, 2, 0, 3), value.transpose(1, 2), slot)
 
-    def _count(self, key: Tensor, value: Tensor, turned: Tensor) -> None:
-        held = key.nbytes + value.nbytes + (COPIES_OF_A_SLOT - 1) * turned.nbytes
+    def _count(self, key: Tensor, value: Tensor, rotated: Tensor) -> None:
+        held = key.nbytes + value.nbytes + (COPIES_OF_A_SLOT - 1) * rotated.nbytes
         self.peak_scratch_bytes = max(self.peak_scratch_bytes, held)
 
 
 def _by_lane(flat: Tensor, num_lanes: int) -> Tensor:
-    """[first, num_heads, numbers] as [first, lanes, heads of a lane, numbers], the same memory."""
+    """Reshape [first, num_heads, numbers] to [first, lanes, heads of a lane, numbers]."""
     return flat.view(len(flat), num_lanes, -1, flat.shape[2])
 
 
 def _places(bucket: Bucket, pages: LayerPages, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Page numbers and offsets [entries, places] of slots; any page where there is none."""
+    """Return page numbers and offsets [entries, places] of slots; arbitrary pages for gaps."""
     column = (slot // pages.page_tokens).clamp(max=pages.table.shape[2] - 1)
     row, lane = pages.rows[bucket.rows], pages.first_lane + bucket.lanes
     numbers = pages.table[row[:, None], lane[:, None], column]
     return numbers.clamp_min(0).long(), slot % pages.page_tokens
 
 
-def _turned_queries(query: Tensor, bucket: Bucket, math: AttentionMath) -> Tensor:
-    """Queries [entries, tokens, heads, head_dim] at their own places, heads before tokens."""
-    assert math.rotary is not None, "asked where queries are given before RoPE"
-    turned = math.rotary.move(query.flatten(0, 1), bucket.query_place.flatten())
-    return turned.to(query.dtype).view(query.shape).transpose(1, 2)
+def _rotated_queries(query: Tensor, bucket: Bucket, math: AttentionMath) -> Tensor:
+    """Rotate queries [entries, tokens, heads, head_dim] to their places; heads before tokens."""
+    assert math.rotary is not None, "only called with queries before RoPE"
+    rotated = math.rotary.move(query.flatten(0, 1), bucket.query_place.flatten())
+    return rotated.to(query.dtype).view(query.shape).transpose(1, 2)
 
 
 def _math_of(math: AttentionMath, num_lanes: int, lanes: Tensor) -> AttentionMath:
-    """Each entry's own heads' sinks."""
+    """Select the sinks of each entry's heads."""
     if math.sinks is None:
         return math
     return replace(math, sinks=math.sinks.view(num_lanes, -1)[lanes])
 
 
 def _put_sums(sums: Tensor, slot: Tensor, bucket: Bucket, target: Tensor) -> None:
-    """Column sums [entries, heads, places] to where the slots lie."""
+    """Write column sums [entries, heads, places] to the slots in storage order."""
     for entry, live in enumerate(bucket.is_live.sum(dim=1).tolist()):
         heads = target[int(bucket.rows[entry]), int(bucket.lanes[entry])]
         heads[:, slot[entry, :live]] = sums[entry, :, :live]

@@ -1,4 +1,4 @@
-"""The reference as a backend: every row and lane by itself, slot by slot, in float32."""
+"""Reference backend: attention of every row and lane separately, slot by slot, in float32."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ from quire.kernels.coded import decode_slots
 from quire.kernels.paging import TorchSlots
 from quire.kernels.token_precision import (
     FullPrecisionPages,
-    attended_as_made,
+    attended_in_full_precision,
     decode_records,
     record_of,
     records_of,
@@ -25,20 +25,20 @@ from quire.kernels.token_precision import (
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """The step as it is: nothing to prepare."""
+    """The unmodified shapes of a step."""
 
     step: StepShape
     lanes: LaneSlots
 
 
 class ReferenceAttention(TorchSlots):
-    """Slow and plain; what the other backends must equal."""
+    """Slow, simple implementation that the other backends must match."""
 
     name = "reference"
     peak_scratch_bytes = 0
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
-        """Keep the shapes."""
+        """Store the shapes."""
         return ReferencePlan(step, lanes)
 
     def attend(
@@ -51,7 +51,7 @@ class ReferenceAttention(TorchSlots):
         *,
         column_sums: Tensor | None = None,
     ) -> Tensor:
-        """Attend row by row and lane by lane; see `AttentionBackend.attend`."""
+        """Compute attention row by row and lane by lane; see `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan), "a plan comes from this backend"
         out = torch.empty_like(query)
         heads = query.shape[1] // pages.num_lanes
@@ -78,7 +78,7 @@ def _attend_lane(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     row, lane, slots = place
-    # what lies behind the window of the oldest query is seen by none of them
+    # skip slots older than the window of the oldest query
     first = 0 if window is None else max(0, slots - len(query) + 1 - window)
     slot = torch.arange(first, slots, device=query.device)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane][slot // pages.page_tokens]
@@ -105,14 +105,14 @@ def _attend_lane(
         )
     out, sums = torch.empty(query.shape, device=query.device), key.new_zeros(0)
     for i, query_slot in enumerate(own.tolist()):
-        # each query by itself: which tokens it attends to as they were made is its own business
+        # one query at a time, because the full-precision tokens differ between queries
         seen = slot[: query_slot - first + 1]
         at = numbers[: len(seen)].long(), seen % pages.page_tokens
-        made = _as_made(pages, pages.kept, (row, lane, slots), len(query) - 1 - i, seen, at)
+        exact = _exact_tokens(pages, pages.kept, (row, lane, slots), len(query) - 1 - i, seen, at)
         out[i : i + 1], more = attend_reference(
             query[i : i + 1],
-            torch.where(made.wanted, made.key, key[: len(seen)]),
-            torch.where(made.wanted, made.value, value[: len(seen)]),
+            torch.where(exact.wanted, exact.key, key[: len(seen)]),
+            torch.where(exact.wanted, exact.value, value[: len(seen)]),
             math=math,
             query_positions=own[i : i + 1],
             key_positions=seen,
@@ -128,11 +128,11 @@ def _write_promoted(
     at: tuple[Tensor, Tensor],
     decoded: tuple[Tensor, Tensor],
 ) -> None:
-    """Slots [slot, head, head_dim] that have a record in a finer codec, one by one."""
+    """Overwrite slots [slot, head, head_dim] that have a record in a finer codec."""
     promoted = pages.promoted
     if promoted is None:
         return
-    assert pages.positions is not None, "lanes that lose tokens carry positions"
+    assert pages.positions is not None, "lanes that evict store positions"
     row, lane = place
     page = promoted.table[pages.rows[row], pages.first_lane + lane, 0].long()
     record = records_of(promoted.marks[page[None]], pages.positions[at][None])[0].tolist()
@@ -146,10 +146,10 @@ def _write_promoted(
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """Slots of a lane as the model made them, [slot, head, head_dim], and which a query wants so.
+class _Exact:
+    """Full-precision slots of a lane, [slot, head, head_dim], and a mask of those a query uses.
 
-    What is not wanted may be anything.
+    Slots outside the mask are undefined.
     """
 
     wanted: Tensor
@@ -157,24 +157,24 @@ class _Made:
     value: Tensor
 
 
-def _as_made(
+def _exact_tokens(
     pages: LayerPages,
     kept: FullPrecisionPages,
     place: tuple[int, int, int],
     behind: int,
     slot: Tensor,
     at: tuple[Tensor, Tensor],
-) -> _Made:
-    """What a query sees of kept tokens, so many tokens before the row's last one."""
+) -> _Exact:
+    """Return the full-precision tokens of the query `behind` tokens before the row's last one."""
     row, lane, slots = place
     length, start = int(kept.lengths[row]), int(kept.starts[row])
     positions = slot + (length - slots) if pages.positions is None else pages.positions[at].long()
     query_slot, query_position = slots - 1 - behind, length - 1 - behind
-    # the row's tokens of this step end with its last one, wherever they begin
+    # the row's tokens of this step end with its last token
     token = start + positions - (length - _num_tokens(kept, row))
     is_fresh = (token >= start)[:, None, None]
     page = int(kept.table[pages.rows[row], pages.first_lane + lane, 0])
-    wanted = attended_as_made(
+    wanted = attended_in_full_precision(
         kept.tokens, positions, slot, torch.tensor(query_position), torch.tensor(query_slot)
     )
     sides = []
@@ -182,18 +182,18 @@ def _as_made(
         stored = plane[page, :, record_of(kept.tokens, positions)].transpose(0, 1)
         heads = slice(lane * stored.shape[1], (lane + 1) * stored.shape[1])
         sides.append(torch.where(is_fresh, fresh[token.clamp_min(0), heads], stored).float())
-    return _Made(wanted[:, None, None], *sides)
+    return _Exact(wanted[:, None, None], *sides)
 
 
 def _num_tokens(kept: FullPrecisionPages, row: int) -> int:
-    """Tokens of a row in this step."""
+    """Return the tokens of a row in this step."""
     ends = [*kept.starts.tolist(), len(kept.fresh[0])]
     return int(ends[row + 1] - ends[row])
 
 
 # ---- reference -----------------------------------------------------------------------------------
 
-# Plain attention, written to be read: the truth that every fast path is tested against.
+# Reference implementation of attention, against which every fast path is tested.
 
 
 def attend_reference(
@@ -206,24 +206,24 @@ def attend_reference(
     key_positions: Int[Tensor, " token"],
     window: int | None = None,
 ) -> tuple[Float[Tensor, "query num_heads head_dim"], Float[Tensor, "num_heads token"]]:
-    """Attend one sequence in float32, and sum each slot's weights over the queries.
+    """Compute attention of one sequence in float32, and sum each slot's weights over the queries.
 
     Formula: w = softmax(cap(q k^T * scale)) over the slots a query sees (position p sees positions
-    in (p - window, p]); out = w v; column_sums[h, t] = sum over queries of w[h, query, t].
-    A sink is a logit that joins the softmax and carries no value.
-    Source: the column sums are what H2O and Batch-Max (section 3.2) rank by.
+    in (p - window, p]); out = w v; column_sums[h, t] = sum over queries of w[h, query, t]. A sink
+    is a logit that is added to the softmax without a value.
+    Source: H2O and Batch-Max (section 3.2) rank by the column sums.
 
     Args:
         query: after RoPE; num_heads is a multiple of num_kv_heads.
         key: after RoPE, in any order of slots.
-        value: like key.
+        value: shaped like key.
         math: scale, softcap, sinks [num_heads].
         query_positions: logical positions of the queries.
         key_positions: logical positions of the slots.
-        window: positions a query looks back, itself included; None for all.
+        window: number of positions a query attends to, including its own; None for all.
 
     Returns:
-        out like query, in float32, and column_sums in float32.
+        The attention output in float32, in the shape of query, and column_sums in float32.
     """
     num_heads, group = query.shape[1], query.shape[1] // key.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))

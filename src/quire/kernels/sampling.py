@@ -1,8 +1,8 @@
-"""What is done to logits between the model and the chosen token: one function a step.
+"""Operations on logits between the model and the sampled token: one function per step.
 
-Every function maps `[rows, vocab]` logits to new ones, treats each row alone, and leaves its
-arguments as they are. A token that may not be chosen has the logit -inf. Which steps a request asks
-for, and in what order, is not known here.
+Every function maps `[rows, vocab]` logits to new ones, processes each row independently, and does
+not modify its arguments. A banned token has the logit -inf. The caller selects the steps of a
+request and their order.
 """
 
 import torch
@@ -12,16 +12,16 @@ from torch import Tensor
 Logits = Float[Tensor, "rows vocab"]
 
 FIRST_TOP_P_WIDTH = 1024
-"""Candidates ranked first by `keep_top_p`: nearly always enough, and far cheaper than a sort."""
+"""Initial number of candidates of `keep_top_p`: usually enough, and far cheaper than a sort."""
 
 WEIGHT_BITS = 44
-"""Draws weigh tokens by integers; the likeliest one's is 2 to this. Sums of 2^18 such fit int64."""
+"""Token weights are integers; the likeliest token has weight 2 ** 44, so 2 ** 18 fit in int64."""
 
 
 def keep_only(
     logits: Logits, row_ids: Int[Tensor, " pairs"], token_ids: Int[Tensor, " pairs"]
 ) -> Logits:
-    """In each row named by `row_ids`, ban every token that is not paired with it."""
+    """Ban every token of a row in `row_ids` that is not paired with that row."""
     limited = torch.zeros(logits.shape[0], 1, dtype=torch.bool, device=logits.device)
     limited[row_ids] = True
     allowed = torch.zeros_like(logits, dtype=torch.bool)
@@ -40,14 +40,14 @@ def add_bias(
     token_ids: Int[Tensor, " pairs"],
     biases: Float[Tensor, " pairs"],
 ) -> Logits:
-    """Add a bias to each paired token; a banned token stays banned."""
+    """Add a bias to each paired token; a banned token remains banned."""
     return logits.index_put((row_ids, token_ids), biases.to(logits.dtype), accumulate=True)
 
 
 def count_tokens(
     row_ids: Int[Tensor, " pairs"], token_ids: Int[Tensor, " pairs"], num_rows: int, vocab_size: int
 ) -> Int[Tensor, "rows vocab"]:
-    """How often each token is paired with each row."""
+    """Count how often each token is paired with each row."""
     counts = torch.zeros(num_rows, vocab_size, dtype=torch.int64, device=row_ids.device)
     return counts.index_put_((row_ids, token_ids), torch.ones_like(token_ids), accumulate=True)
 
@@ -83,7 +83,7 @@ def apply_temperature(logits: Logits, temperatures: Float[Tensor, " rows"]) -> L
 
 
 def keep_top_k(logits: Logits, counts: Int[Tensor, " rows"]) -> Logits:
-    """Ban all but each row's k likeliest tokens (k >= 1); ties with the k-th stay."""
+    """Ban all but each row's k likeliest tokens (k >= 1); ties with the k-th are retained."""
     counts = counts.clamp(max=logits.shape[1])
     ranked = logits.topk(int(counts.max()), dim=-1).values
     smallest = ranked.gather(1, counts[:, None] - 1)
@@ -93,9 +93,9 @@ def keep_top_k(logits: Logits, counts: Int[Tensor, " rows"]) -> Logits:
 def keep_top_p(logits: Logits, masses: Float[Tensor, " rows"]) -> Logits:
     """Ban all but the smallest set of likeliest tokens whose probability reaches the mass (> 0).
 
-    A token stays when the tokens likelier than it sum to less than the mass, so the first one
-    always stays. Tokens tied with the last one stay too: which of them a sort puts first must not
-    decide.
+    A token is retained if the tokens likelier than it sum to less than the mass, so the first token
+    is always retained. Ties with the last token are retained too, so that the result does not
+    depend on the order of a sort.
     Source: Holtzman et al. 2020, section 3.1 (nucleus sampling).
     Cost: one pass and a partial sort of 1,024 tokens; a wider sort only for flat distributions.
     """
@@ -116,7 +116,7 @@ def keep_top_p(logits: Logits, masses: Float[Tensor, " rows"]) -> Logits:
 
 
 def keep_min_p(logits: Logits, shares: Float[Tensor, " rows"]) -> Logits:
-    """Ban tokens with less than this share of the likeliest token's probability.
+    """Ban tokens below this fraction of the likeliest token's probability.
 
     Source: Nguyen et al. 2024 (min-p), compared in logits: p < s * p_max is l < l_max + log(s).
     """
@@ -125,12 +125,12 @@ def keep_min_p(logits: Logits, shares: Float[Tensor, " rows"]) -> Logits:
 
 
 def draw(logits: Logits, uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Draw one token a row by inverting its cumulative distribution at a number in [0, 1).
+    """Sample one token per row by inverting its cumulative distribution at a number in [0, 1).
 
-    The distribution runs in the order of token ids: unlike the order of probabilities no rounding
-    of a logit can exchange two tokens. Weights are integers, which sum to the same in any order,
-    so neither the device nor the other rows nor the tokens left out move a boundary. A row of
-    which no token can be drawn (all banned, or NaN) gives some token: the caller looks for that.
+    The distribution is ordered by token ids: rounding of logits cannot exchange two tokens, unlike
+    in the order of probabilities. Weights are integers, whose sum does not depend on the order. So
+    the boundaries do not depend on the device, on other rows or on banned tokens. A row without
+    valid tokens (all banned, or NaN) returns an arbitrary token; the caller must check for that.
     """
     candidates = _candidates(logits)
     logits = logits.gather(1, candidates)
@@ -142,7 +142,7 @@ def draw(logits: Logits, uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows
 
 
 def _candidates(logits: Logits) -> Int[Tensor, "rows candidates"]:
-    """Ids, in rising order, of at least every token that is not banned."""
+    """Return a superset of the tokens that are not banned, in ascending order."""
     num_rows, vocab_size = logits.shape
     width = int((logits > -torch.inf).sum(dim=-1).amax().clamp(min=1))
     if width * 8 > vocab_size:
@@ -158,7 +158,7 @@ def score(
     Float[Tensor, "rows top"],
     Int[Tensor, "rows top"],
 ]:
-    """Log-probability and rank of one token a row, and the likeliest tokens beside it.
+    """Return log-probability and rank of one token per row, and the likeliest tokens.
 
     Returns:
         logprobs [rows] in float32 (nats); ranks [rows], 1 for the likeliest; the `num_top` largest

@@ -1,4 +1,4 @@
-"""Which backend computes attention, and why."""
+"""Selection of the attention backend, with the reason."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ BACKENDS = ("native", "gathered", "reference")
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """A backend and the reason it was taken, for `--verbose` and `quire doctor`."""
+    """A backend and the reason for its selection, shown by `--verbose` and `quire doctor`."""
 
     backend: AttentionBackend
     reason: str
@@ -36,40 +36,40 @@ def select_backend(
     rotated: bool = True,
     codec: str = "",
 ) -> BackendChoice:
-    """Choose who computes attention.
+    """Select the attention backend.
 
     Args:
-        name: "auto", or a backend's name to insist on.
-        device: where the pages are.
-        dtype: numbers in the pages and in the queries.
-        head_dim: numbers in a vector.
+        name: "auto", or the name of a required backend.
+        device: device of the pages.
+        dtype: dtype of pages and queries.
+        head_dim: elements of a vector.
         scratch_bytes: bound on gathered pages.
         rotated: whether keys are stored after RoPE.
-        codec: how pages store numbers; nothing said, they are plain ones.
+        codec: codec of the pages; "" for unquantized pages.
 
     Raises:
         UnknownName: no backend has this name.
-        ConfigError: a backend was insisted on and cannot run here; says why.
+        ConfigError: the required backend cannot run here; the message gives the reason.
     """
     if name not in ("auto", *BACKENDS):
         raise UnknownName("attention backend", name, ("auto", *BACKENDS))
     if not rotated:
         if name != "auto":
             raise ConfigError(
-                f"attention={name} reads keys as they are, and here they are stored before RoPE; "
-                "use attention=auto, or another rule than streaming"
+                f"attention={name} needs keys stored after RoPE, but the rule streaming stores "
+                "them before it; use attention=auto, or another eviction rule"
             )
         unrotated = PreRopeAttention(device, scratch_bytes=scratch_bytes)
-        return BackendChoice(unrotated, "keys are turned when they are attended; runs anywhere")
+        return BackendChoice(unrotated, "rotates keys at every attention; runs on any device")
     if name == "reference":
-        return BackendChoice(ReferenceAttention(), "asked for by name; slow, for comparison")
+        return BackendChoice(ReferenceAttention(), "selected by name; slow, for comparison")
     gathered = GatheredAttention(device, scratch_bytes=scratch_bytes)
     if name == "gathered":
-        return BackendChoice(gathered, "asked for by name")
+        return BackendChoice(gathered, "selected by name")
     library = usable_library(device, dtype, head_dim)
     unread = _unread(codec, head_dim)
     if unread is not None:
-        library = NotLoaded(f"the C extension cannot serve these pages: {unread}")
+        library = NotLoaded(f"the C extension cannot read these pages: {unread}")
     if isinstance(library, NativeLibrary):
         return BackendChoice(NativeAttention(library, gathered), library.description)
     if name == "native":
@@ -78,12 +78,12 @@ def select_backend(
 
 
 def _unread(codec: str, head_dim: int) -> str | None:
-    """What of a way to store numbers the C extension does not read, or None."""
+    """Return why the C extension cannot read a KV format, or None."""
     if not codec:
         return None
     form = read_format(codec)
     if not form.is_plain and (form.sinks or form.residual):
-        return "beside codes it does not read tokens that are kept as they were made"
+        return "it does not support tokens in full precision next to codes"
     reasons = (why_not(spec, head_dim) for spec in (form.key, form.value))
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -91,7 +91,7 @@ def _unread(codec: str, head_dim: int) -> str | None:
 def usable_library(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> NativeLibrary | NotLoaded:
-    """The C library, or why it cannot serve these pages."""
+    """Return the C library, or why it cannot read these pages."""
     if device.type != "cpu":
         return NotLoaded(f"the C extension runs on CPUs, the pages are on {device}")
     library = tested_library()

@@ -1,11 +1,11 @@
-"""Tokens attended finer than the codes of their pages: as the model made them, or promoted.
+"""Tokens attended in higher precision than the codes of their pages: full precision or promoted.
 
-Which those are depends on the query: see `quire.layout.token_precision`. A query that decodes has
-them written over what their codes decode to. Of a prompt's chunk some queries want a token as it
-was made and later ones want its code, so these tokens get a column of their own behind the others:
+Which tokens these are depends on the query; see `quire.layout.token_precision`. For a decode query,
+full-precision tokens overwrite the decoded ones. In a prefill chunk, some queries need a token in
+full precision and later ones its code. These tokens get an additional column after the slots:
 
-    slots of the lane            0 1 2 3 4 5 6 7 8 9 | 0 7 8 9     columns that attention gets
-    seen by the query of slot 8    x x x x x x       | x x x       as codes | as made
+    slots of the lane            0 1 2 3 4 5 6 7 8 9 | 0 7 8 9     columns of attention
+    seen by the query of slot 8    x x x x x x       | x x x       as codes | in full precision
     seen by the query of slot 9    x x x x x x x     | x   x x
 """
 
@@ -20,20 +20,20 @@ from torch import Tensor
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.layout.token_precision import FullPrecisionTokens
 
-# Tokens that are attended as the model made them, although their pages hold codes.
+# Tokens that are attended in full precision, although their pages hold codes.
 
 
 @dataclass(frozen=True, slots=True)
 class FullPrecisionPages:
-    """Tokens of a layer as the model made them: those of the step, and what was kept before.
+    """Full-precision tokens of a layer: those of the step, and those stored earlier.
 
     Attributes:
-        tokens: which they are.
-        key, value: views of all pages of the class, [page, head, record, head_dim]. Those of the
-            step are not in them yet.
+        tokens: which tokens are in full precision.
+        key, value: views of all pages of the class, [page, head, record, head_dim]. They do not yet
+            contain the step's tokens.
         table: page numbers [all rows, all lanes, capacity]; a lane has one page.
-        lengths: [rows of the step] tokens of each row, those of the step included.
-        starts: [rows of the step] where their tokens start in the step.
+        lengths: [rows of the step] tokens of each row, including the step's.
+        starts: [rows of the step] index of the row's first token in the step.
         fresh: keys and values of the step, [num_tokens, num_kv_heads, head_dim] each.
     """
 
@@ -51,25 +51,25 @@ class FullPrecisionPages:
         return (self.key, self.fresh[0]), (self.value, self.fresh[1])
 
 
-def attended_as_made(
+def attended_in_full_precision(
     kept: FullPrecisionTokens,
     positions: Int[Tensor, "*shape"],
     slots: Int[Tensor, "*slot_shape"],
     query_positions: Int[Tensor, "*query_shape"],
     query_slots: Int[Tensor, "*query_shape"],
 ) -> Bool[Tensor, "*seen_shape"]:
-    """Which slots queries want as they were made; shapes are broadcast."""
-    made = (positions < kept.sinks) | (positions > query_positions - kept.residual)
-    if kept.page_tokens > 1:  # a page is read as codes once its last slot is taken
+    """Mark the slots that queries attend to in full precision; shapes are broadcast."""
+    exact = (positions < kept.sinks) | (positions > query_positions - kept.residual)
+    if kept.page_tokens > 1:  # a page is attended as codes once its last slot is used
         last = torch.div(slots, kept.page_tokens, rounding_mode="floor") + 1
-        made = made | (last * kept.page_tokens - 1 > query_slots)
-    return made
+        exact = exact | (last * kept.page_tokens - 1 > query_slots)
+    return exact
 
 
 def record_of(
     kept: FullPrecisionTokens, positions: Shaped[Tensor, "*shape"]
 ) -> Shaped[Tensor, "*shape"]:
-    """Where a token at a position is kept; some record for one that is not."""
+    """Return the record of the token at a position; arbitrary for tokens without a record."""
     newest = kept.sinks + (positions - kept.sinks) % max(1, kept.recent)
     return torch.where(positions < kept.sinks, positions, newest).clamp(max=kept.records - 1)
 
@@ -81,15 +81,15 @@ def write_full_precision(
     wanted: Bool[Tensor, "entry slot"],
     decoded: tuple[Tensor, Tensor],
 ) -> None:
-    """Write tokens as they were made over what their codes decode to.
+    """Overwrite decoded tokens with full-precision ones.
 
     Args:
-        kept: of the layer.
-        place: for each entry its row in the step, its page of kept tokens, and its lane of the
-            layer.
-        positions: of slots; a row's newest token is the step's.
-        wanted: slots that are live and wanted as they were made.
-        decoded: keys and values [entry, head, slot, head_dim], written to.
+        kept: full-precision tokens of the layer.
+        place: for each entry its row in the step, its page of full-precision tokens, and its lane
+            of the layer.
+        positions: positions of slots; a row's newest token belongs to the step.
+        wanted: live slots to overwrite.
+        decoded: keys and values [entry, head, slot, head_dim], modified in place.
     """
     entry, slot = wanted.nonzero(as_tuple=True)
     row, page, lane = (numbers[entry] for numbers in place)
@@ -107,17 +107,17 @@ def write_full_precision(
 
 
 @dataclass(frozen=True, slots=True)
-class LanePlace:
+class ChunkLane:
     """One lane of one row whose chunk attends.
 
     Attributes:
-        row: in the step.
-        lane: of the layer.
-        page: of its kept tokens.
-        slots: numbers [slot] of the slots that are gathered.
-        positions: [slot] of these.
-        held: live slots of the lane; the last `num_tokens` are the chunk's.
-        num_tokens: of the chunk.
+        row: row of the step.
+        lane: lane of the layer.
+        page: page of its full-precision tokens.
+        slots: numbers [slot] of the gathered slots.
+        positions: [slot] their positions.
+        held: live slots of the lane; the last `num_tokens` belong to the chunk.
+        num_tokens: tokens of the chunk.
     """
 
     row: int
@@ -130,82 +130,82 @@ class LanePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeColumns:
-    """Slots that some query of a chunk wants as they were made.
+class FullPrecisionColumns:
+    """Columns for slots that some query of a chunk attends to in full precision.
 
     Attributes:
-        index: [made] their places among the gathered slots.
-        as_codes: [query, slot] what each query sees as codes.
-        as_made: [query, made] what it sees as it was made.
-        key, value: [1, head, made, head_dim].
+        index: [exact] their indices among the gathered slots.
+        as_codes: [query, slot] slots that each query attends to as codes.
+        in_full_precision: [query, exact] columns that each query attends to in full precision.
+        key, value: [1, head, exact, head_dim].
     """
 
-    index: Int[Tensor, " made"]
+    index: Int[Tensor, " exact"]
     as_codes: Bool[Tensor, "query slot"]
-    as_made: Bool[Tensor, "query made"]
-    key: Float[Tensor, "1 head made head_dim"]
-    value: Float[Tensor, "1 head made head_dim"]
+    in_full_precision: Bool[Tensor, "query exact"]
+    key: Float[Tensor, "1 head exact head_dim"]
+    value: Float[Tensor, "1 head exact head_dim"]
 
     @property
     def seen(self) -> Bool[Tensor, "1 1 query column"]:
-        """What each query sees of slots and of these columns behind them."""
-        return torch.cat([self.as_codes, self.as_made], dim=1)[None, None]
+        """Attention mask over the slots and the additional columns."""
+        return torch.cat([self.as_codes, self.in_full_precision], dim=1)[None, None]
 
-    def behind(
-        self, decoded: Float[Tensor, "1 head slot head_dim"], made: Float[Tensor, "1 head made _"]
+    def append_to(
+        self, decoded: Float[Tensor, "1 head slot head_dim"], exact: Float[Tensor, "1 head exact _"]
     ) -> Float[Tensor, "1 head column head_dim"]:
-        """What slots decode to, cleared where no query sees it so, and these columns behind it."""
+        """Append these columns to the decoded slots, and zero the slots that no query sees."""
         unseen = ~self.as_codes.any(dim=0)
-        cleared = decoded.masked_fill(unseen[:, None], 0)  # may be anything, and 0 * NaN is NaN
-        return torch.cat([cleared, made.to(decoded.dtype)], dim=2)
+        cleared = decoded.masked_fill(unseen[:, None], 0)  # may hold NaN, and 0 * NaN is NaN
+        return torch.cat([cleared, exact.to(decoded.dtype)], dim=2)
 
     def by_slot(self, numbers: Float[Tensor, "*batch column"]) -> Float[Tensor, "*batch slot"]:
-        """Numbers of columns added up for each slot."""
+        """Add the numbers of the additional columns to those of their slots."""
         slots = self.as_codes.shape[1]
         whole = numbers[..., :slots].clone()
         return whole.index_add_(-1, self.index, numbers[..., slots:])
 
 
-def made_columns(
-    kept: FullPrecisionPages, place: LanePlace, seen: Bool[Tensor, "query slot"]
-) -> MadeColumns:
-    """The columns of a chunk.
+def full_precision_columns(
+    kept: FullPrecisionPages, place: ChunkLane, seen: Bool[Tensor, "query slot"]
+) -> FullPrecisionColumns:
+    """Build the columns of a chunk.
 
     Args:
-        kept: of the layer.
-        place: of the lane.
-        seen: slots that each query sees at all.
+        kept: full-precision tokens of the layer.
+        place: the lane.
+        seen: slots that each query sees.
     """
     length, count = int(kept.lengths[place.row]), place.num_tokens
     offset = torch.arange(count, device=seen.device)[:, None]
-    made = seen & attended_as_made(
+    exact = seen & attended_in_full_precision(
         kept.tokens,
         place.positions,
         place.slots,
         offset + (length - count),
         offset + (place.held - count),
     )
-    index = made.any(dim=0).nonzero()[:, 0]
+    index = exact.any(dim=0).nonzero()[:, 0]
     position = place.positions[index].long()
     is_fresh = position >= length - count
     token = (position - (length - count)).clamp_min(0) + int(kept.starts[place.row])
     record = record_of(kept.tokens, position)
     vectors = []
     for plane, fresh in kept.sides:
-        stored = plane[place.page, :, record]  # [head, made, head_dim]
+        stored = plane[place.page, :, record]  # [head, exact, head_dim]
         heads = slice(place.lane * len(stored), (place.lane + 1) * len(stored))
         new = fresh[token, heads].transpose(0, 1)
         vectors.append(torch.where(is_fresh[None, :, None], new, stored)[None])
-    return MadeColumns(index, seen & ~made, made[:, index], *vectors)
+    return FullPrecisionColumns(index, seen & ~exact, exact[:, index], *vectors)
 
 
 # ---- promoted ------------------------------------------------------------------------------------
 
-# Important tokens: written over what the codes of their pages decode to, finer.
+# Promoted tokens: records in a finer codec, which overwrite the decoded tokens.
 #
-# Which tokens have a record changes between steps only, so all queries of a step see the same.
+# The tokens with a record change only between steps, so all queries of a step see the same ones.
 
-NO_TOKEN = 0  # of a record, which is what a page that was never written holds
+NO_TOKEN = 0  # mark of a free record, and the content of a page that was never written
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,8 @@ class PromotedPages:
     """Records of a layer.
 
     Attributes:
-        coded: what decodes them.
-        marks: whose token each record of all pages of the class holds: its position + 1.
+        coded: decodes the records.
+        marks: position + 1 of the token that each record holds, for all pages of the class.
         table: page numbers [all rows, all lanes, capacity]; a lane has one page.
     """
 
@@ -226,19 +226,19 @@ class PromotedPages:
 def records_of(
     marks: Int[Tensor, "entry record"], positions: Int[Tensor, "entry slot"]
 ) -> Int[Tensor, "entry slot"]:
-    """Which record holds the token of each slot; -1 where none does.
+    """Return the record of each slot's token; -1 if it has none.
 
-    Cost: numbers of slots and records, however far positions have come.
+    Cost: proportional to the numbers of slots and records, independent of positions.
 
     Args:
-        marks: of the entries' pages.
-        positions: logical; anything where no token is, and what is found there means nothing.
+        marks: marks of the entries' pages.
+        positions: logical positions; the result for empty slots is undefined.
     """
     ordered, record = marks.long().sort(dim=1)
     mark = positions.long() + 1
-    place = torch.searchsorted(ordered, mark).clamp_(max=marks.shape[1] - 1)
-    is_its = (ordered.gather(1, place) == mark) & (mark != NO_TOKEN)
-    return record.gather(1, place).masked_fill_(~is_its, -1)
+    index = torch.searchsorted(ordered, mark).clamp_(max=marks.shape[1] - 1)
+    matches = (ordered.gather(1, index) == mark) & (mark != NO_TOKEN)
+    return record.gather(1, index).masked_fill_(~matches, -1)
 
 
 def write_promoted(
@@ -248,13 +248,13 @@ def write_promoted(
     decoded: tuple[Tensor, Tensor],
     live: Bool[Tensor, "entry slot"] | None = None,
 ) -> None:
-    """Write records over what the codes of their tokens decode to.
+    """Overwrite decoded tokens with their records.
 
     Args:
-        promoted: of the layer.
-        pages: of the entries' records.
-        positions: of their slots.
-        decoded: keys and values [entry, head, slot, head_dim], written to.
+        promoted: records of the layer.
+        pages: pages of the entries' records.
+        positions: positions of the entries' slots.
+        decoded: keys and values [entry, head, slot, head_dim], modified in place.
         live: slots that hold a token; None for all.
     """
     found = records_of(promoted.marks[pages], positions)

@@ -1,1 +1,1 @@
-"""Eviction policies: one rule a file, found by being here."""
+"""Eviction policies: one rule per module, registered when the package is scanned."""

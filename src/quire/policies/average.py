@@ -2,12 +2,12 @@
 
 score(token) = sum_weights / (curr_id + 1 - kv_id)
 
-where curr_id is the last processed position: so many queries have seen the token, its own among
-them. H2O's bare sum favours tokens that have been there for longer.
+curr_id is the last processed position. The divisor is the number of queries that have seen the
+token, including its own. H2O's plain sum favours older tokens.
 
-Differs from the paper: the divisor of a decode step is the same as in prefill (the paper's counts
-one query more, which has not been processed when tokens leave); positions count a request's own
-tokens, never pads; query heads that share a KV head are reduced in each query's row.
+Differs from the paper: the divisor of a decode step is the same as in prefill (the paper counts one
+more query, which has not been processed when tokens are evicted). Positions count a request's own
+tokens, never padding. Query heads that share a KV head are reduced in each query's row.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from quire.policies.view import KVView
 @register("average")
 @dataclass(frozen=True, slots=True)
 class Average(SinksAndRecent):
-    """Keep the tokens with the largest mean attention weight per query that saw them.
+    """Retain the tokens with the largest mean attention weight per query that saw them.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        recent: so many of the newest cached tokens do not leave.
-        heads: how the query heads of a KV head are reduced: mean, max or sum.
+        sinks: tokens at the start of the sequence that are never evicted.
+        recent: number of newest cached tokens that are never evicted.
+        heads: reduction over the query heads of a KV head: mean, max or sum.
     """
 
     cost = "column sums of the attention weights"
@@ -38,7 +38,7 @@ class Average(SinksAndRecent):
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        _ = self.statistics  # refuses a reduction that is none
+        _ = self.statistics  # refuses an unknown reduction
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

@@ -1,9 +1,9 @@
-"""What an eviction policy is: a frozen dataclass that says which slots of a lane stay.
+"""Interface of an eviction policy: a frozen dataclass that selects the slots of a lane to retain.
 
-A policy has no state. What must be remembered between steps is declared (`statistics`) and kept for
-it in the sequence's own pages. It sees one sequence at a time, never its companions; it gets a
-number of slots to keep, never a ratio; what must stay (sinks, newest tokens) is a mask, never a
-score; and ties keep the lower position.
+A policy has no state. Statistics that must persist between steps are declared (`statistics`) and
+stored in the sequence's own pages. A policy sees one sequence at a time. It receives a number of
+slots to retain, never a ratio. Slots that must be retained (sinks, newest tokens) are a mask, never
+a score. Ties retain the lower position.
 """
 
 from abc import ABC, abstractmethod
@@ -26,12 +26,12 @@ LANE, LAYER = "lane", "layer"
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What stays, and what is to be written down about it.
+    """Slots to retain, and statistics to store.
 
     Attributes:
-        stays: bool [lane, slot], True where a slot stays; who asked a rule checks it.
-        notes: what to write over of declared statistics, before any slot moves: per slot
-            [lane, slot], else [lane, record, number].
+        stays: bool [lane, slot], True for each retained slot; the caller of the policy checks it.
+        notes: new values of declared statistics, written before any slot moves: per slot [lane,
+            slot], else [lane, record, number].
     """
 
     stays: Any
@@ -39,55 +39,55 @@ class Decision:
 
 
 class EvictionPolicy(ABC):
-    """Decides which slots stay. Subclasses are frozen dataclasses; their fields are options."""
+    """Selects the slots to retain. Subclasses are frozen dataclasses; their fields are options."""
 
     cost: ClassVar[str] = ""
-    """What it costs beside reading the cache, in a few words: for `quire policies`."""
+    """Cost in addition to reading the cache, in a few words, shown by `quire policies`."""
 
     @property
     def scope(self) -> str:
-        """What shares one kept set: each KV head has its own (LANE), or all of a layer have one."""
+        """Scope of a retained set: one set per KV head (LANE) or one per layer (LAYER)."""
         return LANE
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """What it has remembered; see `quire.layout.statistics`."""
+        """Statistics that the policy needs; see `quire.layout.statistics`."""
         return ()
 
     @property
     def rerotates_keys(self) -> bool:
-        """Whether what stays gets new rotary positions, without holes: keys are stored before RoPE.
+        """Whether retained tokens get new, contiguous positions; keys are then stored before RoPE.
 
-        All rules of an engine do, or none.
+        All rules of an engine must agree.
         """
         return False
 
     @property
     def least_cap(self) -> int:
-        """Tokens a lane must be able to hold after an eviction for this policy to make sense."""
+        """Minimum number of tokens that a lane must hold after an eviction."""
         return 1
 
     @property
     def more_room(self) -> str:
-        """What to change where a cap leaves less than that; for errors."""
+        """What to change if a cap leaves fewer tokens than `least_cap`; for error messages."""
         return "raise cap or lower every"
 
     @property
     def needs_pieces(self) -> bool:
-        """Whether it knows pages or chunks only, and no single tokens."""
+        """Whether the policy evicts whole pages or chunks only, never single tokens."""
         return False
 
     def least_retained(self, piece_tokens: int = 1) -> int:
-        """The same where neighbouring tokens stay or go together."""
-        # pieces that hold a protected slot stay whole, at both ends
+        """Return `least_cap` for pieces of `piece_tokens` neighbouring tokens."""
+        # a piece that holds a protected slot is retained whole, at both ends
         return max(1, self.least_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)
 
     def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
-        """Tokens that a lane may hold beyond the cap that is written; 0 for nearly all rules.
+        """Return the tokens that a lane may hold beyond the written cap; 0 for most rules.
 
         Args:
             kept: tokens that an eviction would leave under that cap.
-            piece_tokens: neighbouring tokens that stay or go together.
+            piece_tokens: neighbouring tokens that are evicted together.
         """
         del kept, piece_tokens
         return 0
@@ -96,53 +96,53 @@ class EvictionPolicy(ABC):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        """Choose the slots that stay.
+        """Select the slots to retain.
 
         Args:
             view: one sequence.
-            keep: slots to keep in each lane; no more than it holds.
-            piece_tokens: neighbouring slots that stay or go together.
+            keep: slots to retain in each lane; at most the number the lane holds.
+            piece_tokens: neighbouring slots that are evicted together.
 
         Returns:
-            True where a slot stays: exactly `keep` in each lane, or with pieces at most that many.
+            True for each retained slot: exactly `keep` per lane, or at most `keep` with pieces.
         """
 
     @property
     def takes_notes(self) -> bool:
-        """Whether `decide` may have something written down."""
+        """Whether `decide` may return statistics to store."""
         return False
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
-        """Choose the slots that stay, as `select`, and say what to remember of them."""
+        """Select the slots to retain, as `select` does, and return the statistics to store."""
         return Decision(self.select(view, keep, piece_tokens))
 
 
 class ScorePolicy(EvictionPolicy):
-    """Keeps protected slots and, of the rest, those that score highest."""
+    """Retains the protected slots and, of the rest, those with the highest scores."""
 
     @property
     def scores_heads(self) -> bool:
-        """Whether its scores can differ from head to head: it looks at queries, keys or values."""
+        """Whether scores can differ between heads: the rule reads queries, keys or values."""
         return True
 
     @abstractmethod
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        """Importance of each slot, finite where live; higher stays."""
+        """Return the score of each slot, finite if the slot is live; higher scores are retained."""
 
     def accumulated(
         self, view: KVView, score: Float[Tensor, "lane slot"]
     ) -> Float[Tensor, "lane slot"]:
-        """The score before it is divided by the number of queries that have seen each slot.
+        """Return the score before division by the number of queries that have seen each slot.
 
         Args:
-            view: that was scored.
-            score: what it scored.
+            view: the view that was scored.
+            score: result of `score` for that view.
         """
         del view
         return score
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
-        """Slots that stay whatever they score, given how many may; see `least_cap`."""
+        """Return the slots to retain regardless of score, given `keep`; see `least_cap`."""
         del keep
         return torch.zeros_like(view.live)
 
@@ -160,7 +160,7 @@ class ScorePolicy(EvictionPolicy):
         keep: Int[Tensor, " lane"],
         piece_tokens: int = 1,
     ) -> Bool[Tensor, "lane slot"]:
-        """Turn scores into a kept set, as its scope says; for rules around rules."""
+        """Convert scores to a retained set according to `scope`; wrapping rules call this."""
         if self.scope == LAYER:
             score = _mean_over_heads(score, view)
         if piece_tokens > 1:
@@ -168,26 +168,26 @@ class ScorePolicy(EvictionPolicy):
         return choose_slots(score, view.live, protected, keep)
 
     def checked_score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        """The score, proved to be one.
+        """Return the score after checking it.
 
         Raises:
-            PolicyError: another shape, or a number that is not finite.
+            PolicyError: the shape is wrong, or a score is not finite.
         """
         score = self._shaped(self.score(view), view)
         if not bool((torch.isfinite(score) | ~view.live).all()):
-            raise PolicyError(f"{type(self).__name__} gave a score that is not finite")
+            raise PolicyError(f"{type(self).__name__} returned a score that is not finite")
         return score
 
     def checked_protected(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        """The protected slots, proved to fit, as whole pieces too.
+        """Return the protected slots after checking that they fit, as whole pieces too.
 
         Raises:
-            PolicyError: another shape, or more than may stay.
+            PolicyError: the shape is wrong, or more slots are protected than may be retained.
         """
         if piece_tokens > 1:
-            # each end of what is protected may widen to a whole piece, in lanes that lose any
+            # in lanes that lose slots, each end of the protected range may widen to a whole piece
             edges = 2 * (piece_tokens - 1)
             keep = torch.where(keep < view.num_slots[:, 0], keep - edges, keep)
         protected = self._shaped(self.protected(view, keep), view)
@@ -196,7 +196,7 @@ class ScorePolicy(EvictionPolicy):
             lane = int(over.argmax())
             raise PolicyError(
                 f"{type(self).__name__} protects {int(protected[lane].sum())} slots of a lane, but "
-                f"{int(keep[lane])} may stay; least_cap must say so"
+                f"only {int(keep[lane])} may be retained; increase its least_cap"
             )
         return protected
 
@@ -213,8 +213,8 @@ class SinksAndRecent(ScorePolicy):
     """A score rule that protects the first tokens of a sequence and the newest cached ones.
 
     Attributes:
-        sinks: tokens at logical positions below this never leave.
-        recent: so many of the newest cached tokens do not leave.
+        sinks: tokens at logical positions below this are never evicted.
+        recent: number of newest cached tokens that are never evicted.
     """
 
     sinks: int = 0
@@ -233,6 +233,6 @@ class SinksAndRecent(ScorePolicy):
 
 
 def _mean_over_heads(score: Float[Tensor, "lane slot"], view: KVView) -> Float[Tensor, "lane slot"]:
-    """One score for the heads of a layer, whose slots hold the same tokens."""
+    """Average the scores over the heads of each layer, whose slots hold the same tokens."""
     by_layer = view.by_layer(score)
     return by_layer.mean(dim=1, keepdim=True).expand_as(by_layer).flatten(0, 1)

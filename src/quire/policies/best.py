@@ -1,7 +1,7 @@
-"""The best of each row of scores, ties to the lower place: on the host in NumPy, else with torch.
+"""Top-k of each row of scores, ties to the lower index: NumPy on CPUs, torch elsewhere.
 
-NumPy sorts rows some forty times faster than torch on CPUs, finds one place faster still, and
-takes half as long for everything that is small.
+On CPUs NumPy sorts rows about forty times faster than torch, finds a single order statistic faster
+still, and takes half the time for small inputs.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ def best_slots(
     free: Bool[Tensor, "... slot"],
     wanted: Int[Tensor, "..."],
 ) -> Bool[Tensor, "*lane slot"]:
-    """The best `wanted` of the free slots of each lane, or all; ties to the lower place.
+    """Mark the best `wanted` free slots of each lane, or all of them; ties to the lower index.
 
     Args:
-        score: finite where free.
-        free: of each lane, or of several at once: sizes of 1 stand for as many as there are.
-        wanted: likewise.
+        score: finite for every free slot.
+        free: one mask per lane; dimensions of size 1 are broadcast.
+        wanted: number of slots per lane, broadcast like `free`.
     """
     if score.device.type == "cpu" and score.dtype in _IN_NUMPY:
         return torch.from_numpy(best_of(score.numpy(), free.numpy(), wanted.numpy()))
@@ -36,8 +36,8 @@ def best_slots(
 def best_of(
     score: Floats, free: NDArray[np.bool_], wanted: NDArray[np.integer]
 ) -> NDArray[np.bool_]:
-    """The same on the host."""
-    # most often the oldest and newest slots are protected, and all that is asked about is free
+    """Mark the best free slots of each lane with NumPy, on the CPU."""
+    # usually only the oldest and newest slots are protected, and all slots given here are free
     ranked: Floats
     ranked = score.copy() if free.all() else np.where(free, score, score.dtype.type(-np.inf))
     slots = ranked.shape[-1]
@@ -45,10 +45,10 @@ def best_of(
         return np.zeros(ranked.shape, dtype=np.bool_)
     wanted = np.broadcast_to(wanted, ranked.shape[:-1])
     place = (slots - wanted).clip(0, slots - 1)
-    border = _of_place(ranked, place)  # which mixes the ranked ones up
+    border = _of_place(ranked, place)  # reorders `ranked` in place
     best: NDArray[np.bool_] = score >= border
     best &= free
-    if (count_of(best) == wanted).all():  # no more at the border than are wanted
+    if (count_of(best) == wanted).all():  # no ties at the border to resolve
         return best
     some = free & (wanted > 0)[..., None]
     above, tied = some & (score > border), some & (score == border)
@@ -58,13 +58,13 @@ def best_of(
 
 
 def count_of(marks: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How many of each row are marked; faster than a sum of bools."""
+    """Count the marks of each row; faster than a sum of bools."""
     count: NDArray[np.int64] = marks.view(np.uint8).sum(axis=-1, dtype=np.int32).astype(np.int64)
     return count
 
 
 def _of_place(numbers: Floats, place: NDArray[np.integer]) -> Floats:
-    """Of each row the number that has `place` smaller ones, [..., 1]; rows are mixed up."""
+    """Return the element of each row that has `place` smaller ones, [..., 1]; reorders rows."""
     rows, first = numbers.reshape(-1, numbers.shape[-1]), place.flat[0]
     if (place == first).all():
         rows.partition(first, axis=1)
@@ -79,7 +79,7 @@ def best_with_torch(
     free: Bool[Tensor, "... slot"],
     wanted: Int[Tensor, "..."],
 ) -> Bool[Tensor, "*lane slot"]:
-    """The same with torch, wherever the scores are."""
+    """Mark the best free slots of each lane with torch, on the device of the scores."""
     ranked = torch.where(free, score, float("-inf"))
     wanted = wanted.expand(ranked.shape[:-1])
     above, tied, left = _around_border(ranked, free, wanted)
@@ -91,11 +91,11 @@ def best_and_tied(
     free: Bool[Tensor, "lane slot"],
     wanted: Int[Tensor, " lane"],
 ) -> tuple[Bool[Tensor, "lane slot"], Bool[Tensor, "lane slot"], Int[Tensor, " lane"]]:
-    """The best `wanted` of the free slots, but for the choice among equals.
+    """Mark the best `wanted` free slots of each lane without resolving ties.
 
     Returns:
-        Slots above the border, slots that score the border itself, and how many of the latter
-        belong to the best.
+        Slots above the border score, slots with exactly the border score, and how many of the
+        latter belong to the best.
     """
     return _around_border(torch.where(free, score, float("-inf")), free, wanted)
 

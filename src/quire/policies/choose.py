@@ -1,4 +1,4 @@
-"""From scores to a kept set: protected slots first, then the best, ties to the lower position."""
+"""From scores to a retained set: protected slots first, then the best, ties to lower positions."""
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -14,16 +14,16 @@ def choose_slots(
     protected: Bool[Tensor, "lane slot"],
     keep: Int[Tensor, " lane"],
 ) -> Bool[Tensor, "lane slot"]:
-    """Keep `keep` slots of each lane.
+    """Retain `keep` slots of each lane.
 
     Args:
-        score: finite where live; slots in the order of positions.
+        score: finite if live; slots in the order of positions.
         live: slots that hold a token.
-        protected: slots that stay whatever they score; at most `keep` of each lane.
-        keep: how many stay; no more than are live.
+        protected: slots retained regardless of score; at most `keep` per lane.
+        keep: number of slots to retain; at most the number of live slots.
 
     Returns:
-        True where a slot stays.
+        True for each retained slot.
     """
     must = protected & live
     wanted = (keep - must.sum(dim=1)).clamp_min(0)
@@ -37,37 +37,37 @@ def choose_pieces(
     keep: Int[Tensor, " lane"],
     piece_tokens: int,
 ) -> Bool[Tensor, "lane slot"]:
-    """Keep whole pieces of `piece_tokens` neighbouring slots, at most `keep` slots of each lane.
+    """Retain whole pieces of `piece_tokens` neighbouring slots, at most `keep` slots per lane.
 
-    A piece scores the mean of its slots' scores. One that holds a protected slot stays, and so does
-    what is left behind the last whole piece. Source: ChunkKV (Liu et al. 2025).
+    The score of a piece is the mean of its slots' scores. A piece that holds a protected slot is
+    retained, and so is the partial piece at the end. Source: ChunkKV (Liu et al. 2025).
 
     Returns:
-        True where a slot stays: as many pieces as `keep` covers.
+        True for each retained slot: as many pieces as `keep` covers.
 
     Raises:
-        PolicyError: what must stay, in whole pieces, is more than may.
+        PolicyError: the pieces that must be retained hold more than `keep` slots.
     """
     cut = cut_pieces(live, piece_tokens)
     counts = cut.sum(dim=2)
     must = held_pieces(cut, cut_pieces(protected & live, piece_tokens))
-    room = keep - (counts * must).sum(dim=1)
-    if bool((room < 0).any()):
-        lane = int(room.argmin())
+    free_slots = keep - (counts * must).sum(dim=1)
+    if bool((free_slots < 0).any()):
+        lane = int(free_slots.argmin())
         raise PolicyError(
-            f"protected slots lie in pieces of {int(keep[lane] - room[lane])} tokens together, but "
-            f"{int(keep[lane])} may stay; raise cap, or use smaller pieces"
+            f"the pieces of protected slots hold {int(keep[lane] - free_slots[lane])} tokens, but "
+            f"only {int(keep[lane])} may be retained; raise cap, or use smaller pieces"
         )
     free = (counts > 0) & ~must
     means = cut_pieces(torch.where(live, score, 0.0), piece_tokens).mean(dim=2)
-    most = torch.minimum(room // piece_tokens, free.sum(dim=1))
+    most = torch.minimum(free_slots // piece_tokens, free.sum(dim=1))
     return spread_pieces(choose_slots(means, free, must & ~must, most) | must, live, piece_tokens)
 
 
 def in_whole_pieces(
     protected: Bool[Tensor, "lane slot"], live: Bool[Tensor, "lane slot"], piece_tokens: int
 ) -> Bool[Tensor, "lane slot"]:
-    """All slots that must stay where slots are protected: their pieces, and the rest at the end."""
+    """Widen protected slots to all that must be retained: whole pieces and the partial end."""
     if piece_tokens == 1:
         return protected & live
     cut = cut_pieces(live, piece_tokens)
@@ -79,14 +79,14 @@ def in_whole_pieces(
 def held_pieces(
     live: Bool[Tensor, "lane piece token"], protected: Bool[Tensor, "lane piece token"]
 ) -> Bool[Tensor, "lane piece"]:
-    """Pieces that stay: one of their slots is protected, or they are not whole."""
+    """Mark the pieces that must be retained: those with a protected slot, and partial ones."""
     return protected.any(dim=2) | (live.any(dim=2) & ~live.all(dim=2))
 
 
 def cut_pieces(
     numbers: Shaped[Tensor, "lane slot"], piece_tokens: int
 ) -> Shaped[Tensor, "lane piece token"]:
-    """Neighbouring slots together; the last piece is filled up with zeros."""
+    """Group neighbouring slots; the last piece is padded with zeros."""
     lanes, slots = numbers.shape
     pieces = -(-slots // piece_tokens)
     padded = torch.nn.functional.pad(numbers, (0, pieces * piece_tokens - slots))
@@ -96,5 +96,5 @@ def cut_pieces(
 def spread_pieces(
     pieces: Bool[Tensor, "lane piece"], live: Bool[Tensor, "lane slot"], piece_tokens: int
 ) -> Bool[Tensor, "lane slot"]:
-    """All slots of the pieces that are True."""
+    """Mark all live slots of the marked pieces."""
     return pieces.repeat_interleave(piece_tokens, dim=1)[:, : live.shape[1]] & live

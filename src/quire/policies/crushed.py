@@ -1,10 +1,10 @@
-"""Important tokens, and some of the rest that stand for the others: what KVCrush's forms share.
+"""Important tokens, and representatives of the rest: the base class of KVCrush's variants.
 
     budget left after protection    B = B_imp + B_rep
     important                       the B_imp best by the mean over query heads
-    grouped                         the rest, of whom B_rep stand for all
+    grouped                         the rest, of which B_rep tokens are retained as representatives
 
-The signature spans the heads of a layer, so a layer has one kept set.
+A signature spans the heads of a layer, so each layer has one retained set.
 """
 
 from abc import abstractmethod
@@ -28,17 +28,17 @@ from quire.policies.signatures.query_heads import apart, by_query_head, first_he
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 
-_MOST_ASKED = 1 << 20
-"""Where a lane must hold so many tokens, no cap will do: what else is protected is not asked."""
+_SEARCH_LIMIT = 1 << 20
+"""Limit of the search for the least cap; no useful cap is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crushed(ScorePolicy):
-    """Keeps what a base rule finds important, and representatives of what it does not.
+    """Retains the tokens that a base rule finds important, and representatives of the rest.
 
     Attributes:
-        base: the rule; what it protects stays protected. It must look at queries or keys.
-        seed: of what is drawn by lot.
+        base: the rule; tokens it protects are always retained. It must read queries or keys.
+        seed: seed of random choices.
     """
 
     base: EvictionPolicy = H2O()  # noqa: RUF009 - frozen
@@ -47,9 +47,8 @@ class Crushed(ScorePolicy):
     def __post_init__(self) -> None:
         if not isinstance(self.base, ScorePolicy) or not self.base.scores_heads:
             raise ConfigError(
-                f"{type(self).__name__} asks every query head which tokens it would keep, and "
-                f"{type(self.base).__name__} does not tell heads apart; use a base such as h2o, "
-                "snapkv or expected_attention"
+                f"{type(self).__name__} needs a base whose scores differ between query heads, got "
+                f"{type(self.base).__name__}; use a base such as h2o, snapkv or expected_attention"
             )
 
     @property
@@ -58,7 +57,7 @@ class Crushed(ScorePolicy):
 
     @property
     def scores_heads(self) -> bool:
-        return False  # one set a layer: nothing to wrap once more
+        return False  # one set per layer: cannot be the base of another such rule
 
     @property
     def rerotates_keys(self) -> bool:
@@ -74,32 +73,34 @@ class Crushed(ScorePolicy):
 
     @abstractmethod
     def least_free(self, piece_tokens: int) -> int:
-        """Tokens beside the protected ones of which some are a representative."""
+        """Return the fewest unprotected tokens for which at least one is a representative."""
 
     @abstractmethod
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
-        """[layer] how many of the free units that stay stand for others.
+        """Return how many of the retained free units of each layer are representatives, [layer].
 
         Args:
-            units: of some layers.
-            sums: [layer, unit] what they score.
+            units: units of some layers.
+            sums: [layer, unit] scores of the units.
         """
 
     @abstractmethod
-    def represent(self, requested: "Asked", grouped: Marks, count: NDArray[np.int64]) -> Marks:
-        """Choose `count` of the grouped units of each layer, or all where there are no more.
+    def represent(
+        self, context: "SelectionContext", grouped: Marks, count: NDArray[np.int64]
+    ) -> Marks:
+        """Select `count` of the grouped units of each layer, or all if there are fewer.
 
         Args:
-            requested: what the base rule says.
-            grouped: [layer, unit] those that are not important.
-            count: [layer].
+            context: scores and bits of the base rule.
+            grouped: [layer, unit] units that are not important.
+            count: [layer] number of units to select.
         """
 
     def least_retained(self, piece_tokens: int = 1) -> int:
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
         free = self.least_free(piece_tokens)
         keep = self.base.least_cap - 1 + free
-        while keep < _MOST_ASKED:  # what is protected may grow with what is kept, as half of it
+        while keep < _SEARCH_LIMIT:  # the number of protected slots may grow with `keep`
             slots = torch.arange(2 * keep)[None]
             held = int(self._base.protected(KVView(slots, 2 * keep), torch.tensor([keep])).sum())
             if held + free <= keep:
@@ -107,10 +108,10 @@ class Crushed(ScorePolicy):
             keep = held + free
         return keep + edges
 
-    # ---- choosing ------------------------------------------------------------------------------
+    # ---- selection -----------------------------------------------------------------------------
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        """The mean over the layer's query heads of what the base rule says."""
+        """Return the mean of the base rule's scores over the layer's query heads."""
         heads = by_query_head(view, self._base.statistics)
         mean = _mean_over_layer(self._base.checked_score(heads), heads)
         return mean.repeat_interleave(view.heads_per_layer, dim=0)
@@ -121,47 +122,50 @@ class Crushed(ScorePolicy):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        return self.stays(self.ask(view, keep, piece_tokens))
+        return self.stays(self.selection_context(view, keep, piece_tokens))
 
-    def ask(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int) -> "Asked":
-        """What the base rule says."""
+    def selection_context(
+        self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
+    ) -> "SelectionContext":
+        """Run the base rule, and return its scores and protected slots."""
         base, heads = self._base, by_query_head(view, self._base.statistics)
         score = heads.by_layer(base.checked_score(heads))
         layers, keep = first_heads(view), view.first_heads(keep)
         protected = base.checked_protected(layers, keep, piece_tokens)
-        return Asked(base, view, layers, heads, score, protected, keep, piece_tokens)
+        return SelectionContext(base, view, layers, heads, score, protected, keep, piece_tokens)
 
-    def stays(self, requested: "Asked") -> Bool[Tensor, "lane slot"]:
-        """What is important, and what stands for the rest."""
-        units = requested.units
-        sums = units.sums(requested.mean_score)
+    def stays(self, context: "SelectionContext") -> Bool[Tensor, "lane slot"]:
+        """Mark the important slots and the representatives of the rest."""
+        units = context.units
+        sums = units.sums(context.mean_score)
         count = self.num_representatives(units, sums)
-        stays = units.best(sums, units.room - count)
+        stays = units.best(sums, units.num_retained - count)
         if count.any():
-            stays |= self.represent(requested, units.free & ~stays, count)
-        kept = units.spread(stays, requested.view.heads_per_layer)
-        return kept.to(requested.score.device)
+            stays |= self.represent(context, units.free & ~stays, count)
+        kept = units.spread(stays, context.view.heads_per_layer)
+        return kept.to(context.score.device)
 
     @property
     def _base(self) -> ScorePolicy:
-        assert isinstance(self.base, ScorePolicy), "checked when it was made"
+        assert isinstance(self.base, ScorePolicy), "checked in __post_init__"
         return self.base
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is known of some layers when representatives are chosen.
+class SelectionContext:
+    """Scores and protected slots of some layers, from which representatives are selected.
 
     Attributes:
         base: the rule.
         view: the sequence.
-        layers: the same, a lane for each layer.
-        heads: the same, a lane for each query head.
-        score: the base rule's, of every query head.
-        protected: slots that stay, the same for all heads of a layer.
-        keep: of each layer.
-        piece_tokens: neighbouring slots that stay or go together.
-        known: bits that were written down before, and where; None: nothing was.
+        layers: the same sequence with one lane per layer.
+        heads: the same sequence with one lane per query head.
+        score: the base rule's score for every query head.
+        protected: slots that are always retained, the same for all heads of a layer.
+        keep: number of slots to retain in each layer.
+        piece_tokens: neighbouring slots that are evicted together.
+        known: stored signature bits, and a mask of the slots that have them; None if none are
+            stored.
     """
 
     base: ScorePolicy
@@ -176,24 +180,24 @@ class Asked:
 
     @cached_property
     def units(self) -> Units:
-        """What stays or goes together."""
+        """The units that are evicted whole."""
         live, protected, keep = map(on_host, (self.layers.live, self.protected, self.keep))
         return Units.of(live, protected & live, keep, self.piece_tokens)
 
     @property
     def may_leave(self) -> Bool[Tensor, "layer slot"]:
-        """Slots that are not protected, in layers that lose any."""
+        """Slots that are not protected, in layers that evict."""
         loses = self.keep < self.layers.num_slots[:, 0]
         return self.layers.live & ~self.protected & loses[:, None]
 
     @cached_property
     def mean_score(self) -> Floats:
-        """[layer, column] the mean of the scores over the query heads of a layer."""
+        """[layer, column] mean of the scores over the query heads of a layer."""
         return self._mean(self.score)
 
     @property
     def mean_accumulated(self) -> Floats:
-        """[layer, column] the same before division by the queries that have seen each slot."""
+        """[layer, column] mean score before division by the number of queries seen."""
         flat = self.base.accumulated(self.heads, self.score.flatten(0, 1))
         return self._mean(self.heads.by_layer(flat))
 
@@ -203,7 +207,7 @@ class Asked:
 
     @cached_property
     def bits(self) -> Bool[Tensor, "layer head column"]:
-        """Would this query head alone, with the whole budget, keep the token? Of what may leave."""
+        """Whether each query head alone, with the whole budget, retains each evictable token."""
         columns = self.units.columns
         if type(self.base).choose is ScorePolicy.choose:
             fresh = self._best_of_heads()
@@ -216,21 +220,21 @@ class Asked:
 
     @property
     def all_bits(self) -> Bool[Tensor, "layer head slot"]:
-        """The same of all slots; what is protected every head would keep."""
+        """Signature bits of all slots; the bits of protected slots are 1."""
         must = self.protected & self.layers.live
         bits = must[:, None].repeat(1, self.score.shape[1], 1)
         bits[:, :, self.units.columns] |= self.bits
         return bits if self.known is None else torch.where(self.known[1], self.known[0], bits)
 
     def _best_of_heads(self) -> Bool[Tensor, "layer head column"]:
-        """Each head's best beside what is protected: what may leave is the same for all of them."""
+        """Select the best evictable slots of each head, in addition to the protected ones."""
         units = self.units
         shared = (units.free_slots[:, None], units.wanted_slots[:, None])
         free, wanted = (torch.from_numpy(part).to(self.score.device) for part in shared)
         return best_slots(self.score[:, :, units.columns], free, wanted)
 
     def _chosen_by_heads(self) -> Bool[Tensor, "layer head slot"]:
-        """What each head keeps by a rule that chooses in a way of its own."""
+        """Select the slots of each head with a base rule that overrides `choose`."""
         heads = self.score.shape[1]
         protected = self.protected.repeat_interleave(heads, dim=0)
         keep = self.keep.repeat_interleave(heads)
@@ -238,17 +242,17 @@ class Asked:
         return self.heads.by_layer(chosen)
 
     def signatures(self, grouped: Marks) -> Signatures:
-        """The bits of a layer's query heads, of each unit."""
+        """Return the bits of a layer's query heads for each unit."""
         return Signatures(self.units.side_by_side(on_host(self.bits)), grouped, self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the layers in the model; counted from 0 where the view names none."""
+        """Numbers of the layers in the model; counted from 0 if the view names no layers."""
         return self.view.layers or tuple(range(len(self.score)))
 
 
 def on_host(numbers: Tensor) -> NDArray[Any]:
-    """A tensor as an array, on CPUs the same memory."""
+    """Convert a tensor to a NumPy array; on CPUs the array shares its memory."""
     array: NDArray[Any] = numbers.cpu().numpy()
     return array
 

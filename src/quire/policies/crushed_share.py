@@ -1,12 +1,13 @@
-"""Forms of KVCrush whose representatives get a share of the budget.
+"""Variants of KVCrush whose representatives get a share of the budget.
 
     B_rep = floor(share * B)      B: the budget left after protection
 
-`representatives=additive`: they come on top of the cap. Where an eviction leaves K tokens of the
-cap that is written, and the base rule protects F whatever the cap is, a lane holds share * (K - F)
-more, and of what is left after protection representatives get share / (1 + share): as many. What is
-protected in proportion (h2o's newest half) has its part of them. The base rule alone is then to be
-compared at a cap so much larger.
+With `representatives=additive` the representatives are added to the cap. Let K be the tokens of the
+written cap that an eviction leaves, and F the number of tokens that the base rule protects at any
+cap. A lane then holds share * (K - F) more tokens, and representatives get share / (1 + share) of
+the budget left after protection, which is the same number. Tokens that are protected in proportion
+to the cap (h2o's newest half) get their share of the added tokens. Compare such a rule with its
+base rule at the larger cap.
 """
 
 from abc import ABC
@@ -27,13 +28,13 @@ PLACES = (INSIDE, ADDITIVE)
 
 @dataclass(frozen=True, slots=True)
 class CrushedShare(Crushed, ABC):
-    """Keeps what a base rule finds important, and a share of representatives.
+    """Retains the tokens that a base rule finds important, and a share of representatives.
 
     Attributes:
-        base: the rule; what it protects stays protected. It must look at queries or keys.
-        seed: of what is drawn by lot.
-        share: of the budget left after protection, for representatives; 0: none.
-        representatives: inside (they take their share of the cap) or additive (on top of it).
+        base: the rule; tokens it protects are always retained. It must read queries or keys.
+        seed: seed of random choices.
+        share: fraction of the budget left after protection that representatives get; 0: none.
+        representatives: inside (part of the cap) or additive (in addition to the cap).
     """
 
     share: float = 0.25
@@ -43,22 +44,22 @@ class CrushedShare(Crushed, ABC):
         Crushed.__post_init__(self)
         if not 0 <= self.share < 1:
             raise ConfigError(
-                "expected 0 <= share < 1, the part of the budget that representatives get, got "
-                f"{self.share}"
+                "expected 0 <= share < 1, the fraction of the budget that representatives get, "
+                f"got {self.share}"
             )
         if self.representatives not in PLACES:
             raise UnknownName("place of representatives", self.representatives, PLACES)
 
     @property
     def share_of_all(self) -> float:
-        """The part of what is left after protection, what comes on top included."""
+        """The representatives' fraction of the unprotected budget, including added tokens."""
         return self.share if self.representatives == INSIDE else self.share / (1 + self.share)
 
     @property
     def more_room(self) -> str:
         if not self.share:
             return self.base.more_room
-        return "raise cap or share (0 is without representatives), or lower every"
+        return "raise cap or share (0: no representatives), or lower every"
 
     def least_free(self, piece_tokens: int) -> int:
         return piece_tokens * (ceil(round(1 / self.share_of_all, 9)) if self.share else 1)
@@ -71,9 +72,9 @@ class CrushedShare(Crushed, ABC):
 
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
         del sums
-        return whole(units.room * self.share_of_all)
+        return whole(units.num_retained * self.share_of_all)
 
 
 def whole(numbers: Floats) -> NDArray[np.int64]:
-    """Rounded down; 0.3 * 10 must be 3: what should be whole, is."""
+    """Round down, tolerating floating-point error: 0.3 * 10 gives 3."""
     return np.floor(numbers.round(9)).astype(np.int64)

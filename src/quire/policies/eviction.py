@@ -1,4 +1,4 @@
-"""What `--evict` says, as a whole: a rule, a budget, a cap and a schedule; for a request, numbers.
+"""An `--evict` text as a whole: a rule, a budget, a cap and a schedule, resolved per request.
 
 text  --make_eviction-->  EvictionRule  --for_request-->  Eviction (with an EvictionSpec)
       once                              at admission: caps become tokens of each lane
@@ -39,15 +39,15 @@ DEFAULT_CHUNK_TOKENS = 20  # ChunkKV
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """A rule with numbers, for one request.
+    """An eviction rule resolved for one request.
 
     Attributes:
-        policy: None keeps everything.
-        budget: how the cap is divided.
-        spec: how many tokens, when.
-        piece_tokens: neighbouring slots that stay or go together; 1 for single ones.
-        by_page: pieces are pages, and leave by an edit of the table.
-        text: as it was written; equal texts and prompts of equal length give equal evictions.
+        policy: None retains everything.
+        budget: divides the cap over lanes.
+        spec: number of tokens, and schedule.
+        piece_tokens: neighbouring slots that are evicted together; 1 for single slots.
+        by_page: whether pieces are pages, which are evicted by an edit of the page table.
+        text: the rule as written; equal texts and equal prompt lengths give equal evictions.
     """
 
     policy: EvictionPolicy | None = None
@@ -59,40 +59,40 @@ class Eviction:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether slots stay in the order of positions: pieces need that, single slots do not."""
+        """Whether slots stay in the order of positions: pieces require it, single slots do not."""
         return self.piece_tokens > 1
 
     def keeps_all(self, prompt_tokens: int, tokens: int) -> bool:
-        """Whether a sequence never loses any token.
+        """Return whether a sequence never loses a token.
 
-        A budget that looks at the prompt's cache divides a cap only where it is passed: what such a
-        budget reserves for each lane until then says nothing.
+        A budget that reads the prompt's cache divides a cap only once the cap is exceeded. The lane
+        caps it reserves until then are ignored here.
 
         Args:
-            prompt_tokens: of its prompt.
-            tokens: of the sequence at its end; UNLIMITED where nobody knows.
+            prompt_tokens: tokens of the prompt.
+            tokens: final length of the sequence; UNLIMITED if unknown.
         """
         spec = replace(self.spec, lane_caps=None) if self.budget.needs_prompt else self.spec
         return spec.keeps_all(prompt_tokens, tokens)
 
     def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
-        """Which slots stay; see `decide`."""
+        """Select the slots to retain; see `decide`."""
         stays: Bool[Tensor, "lane slot"] = self.decide(view, keep).stays
         return stays
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"]) -> Decision:
-        """Which slots stay, and what is written down of them.
+        """Select the slots to retain, and return the statistics to store.
 
         Args:
             view: one sequence, whole layers of it.
-            keep: of each lane, before a ragged budget moves some.
+            keep: slots to retain in each lane, before a ragged budget moves some.
 
         Raises:
             PolicyError: the rule broke its contract.
         """
         policy = self.policy
         if policy is None:
-            raise PolicyError("full keeps everything and selects nothing")
+            raise PolicyError("full retains everything and has no rule to select with")
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
             return policy.decide(view, keep, self.piece_tokens)
         score = policy.checked_score(view)
@@ -104,17 +104,17 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionRule:
-    """What was written, checked as far as that goes without a request.
+    """A parsed rule, checked as far as possible without a request.
 
     Attributes:
         text: as written.
-        policy: None keeps everything.
-        budget: how the cap is divided.
-        cap: None where everything is kept.
-        every: tokens that leave at a time; None: `default_every` of the cap in tokens.
-        when: see `quire.layout.eviction`.
+        policy: None retains everything.
+        budget: divides the cap over lanes.
+        cap: None if everything is retained.
+        every: tokens evicted at a time; None: `default_every` of the cap in tokens.
+        when: schedule; see `quire.layout.eviction`.
         granularity: one of GRANULARITIES.
-        chunk_tokens: of a chunk.
+        chunk_tokens: tokens of a chunk.
     """
 
     text: str = FULL
@@ -128,27 +128,27 @@ class EvictionRule:
 
     @property
     def evicts(self) -> bool:
-        """Whether anything ever leaves."""
+        """Whether the rule evicts at all."""
         return self.policy is not None
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """What must be remembered for it, each once."""
+        """Statistics that the rule and its budget need, without duplicates."""
         own = () if self.policy is None else self.policy.statistics
         return tuple(dict.fromkeys((*own, *self.budget.statistics)))
 
     def for_request(self, prompt_tokens: int, lanes: LaneShape) -> Eviction:
-        """Resolve the cap, and divide it.
+        """Resolve the cap for a request, and divide it.
 
         Raises:
-            ConfigError: the cap leaves less than the rule protects; says what it came to.
+            ConfigError: the cap leaves fewer tokens than the rule protects; the message gives both.
         """
         if self.policy is None or self.cap is None:
             return Eviction()
         pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
         cap = self._tokens(self.cap, prompt_tokens, lanes)
         every, leaving = self.every_under(cap), self.leaving_under(cap)
-        if self.cap.num_bytes is None:  # a cap in bytes is all there is
+        if self.cap.num_bytes is None:  # a cap in bytes is a hard limit
             cap += self.policy.added_tokens(cap - leaving, pieces)
         shape = self._shape(cap, leaving, prompt_tokens, lanes, pieces)
         lane_caps = self.budget.lane_caps(shape)
@@ -157,7 +157,7 @@ class EvictionRule:
         if least_cap < shape.least:
             raise ConfigError(
                 f"{self.text!r} leaves {least_cap - leaving} tokens in a lane after an "
-                f"eviction (cap {least_cap}, {leaving} leave), but the rule needs "
+                f"eviction (cap {least_cap}, {leaving} evicted), but the rule needs "
                 f"{shape.least - leaving}; {self.policy.more_room}"
             )
         return Eviction(
@@ -177,7 +177,7 @@ class EvictionRule:
         )
 
     def _tokens(self, cap: Cap, prompt_tokens: int, lanes: LaneShape) -> int:
-        """What a cap comes to."""
+        """Convert a cap to tokens."""
         tokens = cap.resolve(
             prompt_tokens,
             page_tokens=lanes.page_tokens,
@@ -185,7 +185,7 @@ class EvictionRule:
             fixed_bytes=lanes.fixed_bytes,
         )
         if not tokens:
-            remembered = f" and {lanes.fixed_bytes:,} B for what it remembers of any sequence"
+            remembered = f" and {lanes.fixed_bytes:,} B for the statistics of a sequence"
             raise ConfigError(
                 f"{self.text!r}: a sequence needs {lanes.page_bytes:,} B for one page of "
                 f"{lanes.page_tokens} tokens in every lane{remembered * bool(lanes.fixed_bytes)}, "
@@ -196,7 +196,7 @@ class EvictionRule:
     def _shape(
         self, cap: int, leaving: int, prompt_tokens: int, lanes: LaneShape, pieces: int
     ) -> Shape:
-        assert self.policy is not None, "asked for rules that evict"
+        assert self.policy is not None, "called for rules that evict"
         return Shape(
             cap=cap,
             leaving=leaving,
@@ -208,16 +208,16 @@ class EvictionRule:
         )
 
     def every_under(self, cap: int) -> int:
-        """Tokens that leave at a time under a cap of so many tokens."""
+        """Return the tokens evicted at a time under a cap in tokens."""
         return default_every(cap) if self.every is None else self.every
 
     def leaving_under(self, cap: int) -> int:
-        """Tokens by which a lane is under such a cap after an eviction."""
+        """Return the number of tokens by which a lane is below its cap after an eviction."""
         return 0 if self.when == PREFILL_END else self.every_under(cap)
 
     @property
     def most_every(self) -> int:
-        """Most tokens that leave at a time in any request."""
+        """The most tokens evicted at a time in any request."""
         if self.every is None and self.cap is not None and self.cap.tokens is not None:
             return default_every(self.cap.tokens)
         return MOST_DEFAULT_EVERY if self.every is None else self.every
@@ -230,7 +230,7 @@ class EvictionRule:
         """
         if not self.budget.needs_prompt or eviction.spec.cap is None:
             return eviction
-        assert isinstance(self.policy, ScorePolicy), "checked when the rule was made"
+        assert isinstance(self.policy, ScorePolicy), "checked by make_eviction"
         spec, pieces = eviction.spec, eviction.piece_tokens
         shape = self._shape(eviction.spec.cap, spec.leaving, view.prompt_tokens, lanes, pieces)
         caps = self.budget.finalize(view, self.policy, shape)
@@ -238,18 +238,20 @@ class EvictionRule:
 
 
 def make_eviction(text: str) -> EvictionRule:
-    """Read what `--evict` says.
+    """Parse an `--evict` text.
 
     Raises:
-        UnknownName: the policy, the budget, the schedule or an option is not known; offers the
+        UnknownName: the policy, the budget, the schedule or an option is not known; lists the
             nearest names.
-        ConfigError: a missing cap, a value of the wrong type, a cap below what the rule protects.
-        UnsoundCombination: parts that exclude each other; says why and what to use instead.
+        ConfigError: the cap is missing, a value has the wrong type, or the cap is below what the
+            rule protects.
+        UnsoundCombination: components exclude each other; the message gives the reason and an
+            alternative.
     """
     parsed = parse_policy(text)
     if parsed.name == FULL:
         if parsed.options:
-            raise ConfigError(f"'full' keeps everything and has no options, got {text!r}")
+            raise ConfigError(f"'full' retains everything and has no options, got {text!r}")
         return EvictionRule()
     options = dict(parsed.options)
     own = {k: v for k, v in options.items() if k not in SCHEDULE_OPTIONS}
@@ -275,7 +277,7 @@ def make_eviction(text: str) -> EvictionRule:
     refuse_unsound(text, Parts(policy, rule.budget, rule.when))
     if policy.needs_pieces and granularity == TOKEN:
         raise UnsoundCombination(
-            f"{text!r}: {parsed.name} knows pages or chunks and no single tokens; use "
+            f"{text!r}: {parsed.name} evicts whole pages or chunks, not single tokens; use "
             "granularity=page"
         )
     if rule.cap is not None and rule.cap.tokens is not None:
@@ -288,8 +290,8 @@ def make_eviction(text: str) -> EvictionRule:
 def _check_leaving(rule: EvictionRule, cap: int, leaving: int) -> None:
     if leaving >= cap:
         raise ConfigError(
-            f"{rule.text!r}: expected 1 <= every < cap, got every={leaving}, cap={cap}; `every` "
-            "tokens leave a lane at a time and some must stay: raise cap or say a smaller every="
+            f"{rule.text!r}: expected 1 <= every < cap, got every={leaving}, cap={cap}; each "
+            "eviction removes `every` tokens from a lane: raise cap or lower every"
         )
 
 
@@ -299,7 +301,7 @@ def _check_cap(rule: EvictionRule, cap: int, leaving: int) -> None:
     if policy is not None and cap - leaving < policy.least_cap:
         raise ConfigError(
             f"{rule.text!r} leaves {cap - leaving} tokens after an eviction (cap {cap}, "
-            f"{leaving} leave), but the rule needs {policy.least_cap}; {policy.more_room}"
+            f"{leaving} evicted), but the rule needs {policy.least_cap}; {policy.more_room}"
         )
 
 

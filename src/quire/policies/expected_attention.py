@@ -1,14 +1,15 @@
-"""Expected Attention (Devoto et al. 2025, arXiv 2510.00636): what queries to come would look at.
+"""Expected Attention (Devoto et al. 2025, arXiv 2510.00636): estimated attention of future queries.
 
-Queries before RoPE are taken as normal with the mean m and covariance S of those seen so far. Over
-the next F positions RoPE turns them by R on average, and a key k expects
+Queries before RoPE are modelled as normal, with the mean m and covariance S of the queries seen so
+far. Over the next F positions RoPE rotates them by R on average, and the expected logit of a key k
+is
 
     z(k) = k . R m * scale + k . R S R^T k * scale^2 / 2
     score(token) = (mean over the group of softmax(z) + epsilon) * |value|
 
-Differs from the paper: moments are over all queries behind the sinks, whether their tokens are
-still cached or not, and grow while an answer is made; the paper takes the prompt's. The softmax is
-over what is cached behind the sinks.
+Differs from the paper: the moments cover all queries after the sinks, whether or not their tokens
+are still cached, and are updated during decoding; the paper uses the prompt's queries. The softmax
+is over the tokens cached after the sinks.
 """
 
 from dataclasses import dataclass
@@ -25,23 +26,25 @@ from quire.policies.registry import register
 from quire.policies.view import KVView
 from quire.policies.windows import reduce_group, softmax_over
 
-MOST_FUTURE = 1 << 16  # each is turned by itself, and a request may say how many
+MOST_FUTURE = 1 << 16  # each position costs one rotation, and a request may set the number
 
 
 @register("expected_attention")
 @dataclass(frozen=True, slots=True)
 class ExpectedAttention(SinksAndRecent):
-    """Keep the tokens to which the next queries are expected to give most, times value norms.
+    """Retain the tokens with the highest expected attention of future queries, times value norms.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave, and whose queries do not count.
-        recent: so many of the newest cached tokens do not leave.
-        future: positions behind the last token over which queries are expected.
-        epsilon: added to weights before the value norm, so that long values can stay by themselves.
-        heads: how the query heads of a KV head are reduced: mean, max or sum.
+        sinks: tokens at the start of the sequence that are never evicted, and whose queries are not
+            counted.
+        recent: number of newest cached tokens that are never evicted.
+        future: number of positions after the last token over which queries are estimated.
+        epsilon: added to weights before multiplying by the value norm, so that tokens with long
+            values can be retained at low weights.
+        heads: reduction over the query heads of a KV head: mean, max or sum.
     """
 
-    cost = "moments of all queries; keys times a matrix, for each query head, at an eviction"
+    cost = "moments of all queries; at an eviction, keys times a matrix for each query head"
 
     sinks: int = 4
     future: int = 512
@@ -79,14 +82,17 @@ class ExpectedAttention(SinksAndRecent):
         spread = turn @ spread @ turn.transpose(2, 3) * (view.scale**2 / 2)
         keys = view.keys
         logits = keys @ mean.transpose(1, 2)  # [lane, slot, group]
-        for head in range(mean.shape[1]):  # one at a time: each takes as much as the keys
+        for head in range(mean.shape[1]):  # one at a time: each needs as much memory as the keys
             logits[:, :, head] += (keys @ spread[:, head] * keys).sum(dim=2)
         return logits.transpose(1, 2)
 
     def _turn(self, view: KVView) -> Float[Tensor, "lane 1 head_dim head_dim"]:
-        """The mean rotation of each lane's layer over the positions to come."""
+        """Return the mean rotation of each lane's layer over the future positions."""
         if view.rotation is None:
-            raise PolicyError("this view was made without rotations, so queries cannot be expected")
+            raise PolicyError(
+                "this view was built without rotations, which expected_attention needs to estimate "
+                "queries"
+            )
         layers = view.lane_layers.view(-1, view.heads_per_layer)[:, 0].tolist()
         turns = [
             view.rotation.mean_rotation(layer, view.next_position, self.future) for layer in layers
@@ -97,7 +103,7 @@ class ExpectedAttention(SinksAndRecent):
 def _mean_and_covariance(
     record: Float[Tensor, "lane 1 number"], dim: int
 ) -> tuple[Float[Tensor, "lane group {dim}"], Float[Tensor, "lane group {dim} {dim}"]]:
-    """From counts, sums and products to moments with 1 / count.
+    """Convert counts, sums and products to a mean and a covariance, dividing by count.
 
     Raises:
         PolicyError: a lane has seen no query.
@@ -105,7 +111,7 @@ def _mean_and_covariance(
     heads = record.view(record.shape[0], -1, 1 + dim + dim * dim)
     count = heads[:, :, :1]
     if bool((count < 1).any()):
-        raise PolicyError("no query behind the sinks was seen, so none can be expected")
+        raise PolicyError("no query after the sinks was recorded, so none can be estimated")
     mean = heads[:, :, 1 : 1 + dim] / count
     products = (heads[:, :, 1 + dim :] / count).view(*heads.shape[:2], dim, dim)
     return mean, products - mean[..., :, None] * mean[..., None, :]

@@ -1,11 +1,12 @@
 """Heavy hitters (H2O, Zhang et al. 2023, arXiv 2306.14048, Algorithm 1).
 
-score(token) = sum of the attention weights it got from all queries since it was cached, each
-softmax over what was cached then; half of what is kept are the newest tokens.
+score(token) = sum of the attention weights from all queries since the token was cached, each
+softmax over the tokens cached at that time. Half of the retained tokens are the newest ones.
 
-Differs from the paper: tokens leave `every` at a time, not one at each step. Query heads that share
-a KV head are reduced in each query's row (the paper has none that share). With `power=2` the
-weights are squared before they are summed, as in KV-Compress (Rehg 2024, arXiv 2410.00161).
+Differs from the paper: `every` tokens are evicted at a time, not one per step. Query heads that
+share a KV head are reduced in each query's row (the paper's models have no shared KV heads). With
+`power=2` the weights are squared before they are summed, as in KV-Compress (Rehg 2024, arXiv
+2410.00161).
 """
 
 from dataclasses import dataclass
@@ -21,18 +22,19 @@ from quire.policies.registry import register
 from quire.policies.view import KVView
 
 HALF = -1
-"""`recent` is half of what is kept."""
+"""`recent` is half of the retained tokens."""
 
 
 @register("h2o")
 @dataclass(frozen=True, slots=True)
 class H2O(ScorePolicy):
-    """Keep the newest tokens and, of the rest, those that got the most attention in sum.
+    """Retain the newest tokens and, of the rest, those with the largest sum of attention weights.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        recent: so many of the newest cached tokens do not leave; -1: half of what is kept.
-        heads: how the query heads of a KV head are reduced: mean, max or sum.
+        sinks: tokens at the start of the sequence that are never evicted.
+        recent: number of newest cached tokens that are never evicted; -1: half of the retained
+            tokens.
+        heads: reduction over the query heads of a KV head: mean, max or sum.
         power: 1 sums weights, 2 their squares.
     """
 
@@ -48,16 +50,16 @@ class H2O(ScorePolicy):
         check_at_least(HALF, recent=self.recent)
         if self.power not in (1, 2):
             raise ConfigError(f"expected power to be 1 or 2, got {self.power}")
-        _ = self.statistics  # refuses a reduction that is none
+        _ = self.statistics  # refuses an unknown reduction
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        made = AttentionSum if self.power == 1 else SquareSum
-        return (made(self.heads),)
+        statistic = AttentionSum if self.power == 1 else SquareSum
+        return (statistic(self.heads),)
 
     @property
     def least_cap(self) -> int:
-        # half of 2 * sinks + 1 is as many as the sinks, and leaves one token to choose
+        # half of 2 * sinks + 1 equals the number of sinks and leaves one token to select
         return 2 * self.sinks + 1 if self.recent == HALF else self.sinks + self.recent + 1
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:

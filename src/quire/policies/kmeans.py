@@ -1,13 +1,13 @@
-"""Representatives by clustering: what KVCrush is compared with (Jha et al. 2025, figure 6).
+"""Representatives by clustering: the baseline of KVCrush (Jha et al. 2025, figure 6).
 
-Important tokens as in `kvcrush`; the rest is clustered by Lloyd's algorithm into as many clusters
-as there are representatives, and of each cluster the token nearest its mean stays. On signatures,
-or on the layer's keys. S * B distances in each of `rounds`, where `kvcrush` takes S in all: the
-paper saw a run take three times as long.
+Important tokens are selected as in `kvcrush`. Lloyd's algorithm clusters the rest into as many
+clusters as there are representatives, and the token nearest to the mean of each cluster is
+retained. The features are signatures or the layer's keys. Each of `rounds` rounds computes S * B
+distances; `kvcrush` computes S in all. The paper measured three times the run time.
 
-Differs from the paper: it names no start and no number of rounds; clusters start at the tokens that
-`kvcrush` would cut slices at (evenly over positions), so nothing is drawn; a cluster that loses all
-its tokens keeps its mean.
+Differs from the paper: it specifies neither the initial means nor the number of rounds. Here
+clusters start at the tokens where `kvcrush` would cut slices (evenly over positions), so nothing is
+random. A cluster that loses all its tokens keeps its mean.
 """
 
 import warnings
@@ -18,32 +18,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
-from quire.policies.crushed import Asked, on_host
+from quire.policies.crushed import SelectionContext, on_host
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.registry import register
 from quire.policies.signatures.units import Marks
 
 SIGNATURES, KEYS = "signatures", "keys"
 FEATURES = (SIGNATURES, KEYS)
-MOST_ROUNDS = 1000  # a request may say how many
-_AS_NEAR = 1 + 1e-9  # both points of a pair are as near to its mean, but for rounding
+MOST_ROUNDS = 1000  # a request may set the number
+_AS_NEAR = 1 + 1e-9  # tolerates rounding: both points of a pair are equally near to its mean
 
 
 @register("kmeans")
 @dataclass(frozen=True, slots=True)
 class KMeans(CrushedShare):
-    """Keep what the base rule finds important, and of the rest one token of each cluster.
+    """Retain what the base rule finds important, and one token of each cluster of the rest.
 
     Attributes:
-        base: the rule; what it protects stays protected. It must look at queries or keys.
-        seed: without effect; nothing is drawn by lot.
-        share: of the budget left after protection, for representatives; 0: none.
-        representatives: inside (they take their share of the cap) or additive (on top of it).
-        on: what is clustered, signatures or keys.
-        rounds: of Lloyd's algorithm.
+        base: the rule; tokens it protects are always retained. It must read queries or keys.
+        seed: no effect; nothing is random.
+        share: fraction of the budget left after protection that representatives get; 0: none.
+        representatives: inside (part of the cap) or additive (in addition to the cap).
+        on: features to cluster, signatures or keys.
+        rounds: rounds of Lloyd's algorithm.
     """
 
-    cost = "the base rule's for each query head; tokens times representatives distances a round"
+    cost = "the base rule for each query head; tokens times representatives distances per round"
 
     on: str = SIGNATURES
     rounds: int = 10
@@ -55,8 +55,10 @@ class KMeans(CrushedShare):
         if self.on not in FEATURES:
             raise UnknownName("kind of features (on)", self.on, FEATURES)
 
-    def represent(self, requested: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
-        features, chosen = self._features(requested, grouped), np.zeros_like(grouped)
+    def represent(
+        self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
+    ) -> Marks:
+        features, chosen = self._features(context, grouped), np.zeros_like(grouped)
         for layer, wanted in enumerate(count.tolist()):
             units = np.flatnonzero(grouped[layer])
             own = features[layer].T[units].astype(np.float64)
@@ -64,16 +66,16 @@ class KMeans(CrushedShare):
             chosen[layer, units[near]] = True
         return chosen
 
-    def _features(self, requested: Asked, grouped: Marks) -> NDArray[Any]:
-        """[layer, feature, unit]."""
+    def _features(self, context: SelectionContext, grouped: Marks) -> NDArray[Any]:
+        """Return the features to cluster, [layer, feature, unit]."""
         if self.on == SIGNATURES:
-            return requested.signatures(grouped).bits
-        keys = requested.view.by_layer(requested.view.keys.transpose(1, 2)).flatten(1, 2)
-        return requested.units.side_by_side(on_host(keys[:, :, requested.units.columns]))
+            return context.signatures(grouped).bits
+        keys = context.view.by_layer(context.view.keys.transpose(1, 2)).flatten(1, 2)
+        return context.units.side_by_side(on_host(keys[:, :, context.units.columns]))
 
 
 def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> NDArray[np.int64]:
-    """Of each cluster the point nearest its mean, ties to the first; no point twice."""
+    """Return the point nearest to each cluster mean, ties to the first; no point twice."""
     if not clusters:
         return np.empty(0, dtype=np.int64)
     try:
@@ -82,7 +84,7 @@ def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> N
         raise ConfigError("kmeans needs SciPy: pip install 'quire[kmeans]'") from error
     start = points[np.arange(clusters) * len(points) // clusters]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of clusters that lose all their points
+        warnings.simplefilter("ignore", UserWarning)  # raised if a cluster loses all its points
         means, _ = kmeans2(points, start, iter=rounds, minit="matrix", missing="warn")
     chosen: list[int] = []
     free = np.ones(len(points), dtype=bool)

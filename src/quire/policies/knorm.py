@@ -1,7 +1,7 @@
 """Key norms (Devoto et al. 2024, arXiv 2406.11430): score(token) = -|key|.
 
-Differs from the paper: nothing; the first layers, which the paper may leave whole, are a matter of
-budgets.
+Differs from the paper: nothing. The paper may exempt the first layers from eviction; use a budget
+for that.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from quire.policies.view import KVView
 @register("knorm")
 @dataclass(frozen=True, slots=True)
 class KNorm(SinksAndRecent):
-    """Keep the tokens with the shortest keys.
+    """Retain the tokens with the shortest keys.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        recent: so many of the newest cached tokens do not leave.
+        sinks: tokens at the start of the sequence that are never evicted.
+        recent: number of newest cached tokens that are never evicted.
     """
 
     cost = "a read of the keys at an eviction"

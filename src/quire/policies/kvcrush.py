@@ -1,13 +1,14 @@
-"""KVCrush (Jha et al. 2025): tokens that heads treat alike stand for each other.
+"""KVCrush (Jha et al. 2025): tokens that heads treat similarly represent each other.
 
-1. One bit for each query head: would this head alone keep the token under the base rule, with its
-   protection and the whole budget? The bits are the token's signature (section III-A).
-2. One anchor; the Hamming distance of each token's signature to it: S distances for S tokens, where
-   clustering needs S * B in every round (section III-B).
-3. Tokens sorted by distance go into B_rep buckets; one of each stays.
+1. Signature: one bit per query head, set if that head alone would retain the token under the base
+rule, with its protection and the whole budget (section III-A).
+2. Anchor: the Hamming distance of each token's signature to one anchor. That is S distances for S
+tokens; clustering needs S * B in every round (section III-B).
+3. Buckets: tokens sorted by distance are divided into B_rep buckets, and one token of each bucket
+is retained.
 
-Pieces (`granularity=chunk` or `page`): the signature of a piece is its tokens' bits one behind the
-other, its score their sum (section IV-E).
+Pieces (`granularity=chunk` or `page`): the signature of a piece is the concatenation of its tokens'
+bits, its score the sum of their scores (section IV-E).
 
 Worked: 8 tokens, 4 heads, budget 4, of which 2 for representatives; anchor `zeros`.
 
@@ -16,21 +17,20 @@ Worked: 8 tokens, 4 heads, budget 4, of which 2 for representatives; anchor `zer
     important      x     x                                            best by the mean
     distance                   1     0     2     2     1     3        to 0000
     sorted                      3 2 6 | 4 5 7                         two slices
-    stays          x     x     x                 x                    the middle of each
+    retained       x     x     x                 x                    the middle of each
 
-Differs from the paper: with one anchor there are no more distances than heads + 1, fewer than
-buckets, and the paper does not say what happens then. Here tokens are sorted by (distance,
-position) and cut into equal slices. The paper takes a random token of a bucket (`pick=random`); by
-default the slice's middle is taken, which needs no seed. Grouped are the tokens that are not
-important: those that would leave. The paper does not say what becomes of signatures when tokens
-leave again: they are made anew, or (`signatures=kept`) written down when a token may leave for the
-first time. A rule that does more than rank its scores (RoCo) gives bits by its own choice; what is
-important goes by its scores. `anchors` above 1 measures from several, each token from the nearest,
-and representatives in proportion; `dynamic` takes a part of the share, by layer: both answer what
-the paper leaves for later.
+Differs from the paper: one anchor gives at most heads + 1 distinct distances, fewer than there are
+buckets, and the paper does not specify this case. Here tokens are sorted by (distance, position)
+and cut into equal slices. The paper takes a random token of a bucket (`pick=random`); the default
+takes the middle of the slice, which needs no seed. Only tokens that are not important, and would be
+evicted, are grouped. The paper does not specify signatures at later evictions: they are recomputed,
+or (`signatures=kept`) stored when a token first becomes evictable. A rule that overrides `choose`
+(RoCo) sets bits by its own selection; important tokens are ranked by its scores. `anchors` above 1
+assigns each token to the nearest of several anchors, and divides representatives in proportion.
+`dynamic` scales the share per layer. The paper leaves both for future work.
 
-`dynamic`: with p = the layer's scores above the least one, as parts of their sum over the n tokens
-that may leave, m = what the R best have of it, and R / n what they would have were all alike:
+`dynamic`: let p be the layer's scores minus the smallest score, normalized to sum 1 over the n
+evictable tokens; m the sum of p over the R best; and R / n that sum if all scores were equal:
 
     representatives of the layer = floor(B_rep * (1 - m) / (1 - R / n))
 """
@@ -48,7 +48,7 @@ from quire.errors import UnknownName
 from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
 from quire.policies.base import Decision
 from quire.policies.best import Floats, count_of
-from quire.policies.crushed import Asked
+from quire.policies.crushed import SelectionContext
 from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
@@ -70,21 +70,22 @@ SIGNATURES = (RECOMPUTED, KEPT)
 @register("kvcrush")
 @dataclass(frozen=True, slots=True)
 class KVCrush(CrushedShare):
-    """Keep what the base rule finds important, and tokens that heads treat as they do the rest.
+    """Retain what the base rule finds important, and representatives of the rest.
 
     Attributes:
-        base: the rule; what it protects stays protected. It must look at queries or keys.
-        seed: of what is drawn by lot.
-        share: of the budget left after protection, for representatives; 0: none.
-        representatives: inside (they take their share of the cap) or additive (on top of it).
-        anchor: random, alternating, mean, zeros, ones; with several random, mean or farthest.
-        anchors: how many.
-        pick: of a slice, its middle, or random.
-        dynamic: a layer takes a part of the share, less where few tokens have most of the scores.
-        signatures: recomputed whenever tokens leave, or kept as when a token could first leave.
+        base: the rule; tokens it protects are always retained. It must read queries or keys.
+        seed: seed of random choices.
+        share: fraction of the budget left after protection that representatives get; 0: none.
+        representatives: inside (part of the cap) or additive (in addition to the cap).
+        anchor: random, alternating, mean, zeros, ones; with several anchors random, mean or
+            farthest.
+        anchors: number of anchors.
+        pick: token of a slice to retain, middle or random.
+        dynamic: scale the share per layer, lower if few tokens have most of the score.
+        signatures: recomputed at each eviction, or kept from when a token first became evictable.
     """
 
-    cost = "the base rule's for each query head; one distance for each token and anchor"
+    cost = "the base rule for each query head; one distance for each token and anchor"
 
     anchor: str = MEAN
     anchors: int = 1
@@ -108,21 +109,25 @@ class KVCrush(CrushedShare):
     def takes_notes(self) -> bool:
         return self.signatures == KEPT
 
-    def ask(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int) -> Asked:
-        requested = CrushedShare.ask(self, view, keep, piece_tokens)
-        return replace(requested, known=stored_bits(view)) if self.takes_notes else requested
+    def selection_context(
+        self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
+    ) -> SelectionContext:
+        context = CrushedShare.selection_context(self, view, keep, piece_tokens)
+        return replace(context, known=stored_bits(view)) if self.takes_notes else context
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
-        requested = self.ask(view, keep, piece_tokens)
-        stays = self.stays(requested)
+        context = self.selection_context(view, keep, piece_tokens)
+        stays = self.stays(context)
         if not self.takes_notes:
             return Decision(stays)
-        return Decision(stays, notes_of(view, requested.all_bits, requested.may_leave))
+        return Decision(stays, notes_of(view, context.all_bits, context.may_leave))
 
-    def represent(self, requested: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
-        signatures = requested.signatures(grouped)
+    def represent(
+        self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
+    ) -> Marks:
+        signatures = context.signatures(grouped)
         distance, which = nearest_anchor(signatures, self.anchor, self.anchors, self.seed)
-        seeds = (self.seed, requested.numbers) if self.pick == RANDOM else None
+        seeds = (self.seed, context.numbers) if self.pick == RANDOM else None
         counts = of_each_anchor(which, grouped, count, self.anchors)
         chosen = np.zeros_like(grouped)
         for number in range(self.anchors):
@@ -136,23 +141,23 @@ class KVCrush(CrushedShare):
 
 
 def _spread(units: Units, sums: Floats) -> NDArray[np.float64]:
-    """[layer] how evenly scores are spread over what may leave: 0 all on a few, 1 all alike."""
+    """[layer] how evenly scores are spread over evictable tokens: 0 concentrated, 1 uniform."""
     free = units.free
     least = np.where(free, sums, np.inf).min(axis=1, keepdims=True, initial=np.inf)
     above = np.where(free, sums - least, 0.0).astype(np.float64)
     mass = above.sum(axis=1)
-    best = (above * units.best(sums, units.room)).sum(axis=1)
-    outside = 1 - units.room / np.maximum(count_of(free), 1)
+    best = (above * units.best(sums, units.num_retained)).sum(axis=1)
+    outside = 1 - units.num_retained / np.maximum(count_of(free), 1)
     missed = np.where(mass > 0, 1 - best / np.maximum(mass, 1e-300), outside)
     return np.clip(missed / np.maximum(outside, 1e-12), 0, 1)
 
 
 # ---- stored --------------------------------------------------------------------------------------
 
-# Signatures that stay with their tokens: written when others leave, read when the next ones do.
+# Stored signatures: written at one eviction, read at the next.
 #
-# Those of tokens that are protected so far, as the newest are, and of layers that lose nothing yet
-# are not written: every head would keep all of these, which says nothing about them.
+# Signatures are not stored for tokens that are still protected, such as the newest, nor in layers
+# that do not evict yet: every head would retain these tokens, so their bits carry no information.
 
 BITS, UNTIL = SignatureBits(), SignedUntil()
 
@@ -160,10 +165,10 @@ BITS, UNTIL = SignatureBits(), SignedUntil()
 def stored_bits(
     view: KVView,
 ) -> tuple[Bool[Tensor, "layer head slot"], Bool[Tensor, "layer head slot"]]:
-    """The bits of each query head that were written down, and where any were.
+    """Return the stored bits of each query head, and a mask of the slots that have them.
 
     Raises:
-        PolicyError: the view was made without them.
+        PolicyError: the view was built without them.
     """
     until = view.remembered(UNTIL)[:, 0]
     signed = (view.live & (view.positions < until)).repeat_interleave(view.group, dim=0)
@@ -176,12 +181,12 @@ def stored_bits(
 def notes_of(
     view: KVView, bits: Bool[Tensor, "layer head slot"], may_leave: Bool[Tensor, "layer slot"]
 ) -> Mapping[Statistic, Float[Tensor, "..."]]:
-    """What to write down of the bits of each query head.
+    """Return the statistics to store for the bits of each query head.
 
     Args:
-        view: with what was written before.
-        bits: of each query head.
-        may_leave: slots that something is to be known of.
+        view: view with the bits stored before.
+        bits: bits of each query head.
+        may_leave: evictable slots, whose bits are stored.
     """
     heads = torch.arange(view.group, device=bits.device)
     numbers = (bits.view(-1, view.group, bits.shape[2]).long() << heads[:, None]).sum(dim=1)
@@ -193,5 +198,5 @@ def notes_of(
 def _by_layer(
     view: KVView, bits: Bool[Tensor, "lanes_or_heads ..."]
 ) -> Bool[Tensor, "layer head slot"]:
-    """A row for each query head, by layer."""
+    """Reshape to one row per query head, by layer."""
     return bits.view(-1, view.heads_per_layer * view.group, bits.shape[-1])

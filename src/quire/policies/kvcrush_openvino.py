@@ -1,21 +1,21 @@
-"""KVCrush as OpenVINO GenAI ships it: pages, and one bit for each of their tokens.
+"""KVCrush as implemented in OpenVINO GenAI: pages, and one bit for each of their tokens.
 
-1. A token's bit: is it in the better half of all tokens that may leave, by the attention that the
-   layer's query heads have accumulated for it? The base rule may divide that attention by the
-   number of queries that have seen the token (`average`, `roco`); the bits use it undivided. The
-   bits of a page's tokens are its signature: no bit of any head.
-2. The base rule chooses the pages that leave. They are sorted by the Hamming distance to one
-   anchor, and every (n // blocks)-th of the n stays after all.
-3. Their room comes on top of the cap that is written.
+1. The bit of a token is set if the token is in the better half of all evictable tokens by the
+attention that the layer's query heads have accumulated for it. The base rule may divide that
+attention by the number of queries that have seen the token (`average`, `roco`); the bits use it
+undivided. The signature of a page is the bits of its tokens; it has no bits of heads.
+2. The base rule selects the n pages to evict. They are sorted by the Hamming distance to one
+anchor, and every (n // blocks)-th page is retained instead.
+3. These pages are added to the written cap.
 
 Source: OpenVINO GenAI, `kvcrush` of its cache eviction (pull requests 2211, 2523 and 2678), from
 its description. KVCrush (Jha et al. 2025) is the rule `kvcrush`.
 
-Differs from the paper: see above; it shares with it the name, the anchor and the spread over
-distances. Differs from OpenVINO: scores and accumulated attention are the base rule's, without
-its maximum over seven neighbours; a base that accumulates no attention (`expected_attention`,
-`keydiff`) gives its score for the bits; equal distances keep the lower position; the random anchor
-is drawn once for each layer and not at each call.
+Differs from the paper: see above; only the name, the anchor and the spread over distances are
+shared. Differs from OpenVINO: scores and accumulated attention are the base rule's, without its
+maximum over seven neighbours. A base that accumulates no attention (`expected_attention`,
+`keydiff`) uses its score for the bits. Ties in distance retain the lower position. The random
+anchor is drawn once per layer and not at each call.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.policies.best import Floats, best_of, count_of
-from quire.policies.crushed import Asked, Crushed
+from quire.policies.crushed import Crushed, SelectionContext
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import (
@@ -39,16 +39,16 @@ from quire.policies.signatures.units import Marks, Units
 @register("kvcrush_openvino")
 @dataclass(frozen=True, slots=True)
 class KVCrushOpenVINO(Crushed):
-    """Keep the pages that the base rule keeps, and some of the others, spread over distances.
+    """Retain the base rule's pages, and some of the others, spread over distances.
 
     Attributes:
-        base: the rule; what it protects stays protected. It must look at queries or keys.
-        seed: of a random anchor.
-        blocks: pages that stay beyond the cap.
+        base: the rule; tokens it protects are always retained. It must read queries or keys.
+        seed: seed of a random anchor.
+        blocks: number of pages retained in addition to the cap.
         anchor: random, alternating, mean, zeros or ones.
     """
 
-    cost = "the base rule's for each query head; one distance for each page"
+    cost = "the base rule for each query head; one distance for each page"
 
     blocks: int = 2
     anchor: str = MEAN
@@ -75,27 +75,29 @@ class KVCrushOpenVINO(Crushed):
 
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
         del sums
-        return np.minimum(units.room, self.blocks)
+        return np.minimum(units.num_retained, self.blocks)
 
-    def represent(self, requested: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
-        units = requested.units
-        bits = units.side_by_side(_better_half(requested)[:, None])
-        # the anchor is what most of all pages that may leave say
+    def represent(
+        self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
+    ) -> Marks:
+        units = context.units
+        bits = units.side_by_side(_better_half(context)[:, None])
+        # anchor=mean is the majority over all evictable pages
         distance, _ = nearest_anchor(
-            Signatures(bits, units.free, requested.numbers), self.anchor, 1, self.seed
+            Signatures(bits, units.free, context.numbers), self.anchor, 1, self.seed
         )
         return _evenly_spaced(distance, grouped, count)
 
 
-def _better_half(requested: Asked) -> Marks:
-    """[layer, column] the better half of what may leave, by the accumulated attention."""
-    units = requested.units
+def _better_half(context: SelectionContext) -> Marks:
+    """[layer, column] better half of the evictable slots, by accumulated attention."""
+    units = context.units
     may = units.slots(units.free)
-    return best_of(requested.mean_accumulated, may, count_of(may) // 2)
+    return best_of(context.mean_accumulated, may, count_of(may) // 2)
 
 
 def _evenly_spaced(distance: NDArray[np.int64], grouped: Marks, count: NDArray[np.int64]) -> Marks:
-    """Every (n // count)-th of the n grouped units, in the order of (distance, position)."""
+    """Mark every (n // count)-th of the n grouped units, in the order of (distance, position)."""
     chosen = np.zeros_like(grouped)
     units = grouped.shape[1]
     places = np.arange(units)

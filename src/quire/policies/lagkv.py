@@ -1,15 +1,15 @@
-"""LagKV (Liang et al. 2025, arXiv 2504.04704): how a token stands out from those that follow it.
+"""LagKV (Liang et al. 2025, arXiv 2504.04704): how far a token deviates from those that follow.
 
-Behind the sinks, cached tokens are cut into partitions of `lag`. Keys and values of a partition are
-scaled, channel by channel, by the least and largest of the next partition. Their std over channels
-(with n - 1), as a softmax over the partition, is a weight; the sum of the key's and the value's
-ranks a token:
+After the sinks, cached tokens are cut into partitions of `lag`. Keys and values of a partition are
+scaled per channel by the minimum and maximum of the next partition. The weight of a token is its
+std over channels (divisor n - 1), softmax-normalized over the partition. The sum of the key's and
+the value's weights ranks a token:
 
     score(token) = rank in its partition (0: lowest) / lag
 
-Differs from the paper: ranks are compared, so that every partition loses equally many, ties to the
-lower position. The last whole partition and what stands behind it stay. A channel whose least and
-largest are equal in the next partition is shifted, not scaled.
+Differs from the paper: ranks are compared, so that every partition loses the same number of tokens,
+ties to the lower position. The last whole partition and all later tokens are retained. A channel
+whose minimum and maximum are equal in the next partition is shifted but not scaled.
 """
 
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
 
-_LEAST_RANGE = 1e-6  # of a channel that is scaled
+_LEAST_RANGE = 1e-6  # channels with a smaller range are not scaled
 
 
 @register("lagkv")
 @dataclass(frozen=True, slots=True)
 class LagKV(ScorePolicy):
-    """Keep the tokens whose keys and values stand out most from those of the next tokens.
+    """Retain the tokens whose keys and values deviate most from those of the next tokens.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        lag: tokens of a partition, two or more; one to two partitions at the end stay.
+        sinks: tokens at the start of the sequence that are never evicted.
+        lag: tokens of a partition, at least 2; the last one to two partitions are retained.
     """
 
-    cost = "a read of keys and values at an eviction"
+    cost = "one read of keys and values at an eviction"
 
     sinks: int = 4
     lag: int = 128
@@ -45,7 +45,7 @@ class LagKV(ScorePolicy):
     def __post_init__(self) -> None:
         check_at_least(0, sinks=self.sinks)
         if self.lag < 2:
-            raise ConfigError(f"expected lag >= 2 tokens, to have a spread, got {self.lag}")
+            raise ConfigError(f"expected lag >= 2 tokens, got {self.lag}")
 
     @property
     def least_cap(self) -> int:
@@ -53,7 +53,7 @@ class LagKV(ScorePolicy):
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         place, partitions = self._places(view)
-        judged = int(partitions.max()) - 1  # partitions with a next one, in the longest lane
+        judged = int(partitions.max()) - 1  # partitions with a successor, in the longest lane
         if judged < 1:
             return torch.zeros_like(view.positions, dtype=torch.float32)
         first = (place < 0).sum(dim=1, keepdim=True)
@@ -74,7 +74,7 @@ class LagKV(ScorePolicy):
         return view.live & ((place < 0) | tail)
 
     def _places(self, view: KVView) -> tuple[Int[Tensor, "lane slot"], Int[Tensor, "lane 1"]]:
-        """How far behind the sinks each slot stands (negative: a sink), and whole partitions."""
+        """Return each slot's index after the sinks (negative: a sink), and the partition count."""
         sinks = view.oldest_positions(self.sinks).sum(dim=1, keepdim=True)
         slots = torch.arange(view.positions.shape[1], device=view.positions.device)
         return slots - sinks, (view.num_slots - sinks) // self.lag
@@ -83,7 +83,7 @@ class LagKV(ScorePolicy):
 def _weight(
     numbers: Float[Tensor, "lane token head_dim"], lag: int
 ) -> Float[Tensor, "lane judged {lag}"]:
-    """How each token stands out in its partition; none for the last partition."""
+    """Return the weight of each token in its partition, without the last partition."""
     parts = numbers.view(numbers.shape[0], -1, lag, numbers.shape[2])
     following = parts[:, 1:]
     least = following.amin(dim=2, keepdim=True)
@@ -93,6 +93,6 @@ def _weight(
 
 
 def _ranks(weight: Float[Tensor, "lane judged lag"]) -> Int[Tensor, "lane token"]:
-    """Ranks in each partition, 0 the lowest; of equal ones the first ranks higher."""
+    """Return the rank of each token in its partition, 0 the lowest; ties rank the first higher."""
     best_first = weight.argsort(dim=2, descending=True, stable=True)
     return (weight.shape[2] - 1 - best_first.argsort(dim=2)).flatten(1)

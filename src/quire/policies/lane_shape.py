@@ -1,19 +1,18 @@
-"""What of a model evicts, in numbers: how many lanes, and what their pages take."""
+"""Number of a model's lanes that evict, and the size of their pages."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class LaneShape:
-    """What of a model evicts: the layers without a sliding window.
+    """The layers of a model that evict: those without a sliding window.
 
     Attributes:
-        num_layers: how many.
-        heads: KV heads of each.
+        num_layers: number of such layers.
+        heads: KV heads of each layer.
         page_tokens: slots of a page.
-        page_bytes: of one page in each of these lanes, with those of what a rule remembers of its
-            slots.
-        fixed_bytes: of what it remembers of a sequence however long that is.
+        page_bytes: bytes of one page in each of these lanes, including per-slot statistics.
+        fixed_bytes: bytes of statistics per sequence that do not depend on its length.
     """
 
     num_layers: int

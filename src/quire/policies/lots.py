@@ -1,6 +1,6 @@
-"""Lots drawn by hashing numbers: the mixing function of SplitMix64 (Steele et al. 2014).
+"""Stateless random numbers by hashing: the mixing function of SplitMix64 (Steele et al. 2014).
 
-No state, and the same whatever runs beside it, in whatever order slots lie, each time it is asked.
+A number depends only on its inputs: not on the batch, the slot order or the number of calls.
 """
 
 import torch
@@ -13,12 +13,12 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 def lots_of(seed: int, numbers: Int[Tensor, "..."], more: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """A lot of 53 bits for each pair of numbers.
+    """Return a random number of 53 bits for each pair of numbers.
 
     Args:
-        seed: another seed is another draw.
+        seed: seed of the hash.
         numbers: the first of each pair.
-        more: the second; shapes that go together, such as layers [layer, 1] and positions.
+        more: the second of each pair; shapes broadcast, such as layers [layer, 1] and positions.
     """
     first = torch.tensor(seed % (1 << 63), device=numbers.device)
     return _shifted(_scrambled(_scrambled(_scrambled(first) + numbers) + more), 11)
@@ -32,5 +32,5 @@ def _scrambled(numbers: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 
 def _shifted(numbers: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
-    """To the right, zeros coming in: int64's own shift would copy the sign."""
+    """Shift right, filling with zeros; int64's own shift would copy the sign."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Options of rules and budgets: the fields of their dataclasses, read from text."""
+"""Options of rules and budgets: fields of their dataclasses, parsed from text."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,21 +11,23 @@ KINDS = (bool, int, float, str)  # an option's type is its default's
 _WANTED = {int: "a whole number", float: "a finite number"}
 _BOOLEANS = {"true": True, "false": False}
 T = TypeVar("T")
-Nested = Mapping[type, Callable[[str], object]]  # of options that are rules themselves
+Nested = Mapping[type, Callable[[str], object]]  # parsers of options that are rules themselves
 
 
 def check_options(what: str, made: type, *, taken: tuple[str, ...], nested: Nested) -> None:
     """Refuse a class whose fields cannot be options.
 
     Raises:
-        ConfigError: it is no dataclass, or a field has no default of an option's type, or a name
-            that is taken.
+        ConfigError: the class is not a dataclass, a field has no default of an option type, or a
+            field uses a reserved name.
     """
     if "__dataclass_fields__" not in vars(made):
-        raise ConfigError(f"{what} is no dataclass: write @register above @dataclass")
+        raise ConfigError(f"{what} is not a dataclass: write @register above @dataclass")
     for declared in fields(made):
         if declared.name in taken:
-            raise ConfigError(f"option {declared.name!r} of {what} is the schedule's own")
+            raise ConfigError(
+                f"option {declared.name!r} of {what} is reserved for the schedule; rename the field"
+            )
         if type(declared.default) not in KINDS and not isinstance(declared.default, tuple(nested)):
             kinds = ", ".join(kind.__name__ for kind in KINDS)
             raise ConfigError(f"option {declared.name!r} of {what} needs a default of type {kinds}")
@@ -34,18 +36,18 @@ def check_options(what: str, made: type, *, taken: tuple[str, ...], nested: Nest
 def make_with_options(
     what: str, made: type[T], options: Mapping[str, str], *, others: tuple[str, ...], nested: Nested
 ) -> T:
-    """Build it from options as text.
+    """Build a rule or budget from options given as text.
 
     Args:
-        what: for messages, such as "policy 'h2o'".
+        what: name for messages, such as "policy 'h2o'".
         made: a dataclass that `check_options` accepts.
-        options: of it alone.
-        others: options that are understood elsewhere, to be offered too.
-        nested: how options that are rules are read.
+        options: options of this class only.
+        others: options that are handled elsewhere, offered as suggestions in errors.
+        nested: parsers of options that are rules.
 
     Raises:
-        UnknownName: an option is not known; offers the nearest names.
-        ConfigError: a value of the wrong type, or one that the class refuses.
+        UnknownName: an option is not known; lists the nearest names.
+        ConfigError: a value has the wrong type, or the class refuses it.
     """
     declared: dict[str, Field[Any]] = {f.name: f for f in fields(made)}  # type: ignore[arg-type]
     values = {}
@@ -73,12 +75,12 @@ def _convert(key: str, value: str, default: object, nested: Nested) -> object:
 
 def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("no option means anything at infinity or NaN")
+        raise ValueError("options must be finite")
     return value
 
 
 def check_at_least(least: int, **options: int | float) -> None:
-    """Refuse options that are below what they may be.
+    """Refuse options that are below their minimum.
 
     Raises:
         ConfigError: names the option.
@@ -89,6 +91,6 @@ def check_at_least(least: int, **options: int | float) -> None:
 
 
 def without_parentheses(value: str) -> str:
-    """A nested rule without what stands around it."""
+    """Strip the parentheses around a nested rule."""
     value = value.strip()
     return value[1:-1] if value.startswith("(") and value.endswith(")") else value

@@ -1,7 +1,6 @@
-"""Tokens drawn by lot: the control that a rule must beat.
+"""Random tokens: the control that a rule must beat.
 
-The lot of a token is a hash of the seed, its layer and its position: a token that lost once would
-lose again.
+The score of a token is a hash of the seed, its layer and its position, so it never changes.
 """
 
 from dataclasses import dataclass
@@ -18,15 +17,15 @@ from quire.policies.view import KVView
 @register("random")
 @dataclass(frozen=True, slots=True)
 class Random(SinksAndRecent):
-    """Keep tokens drawn by lot, for each layer its own.
+    """Retain random tokens, independently for each layer.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        recent: so many of the newest cached tokens do not leave.
-        seed: another seed is another draw.
+        sinks: tokens at the start of the sequence that are never evicted.
+        recent: number of newest cached tokens that are never evicted.
+        seed: seed of the hash.
     """
 
-    cost = "none: positions alone"
+    cost = "none: positions only"
 
     seed: int = 0
 

@@ -1,7 +1,7 @@
 """Sinks and the newest tokens (StreamingLLM, Xiao et al. 2023, section 3.2).
 
-Differs from the paper: keys keep the rotary positions they were written with; distances between
-the kept tokens are the true ones.
+Differs from the paper: keys keep the rotary positions they were written with; distances between the
+retained tokens are the true ones.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from quire.policies.view import KVView
 @register("recent")
 @dataclass(frozen=True, slots=True)
 class Recent(ScorePolicy):
-    """Keep the first `sinks` tokens and the newest of the rest.
+    """Retain the first `sinks` tokens and the newest of the rest.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
+        sinks: tokens at the start of the sequence that are never evicted.
     """
 
-    cost = "none: positions alone"
+    cost = "none: positions only"
 
     sinks: int = 0
 

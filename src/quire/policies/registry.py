@@ -1,7 +1,7 @@
-"""Names of policies and budgets, and how a text becomes one.
+"""Registry of policies and budgets by name, and construction of them from text.
 
-A policy is found by standing in `quire.policies`, a budget in `quire.policies.budgets`; packages of
-others name their modules under the entry-point groups `quire.policies` and `quire.budgets`.
+Policies are the modules of `quire.policies`, budgets those of `quire.policies.budgets`. Other
+packages list their modules under the entry-point groups `quire.policies` and `quire.budgets`.
 """
 
 import importlib
@@ -29,15 +29,15 @@ _loaded: set[str] = set()
 
 
 def register(name: str) -> Callable[[type[P]], type[P]]:
-    """Give a policy class its name.
+    """Register a policy class under a name.
 
     Raises:
-        ConfigError: the name is taken, or the class is no dataclass whose fields have defaults.
+        ConfigError: the name is taken, or the class is not a dataclass whose fields have defaults.
     """
 
     def put(policy: type[P]) -> type[P]:
         if name in (FULL, *_POLICIES) and _POLICIES.get(name) is not policy:
-            raise ConfigError(f"two policies are called {name!r}")
+            raise ConfigError(f"two policies are called {name!r}; rename one")
         check_options(f"policy {name!r}", policy, taken=SCHEDULE_OPTIONS, nested=_nested())
         _POLICIES[name] = policy
         return policy
@@ -46,15 +46,15 @@ def register(name: str) -> Callable[[type[P]], type[P]]:
 
 
 def register_budget(name: str) -> Callable[[type[B]], type[B]]:
-    """Give a budget class its name.
+    """Register a budget class under a name.
 
     Raises:
-        ConfigError: the name is taken, or the class is no dataclass whose fields have defaults.
+        ConfigError: the name is taken, or the class is not a dataclass whose fields have defaults.
     """
 
     def put(budget: type[B]) -> type[B]:
         if _BUDGETS.get(name, budget) is not budget:
-            raise ConfigError(f"two budgets are called {name!r}")
+            raise ConfigError(f"two budgets are called {name!r}; rename one")
         check_options(f"budget {name!r}", budget, taken=(), nested={})
         _BUDGETS[name] = budget
         return budget
@@ -63,34 +63,35 @@ def register_budget(name: str) -> Callable[[type[B]], type[B]]:
 
 
 def registered() -> Mapping[str, type[EvictionPolicy]]:
-    """All policies by name; `full` (keep everything) is not a rule and not among them."""
+    """Return all policies by name, without `full` (retain everything), which is not a rule."""
     _load(policies, "quire.policies")
     return dict(sorted(_POLICIES.items()))
 
 
 def registered_budgets() -> Mapping[str, type[Budget]]:
-    """All budgets by name."""
+    """Return all budgets by name."""
     _load(budgets, "quire.budgets")
     return dict(sorted(_BUDGETS.items()))
 
 
 def make_policy(text: str) -> EvictionPolicy:
-    """Build a rule from a text without schedule options, as one nested in another is written.
+    """Build a rule from text without schedule options, such as a rule nested in another.
 
     Raises:
-        UnknownName: the policy or one of its options is not known; offers the nearest names.
-        ConfigError: a value of the wrong type, or one that the rule refuses.
+        UnknownName: the policy or one of its options is not known; lists the nearest names.
+        ConfigError: a value has the wrong type, or the rule refuses it.
     """
     parsed = parse_policy(text)
     if parsed.name == FULL:
         raise ConfigError(
-            f"{text!r} keeps everything: no rule stands around it; name one that evicts, as h2o"
+            f"{text!r} retains everything and cannot be nested in another rule; use a rule that "
+            "evicts, such as h2o"
         )
     misplaced = [option for option in parsed.options if option in SCHEDULE_OPTIONS]
     if misplaced:
         raise ConfigError(
-            f"{', '.join(misplaced)} of {text!r} cannot stand inside another rule, whose schedule "
-            "holds; write it behind the parentheses"
+            f"{', '.join(misplaced)} of {text!r} cannot be set inside another rule, whose schedule "
+            "applies; write it after the parentheses"
         )
     return policy_of(parsed.name, parsed.options)
 
@@ -106,11 +107,11 @@ def policy_of(name: str, options: Mapping[str, str]) -> EvictionPolicy:
 
 
 def make_budget(text: str) -> Budget:
-    """Build a budget from a text such as `pyramid:beta=20`.
+    """Build a budget from text such as `pyramid:beta=20`.
 
     Raises:
-        UnknownName: the budget or one of its options is not known; offers the nearest names.
-        ConfigError: a value of the wrong type, or one that the budget refuses.
+        UnknownName: the budget or one of its options is not known; lists the nearest names.
+        ConfigError: a value has the wrong type, or the budget refuses it.
     """
     parsed, known = parse_policy(text, "budget"), registered_budgets()
     if parsed.name not in known:
@@ -135,6 +136,6 @@ def _load(package: ModuleType, group: str) -> None:
             entry.load()
         except Exception as error:
             raise ConfigError(
-                f"the eviction rules of {entry.value!r} (entry point {entry.name!r}, group "
-                f"{group}) cannot be loaded: {type(error).__name__}: {error}"
+                f"cannot load the eviction rules of {entry.value!r} (entry point {entry.name!r}, "
+                f"group {group}): {type(error).__name__}: {error}"
             ) from error

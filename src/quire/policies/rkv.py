@@ -1,14 +1,14 @@
-"""R-KV (Cai et al. 2025, arXiv 2505.24133): important to the last queries, and not said twice.
+"""R-KV (Cai et al. 2025, arXiv 2505.24133): important to the last queries, and not redundant.
 
 importance = max pooling of the mean over the window's queries of softmax(max over the group of
-logits), over the tokens before the window; redundancy = softmax over all cached tokens of the mean
-cosine between a token's key and the others', the newest alike one of each forgiven
+logits), over the tokens before the window. redundancy = softmax over all cached tokens of the mean
+cosine between a token's key and the other keys, excluding the newest similar key of each row:
 
     score(token) = mix_lambda * importance - (1 - mix_lambda) * redundancy
 
-Differs from the paper: a key to which none is alike forgives none (the published code then
-forgives the oldest token by accident). With `block` keys are compared among neighbours only, as in
-Zipage (arXiv 2603.08743), which costs n * block instead of n * n products.
+Differs from the paper: a key without similar keys excludes none (the published code then excludes
+the oldest token by accident). With `block`, keys are compared only within blocks of neighbours, as
+in Zipage (arXiv 2603.08743), which costs n * block instead of n * n products.
 """
 
 from dataclasses import dataclass
@@ -38,18 +38,18 @@ from quire.policies.windows import (
 @register("rkv")
 @dataclass(frozen=True, slots=True)
 class RKV(ScorePolicy):
-    """Keep the newest tokens and, of the rest, those looked at whose keys are unlike the others.
+    """Retain the newest tokens and, of the rest, those with high attention and dissimilar keys.
 
     Attributes:
-        window: newest tokens, whose queries are asked, and which stay; part of what is kept.
-        kernel: tokens whose largest importance counts, odd.
-        mix_lambda: weight of importance; the rest is redundancy's.
-        threshold: cosine above which two keys are alike.
+        window: number of newest tokens whose queries are used; they are retained, within the cap.
+        kernel: width of the max pooling over importance, odd.
+        mix_lambda: weight of importance; redundancy has weight 1 - mix_lambda.
+        threshold: cosine above which two keys are similar.
         block: neighbouring tokens among which keys are compared; 0: all.
-        sinks: tokens at the start of the sequence that never leave.
+        sinks: tokens at the start of the sequence that are never evicted.
     """
 
-    cost = "`window` rows of attention and all products of keys at an eviction"
+    cost = "`window` rows of attention and all products of pairs of keys at an eviction"
 
     window: int = 8
     kernel: int = 7
@@ -63,7 +63,7 @@ class RKV(ScorePolicy):
         check_pooling(self.kernel, MAXIMUM)
         if not 0 <= self.mix_lambda <= 1:
             raise ConfigError(f"expected 0 <= mix_lambda <= 1, got {self.mix_lambda}")
-        _ = self._ring  # refuses a window of none
+        _ = self._ring  # refuses an empty window
 
     @property
     def _ring(self) -> QueryRing:
@@ -91,23 +91,23 @@ class RKV(ScorePolicy):
     def _importance(
         self, view: KVView, keys: Float[Tensor, "lane slot head_dim"]
     ) -> Float[Tensor, "lane slot"]:
-        queries, requested = recorded(view, self._ring)
+        queries, query_positions = recorded(view, self._ring)
         lanes, group, window, _ = queries.shape
         before: Bool[Tensor, "lane 1 slot"] = ~view.newest(self.window)[:, None]
-        seen = visible(view, requested) & before
+        seen = visible(view, query_positions) & before
         sums = torch.zeros(keys.shape[:2], device=keys.device)
         for part in slices(lanes, group * window * keys.shape[1]):
             logits = queries[part] @ keys[part, None].transpose(2, 3) * view.scale
             sums[part] = softmax_over(logits.amax(dim=1), seen[part]).sum(dim=1)
-        mean = sums / (requested >= 0).sum(dim=1, keepdim=True)
+        mean = sums / (query_positions >= 0).sum(dim=1, keepdim=True)
         return pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]
 
 
 # ---- redundancy ----------------------------------------------------------------------------------
 
-# How alike cached keys are, a bounded number of pairs at a time.
+# Similarity of cached keys, computed for a bounded number of pairs at a time.
 
-_ROWS = 128  # fixed: sums over rows must not depend on what else is worked on
+_ROWS = 128  # fixed, so that sums over rows do not depend on the batch
 
 
 def mean_similarity(
@@ -117,16 +117,16 @@ def mean_similarity(
     threshold: float,
     block_tokens: int = 0,
 ) -> Float[Tensor, "lane slot"]:
-    """Mean cosine of each key with all keys of its lane, or of its block; 0 with itself.
+    """Return the mean cosine of each key with all keys of its lane or block; 0 with itself.
 
-    Of the keys that are alike to one (cosine above the threshold) the newest is forgiven: that pair
-    counts 0, so that the newest of several alike tokens is not redundant.
+    Of the keys that are similar to a given key (cosine above the threshold) the newest is excluded:
+    that pair counts 0, so that the newest of several similar tokens is not redundant.
 
     Args:
-        keys: zeros where no slot is.
-        live: slots that hold a token, in front of those that do not.
+        keys: zeros for empty slots.
+        live: slots that hold a token, before those that do not.
         threshold: 0 or more.
-        block_tokens: neighbours among which keys are compared; 0: all of the lane.
+        block_tokens: neighbours among which keys are compared; 0: the whole lane.
     """
     lanes, slots, dim = keys.shape
     block = block_tokens or slots

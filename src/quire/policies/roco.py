@@ -1,11 +1,12 @@
-"""RoCo (EasyKV, Ren and Zhu 2024, arXiv 2402.06262): mean attention, but tokens it varies on stay.
+"""RoCo (EasyKV, Ren and Zhu 2024, arXiv 2402.06262): mean attention with high-variance tokens kept.
 
-With n = queries that saw a token: mean = sum / n, std = sqrt(squares / n - mean ** 2). The
-`keep - protected` tokens of smallest std may leave, and of them those of smallest mean do. A token
-whose weights vary is one that some queries need.
+With n = queries that saw a token: mean = sum / n, std = sqrt(squares / n - mean ** 2). The `keep -
+protected` tokens of smallest std are candidates, and of these the tokens of smallest mean are
+evicted. Tokens whose weights vary are needed by some queries only.
 
-Differs from the paper: where more tokens leave at a time than that, as many as leave may leave. The
-number of newest tokens that stay is fixed, not a share of the cap.
+Differs from the paper: if more tokens are evicted at a time than there are candidates, the number
+of candidates is raised to the number evicted. The number of newest tokens that are retained is
+fixed, not a fraction of the cap.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from quire.policies.view import KVView
 @register("roco")
 @dataclass(frozen=True, slots=True)
 class RoCo(SinksAndRecent):
-    """Keep the tokens whose attention weights vary most, then those of the largest mean weight.
+    """Retain the tokens whose attention weights vary most, then those of the largest mean weight.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        recent: so many of the newest cached tokens do not leave.
-        heads: how the query heads of a KV head are reduced: mean, max or sum.
+        sinks: tokens at the start of the sequence that are never evicted.
+        recent: number of newest cached tokens that are never evicted.
+        heads: reduction over the query heads of a KV head: mean, max or sum.
     """
 
     cost = "column sums of the attention weights and of their squares"
@@ -40,7 +41,7 @@ class RoCo(SinksAndRecent):
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        _ = self.statistics  # refuses a reduction that is none
+        _ = self.statistics  # refuses an unknown reduction
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -63,7 +64,8 @@ class RoCo(SinksAndRecent):
         keep: Int[Tensor, " lane"],
         piece_tokens: int = 1,
     ) -> Bool[Tensor, "lane slot"]:
-        # no mask: in pieces these would hold on to their neighbours, and more than `keep` stay
+        # raise scores instead of masking: masked slots would retain their whole pieces, and more
+        # than `keep` slots would be retained
         varied = self._varied(view, protected, keep)
         lifted = torch.where(varied, score + 1 + score.amax(dim=1, keepdim=True), score)
         return ScorePolicy.choose(self, view, lifted, protected, keep, piece_tokens)
@@ -71,7 +73,7 @@ class RoCo(SinksAndRecent):
     def _varied(
         self, view: KVView, protected: Bool[Tensor, "lane slot"], keep: Int[Tensor, " lane"]
     ) -> Bool[Tensor, "lane slot"]:
-        """Slots of so large a std that they may not leave, the protected ones among them."""
+        """Mark the slots whose std is too large to be evicted, including the protected ones."""
         held, fixed = view.num_slots[:, 0], protected.sum(dim=1)
         may_leave = torch.maximum(keep - fixed, held - keep)
         return choose_slots(self._std(view), view.live, protected, held - may_leave)

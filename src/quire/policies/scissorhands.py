@@ -2,11 +2,11 @@
 
 score(token) = -(queries that gave it less than 1 / keys that query saw)
 
-Differs from the paper: looks are counted as they happen over a token's whole life in the cache; the
-paper computes the weights of the last 400 queries anew when tokens leave. Counts tie often, and
-ties keep the lower position. The newest tokens stay (the paper sets their count to 0). The paper
-drops half the cap at a time, which is `every=` half of `cap=`, and gives later layers more, which
-is a budget.
+Differs from the paper: low weights are counted at every step while a token is cached; the paper
+recomputes the weights of the last 400 queries at an eviction. Counts tie often, and ties retain the
+lower position. The newest tokens are retained (the paper sets their count to 0). The paper evicts
+half the cap at a time, which is `every=` half of `cap=`. It gives later layers a larger cap, which
+is a budget (`scissors`).
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from quire.policies.view import KVView
 @register("scissorhands")
 @dataclass(frozen=True, slots=True)
 class Scissorhands(SinksAndRecent):
-    """Keep the newest tokens and, of the rest, those that fewest queries overlooked.
+    """Retain the newest tokens and, of the rest, those with the fewest low attention weights.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        recent: so many of the newest cached tokens do not leave.
-        heads: how the query heads of a KV head are reduced: mean, max or sum.
-        share: compare the share of a token's looks that were low, not their number, which is
-            larger for tokens that have been there for longer.
+        sinks: tokens at the start of the sequence that are never evicted.
+        recent: number of newest cached tokens that are never evicted.
+        heads: reduction over the query heads of a KV head: mean, max or sum.
+        share: compare the fraction of queries that gave a low weight, not their number, which is
+            larger for older tokens.
     """
 
     cost = "a count of low attention weights"
@@ -41,7 +41,7 @@ class Scissorhands(SinksAndRecent):
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        _ = self.statistics  # refuses a reduction that is none
+        _ = self.statistics  # refuses an unknown reduction
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

@@ -1,12 +1,12 @@
-"""SnapKV (Li et al. 2024, arXiv 2404.14469): what the last queries look at, neighbours pooled.
+"""SnapKV (Li et al. 2024, arXiv 2404.14469): attention of the last queries, pooled over neighbours.
 
 score(token) = reduce over the group of pool(sum over the window's queries of the weight)
 
-Differs from the paper: the paper cuts once, when the prompt is read, which is `when=prefill_end`;
-with other schedules the window is the last queries before each eviction, kept in a ring. The rows
-of the window are computed at an eviction over the tokens cached now: a softmax does not count
-tokens that an earlier eviction removed, although the query attended to them. The paper keeps tokens
-for each query head; here query heads that share a KV head are reduced after pooling.
+Differs from the paper: the paper evicts once, after prefill, which is `when=prefill_end`. With
+other schedules the window is the last queries before each eviction, stored in a ring buffer. The
+rows of the window are computed at an eviction over the tokens cached now: a softmax omits tokens
+that an earlier eviction removed, although the query attended to them. The paper retains tokens for
+each query head; here query heads that share a KV head are reduced after pooling.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from quire.policies.windows import AVERAGE, check_pooling, column_sums, pool, re
 @register("snapkv")
 @dataclass(frozen=True, slots=True)
 class SnapKV(ScorePolicy):
-    """Keep the newest tokens and, of the rest, those that the newest tokens' queries look at.
+    """Retain the newest tokens and, of the rest, those the newest tokens' queries attend to most.
 
     Attributes:
-        window: newest tokens, whose queries are asked, and which stay; part of what is kept.
-        kernel: tokens that are pooled, odd; 1 pools nothing.
-        pooling: avg, or max.
-        heads: how the query heads of a KV head are reduced, after pooling: mean, max or sum.
-        sinks: tokens at the start of the sequence that never leave.
+        window: number of newest tokens whose queries are used; they are retained, within the cap.
+        kernel: width of the pooling, odd; 1 disables pooling.
+        pooling: avg or max.
+        heads: reduction over the query heads of a KV head, after pooling: mean, max or sum.
+        sinks: tokens at the start of the sequence that are never evicted.
     """
 
     cost = "`window` rows of attention at an eviction"
@@ -47,7 +47,7 @@ class SnapKV(ScorePolicy):
         check_at_least(0, sinks=self.sinks)
         check_pooling(self.kernel, self.pooling)
         check_reduction(self.heads)
-        _ = self._ring  # refuses a window of none
+        _ = self._ring  # refuses an empty window
 
     @property
     def _ring(self) -> QueryRing:
@@ -63,7 +63,8 @@ class SnapKV(ScorePolicy):
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         sums = column_sums(view, self._ring)
-        sums = sums.masked_fill(view.newest(self.window)[:, None, :], 0.0)  # not pooled with
+        # exclude the window from pooling
+        sums = sums.masked_fill(view.newest(self.window)[:, None, :], 0.0)
         return reduce_group(pool(sums, self.kernel, self.pooling), self.heads)
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:

@@ -1,18 +1,19 @@
-"""StreamingLLM as it was published (Xiao et al. 2023, section 3.2): sinks, renumbered.
+"""StreamingLLM as published (Xiao et al. 2023, section 3.2): sinks with renumbered positions.
 
-What stays is what `sinks` keeps. Keys are stored before RoPE; whenever they are attended, the token
-at place i of those a lane holds stands at position i, and a query at its own place. So with
-`when=prefill_and_decode` no position reaches the cap however long a stream runs: it may be longer
-than the model's context.
+The retained tokens are those of `sinks`. Keys are stored before RoPE and rotated at every
+attention: the token at index i of a lane gets position i, and a query gets its own index. With
+`when=prefill_and_decode` no position reaches the cap at any length, so a sequence may exceed the
+model's context.
 
-    positions in the text    0 1 2 3 | 60 61 62 63 64      (cap 9, sinks 4)
-    as attention sees them   0 1 2 3 |  4  5  6  7  8
+    positions in the text     0 1 2 3 | 60 61 62 63 64      (cap 9, sinks 4)
+    positions in attention    0 1 2 3 |  4  5  6  7  8
 
-Keys before RoPE lie in pages of their own kind: all requests of an engine renumber, or none does.
+Keys before RoPE are stored in a separate kind of page: all requests of an engine renumber
+positions, or none does.
 
-Differs from the paper: `every` tokens leave at a time instead of one for one, and a prompt is read
-in blocks behind such evictions. Layers with a sliding window are numbered from the oldest token of
-their window on; RoPE knows distances only.
+Differs from the paper: `every` tokens are evicted at a time instead of one per step, and prefill
+proceeds in blocks between such evictions. Layers with a sliding window are numbered from the oldest
+token of their window; RoPE depends on distances only.
 """
 
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ from quire.policies.sinks import Sinks
 @register("streaming")
 @dataclass(frozen=True, slots=True)
 class Streaming(Sinks):
-    """Keep the first tokens and the newest of the rest, and number them anew.
+    """Retain the first tokens and the newest of the rest, and renumber their positions.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
+        sinks: tokens at the start of the sequence that are never evicted.
     """
 
-    cost = "keys are turned at each look; portable attention"
+    cost = "keys are rotated at every attention; portable attention backend"
 
     @property
     def rerotates_keys(self) -> bool:

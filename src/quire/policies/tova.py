@@ -1,10 +1,10 @@
-"""TOVA (Oren et al. 2024, arXiv 2401.06104): the attention of the last query alone.
+"""TOVA (Oren et al. 2024, arXiv 2401.06104): the attention of the last query only.
 
 score(token) = mean over the query heads of a layer of the last query's weights
 
-Differs from the paper: with `scope=lane` each KV head keeps its own tokens, by the mean over its
-own query heads. The newest token may leave, as in the paper, unless `recent` protects it. The row
-is computed over what is cached when tokens leave; that is the row the query saw.
+Differs from the paper: with `scope=lane` each KV head retains its own tokens, by the mean over its
+own query heads. The newest token may be evicted, as in the paper, unless `recent` protects it. The
+row is computed at an eviction over the cached tokens, which are the tokens the query saw.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ _LAST = QueryRing(window=1)
 @register("tova")
 @dataclass(frozen=True, slots=True)
 class TOVA(SinksAndRecent):
-    """Keep the tokens the last query attends to most, the same ones for every head of a layer.
+    """Retain the tokens the last query attends to most, the same for every head of a layer.
 
     Attributes:
-        sinks: tokens at the start of the sequence that never leave.
-        recent: so many of the newest cached tokens do not leave.
-        scope: layer, or lane for a set of each KV head's own.
+        sinks: tokens at the start of the sequence that are never evicted.
+        recent: number of newest cached tokens that are never evicted.
+        scope: layer, or lane for a separate retained set per KV head.
     """
 
     cost = "one row of attention at an eviction"

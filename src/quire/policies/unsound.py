@@ -1,6 +1,6 @@
-"""Parts of an eviction that cannot be right together: one declared table, with what to use instead.
+"""Table of eviction components that exclude each other, with alternatives.
 
-What a model, a store or a schedule of steps excludes is refused where those are chosen.
+Combinations that a model, a store or a step schedule excludes are refused where those are set.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from quire.policies.budgets.base import Budget
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an eviction is put together from."""
+    """Components of an eviction."""
 
     policy: EvictionPolicy
     budget: Budget
@@ -23,22 +23,22 @@ class Parts:
 
     @property
     def budget_name(self) -> str:
-        """For messages."""
+        """Name of the budget for messages."""
         return f"budget {type(self.budget).__name__.lower()}"
 
     @property
     def records_queries(self) -> bool:
-        """Whether queries, or moments of them, are kept."""
+        """Whether the rule or the budget stores queries or their moments."""
         statistics = (*self.policy.statistics, *self.budget.statistics)
         return any(isinstance(one, QueryRing | QueryMoments) for one in statistics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsound:
-    """Two kinds of parts that exclude each other.
+    """Two kinds of components that exclude each other.
 
     Attributes:
-        one, other: the kinds, for the documents.
+        one, other: the kinds, for the documentation.
         meets: whether an eviction has both.
         reason: why they exclude each other; `{budget}` and `{when}` are filled in.
         instead: what to use.
@@ -53,51 +53,52 @@ class Unsound:
 
 UNSOUND: tuple[Unsound, ...] = (
     Unsound(
-        one="a budget that looks once at the prompt's cache (squeeze, lazy, fastgen)",
+        one="a budget that reads the prompt's cache once (squeeze, lazy, fastgen)",
         other="`when=prefill_and_decode`, `when=pressure`",
         meets=lambda parts: (
             parts.budget.needs_prompt and parts.when in (PREFILL_AND_DECODE, PRESSURE)
         ),
-        reason="{budget} looks at the whole prompt's cache, which when={when} never holds",
-        instead="when=prefill_end or when=decode, or a budget that needs no look, such as pyramid",
+        reason="{budget} reads the whole prompt's cache, which is never complete with when={when}",
+        instead="when=prefill_end or when=decode, or a budget that does not read the cache, such "
+        "as pyramid",
     ),
     Unsound(
-        one="a budget that looks at the cache (squeeze, lazy, fastgen, ada)",
-        other="a rule that gives a kept set and no scores",
+        one="a budget that reads the cache (squeeze, lazy, fastgen, ada)",
+        other="a rule that returns a retained set and no scores",
         meets=lambda parts: (
             (parts.budget.needs_prompt or parts.budget.ragged)
             and not isinstance(parts.policy, ScorePolicy)
         ),
-        reason="{budget} compares scores, and this rule gives none",
-        instead="budget=uniform, or a rule that scores",
+        reason="{budget} compares scores, and this rule returns none",
+        instead="budget=uniform, or a rule that returns scores",
     ),
     Unsound(
         one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
-        other="a rule with one set a layer (recent, sinks, random, tova, kvcrush and its forms)",
+        other="a rule with one set per layer (recent, sinks, random, tova, kvcrush and variants)",
         meets=lambda parts: parts.budget.by_head and parts.policy.scope == LAYER,
-        reason="{budget} divides a layer over its heads, and this rule keeps one set for all heads "
-        "of a layer",
-        instead="a rule whose heads choose for themselves, such as h2o",
+        reason="{budget} divides a layer over its heads, and this rule retains one set for all "
+        "heads of a layer",
+        instead="a rule with one set per head, such as h2o",
     ),
     Unsound(
-        one="a rule that numbers anew what stays (streaming)",
-        other="a rule or a budget that remembers queries (lazy, fastgen)",
+        one="a rule that renumbers positions (streaming)",
+        other="a rule or a budget that stores queries (lazy, fastgen)",
         meets=lambda parts: parts.policy.rerotates_keys and parts.records_queries,
-        reason="queries are remembered at the positions they had, and keys are numbered anew",
-        instead="sinks, which keeps the same tokens at the positions they had",
+        reason="queries are stored at their original positions, and keys are renumbered",
+        instead="sinks, which retains the same tokens at their original positions",
     ),
 )
 
 
 def refuse_unsound(text: str, parts: Parts) -> None:
-    """Refuse parts that exclude each other.
+    """Refuse components that exclude each other.
 
     Args:
-        text: as written, for the message.
-        parts: what it says.
+        text: the rule as written, for the message.
+        parts: components of that rule.
 
     Raises:
-        UnsoundCombination: says why and what to use instead.
+        UnsoundCombination: the message gives the reason and an alternative.
     """
     for row in UNSOUND:
         if row.meets(parts):

@@ -1,13 +1,13 @@
-"""A rule's scores times the length of values (Expected Attention, Devoto et al. 2025, section 3).
+"""Scores times value norms (Expected Attention, Devoto et al. 2025, section 3).
 
 score(token) = (score of the base rule + epsilon) * ||v|| ** power
 
-A token moves the output by its weight times its value, so a token with a long value matters more
-than its weight says. CriticalKV (Feng et al. 2025) ranks by the same product.
+A token changes the output by its weight times its value, so a token with a long value matters more
+than its weight alone indicates. CriticalKV (Feng et al. 2025) ranks by the same product.
 
-Differs from the papers: the norm is Euclidean and of the value itself (CriticalKV takes the sum of
-magnitudes behind the output projection, whose weights a rule does not see, and only for the second
-half of what is kept). Any base whose scores are not negative can be taken.
+Differs from the papers: the norm is Euclidean and of the value itself. CriticalKV sums magnitudes
+after the output projection, whose weights a rule cannot read, and only for the second half of the
+retained tokens. Any base rule with non-negative scores is accepted.
 """
 
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ from quire.policies.view import KVView
 @register("value_norm")
 @dataclass(frozen=True, slots=True)
 class ValueNorm(ScorePolicy):
-    """Keep what the base rule keeps, its scores multiplied by the length of each token's value.
+    """Apply the base rule with its scores multiplied by the norm of each token's value.
 
     Attributes:
-        base: the rule; what it protects stays protected.
-        power: of the length; 0 leaves the scores alone.
-        epsilon: added to the scores first, so that values decide where they are 0.
+        base: the rule; tokens it protects are always retained.
+        power: exponent of the norm; 0 leaves the scores unchanged.
+        epsilon: added to the scores first, so that values decide between scores of 0.
     """
 
-    cost = "the base rule's, and one read of the values"
+    cost = "the base rule, and one read of the values"
 
     base: EvictionPolicy = H2O()  # noqa: RUF009 - frozen
     power: float = 1.0
@@ -45,12 +45,13 @@ class ValueNorm(ScorePolicy):
     def __post_init__(self) -> None:
         if not isinstance(self.base, ScorePolicy):
             raise ConfigError(
-                f"value_norm multiplies scores, and {type(self.base).__name__} gives none"
+                f"value_norm multiplies scores, and {type(self.base).__name__} returns none; use a "
+                "base that scores tokens, such as h2o"
             )
         if type(self.base).select is not ScorePolicy.select:
             raise ConfigError(
                 f"value_norm ranks scores, and {type(self.base).__name__} does more than rank its "
-                "own; put value_norm inside, as kvcrush:base=(value_norm:base=h2o)"
+                "own; nest value_norm inside, such as kvcrush:base=(value_norm:base=h2o)"
             )
         check_at_least(0, power=self.power, epsilon=self.epsilon)
 
@@ -90,8 +91,8 @@ class ValueNorm(ScorePolicy):
     ) -> Float[Tensor, "lane slot"]:
         if bool((score[view.live] < 0).any()):
             raise PolicyError(
-                f"value_norm multiplies scores, and {type(self.base).__name__} gives negative "
-                "ones; use a base whose scores are attention, such as h2o"
+                f"value_norm needs scores >= 0, and {type(self.base).__name__} returned negative "
+                "ones; use a base whose scores are attention weights, such as h2o"
             )
         length: Tensor = torch.linalg.vector_norm(view.values, dim=2)
         return (score + self.epsilon) * length.pow(self.power)
@@ -111,5 +112,5 @@ class ValueNorm(ScorePolicy):
 
     @property
     def _base(self) -> ScorePolicy:
-        assert isinstance(self.base, ScorePolicy), "checked when it was made"
+        assert isinstance(self.base, ScorePolicy), "checked in __post_init__"
         return self.base

@@ -1,4 +1,4 @@
-"""What a policy may look at: one sequence, whole layers of it, slots in the order of positions."""
+"""The view a policy reads: one sequence, whole layers, slots in the order of positions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,58 +19,58 @@ Rows = TypeVar("Rows", Tensor, NDArray[Any])
 
 @runtime_checkable
 class SlotReader(Protocol):
-    """Gathers what the slots of a view hold, when a rule asks for it."""
+    """Gathers the keys and values of a view's slots on demand."""
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Keys as stored (after RoPE), float32, in the view's order; zeros where no slot is."""
+        """Keys as stored (after RoPE), float32, in the view's order; zeros for empty slots."""
         ...
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Values, likewise."""
+        """Values, float32, in the view's order; zeros for empty slots."""
         ...
 
 
 @runtime_checkable
 class Rotation(Protocol):
-    """What RoPE does to a query, for rules that ask about queries to come."""
+    """RoPE applied to queries, for rules that estimate future queries."""
 
     def mean_rotation(
         self, layer: int, start: int, tokens: int
     ) -> Float[Tensor, "head_dim head_dim"]:
-        """The matrix R for which R @ q is the mean of a query q rotated to many positions.
+        """Return the matrix R for which R @ q is the mean of q rotated to a range of positions.
 
-        float32, with the factor on cosines and sines where a model has one. The identity for a
+        float32, including the model's factor on cosines and sines if it has one. The identity for a
         layer without RoPE.
 
         Args:
             layer: number of the layer in the model.
             start: first position.
-            tokens: positions, one behind the other.
+            tokens: number of consecutive positions.
         """
         ...
 
 
 @dataclass(frozen=True)
 class KVView:
-    """One sequence, the lanes of some whole layers. A lane is one KV head of one layer.
+    """The lanes of whole layers of one sequence. A lane is one KV head of one layer.
 
-    Lanes are layer-major: those of a layer stand side by side, `heads_per_layer` of them. In every
-    lane slots are in the order of their positions, holes closed; a lane with fewer slots than the
-    longest has -1 behind its last one.
+    Lanes are layer-major: the `heads_per_layer` lanes of a layer are consecutive. In every lane,
+    slots are in the order of their positions without gaps; a lane with fewer slots than the longest
+    is padded with -1.
 
     Attributes:
-        positions: logical position of each slot, ascending; -1 where a lane has no slot.
-        next_position: logical position the next token will get: tokens the sequence has had.
-        heads_per_layer: KV heads, and so lanes, of a layer.
+        positions: logical position of each slot, ascending; -1 for an empty slot.
+        next_position: logical position of the next token: the number of tokens processed so far.
+        heads_per_layer: KV heads, and therefore lanes, of a layer.
         layers: the model's layers, in order.
         prompt_tokens: tokens of the request's prompt.
-        statistics: by the name of the declared statistic; per slot [lane, slot] (0 where no slot
-            is; with the query heads apart [lane * group, slot]), else [lane, record, number]. Only
-            those that the policy or its budget declared.
+        statistics: declared statistics by name; per slot [lane, slot] (0 for an empty slot; with
+            separate query heads [lane * group, slot]), else [lane, record, number]. Only those that
+            the policy or its budget declared.
         slots: reads keys and values.
-        head_dim: numbers of a key.
+        head_dim: elements of a key.
         scale: factor on products of queries and keys.
-        rotation: what RoPE does to queries; only for rules that ask (expected_attention).
+        rotation: RoPE of queries; only for rules that need it (expected_attention).
         group: query heads that share the KV head of a lane.
     """
 
@@ -90,7 +90,7 @@ class KVView:
 
     @property
     def lane_layers(self) -> Int[Tensor, " lane"]:
-        """Number of each lane's layer in the model; counted from 0 where the view names none."""
+        """Number of each lane's layer in the model; counted from 0 if the view names no layers."""
         lanes = self.positions.shape[0]
         layers = self.layers or tuple(range(lanes // self.heads_per_layer))
         numbers = torch.tensor(layers, device=self.positions.device)
@@ -103,12 +103,12 @@ class KVView:
 
     @property
     def queries_seen(self) -> Int[Tensor, "lane slot"]:
-        """Queries that have seen each slot, its own among them: at least 1."""
+        """Number of queries that have seen each slot, including the token's own: at least 1."""
         return torch.where(self.live, self.next_position - self.positions, 1)
 
     @cached_property
     def num_slots(self) -> Int[Tensor, "lane 1"]:
-        """Tokens of each lane."""
+        """Number of tokens in each lane."""
         return self.live.sum(dim=1, keepdim=True)
 
     @property
@@ -122,27 +122,27 @@ class KVView:
         return self._reader.values()
 
     def remembered(self, statistic: Statistic) -> Float[Tensor, "..."]:
-        """What was written for a declared statistic.
+        """Return the stored values of a declared statistic.
 
         Raises:
-            PolicyError: it was not declared, or the view was made without it.
+            PolicyError: the statistic was not declared, or the view was built without it.
         """
         if statistic.name not in self.statistics:
-            raise PolicyError(f"this view was made without the statistic {statistic.name}")
+            raise PolicyError(f"this view was built without the statistic {statistic.name}")
         return self.statistics[statistic.name]
 
     @property
     def _reader(self) -> SlotReader:
         if self.slots is None:
-            raise PolicyError("this view was made without keys and values")
+            raise PolicyError("this view was built without keys and values")
         return self.slots
 
     def by_layer(self, numbers: Shaped[Tensor, "lane ..."]) -> Shaped[Tensor, "layer head ..."]:
-        """[lane, ...] as [layer, KV head, ...], the same memory."""
+        """Reshape [lane, ...] to [layer, KV head, ...] without copying."""
         return numbers.view(-1, self.heads_per_layer, *numbers.shape[1:])
 
     def first_heads(self, numbers: Rows) -> Rows:
-        """Those of each layer's first KV head: of all, where heads hold and ask the same.
+        """Return the rows of each layer's first KV head, for data that all heads share.
 
         Args:
             numbers: a tensor or an array, [lane, ...].
@@ -151,10 +151,10 @@ class KVView:
         return of_layer
 
     def newest(self, tokens: int | Int[Tensor, "lane 1"]) -> Bool[Tensor, "lane slot"]:
-        """The last `tokens` cached tokens of each lane, or of each its own number."""
-        place = torch.arange(self.positions.shape[1], device=self.positions.device)
-        return self.live & (place >= self.num_slots - tokens)
+        """Return the last `tokens` cached tokens of each lane; one number, or one per lane."""
+        index = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return self.live & (index >= self.num_slots - tokens)
 
     def oldest_positions(self, sinks: int) -> Bool[Tensor, "lane slot"]:
-        """Tokens at logical positions below `sinks`."""
+        """Return the tokens at logical positions below `sinks`."""
         return self.live & (self.positions < sinks)

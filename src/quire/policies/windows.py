@@ -1,8 +1,8 @@
-"""Attention of remembered queries over the keys cached now.
+"""Attention of recorded queries over the keys cached now.
 
-A ring holds queries as they were when they were computed, each rotated to its own position. Their
-weights are computed when tokens leave: softmax over the keys that are still cached and not newer
-than the query, in float32. Only the scale enters: no soft cap of logits, no learned sinks.
+A ring buffer holds recent queries, each rotated to its own position. Their weights are computed at
+an eviction: softmax over the keys that are still cached and not newer than the query, in float32.
+Only the scale is applied: no soft cap of logits, no learned sinks.
 """
 
 from collections.abc import Iterator
@@ -20,45 +20,47 @@ from quire.policies.view import KVView
 def recorded(
     view: KVView, ring: QueryRing
 ) -> tuple[Float[Tensor, "lane group query head_dim"], Int[Tensor, "lane query"]]:
-    """The queries of a ring, in no order, and their positions: -1 where none stands yet.
+    """Return the queries of a ring, unordered, and their positions; -1 for empty entries.
 
     Raises:
-        PolicyError: a lane has none at all.
+        PolicyError: a lane has no query.
     """
     record = view.remembered(ring)
-    requested = record[:, :, -1].long() - 1
-    if bool((requested < 0).all(dim=1).any()):
+    query_positions = record[:, :, -1].long() - 1
+    if bool((query_positions < 0).all(dim=1).any()):
         raise PolicyError(
-            f"no query was recorded in {ring.name}: a rule with a window cannot tell which tokens "
-            "matter before one has been asked"
+            f"no query was recorded in {ring.name}: a rule with a window needs at least one query "
+            "to score tokens"
         )
     lanes, window, width = record.shape
     queries = record[:, :, :-1].view(lanes, window, (width - 1) // view.head_dim, view.head_dim)
-    return queries.transpose(1, 2), requested
+    return queries.transpose(1, 2), query_positions
 
 
-def visible(view: KVView, requested: Int[Tensor, "lane query"]) -> Bool[Tensor, "lane query slot"]:
-    """Which slots each query may look at: cached, and not newer than it."""
-    known = view.positions[:, None, :] <= requested[:, :, None]
-    return known & view.live[:, None, :] & (requested >= 0)[:, :, None]
+def visible(
+    view: KVView, query_positions: Int[Tensor, "lane query"]
+) -> Bool[Tensor, "lane query slot"]:
+    """Mark the slots each query may attend to: cached, and not newer than the query."""
+    known = view.positions[:, None, :] <= query_positions[:, :, None]
+    return known & view.live[:, None, :] & (query_positions >= 0)[:, :, None]
 
 
 def softmax_over(
     logits: Float[Tensor, "*rows query slot"], seen: Bool[Tensor, "*rows query slot"]
 ) -> Float[Tensor, "*rows query slot"]:
-    """Softmax over what is seen; a query that sees nothing gives zeros."""
+    """Apply softmax over the visible slots; a query without visible slots gets zeros."""
     least = torch.finfo(logits.dtype).min
     return logits.masked_fill(~seen, least).softmax(dim=-1).masked_fill(~seen, 0.0)
 
 
 def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot"]:
-    """For each query head, the weights that a slot gets from the ring's queries, summed.
+    """Sum, per query head, the weights that each slot gets from the ring's queries.
 
     Raises:
         PolicyError: no query was recorded.
     """
-    queries, requested = recorded(view, ring)
-    keys, seen = view.keys, visible(view, requested)
+    queries, query_positions = recorded(view, ring)
+    keys, seen = view.keys, visible(view, query_positions)
     lanes, group, window, _ = queries.shape
     sums = torch.zeros(lanes, group, keys.shape[1], device=keys.device)
     for part in slices(lanes, group * window * keys.shape[1]):
@@ -70,13 +72,13 @@ def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot
 
 # ---- groups --------------------------------------------------------------------------------------
 
-# One number for the query heads that share a KV head.
+# Reduction over the query heads that share a KV head.
 
 
 def reduce_group(
     numbers: Float[Tensor, "lane group slot"], heads: str
 ) -> Float[Tensor, "lane slot"]:
-    """Reduce the query heads of each lane.
+    """Reduce over the query heads of each lane.
 
     Args:
         numbers: one for each query head of a lane.
@@ -89,20 +91,20 @@ def reduce_group(
 
 # ---- pooling -------------------------------------------------------------------------------------
 
-# Scores smoothed over neighbouring tokens, so that what is kept is no scatter of single ones.
+# Scores smoothed over neighbouring tokens, so that retained tokens form groups.
 
 AVERAGE, MAXIMUM = "avg", "max"
 POOLINGS = (AVERAGE, MAXIMUM)
 
 
 def check_pooling(kernel: int, pooling: str) -> None:
-    """Refuse what cannot be centred on a token.
+    """Refuse an even kernel, which has no centre token, and unknown pooling.
 
     Raises:
-        ConfigError: an even kernel, or no such pooling.
+        ConfigError: the kernel is even or below 1, or the pooling is unknown.
     """
     if kernel < 1 or kernel % 2 == 0:
-        raise ConfigError(f"expected kernel to be odd, so that it has a middle, got {kernel}")
+        raise ConfigError(f"expected an odd kernel of at least 1, got {kernel}")
     if pooling not in POOLINGS:
         raise UnknownName("pooling", pooling, POOLINGS)
 
@@ -112,11 +114,11 @@ def pool(
 ) -> Float[Tensor, "lane group slot"]:
     """Pool each number with its neighbours, `kernel` in all.
 
-    Neighbours are the cached tokens beside a token, holes closed. Beyond the ends stand zeros, and
-    an average divides by the kernel there too: tokens at the ends score lower, as published.
+    Neighbours are adjacent cached tokens, without gaps. The ends are padded with zeros, and an
+    average still divides by the kernel there: tokens at the ends score lower, as published.
 
     Args:
-        numbers: 0 or more; 0 where a token is not to be looked at.
+        numbers: 0 or more; 0 for a token to ignore.
         kernel: odd.
         pooling: avg or max.
     """
@@ -128,20 +130,20 @@ def pool(
 
 # ---- scratch -------------------------------------------------------------------------------------
 
-# Bounds what a rule takes beside the cache: lanes are worked on a few at a time.
+# Bounds the scratch memory of a rule: lanes are processed a few at a time.
 
 SCRATCH_NUMBERS = 1 << 22
-"""float32 numbers of the largest tensor a rule makes where it can: 16 MiB."""
+"""Target for the largest scratch tensor of a rule, in float32 numbers: 16 MiB."""
 
 
 def slices(parts: int, numbers: int) -> Iterator[slice]:
-    """Cut `parts` lanes (or blocks) into runs that fit, one at least.
+    """Cut `parts` lanes (or blocks) into runs that fit in scratch memory, at least one per run.
 
-    What is computed for a lane does not depend on which lanes run with it.
+    The result for a lane does not depend on which lanes run with it.
 
     Args:
-        parts: how many there are.
-        numbers: float32 numbers that one takes.
+        parts: number of lanes or blocks.
+        numbers: float32 numbers that one of them needs.
     """
     at_once = max(1, SCRATCH_NUMBERS // max(1, numbers))
     for start in range(0, parts, at_once):

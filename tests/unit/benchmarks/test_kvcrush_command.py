@@ -139,7 +139,7 @@ def test_bases_and_types_are_chosen():
     ("arguments", "says"),
     [
         (("--bases", "h2p"), "h2o"),
-        (("--bases", "recent", "--parts", "quality"), "does not tell heads apart"),
+        (("--bases", "recent", "--parts", "quality"), "whose scores differ between query heads"),
         (("--tasks", "lined"), "lines"),
         (("--budget", "50,25"), "one budget"),
         (("--budget", "150"), "up to 100"),

@@ -178,7 +178,9 @@ def test_more_protected_pieces_than_may_stay_are_refused_with_both_numbers() -> 
     protected = torch.zeros_like(live)
     protected[0, [0, 7]] = True
 
-    with pytest.raises(PolicyError, match=r"pieces of 8 tokens together, but 6 may stay"):
+    with pytest.raises(
+        PolicyError, match=r"pieces of protected slots hold 8 tokens, but only 6 may be retained"
+    ):
         choose_pieces(torch.zeros(1, 8), live, protected, torch.tensor([6]), 4)
 
 

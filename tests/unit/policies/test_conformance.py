@@ -263,7 +263,7 @@ def test_whole_pieces_stay_and_never_more_than_may(name):
 def test_a_rule_without_its_statistics_is_refused_by_name(name):
     policy, view = rule_and_view(name)
 
-    with pytest.raises(PolicyError, match="made without the statistic"):
+    with pytest.raises(PolicyError, match="built without the statistic"):
         policy.select(changed(view, statistics={}), held(view) - 1)
 
 

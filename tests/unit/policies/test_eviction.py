@@ -80,7 +80,7 @@ def test_full_evicts_nothing() -> None:
     assert not rule.evicts
     assert rule.statistics == ()
     assert rule.for_request(10, LANES) == Eviction()
-    with pytest.raises(PolicyError, match="full keeps everything"):
+    with pytest.raises(PolicyError, match="full retains everything"):
         Eviction().select(KVView(torch.tensor([[0]]), 1), torch.tensor([1]))
 
 
@@ -88,7 +88,7 @@ def test_full_evicts_nothing() -> None:
     ("text", "error", "says"),
     [
         ("", ConfigError, "expected a policy such as 'recent:cap=512,sinks=4', got ''"),
-        ("full:cap=8", ConfigError, "'full' keeps everything and has no options"),
+        ("full:cap=8", ConfigError, "'full' retains everything and has no options"),
         ("recent", ConfigError, "needs a cap, such as cap=512, cap=25% or cap=2MiB"),
         ("recant:cap=99", UnknownName, "did you mean recent?"),
         ("zzz:cap=99", UnknownName, "choose from average"),
@@ -130,7 +130,7 @@ def test_full_evicts_nothing() -> None:
         (
             "value_norm:base=(h2o:cap=9),cap=99",
             ConfigError,
-            "cap of 'h2o:cap=9' cannot stand inside",
+            "cap of 'h2o:cap=9' cannot be set inside",
         ),
         ("recent:cap=99,sinks=" + "1" * MOST_CHARACTERS, ConfigError, "1000 characters at most"),
     ],
@@ -148,23 +148,25 @@ def test_a_text_that_says_nothing_sensible_is_refused(text, error, says) -> None
     [
         (
             "h2o:cap=99,budget=squeeze",
-            "budget squeeze looks at the whole prompt's cache, which when=prefill_and_decode never "
-            "holds; use when=prefill_end or when=decode, or a budget that needs no look",
+            "budget squeeze reads the whole prompt's cache, which is never complete with "
+            "when=prefill_and_decode; use when=prefill_end or when=decode, or a budget that does "
+            "not read the cache",
         ),
-        ("h2o:cap=99,budget=fastgen,when=pressure", "which when=pressure never holds"),
+        ("h2o:cap=99,budget=fastgen,when=pressure", "which is never complete with when=pressure"),
         (
             "everything:cap=99,budget=ada",
-            "budget ada compares scores, and this rule gives none; use budget=uniform",
+            "budget ada compares scores, and this rule returns none; use budget=uniform",
         ),
         ("everything:cap=99,budget=lazy,when=decode", "budget lazy compares scores"),
         (
             "recent:cap=99,budget=ada",
-            "budget ada divides a layer over its heads, and this rule keeps one set for all heads",
+            "budget ada divides a layer over its heads, and this rule retains one set for all "
+            "heads of a layer; use a rule with one set per head",
         ),
         ("tova:cap=99,budget=fastgen,when=decode", "budget fastgen divides a layer over its heads"),
         (
             "streaming:cap=99,budget=lazy,when=decode",
-            "queries are remembered at the positions they had, and keys are numbered anew; use",
+            "queries are stored at their original positions, and keys are renumbered; use",
         ),
     ],
 )
@@ -232,7 +234,7 @@ def test_a_relative_cap_is_checked_when_the_prompt_is_known() -> None:
     assert "every < cap, got every=64, cap=50" in str(refusal("recent:cap=25%,every=64", 200))
     assert (
         "'recent:cap=25%,sinks=4,every=64' leaves 4 tokens in a lane after an eviction (cap 68, 64 "
-        "leave), but the rule needs 5; raise cap or lower every"
+        "evicted), but the rule needs 5; raise cap or lower every"
     ) in str(refusal("recent:cap=25%,sinks=4,every=64", 275))
     assert "leaves 1 tokens in a lane" in str(refusal("recent:cap=1%,sinks=1,when=prefill_end", 9))
 
@@ -247,7 +249,7 @@ def test_a_cap_in_bytes_counts_what_a_rule_remembers_of_any_sequence() -> None:
         make_eviction("recent:cap=35KiB").for_request(1000, lanes)
     assert str(refused.value) == (
         "'recent:cap=35KiB': a sequence needs 16,384 B for one page of 16 tokens in every lane and "
-        "20,480 B for what it remembers of any sequence, got a cap of 35,840 B; raise cap, or give "
+        "20,480 B for the statistics of a sequence, got a cap of 35,840 B; raise cap, or give "
         "it in tokens"
     )
 
@@ -303,7 +305,7 @@ def test_a_budget_s_caps_are_those_of_the_spec() -> None:
 def test_a_cap_by_hand_below_what_the_rule_needs_is_refused() -> None:
     text = "recent:cap=100,every=10,sinks=4,budget=(by_layer:caps=14/186/100/100)"
 
-    assert "(cap 14, 10 leave), but the rule needs 5" in str(refusal(text, 1000))
+    assert "(cap 14, 10 evicted), but the rule needs 5" in str(refusal(text, 1000))
 
 
 def test_a_budget_that_looks_later_reserves_the_most_until_then() -> None:

@@ -82,7 +82,7 @@ def test_a_score_that_is_not_finite_is_refused_only_where_a_token_lives():
 
 
 def test_more_protected_slots_than_may_stay_are_refused():
-    with pytest.raises(PolicyError, match="protects 3 slots of a lane, but 2 may stay"):
+    with pytest.raises(PolicyError, match="protects 3 slots of a lane, but only 2 may be retained"):
         Scored(torch.zeros(2, 4), num_protected=3).select(VIEW, each(2))
 
 
@@ -199,7 +199,10 @@ def test_a_name_is_given_once():
     [
         ("recent:cap=10,every=64", "expected 1 <= every < cap, got every=64, cap=10"),
         ("recent:cap=64,every=64", "expected 1 <= every < cap, got every=64, cap=64"),
-        ("recent:cap=68,sinks=4,every=64", "leaves 4 tokens after an eviction (cap 68, 64 leave)"),
+        (
+            "recent:cap=68,sinks=4,every=64",
+            "leaves 4 tokens after an eviction (cap 68, 64 evicted)",
+        ),
         ("recent:cap=-1", "expected a cap from 1 to"),
     ],
 )

@@ -142,7 +142,9 @@ def test_a_rule_may_not_take_an_option_of_the_schedule(name: str) -> None:
         type("Taken", (Recent,), {"__annotations__": {name: int}, name: 1})
     )
 
-    with pytest.raises(ConfigError, match=f"option '{name}' of policy 'taken' is the schedule's"):
+    with pytest.raises(
+        ConfigError, match=f"option '{name}' of policy 'taken' is reserved for the schedule"
+    ):
         registry.register("taken")(taken)
 
 
@@ -155,7 +157,7 @@ def test_a_budget_that_is_no_dataclass_of_plain_defaults_is_refused() -> None:
     class Nested(Budget):
         rule: EvictionPolicy = Recent()  # noqa: RUF009 - frozen
 
-    with pytest.raises(ConfigError, match="budget 'odd' is no dataclass"):
+    with pytest.raises(ConfigError, match="budget 'odd' is not a dataclass"):
         registry.register_budget("odd")(Plain)
     with pytest.raises(ConfigError, match="option 'rule' of budget 'odd' needs a default of type"):
         registry.register_budget("odd")(Nested)
@@ -167,7 +169,7 @@ def test_a_budget_that_is_no_dataclass_of_plain_defaults_is_refused() -> None:
         ("scissorhands:share=yes", "option share needs true or false, got 'yes'"),
         ("rkv:threshold=nan", "option threshold needs a finite number, got 'nan'"),
         ("expected_attention:epsilon=inf", "option epsilon needs a finite number, got 'inf'"),
-        ("value_norm:base=full", "'full' keeps everything: no rule stands around it"),
+        ("value_norm:base=full", "'full' retains everything and cannot be nested in another rule"),
         ("value_norm:power=long", "option power needs a finite number, got 'long'"),
         ("h2o:recent=1.5", "option recent needs a whole number, got '1.5'"),
     ],

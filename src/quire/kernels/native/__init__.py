@@ -1,1 +1,1 @@
-"""Attention over pages in C: optional, built at install, chosen by CPU features."""
+"""Attention over pages in C: optional, built at install, selected by CPU features."""

@@ -1,4 +1,4 @@
-/* What a call is told. AttentionArgs in arguments.py mirrors `attention_args`, field by field. */
+/* Arguments of a call. AttentionArgs in arguments.py mirrors `attention_args`, field by field. */
 #ifndef QUIRE_ARGS_H
 #define QUIRE_ARGS_H
 
@@ -20,26 +20,26 @@ enum { F32 = 0, BF16 = 1, F16 = 2 };
 enum { PLAIN_NUMBERS = 0, INT8_CODES = 1, BIT_CODES = 2, FP8_CODES = 3 };
 enum { PATH_PLAIN = 0, PATH_AVX2 = 1, PATH_AVX512 = 2, PATH_AVX512_BF16 = 3 };
 
-/* A share of the work, done for every KV head.
+/* A unit of work, executed for every KV head.
  *
  * list     first, count are      partial
- * walks    slots of the lane     number of its result to be merged, or -1: it is the whole row
- * blocks   query vectors         1: all of the row's, adds up its columns too where sums are asked for
- * merges   not used              first of its results; count says how many
+ * walks    slots of the lane     index of its partial result to merge, or -1 if it is the whole row
+ * blocks   query vectors         1: has all of the row's vectors, and computes its column sums if requested
+ * merges   not used              index of the first partial result; count is their number
  * sums     slots of the lane     not used
  */
 typedef struct {
     int32_t row, first, count, partial;
 } part;
 
-/* How pages store the vectors of a side; see quire.codecs. CodingArgs in arguments.py mirrors this.
+/* Storage of keys or values in pages; see quire.codecs. CodingArgs in coding.py mirrors this.
  *
- * A run is neighbouring channels that stand in one stretch of the bytes and share a scale. */
+ * A run is a range of channels that are adjacent in the packed bytes and share a scale. */
 typedef struct {
-    const uint8_t *scales, *zeros, *indices, *outliers; /* planes like the codes'; or NULL */
-    int64_t vector_bytes;                               /* of the codes of a vector */
+    const uint8_t *scales, *zeros, *indices, *outliers; /* planes with the pages of the codes; or NULL */
+    int64_t vector_bytes;                               /* bytes of the codes of a vector */
     int32_t kind, dtype;                                /* dtype of plain numbers */
-    int32_t bits, channels;                             /* of a code; that share a scale */
+    int32_t bits, channels;                             /* bits of a code; channels per scale */
     int32_t run, num_runs;
     int32_t num_outliers, index_bytes;
 } coding;
@@ -50,7 +50,7 @@ typedef struct {
     const int32_t *table; /* [all rows, all lanes, capacity] */
     int64_t table_row_stride, table_lane_stride;
     const int64_t *rows;   /* [num_rows] row of the table */
-    const int32_t *slots;  /* [num_rows, num_lanes] live slots, new tokens included */
+    const int32_t *slots;  /* [num_rows, num_lanes] live slots, including new tokens */
     const int64_t *starts; /* [num_rows] first token of the row in the flat batch */
     const int32_t *tokens; /* [num_rows] new tokens */
     const void *query;     /* [tokens, num_heads, head_dim] by strides, head_dim contiguous */
@@ -59,7 +59,7 @@ typedef struct {
     const float *sinks; /* [num_heads] or NULL */
     float *column_sums; /* [num_rows, num_heads, sums_stride] zeroed, or NULL */
     int64_t sums_stride;
-    float *normalisers; /* [tokens, num_heads, 2] when there are sums: maximum, 1 / sum */
+    float *normalisers; /* [tokens, num_heads, 2] if column sums are requested: maximum, 1 / sum */
     float *partials;    /* [kv heads, partials, group, head_dim + 2]: output, maximum, sum */
     uint8_t *scratch;   /* scratch_bytes for each thread */
     int64_t scratch_bytes;
@@ -69,7 +69,7 @@ typedef struct {
     int32_t heads_together; /* KV heads of a page walked by one thread; divides heads_per_page */
     int32_t head_dim, page_tokens, dtype, window; /* window 0: none */
     float scale, softcap;                         /* softcap 0: none */
-    int32_t path, coded; /* coded: pages hold vectors as the two codings say, not as `dtype` */
+    int32_t path, coded; /* coded: pages store vectors as in the two codings, not as `dtype` */
     coding key_coding, value_coding;
 } attention_args;
 
@@ -77,11 +77,11 @@ static inline int num_kv_heads(const attention_args *a) { return a->num_lanes * 
 static inline int num_heads(const attention_args *a) { return num_kv_heads(a) * a->group; }
 static inline int itemsize(const attention_args *a) { return a->dtype == F32 ? 4 : 2; }
 
-/* A lane: where the slots of one KV head of one row are. */
+/* A lane: location of the slots of one KV head of one row. */
 typedef struct {
     const int32_t *pages;
     int64_t slots, head_bytes, vector_bytes;
-    int64_t first_record; /* of the KV head in its page: each plane has a record for each slot */
+    int64_t first_record; /* of the KV head in its page; each plane has one record per slot */
 } lane;
 
 static inline lane lane_of(const attention_args *a, int row, int kv_head) {
@@ -97,13 +97,13 @@ static inline lane lane_of(const attention_args *a, int row, int kv_head) {
     return l;
 }
 
-/* Where the slot's vector begins, from the start of a plane. */
+/* Offset of the slot's vector from the start of a plane, in bytes. */
 static inline int64_t slot_at(const attention_args *a, const lane *l, int64_t slot) {
     return (int64_t)l->pages[slot / a->page_tokens] * a->page_bytes + l->head_bytes +
            slot % a->page_tokens * l->vector_bytes;
 }
 
-/* Query vectors of a (row, KV head) are numbered: tokens of the chunk first, then heads. */
+/* Query vectors of a (row, KV head) are numbered token by token, then head by head. */
 static inline int64_t query_at(const attention_args *a, int row, int head, int pair) {
     return (a->starts[row] + pair / a->group) * a->query_token_stride +
            (head + pair % a->group) * a->query_head_stride;

@@ -1,4 +1,4 @@
-"""What the C library is told: `part` and `attention_args` of args.h, field by field."""
+"""ctypes mirrors of the C argument structures: `part` and `attention_args` of args.h."""
 
 import ctypes
 
@@ -15,14 +15,14 @@ from quire.kernels.backend import (
 )
 from quire.kernels.native.coding import DTYPES, CodingArgs, unfit_codes
 
-MAX_TOGETHER = 8  # KV heads one thread walks side by side, as in walk.h
+MAX_TOGETHER = 8  # KV heads one thread walks together, as in walk.h
 SUM_SLOTS = 256  # slots of a part of column sums: BLOCK_SLOTS of blocked.h
-KEPT_LOGITS = 1 << 18  # of a block that adds up its columns itself: likewise
+KEPT_LOGITS = 1 << 18  # logits of a block that computes its own column sums, as in blocked.h
 ROW, FIRST, COUNT, PARTIAL, PART_FIELDS = 0, 1, 2, 3, 4  # columns of a part: see `part` in args.h
 
 
 class AttentionArgs(ctypes.Structure):
-    """Mirrors `attention_args`; its size is compared at load."""
+    """Mirror of `attention_args`; its size is checked at load."""
 
     _fields_ = (
         ("key", ctypes.c_void_p),
@@ -74,7 +74,7 @@ class AttentionArgs(ctypes.Structure):
 
 
 class WriteArgs(ctypes.Structure):
-    """Mirrors `write_args` of write.h; its size is compared at load."""
+    """Mirror of `write_args` of write.h; its size is checked at load."""
 
     _fields_ = (
         ("plane", ctypes.c_void_p * 2),
@@ -93,7 +93,7 @@ class WriteArgs(ctypes.Structure):
 
 
 class MoveArgs(ctypes.Structure):
-    """Mirrors `move_args` of move.h; its size is compared at load."""
+    """Mirror of `move_args` of move.h; its size is checked at load."""
 
     _fields_ = (
         ("plane", ctypes.c_void_p),
@@ -109,7 +109,7 @@ class MoveArgs(ctypes.Structure):
 
 
 class TallyArgs(ctypes.Structure):
-    """Mirrors `tally_args` of tally.h; its size is compared at load."""
+    """Mirror of `tally_args` of tally.h; its size is checked at load."""
 
     _fields_ = (
         ("numbers", ctypes.c_void_p),
@@ -138,7 +138,7 @@ class TallyArgs(ctypes.Structure):
 def unfit_tensors(
     pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
 ) -> str | None:
-    """Why C cannot read these tensors, or None."""
+    """Return why the C library cannot read these tensors, or None."""
     heads, head_dim = pages.key.shape[1], query.shape[2]
     planes = (pages.key, pages.value)
     if any(t.device.type != "cpu" for t in (*planes, pages.table, pages.rows, query)):
@@ -149,7 +149,7 @@ def unfit_tensors(
     if query.dtype not in DTYPES:
         return f"queries of {query.dtype}"
     if any(t.data_ptr() % t.itemsize for t in (*planes, query)):
-        return "tensors that begin between two numbers"
+        return "tensors that are not aligned to their item size"
     if pages.table.dtype != torch.int32 or pages.rows.dtype != torch.int64:
         return f"a page table of {pages.table.dtype} and rows of {pages.rows.dtype}"
     if pages.table.stride(2) != 1 or not pages.rows.is_contiguous():
@@ -161,7 +161,7 @@ def unfit_tensors(
     if column_sums is not None and not (
         column_sums.dtype == torch.float32 and column_sums.is_contiguous()
     ):
-        return "column sums that are no contiguous float32"
+        return "column sums that are not contiguous float32"
     return None
 
 
@@ -178,15 +178,15 @@ def _unfit_pages(pages: LayerPages, query: Tensor) -> str | None:
 
 
 def _are_pages(key: Tensor, value: Tensor) -> bool:
-    """Whether two planes are of the same pages, row-major inside."""
+    """Return whether two planes have the same page strides, row-major inside a page."""
     _, _, tokens, head_dim = key.shape
     inner = (tokens * head_dim, head_dim, 1)
-    alike = key.shape == value.shape and key.stride() == value.stride()
-    return alike and key.stride()[1:] == inner
+    equal = key.shape == value.shape and key.stride() == value.stride()
+    return equal and key.stride()[1:] == inner
 
 
 def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
-    """Whether C can copy these keys and values into these planes."""
+    """Return whether the C library can copy these keys and values to these planes."""
     if slots.coded is not None:
         return False
     _, heads, _, head_dim = slots.key.shape
@@ -204,7 +204,7 @@ def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
 
 
 def can_move(moves: MovedSlots) -> bool:
-    """Whether C can copy these slots."""
+    """Return whether the C library can copy these slots."""
     places = (*moves.source, *moves.target)
     return (
         all(plane.device.type == "cpu" for plane in moves.planes)
@@ -221,7 +221,7 @@ def _has_whole_vectors(plane: Tensor) -> bool:
 
 
 def can_tally(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> bool:
-    """Whether C can add these column sums to these numbers."""
+    """Return whether the C library can add these column sums to this statistic."""
     _, heads, tokens, width = tally.numbers.shape
     whole = (rows.step_rows, rows.table_rows, rows.slots, rows.fresh, column_sums)
     return (

@@ -1,22 +1,21 @@
-/* Attention over pages: decoding rows, and chunks of prompts; writing new slots (write.h); and adding
- * up what slots got (tally.h); and moving slots (move.h).
+/* Attention over pages for decode rows and prefill chunks; also writes new slots (write.h), accumulates
+ * attention statistics (tally.h) and moves slots (move.h).
  *
- * Plain C, no Python and no torch headers; threads are torch's own, through the address of its
- * exported `torch_parallel_for`. The caller says how the work is shared out (see `part`):
+ * Plain C without Python or torch headers. Threads are torch's, through the address of its exported
+ * `torch_parallel_for`. The caller divides the work (see `part`):
  *
- *     walks   few query vectors over many slots, straight from the pages (walk.h); a long row is
- *             several walks, whose results are merged
- *     blocks  many query vectors, as products over packed slots (blocked.h)
+ *     walks   few query vectors over many slots, read directly from the pages (walk.h); a long row is
+ *             divided into several walks, whose results are merged
+ *     blocks  many query vectors, as matrix products over packed slots (blocked.h)
  *
- * and, when all of those are done, what needs their results:
+ * and, after all of these, the parts that need their results:
  *
  *     merges  of the walks of a long row
- *     sums    of columns, of rows that were attended in several blocks, or long ones: their logits are
- *             computed again
+ *     sums    column sums of long rows and of rows with several blocks; their logits are recomputed
  *
- * Slots nobody sees are left out of every product: free slots may hold anything, NaN included. How
- * a row is cut depends on the row alone, so neither the other rows nor the number of threads change
- * its output; nor do column sums.
+ * Slots that no query sees are excluded from every product, because free slots may hold NaN. How a row
+ * is cut depends on the row only, so its output does not depend on other rows, on the number of
+ * threads, or on column sums.
  */
 
 #include <stdatomic.h>
@@ -43,13 +42,13 @@ static void do_sums(const attention_args *a, const part *p, int kv_head, uint8_t
 #endif
 }
 
-/* ---- sharing out -------------------------------------------------------------------------------- */
+/* ---- scheduling --------------------------------------------------------------------------------- */
 
 typedef void (*doing)(const attention_args *, const part *, int number, uint8_t *scratch);
 typedef void (*parallel_function)(int64_t begin, int64_t end, void *context);
 typedef int32_t (*parallel_for)(int64_t, int64_t, int64_t, parallel_function, void *);
 
-/* Two lists of parts, each part once for every KV head (or some together); threads take the next. */
+/* Two lists of parts, each executed for every KV head (or group of heads); threads take the next item. */
 typedef struct {
     const attention_args *args;
     const part *list[2];
@@ -79,9 +78,9 @@ static int share_out(work *shared, parallel_for run, int num_threads) {
     return 0;
 }
 
-/* ---- what is exported --------------------------------------------------------------------------- */
+/* ---- exported functions ------------------------------------------------------------------------- */
 
-/* Best path of this CPU. */
+/* Best code path of this CPU. */
 int quire_best_path(void) {
 #ifdef HAVE_X86
     __builtin_cpu_init();
@@ -98,7 +97,7 @@ int quire_best_path(void) {
 int64_t quire_args_size(void) { return sizeof(attention_args); }
 int quire_max_head_dim(void) { return MAX_HEAD_DIM; }
 
-/* Query vectors of a part attended in blocks; 0 where this path has no blocks for the head_dim. */
+/* Query vectors of a block; 0 if this path has no blocks for the head_dim. */
 int quire_block_queries(int path, int head_dim) {
 #ifdef HAVE_X86
     if (path != PATH_PLAIN && head_dim % (path == PATH_AVX2 ? 8 : 16) == 0) return BLOCK_QUERIES;
@@ -110,7 +109,7 @@ int quire_block_queries(int path, int head_dim) {
 int quire_max_runs(void) { return MAX_RUNS; }
 int quire_max_outliers(void) { return MAX_OUTLIERS; }
 int quire_max_together(void) { return MAX_TOGETHER; }
-/* Logits, query vectors times slots, up to which a block of a whole row adds up its columns itself. */
+/* Number of logits (query vectors times slots) up to which a block computes its own column sums. */
 int quire_kept_logits(void) {
 #ifdef HAVE_X86
     return KEPT_LOGITS;
@@ -127,8 +126,8 @@ int quire_sum_slots(void) {
 #endif
 }
 
-/* Scratch of one thread: for walks, or one walk and its logits when sums of several tokens are asked
- * for, or a block. */
+/* Scratch of one thread: for walks, for one walk and its logits if column sums of several tokens are
+ * requested, or for a block. */
 int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride, int heads_together) {
     size_t walks = walk_bytes() * (size_t)heads_together;
     size_t bytes = walk_bytes() + MAX_QUERIES * (size_t)sums_stride * sizeof(float);
@@ -140,7 +139,7 @@ int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride, int heads_togethe
     return (int64_t)((bytes + 63) / 64 * 64);
 }
 
-/* Attend; 0 on success. `run` is torch's parallel_for, or NULL for one thread. */
+/* Compute attention; 0 on success. `run` is torch's parallel_for, or NULL for one thread. */
 int quire_attend(const attention_args *args, parallel_for run, int num_threads) {
     int heads = num_kv_heads(args);
     work first = {args, {args->blocks, args->walks}, {args->num_blocks, args->num_walks},
@@ -182,9 +181,9 @@ int64_t quire_move_args_size(void) { return sizeof(move_args); }
 /* Tally; 0 on success. */
 int quire_tally(const tally_args *args, parallel_for run) {
     int64_t items = (int64_t)args->num_rows * args->num_lanes * args->heads_per_page;
-    int64_t each = args->group * args->sums_stride + 1, grain = 1 + NUMBERS_A_THREAD / each;
-    if (run == NULL || items <= grain) tally_lanes(0, items, (void *)args);
-    else return run(0, items, grain, tally_lanes, (void *)args) != 0;
+    int64_t each = args->group * args->sums_stride + 1, grain_size = 1 + NUMBERS_A_THREAD / each;
+    if (run == NULL || items <= grain_size) tally_lanes(0, items, (void *)args);
+    else return run(0, items, grain_size, tally_lanes, (void *)args) != 0;
     return 0;
 }
 

@@ -1,7 +1,7 @@
-"""The native backend: attention in C, straight from the pages.
+"""The native backend: attention in C, directly from the pages.
 
-Where the CPU has neither AVX2 nor AVX-512 (or head_dim is no multiple of 8, or of 16) the C library
-has no code for large chunks; those are matrix products, and go to the gathered backend.
+If the CPU has neither AVX2 nor AVX-512 (or head_dim is not a multiple of 8 or 16, respectively),
+the C library has no code for large chunks; the gathered backend computes those.
 """
 
 import logging
@@ -37,11 +37,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """How the layers of a plan attend, found out by the first of them.
+    """Prepared attention of the layers of a plan, built by the first layer.
 
     Attributes:
-        call: the arguments of C; None where C cannot read the tensors.
-        gathered: the plan of the rows that go to the gathered backend, or None.
+        call: arguments of the C library; None if it cannot read the tensors.
+        gathered: plan of the rows that the gathered backend computes, or None.
     """
 
     call: AttentionCall | None
@@ -50,14 +50,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """A step of layers that are alike: one page class, one table, lanes equally full.
+    """A step for layers with the same page class, the same table and equal lane lengths.
 
     Attributes:
-        step, lanes: their arrays are contiguous, as C wants them.
+        step, lanes: with contiguous arrays, as the C library requires.
         page_tokens, slot_bytes: of the page class.
-        token_row: [tokens] the row of each token, where every token is attended as a row of its
-            own; None where rows are attended whole.
-        ready: by what the tensors of a layer are like.
+        token_row: [tokens] row of each token, if every token is attended as a separate row; None if
+            rows are attended whole.
+        ready: prepared attention by properties of a layer's tensors.
     """
 
     step: StepShape
@@ -69,13 +69,13 @@ class NativePlan:
 
 
 class NativeAttention:
-    """Attention over pages of plain numbers on a CPU.
+    """Attention over unquantized and coded pages on a CPU.
 
     Args:
         library: the loaded C library.
-        gathered: takes what C has no code for.
-        one_by_one: attend for each token of a chunk as for a row that decodes: then its output
-            depends on the tokens before it alone, bit for bit. Gives no column sums.
+        gathered: computes what the C library has no code for.
+        one_by_one: compute each token of a chunk like a decode row. Its output then depends on the
+            earlier tokens only, bit for bit. Excludes column sums.
     """
 
     name = "native"
@@ -88,17 +88,17 @@ class NativeAttention:
         self._noticed: set[str] = set()
 
     def one_by_one(self) -> "NativeAttention":
-        """The same, attending for each token alone."""
+        """Return the same backend, computing each token separately."""
         return NativeAttention(self._library, self._gathered, one_by_one=True)
 
     @property
     def peak_scratch_bytes(self) -> int:
-        """Most bytes of packed slots, of moved ones and of gathered pages at once."""
+        """Most bytes of packed slots, moved slots and gathered pages held at once."""
         own_bytes = self._scratch.num_bytes + self._moving.num_bytes
         return self._gathered.peak_scratch_bytes + own_bytes
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
-        """Keep the step; how its rows are cut depends on the layers, the first one says."""
+        """Store the step; the first layer determines how its rows are cut."""
         if self._one_by_one:
             return _one_by_one(step, lanes, page_tokens, slot_bytes)
         tokens, starts = np.ascontiguousarray(step.tokens), np.ascontiguousarray(step.starts)
@@ -110,21 +110,21 @@ class NativeAttention:
         )
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-        """Put keys and values into their slots; see `AttentionBackend.write`."""
+        """Write keys and values to their slots; see `AttentionBackend.write`."""
         if can_write(slots, key, value):
             write(self._library, slots, key, value)
         else:
             self._gathered.write(slots, key, value)
 
     def move(self, moves: MovedSlots) -> None:
-        """Copy slots onto others; see `AttentionBackend.move`."""
+        """Copy slots to other slots; see `AttentionBackend.move`."""
         if can_move(moves):
             move_in_c(self._library, moves, self._moving)
         else:
             self._gathered.move(moves)
 
     def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
-        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
+        """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""
         if can_tally(tally, rows, column_sums):
             tally_in_c(self._library, tally, rows, column_sums)
         else:
@@ -140,7 +140,7 @@ class NativeAttention:
         *,
         column_sums: Tensor | None = None,
     ) -> Tensor:
-        """Attend for all rows of the step; see `AttentionBackend.attend`."""
+        """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
         key = (
             query.shape[1:],
@@ -174,7 +174,7 @@ class NativeAttention:
         query: Tensor,
         column_sums: Tensor | None,
     ) -> Ready:
-        _require_room(plan, query, column_sums)
+        _check_column_sums(plan, query, column_sums)
         unfit = unfit_tensors(pages, math, query, column_sums)
         if plan.token_row is not None:
             if unfit or column_sums is not None:
@@ -193,11 +193,11 @@ class NativeAttention:
     def _notice(self, reason: str) -> None:
         if reason not in self._noticed:
             self._noticed.add(reason)
-            _log.warning("attention runs through torch and not through C: %s", reason)
+            _log.warning("attention falls back from the C extension to torch: %s", reason)
 
 
 def _one_by_one(step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> NativePlan:
-    """Every token as a row with one new token, which sees the slots up to its own."""
+    """Plan every token as a row with one new token, which sees the slots up to its own."""
     token_row = np.repeat(np.arange(len(step.tokens)), step.tokens)
     behind = (step.starts + step.tokens)[token_row] - np.arange(len(token_row)) - 1
     slots = (lanes.slots[token_row] - behind[:, None]).astype(np.int32)
@@ -211,19 +211,19 @@ def _one_by_one(step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes:
 
 
 def _chunks(plan: NativePlan, rows: NDArray[np.int64]) -> GatheredPlan:
-    """The chunks of these rows as a plan of the gathered backend."""
+    """Build a plan of the gathered backend for the chunks of these rows."""
     wanted = set(rows.tolist())
     chunks = [c for c in group_chunks(plan.step, plan.lanes) if wanted >= set(c.rows.tolist())]
     return GatheredPlan(plan.step, plan.lanes.window, (), tuple(chunks))
 
 
-def _require_room(plan: NativePlan, query: Tensor, column_sums: Tensor | None) -> None:
-    """Column sums too small for the step would be a mistake of the caller in every backend."""
+def _check_column_sums(plan: NativePlan, query: Tensor, column_sums: Tensor | None) -> None:
+    """Refuse column sums that are too small for the step."""
     if column_sums is None:
         return
     wanted = (len(plan.step.tokens), query.shape[1], int(plan.lanes.slots.max(initial=0)))
     rows, heads, slots = column_sums.shape
     if (rows, heads) != wanted[:2] or slots < wanted[2]:
         raise InvariantError(
-            f"column sums {tuple(column_sums.shape)} for a step that needs {wanted}"
+            f"expected column sums of shape {wanted} or wider, got {tuple(column_sums.shape)}"
         )

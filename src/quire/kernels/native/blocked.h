@@ -1,14 +1,14 @@
 /* Chunks: many query vectors of a (row, KV head) as blocked products over packed slots.
  *
- * A block of query vectors goes over its slots BLOCK_SLOTS at a time. Those are packed once:
+ * A block of query vectors processes its slots BLOCK_SLOTS at a time. The slots are packed once:
  *
- *     keys    [slots / C][units][C]     transposed, so that C logits grow side by side: 64, or 16
- *     values  [slots / step][head_dim]  as they lie, `step` slots to a unit
+ *     keys    [slots / C][units][C]     transposed, so that C logits accumulate in parallel: 64, or 16
+ *     values  [slots / step][head_dim]  not transposed, `step` slots per unit
  *
  * A unit is 32 bits: one float32, or two neighbouring bfloat16 for a dot product of pairs. Then six
  * query vectors at a time: logits = units x keys, softmax over the packed slots, output += weights x
- * values. Packing writes zeros for slots nobody may see, so free slots can hold NaN. The body of
- * these functions is blocked_body.h, compiled once for each kind of unit and of vector.
+ * values. Packing writes zeros for slots that no query may see, so free slots can hold NaN. The body
+ * of these functions is blocked_body.h, compiled once for each kind of unit and of vector.
  */
 #ifndef QUIRE_BLOCKED_H
 #define QUIRE_BLOCKED_H
@@ -20,9 +20,9 @@
 
 #ifdef HAVE_X86
 #define BLOCK_SLOTS 256   /* packed at a time */
-#define BLOCK_QUERIES 384 /* query vectors of a part: packing is shared, and still many parts */
-#define KEPT_LOGITS (1 << 18) /* a megabyte: what stays in a core's cache */
-#define SIDE 6            /* query vectors in registers: 6 x VECTORS sums, VECTORS columns, 1 more */
+#define BLOCK_QUERIES 384 /* query vectors of a part: shares the packing, and leaves many parts */
+#define KEPT_LOGITS (1 << 18) /* one MiB, which fits in a core's cache */
+#define SIDE 6            /* query vectors in registers: 6 x VECTORS sums, VECTORS columns, 1 query */
 
 typedef struct {
     int64_t low[BLOCK_QUERIES], high[BLOCK_QUERIES]; /* slots seen: low <= slot < high */
@@ -32,12 +32,12 @@ typedef struct {
     uint32_t *query; /* [vectors, units] */
     uint32_t *key, *value;
     float *out; /* [vectors, head_dim] */
-    float *kept; /* logits [vectors, kept_stride], of blocks that add up their columns */
+    float *kept; /* logits [vectors, kept_stride], of blocks that compute column sums */
     int64_t kept_stride;
     int units;
 } block;
 
-/* Scratch of a block: with room for logits where column sums are asked for. */
+/* Scratch of a block, including logits if column sums are requested. */
 static size_t block_bytes(int head_dim, int sums) {
     size_t vectors = (size_t)head_dim * 4;
     return (sizeof(block) + 63) / 64 * 64 + 2 * vectors * (BLOCK_QUERIES + BLOCK_SLOTS) +
@@ -57,7 +57,7 @@ static block *lay_out_block(uint8_t *scratch, int head_dim, int units) {
     return b;
 }
 
-/* Where the numbers of a slot are, or where its codes were decoded to, as float32. */
+/* Return the numbers of a slot, or its codes decoded to float32 in `decoded`. */
 INLINE const uint8_t *slot_numbers(const attention_args *a, const uint8_t *plane, const coding *c,
                                    const lane *l, int64_t slot, float *decoded) {
     if (!a->coded) return plane + slot_at(a, l, slot);
@@ -66,7 +66,7 @@ INLINE const uint8_t *slot_numbers(const attention_args *a, const uint8_t *plane
 }
 
 /* A function of blocked_body.h compiled for float32 units is `name_f32`, or `name_avx2`; for pairs
- * `name_bf16`. COLUMNS slots or dimensions, in VECTORS vectors, are in registers: of 32, or of 16. */
+ * `name_bf16`. COLUMNS slots or dimensions are held in VECTORS of 32 or 16 registers. */
 #define TARGET AVX512
 #define NAME(name) name##_f32
 #define PAIRS 0

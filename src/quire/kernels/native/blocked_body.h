@@ -1,4 +1,4 @@
-/* Included by blocked.h, which says what TARGET, NAME, PAIRS, LANES and VECTORS are. */
+/* Included by blocked.h, which defines TARGET, NAME, PAIRS, LANES and VECTORS. */
 
 #if PAIRS
 #define STEP 2 /* numbers in a unit */
@@ -45,7 +45,7 @@ INLINE TARGET void NAME(multiply)(const uint32_t *left, int64_t left_stride, con
         for (int n = 0; n < vectors; n++) V(put)(out + m * out_stride + n * LANES, sums[m][n]);
 }
 
-/* LANES units of a slot's vector, from number `d` on. */
+/* Load LANES units of a slot's vector, from element `d` on. */
 INLINE TARGET V(units) NAME(load_units)(const uint8_t *vector, int d, int dim, int dtype) {
 #if PAIRS
     (void)dtype;
@@ -56,7 +56,7 @@ INLINE TARGET V(units) NAME(load_units)(const uint8_t *vector, int d, int dim, i
 #endif
 }
 
-/* Keys of slots first + skip .. first + count - 1; zeros for the others up to a multiple of COLUMNS. */
+/* Pack keys of slots first + skip .. first + count - 1; zeros for others up to a multiple of COLUMNS. */
 static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane *l, int64_t first,
                                    int skip, int count) {
     float decoded[LANES][MAX_HEAD_DIM];
@@ -81,7 +81,7 @@ static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane
         }
 }
 
-/* Likewise their values, up to a multiple of 16 slots. */
+/* Pack values of the same slots; zeros for others up to a multiple of 16 slots. */
 static TARGET void NAME(pack_values)(const attention_args *a, block *b, const lane *l, int64_t first,
                                      int skip, int count) {
 #if !PAIRS
@@ -114,7 +114,7 @@ static TARGET void NAME(pack_values)(const attention_args *a, block *b, const la
     }
 }
 
-/* Query vectors first .. first + count - 1 of the row and head; zeros up to a multiple of SIDE. */
+/* Load query vectors first .. first + count - 1 of a row and head; zeros up to a multiple of SIDE. */
 static TARGET void NAME(load_block)(const attention_args *a, block *b, const lane *l, int row, int head,
                                     int first, int count) {
     int whole = (count + SIDE - 1) / SIDE * SIDE, dim = a->head_dim;
@@ -138,8 +138,8 @@ static TARGET void NAME(load_block)(const attention_args *a, block *b, const lan
     }
 }
 
-/* Logits of SIDE vectors from m on with the packed slots base .. base + width - 1: scaled, capped,
- * -inf where a vector does not see the slot. */
+/* Compute logits of SIDE vectors from m on with the packed slots base .. base + width - 1: scaled,
+ * capped, and -inf for slots a vector does not see. */
 INLINE TARGET void NAME(logits_of)(const attention_args *a, block *b, int m, int64_t base, int width) {
     const uint32_t *query = b->query + (int64_t)m * b->units;
     for (int i = 0; i < width; i += COLUMNS)
@@ -155,7 +155,7 @@ INLINE TARGET void NAME(logits_of)(const attention_args *a, block *b, int m, int
         }
 }
 
-/* Logits become weights relative to the new maximum; the factor on what was there is kept. */
+/* Convert logits to weights relative to the new maximum; stores the factor for earlier output. */
 INLINE TARGET void NAME(weigh)(block *b, int m, int width) {
     for (int s = 0; s < SIDE; s++) {
         V(vec) top = V(set)(b->maximum[m + s]), sum = V(zero)();
@@ -219,14 +219,14 @@ static TARGET void NAME(store_block)(const attention_args *a, block *b, int row,
     }
 }
 
-/* Logits of SIDE vectors from m on with `width` slots from `column` on, for the sums. */
+/* Store logits of SIDE vectors from m on with `width` slots from `column` on, for column sums. */
 INLINE TARGET void NAME(keep_logits)(block *b, int m, int64_t column, int width) {
     for (int s = 0; s < SIDE; s++)
         for (int i = 0; i < width; i += LANES)
             V(put)(b->kept + (int64_t)(m + s) * b->kept_stride + column + i, V(read)(b->logits[s] + i));
 }
 
-/* Column sums of the slots from `start` on, where all query vectors of the KV head are in the block. */
+/* Compute column sums of the slots from `start` on, for a block with all query vectors of the KV head. */
 static TARGET void NAME(sum_kept)(const attention_args *a, const block *b, const part *p, int head,
                                   int64_t start, int64_t end) {
     for (int m = 0; m < p->count; m++) {
@@ -242,7 +242,7 @@ static TARGET void NAME(sum_kept)(const attention_args *a, const block *b, const
     }
 }
 
-/* Part `p` of the query vectors of a KV head: count of them from first on. */
+/* Compute attention of part `p`: `count` query vectors of a KV head from `first` on. */
 static TARGET void NAME(attend_block)(const attention_args *a, const part *p, int kv_head,
                                       uint8_t *scratch) {
     block *b = lay_out_block(scratch, a->head_dim, a->head_dim / STEP);
@@ -260,7 +260,7 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
     for (int64_t i = 0; sums && i < whole * b->kept_stride; i++) b->kept[i] = -INFINITY;
     for (int64_t base = start; base < end; base += BLOCK_SLOTS) {
         int packed = end - base < BLOCK_SLOTS ? (int)(end - base) : BLOCK_SLOTS;
-        int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* pages there may be gone */
+        int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* their pages may have been freed */
         NAME(pack_keys)(a, b, &l, base, skip, packed);
         NAME(pack_values)(a, b, &l, base, skip, packed);
         for (int m = 0; m < count; m += SIDE) {
@@ -279,8 +279,8 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
     if (sums) NAME(sum_kept)(a, b, p, head, start, end);
 }
 
-/* Column sums of the slots of part `p`, for the query heads of a KV head: logits once more, and the
- * normalisers that the outputs were divided by. */
+/* Compute column sums of the slots of part `p`, for the query heads of a KV head, from recomputed
+ * logits and the normalisers of the outputs. */
 static TARGET void NAME(sum_columns)(const attention_args *a, const part *p, int kv_head,
                                      uint8_t *scratch) {
     block *b = lay_out_block(scratch, a->head_dim, a->head_dim / STEP);

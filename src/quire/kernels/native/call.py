@@ -1,4 +1,4 @@
-"""A call of the C library: built once for a step, changed from layer to layer."""
+"""Calls of the C library: arguments built once per step and updated per layer."""
 
 import ctypes
 
@@ -28,38 +28,38 @@ from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
 from quire.layout.statistics import REDUCTIONS
 
-WALKS_A_THREAD = 4  # below, heads are walked one by one, to share the work out evenly
-SERIAL_WORK = 2048  # slots times tokens below which waking a second thread costs more than it wins
+WALKS_A_THREAD = 4  # with fewer walks per thread, heads are walked one by one to balance the work
+SERIAL_WORK = 2048  # slots times tokens below which a second thread costs more than it saves
 
 
 class Scratch:
-    """Memory that grows and is used again."""
+    """Reusable memory that grows on demand."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     @property
     def num_bytes(self) -> int:
-        """How large it has become."""
+        """Current size in bytes."""
         return self._bytes.numel()
 
     def address(self, num_bytes: int) -> int:
-        """Where `num_bytes` can be used; what was there before is gone."""
+        """Return the address of at least `num_bytes`; growing discards the content."""
         if self.num_bytes < num_bytes:
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         return self._bytes.data_ptr()
 
 
 class AttentionCall:
-    """The arguments that the layers of a step share, and what keeps their memory alive.
+    """Arguments that the layers of a step share, and references that keep their memory alive.
 
     Args:
         library: the loaded C library.
-        step, lanes: the plan's.
+        step, lanes: from the plan.
         parts: how the rows are cut.
-        pages: of any layer.
-        query: of any layer.
-        column_sums: of any layer, or None for a call without.
+        pages: pages of any layer.
+        query: query of any layer.
+        column_sums: column sums of any layer, or None.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class AttentionCall:
         column_sums: Tensor | None,
         scratch: Scratch,
     ) -> None:
-        """Attend in one layer; `out` is contiguous, rows in no part are left alone."""
+        """Compute attention of one layer into contiguous `out`; rows in no part are not written."""
         args = self._args
         query = query if query.stride(2) == 1 else query.contiguous()
         sinks = None if math.sinks is None else math.sinks.float().contiguous()
@@ -150,9 +150,10 @@ class AttentionCall:
 
 
 def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
-    """KV heads that one thread walks side by side: one where there are few walks to share out.
+    """Return the number of KV heads that one thread walks together; one if there are few walks.
 
-    Their vectors are neighbours in a page, so memory is read in longer pieces. Changes no output.
+    Vectors of neighbouring heads are adjacent in a page, so memory is read in longer runs. The
+    number changes no output.
     """
     enough = len(parts.walks) // (WALKS_A_THREAD * num_threads)
     fitting = (h for h in range(MAX_TOGETHER, 0, -1) if heads_per_page % h == 0)
@@ -160,7 +161,7 @@ def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
 
 
 def write(library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-    """Write keys and values [tokens, num_kv_heads, head_dim], the last axis contiguous."""
+    """Write keys and values [tokens, num_kv_heads, head_dim] with a contiguous last axis."""
     itemsize = key.itemsize
     _, heads_per_page, page_tokens, head_dim = slots.key.shape
     args = WriteArgs(
@@ -182,7 +183,7 @@ def write(library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -
 
 
 def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
-    """Copy slots onto others in every plane; see `AttentionBackend.move`."""
+    """Copy slots to other slots in every plane; see `AttentionBackend.move`."""
     (from_page, from_offset), (to_page, to_offset) = moves.source, moves.target
     for plane in moves.planes:
         _, heads_per_page, page_tokens, width = plane.shape
@@ -204,7 +205,7 @@ def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
 def tally(
     library: NativeLibrary, target: AttentionStatistic, rows: StatisticRows, column_sums: Tensor
 ) -> None:
-    """Add what slots got to their numbers; see `AttentionBackend.tally`."""
+    """Add attention to the statistics of slots; see `AttentionBackend.tally`."""
     _, heads_per_page, page_tokens, _ = target.numbers.shape
     num_rows, num_lanes = rows.slots.shape
     args = TallyArgs(

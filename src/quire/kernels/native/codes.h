@@ -1,11 +1,11 @@
-/* Vectors in codes, decoded one by one in portable C: what blocks pack, and what walks without vector
- * instructions read. Bytes of several codes hold those of as many stretches of the vector. */
+/* Decodes single vectors in portable C, for packing in blocks and for walks without vector
+ * instructions. A byte of several codes holds one code from each of several segments of the vector. */
 #ifndef QUIRE_CODES_H
 #define QUIRE_CODES_H
 
 #include "numbers.h"
 
-/* A float of 8 bits (e4m3). */
+/* Convert an 8-bit float (e4m3). */
 static inline float from_e4m3(uint8_t bits) {
     return from_f16((uint16_t)((bits & 0x80) << 8 | (bits & 0x7f) << 7)) * 256;
 }
@@ -14,7 +14,7 @@ static inline float half_at(const uint8_t *plane, int64_t page_at, int64_t numbe
     return from_f16(((const uint16_t *)(plane + page_at))[number]);
 }
 
-/* Where a slot's records are in its page, and where the page is in every plane. */
+/* Offset of a page in every plane, and index of a slot's record in the page. */
 typedef struct {
     int64_t page_at, record;
 } place;
@@ -25,7 +25,7 @@ static inline place place_of(const attention_args *a, const lane *l, int64_t slo
     return p;
 }
 
-/* Channel and value of a slot's outlier; 0 where the channel is none. */
+/* Read channel and value of a slot's outlier; return 0 if the channel is invalid. */
 static inline int outlier_at(const coding *c, int dim, place p, int number, int *channel, float *value) {
     int64_t at = p.record * c->num_outliers + number;
     const uint8_t *indices = c->indices + p.page_at;
@@ -35,10 +35,10 @@ static inline int outlier_at(const coding *c, int dim, place p, int number, int 
 }
 
 static inline void decode_bits(const coding *c, int dim, const uint8_t *codes, float *out) {
-    int stretch = dim * c->bits / 8, most = (1 << c->bits) - 1;
+    int segment = dim * c->bits / 8, most = (1 << c->bits) - 1;
     for (int s = 0; s < 8 / c->bits; s++)
-        for (int d = 0; d < stretch; d++)
-            out[s * stretch + d] = (float)(codes[d] >> (s * c->bits) & most);
+        for (int d = 0; d < segment; d++)
+            out[s * segment + d] = (float)(codes[d] >> (s * c->bits) & most);
 }
 
 static inline void decode_vector(const coding *c, int dim, const uint8_t *plane, place p, float *out) {

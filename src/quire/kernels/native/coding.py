@@ -1,4 +1,4 @@
-"""How C is told what codes pages hold: `coding` of args.h, field by field."""
+"""Description of coded pages for the C library: mirror of `coding` of args.h."""
 
 import ctypes
 from math import gcd
@@ -12,8 +12,8 @@ from quire.layout.codecs import CodecSpec
 
 PLAIN_NUMBERS, INT8_CODES, BIT_CODES, FP8_CODES = range(4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MAX_RUNS = 16  # of a vector: MAX_RUNS of walk.h
-MAX_OUTLIERS = 8  # of a vector: MAX_OUTLIERS of strip.h
+MAX_RUNS = 16  # runs of a vector: MAX_RUNS of walk.h
+MAX_OUTLIERS = 8  # outliers of a vector: MAX_OUTLIERS of strip.h
 
 _KINDS = {
     "int8": INT8_CODES,
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 class CodingArgs(ctypes.Structure):
-    """Mirrors `coding`; it is a part of `attention_args`, whose size is compared at load."""
+    """Mirror of `coding`; it is part of `attention_args`, whose size is checked at load."""
 
     _fields_ = (
         ("scales", ctypes.c_void_p),
@@ -45,7 +45,7 @@ class CodingArgs(ctypes.Structure):
 
 
 def coding_of(side: CodedPlanes) -> CodingArgs:
-    """What C needs to read keys or values."""
+    """Describe coded keys or values for the C library."""
     spec, head_dim, codes = side.codec.spec, side.codec.head_dim, side.planes[0]
     named = dict(zip((p.name for p in spec.planes(head_dim)), side.planes, strict=True))
     indices = named.get("outlier_indices")
@@ -67,20 +67,23 @@ def coding_of(side: CodedPlanes) -> CodingArgs:
 
 
 def why_not(spec: CodecSpec, head_dim: int) -> str | None:
-    """Why C cannot read a codec, or None."""
+    """Return why the C library cannot read a codec, or None."""
     if (not spec.is_plain and spec.rule not in _KINDS) or spec.constants:
         return f"it does not read {spec.name}"
     if head_dim // _run(spec, head_dim) > MAX_RUNS:
-        return f"it does not read so many groups as {spec.name} has in {head_dim} channels"
+        return (
+            f"it reads at most {MAX_RUNS} groups of a vector, {spec.name} has more in {head_dim} "
+            "channels"
+        )
     if spec.num_outliers(head_dim) > MAX_OUTLIERS:
         return f"it reads at most {MAX_OUTLIERS} outliers of a vector, {spec.name} has more"
     return None
 
 
 def unfit_codes(pages: LayerPages, coded: CodedPages) -> str | None:
-    """Why C cannot read these pages, or None."""
+    """Return why the C library cannot read these pages, or None."""
     if pages.kept is not None:
-        return "tokens that are kept as they were made"
+        return "tokens that are kept in full precision"
     if pages.promoted is not None:
         return "tokens in a finer codec than their pages"
     for side in (coded.key, coded.value):
@@ -107,11 +110,11 @@ def _kind(spec: CodecSpec) -> int:
 
 
 def _channels(spec: CodecSpec, head_dim: int) -> int:
-    """Neighbouring channels that share a scale."""
+    """Return the number of neighbouring channels that share a scale."""
     return spec.group_of(head_dim) if spec.has_zeros else head_dim
 
 
 def _run(spec: CodecSpec, head_dim: int) -> int:
-    """Neighbouring channels that share a scale and stand in one stretch of the bytes."""
-    stretches = 8 // spec.code_bits if spec.rule in _KINDS and spec.code_bits < 8 else 1
-    return gcd(_channels(spec, head_dim), head_dim // stretches)
+    """Return the number of channels that share a scale and are adjacent in the packed bytes."""
+    segments = 8 // spec.code_bits if spec.rule in _KINDS and spec.code_bits < 8 else 1
+    return gcd(_channels(spec, head_dim), head_dim // segments)

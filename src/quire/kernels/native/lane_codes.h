@@ -1,7 +1,7 @@
-/* Codes as vectors of float32, and sums of vectors, under names that end with the number of lanes:
+/* Codes as vectors of float32, and sums of vectors; names end with the number of lanes:
  *
- *     codeN(at, kind, dtype, bits)   N neighbouring codes as numbers; `bits` are those of one in a byte
- *     bitsN(bits)                    as a vector
+ *     codeN(at, kind, dtype, bits)   N neighbouring codes as numbers; `bits` masks one code in a byte
+ *     bitsN(bits)                    `bits` in every lane
  *     sumsN(v)                       the sums of N vectors, sum i in lane i
  */
 #ifndef QUIRE_LANE_CODES_H
@@ -39,7 +39,7 @@ INLINE AVX2 vec8 code8(const uint8_t *at, int kind, int dtype, units8 bits) {
     return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_cvtepu8_epi32(codes), bits));
 }
 
-/* Float16 as float32, as many as there are lanes. */
+/* Convert one float16 per lane to float32. */
 INLINE AVX512 vec16 halves16(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(from)); }
 INLINE AVX2 vec8 halves8(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128(from)); }
 

@@ -1,9 +1,9 @@
-"""Loads the C library, and says why when it cannot be used.
+"""Loads the C library, or reports why it cannot be used.
 
-The library is built when the package is installed where a C compiler is there (see setup.py). It is
-loaded with ctypes; its threads are torch's, through the address of the C function
-`torch_parallel_for` that torch's CPU library exports (torch/csrc/stable/c/shim.h, torch >= 2.10).
-So no second OpenMP runtime enters the process.
+The library is built at installation if a C compiler is available (see setup.py). It is loaded with
+ctypes. It uses torch's threads, through the address of the C function `torch_parallel_for` that
+torch's CPU library exports (torch/csrc/stable/c/shim.h, torch >= 2.10), so no second OpenMP runtime
+is loaded.
 """
 
 import ctypes
@@ -43,9 +43,9 @@ class NativeLibrary:
         tally: `quire_tally`.
         block_queries: `quire_block_queries`.
         scratch_bytes: `quire_scratch_bytes`.
-        path: which code it runs on this CPU, an index into PATHS.
-        parallel_for: address of torch's thread function, or None: one thread then.
-        max_head_dim: largest head_dim it takes.
+        path: code path for this CPU, an index into PATHS.
+        parallel_for: address of torch's thread function; None for a single thread.
+        max_head_dim: largest supported head_dim.
     """
 
     attend: Callable[..., int]
@@ -60,21 +60,21 @@ class NativeLibrary:
 
     @property
     def description(self) -> str:
-        """What runs, for people."""
+        """Description of the code path and threads, for users."""
         threads = "torch's threads" if self.parallel_for else "one thread"
         return f"C extension, {PATHS[self.path]}, {threads}"
 
 
 @dataclass(frozen=True, slots=True)
 class NotLoaded:
-    """Why there is no library."""
+    """Reason why the library is not available."""
 
     reason: str
 
 
 @functools.cache
 def load_library() -> NativeLibrary | NotLoaded:
-    """Load the library once; a missing or unfit one is a reason, never an error."""
+    """Load the library once; a missing or unusable library gives a reason, not an error."""
     folder = Path(__file__).parent
     found = [folder / f"_attention{s}" for s in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((path for path in found if path.is_file()), None)
@@ -87,7 +87,7 @@ def load_library() -> NativeLibrary | NotLoaded:
 
 
 def load_from(path: Path) -> NativeLibrary | NotLoaded:
-    """Load a library file and check that it is the one this code was written for."""
+    """Load a library file, and check that it matches this version."""
     unfit = unfit_reason(path)
     if unfit is not None:
         return NotLoaded(f"{path.name} cannot be used: {unfit}")
@@ -142,7 +142,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
 
 
 def _torch_parallel_for() -> int | None:
-    """Address of torch's exported C function, None where this torch has none."""
+    """Return the address of torch's exported C function; None if this torch has none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library)).torch_parallel_for
@@ -153,10 +153,10 @@ def _torch_parallel_for() -> int | None:
 
 # ---- fitness -------------------------------------------------------------------------------------
 
-# Whether a built library is whole and for this machine, judged before it is loaded.
+# Checks of a built library before it is loaded: complete, and built for this machine.
 #
-# Loading a file that was cut short or altered can end the process, so its bytes are compared first
-# with what the build wrote beside it (see setup.py):
+# Loading a truncated or altered file can crash the process, so its digest is first compared with
+# the one the build wrote next to it (see setup.py):
 #
 #     _attention.cpython-311-x86_64-linux-gnu.so
 #     _attention.cpython-311-x86_64-linux-gnu.so.json   {"sha256": "...", "machine": "x86_64"}
@@ -165,14 +165,14 @@ DIGEST_SUFFIX = ".json"
 _REMEDY = "reinstall Quire to build it again"
 _PROCESS = Path("/proc/self/exe")  # Linux only
 _ELF = b"\x7fELF"
-_HEADER_BYTES, _CLASS_AND_ORDER, _MACHINE = 20, slice(4, 6), slice(18, 20)  # of an ELF header
+_HEADER_BYTES, _CLASS_AND_ORDER, _MACHINE = 20, slice(4, 6), slice(18, 20)  # ELF header fields
 
 
 def unfit_reason(path: Path) -> str | None:
-    """Why a library must not be loaded; None where nothing speaks against it.
+    """Return why a library must not be loaded; None if all checks pass.
 
     Args:
-        path: of the library; the build's digest stands beside it.
+        path: path of the library; the build's digest is next to it.
     """
     beside = path.with_name(path.name + DIGEST_SUFFIX)
     try:
@@ -186,7 +186,7 @@ def unfit_reason(path: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{beside.name} cannot be read ({error}); {_REMEDY}"
     if not isinstance(built, dict) or built.get("sha256") != hashlib.sha256(content).hexdigest():
-        return f"it is not what was built, but cut short or altered; {_REMEDY}"
+        return f"its content does not match the build, it is truncated or altered; {_REMEDY}"
     if built.get("machine") != platform.machine():
         return (
             f"it was built for {built.get('machine')}, this is {platform.machine()}; {_REMEDY} here"
@@ -195,14 +195,14 @@ def unfit_reason(path: Path) -> str | None:
 
 
 def _foreign_reason(content: bytes) -> str | None:
-    """What dlopen would only call a missing file: code for another kind of process."""
+    """Return why the library is for another platform, which dlopen would report as missing."""
     try:
         with _PROCESS.open("rb") as file:
             ours = file.read(_HEADER_BYTES)
     except OSError:
         return None
     if not content.startswith(_ELF) or len(content) < _HEADER_BYTES:
-        return f"it is no library of this system; {_REMEDY}"
+        return f"it is not a library of this system; {_REMEDY}"
     if any(content[part] != ours[part] for part in (_CLASS_AND_ORDER, _MACHINE)):
         return f"it holds code for another kind of processor; {_REMEDY} here"
     return None

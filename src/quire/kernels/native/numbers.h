@@ -1,4 +1,4 @@
-/* Numbers of pages, queries and outputs: float32, bfloat16, float16. */
+/* Conversion of float32, bfloat16 and float16 in pages, queries and outputs. */
 #ifndef QUIRE_NUMBERS_H
 #define QUIRE_NUMBERS_H
 
@@ -40,7 +40,7 @@ static inline uint16_t to_f16(float number) {
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    if (bits < 0x38800000) { /* subnormal: rounded to even by the addition of a power of two */
+    if (bits < 0x38800000) { /* subnormal: adding a power of two rounds half to even */
         float magnitude;
         memcpy(&magnitude, &bits, 4);
         magnitude += 0.5f;
@@ -102,7 +102,7 @@ INLINE AVX512 __m512 softcap16(__m512 x, float cap) {
     return _mm512_or_ps(_mm512_mul_ps(t, _mm512_set1_ps(cap)), _mm512_and_ps(sign, x));
 }
 
-/* Lanes low .. high - 1 of 16; both may lie outside. */
+/* Mask of lanes low .. high - 1 of 16; both may be out of range. */
 INLINE AVX512 __mmask16 between16(int64_t low, int64_t high) {
     low = low < 0 ? 0 : low > 16 ? 16 : low;
     high = high < 0 ? 0 : high > 16 ? 16 : high;

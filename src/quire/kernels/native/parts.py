@@ -1,11 +1,11 @@
-"""How the attention of a step is cut into parts that threads take one after the other.
+"""Division of a step's attention into parts that threads process one after the other.
 
 rows with few query vectors     one walk; a row of many slots, several walks and a merge
-rows with many query vectors    blocks of query vectors, and for column sums blocks of slots; where
-                                one block has the whole row, it adds up the columns too
+rows with many query vectors    blocks of query vectors, and for column sums blocks of slots; a
+                                block that has the whole row computes its column sums too
 
-How a row is cut depends on the row alone, not on the others or on the number of threads: so does
-its output.
+How a row is cut depends on the row only, not on other rows or the number of threads. The same holds
+for its output.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from quire.kernels.native.arguments import (
 )
 
 WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
-WALK_TOKENS = 16  # likewise new tokens, where the library has no blocks
-WALK_SLOTS = 4096  # a walk over more slots is split
+WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
+WALK_SLOTS = 4096  # slots above which a walk is split
 
 PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
 
@@ -37,7 +37,7 @@ class Parts:
 
     Attributes:
         walks, blocks, merges, sums: int32 [parts, row first count partial].
-        num_partials: results that merges read.
+        num_partials: number of partial results that merges read.
         others: rows left to another backend.
         work: slots times tokens, summed over the rows of walks and blocks.
     """
@@ -56,9 +56,9 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
 
     Args:
         step: new tokens of the rows.
-        lanes: how full they are.
+        lanes: live slots of the rows.
         group: query heads that share a KV head.
-        block_queries: query vectors of a block; 0 where the library has no blocks.
+        block_queries: query vectors of a block; 0 if the library has no blocks.
     """
     slots = lanes.slots.max(axis=1).astype(np.int64)
     tokens = step.tokens.astype(np.int64)
@@ -87,7 +87,7 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
     kept = walked if block_queries == 0 else np.arange(len(tokens))
     return Parts(
         walks=walks,
-        blocks=blocks[::-1].copy(),  # the last blocks of a chunk see most slots: they begin
+        blocks=blocks[::-1].copy(),  # the last blocks of a chunk see most slots and start first
         merges=merges,
         sums=_repeat(summed, -(-slots[summed] // SUM_SLOTS), SUM_SLOTS),
         num_partials=int(split.sum()),
@@ -97,7 +97,7 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
 
 
 def _repeat(rows: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> PartList:
-    """`counts[i]` parts of `size` for row `rows[i]`, one behind the other."""
+    """Return `counts[i]` consecutive parts of `size` for row `rows[i]`."""
     parts = np.zeros((int(counts.sum()), PART_FIELDS), dtype=np.int32)
     parts[:, ROW] = np.repeat(rows, counts)
     ends = np.cumsum(counts)

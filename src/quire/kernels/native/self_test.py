@@ -1,7 +1,7 @@
-"""Compares a loaded library with the reference on one small step, before anybody relies on it.
+"""Compares a loaded library with the reference on one small step, before it is used.
 
-A path that gives other numbers (a miscompiled one, a CPU that claims what it cannot do) is not
-taken: the next simpler one is, with a notice. All of it takes a few milliseconds.
+A path with wrong results (miscompiled, or a CPU without a feature it claims) is rejected in favour
+of the next simpler path, with a warning. The test takes a few milliseconds.
 """
 
 import functools
@@ -35,7 +35,7 @@ from quire.layout.statistics import REDUCTIONS
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 45, 37)  # walks over pages, and a chunk
 _HEADS, _GROUP, _HEAD_DIM, _PAGE_TOKENS = 2, 2, 64, 16
-_NUMBERS = torch.arange(2 * _HEADS * _PAGE_TOKENS * 3) % 61  # exact in every type
+_NUMBERS = torch.arange(2 * _HEADS * _PAGE_TOKENS * 3) % 61  # exact in every dtype
 _COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
 
 _log = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def tested_library() -> NativeLibrary | NotLoaded:
-    """The library of this installation on the best path that gives right numbers, loaded once."""
+    """Return the installed library on its best correct path, loaded once."""
     library = load_library()
     return library if isinstance(library, NotLoaded) else on_right_path(library)
 
 
 def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
-    """Step down from the library's path to the first whose numbers are right."""
+    """Return the library on the first path, from its best one down, with correct results."""
     for path in range(library.path, -1, -1):
         tried = replace(library, path=path)
         plain_right = all(_is_right(tried, dtype) for dtype in _TOLERANCES)
@@ -71,7 +71,7 @@ def _is_right(library: NativeLibrary, dtype: torch.dtype) -> bool:
 
 
 def _counts_right(library: NativeLibrary) -> bool:
-    """Whether what slots get is added to the right numbers, whatever is counted."""
+    """Return whether statistics are correct for every measure and reduction."""
     native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
     return all(
         torch.allclose(
@@ -82,7 +82,7 @@ def _counts_right(library: NativeLibrary) -> bool:
 
 
 def _tally(backend: AttentionBackend, count: AttentionMeasure, heads: str) -> Tensor:
-    """The numbers of all pages behind a step of rows with one token each."""
+    """Return the statistics of all pages after a step of rows with one token each."""
     generator = torch.Generator().manual_seed(0)
     num_pages, num_rows = len(_SLOTS) * _COLUMNS, len(_SLOTS)
     numbers = torch.rand(num_pages, _HEADS, _PAGE_TOKENS, 1, generator=generator)
@@ -95,12 +95,12 @@ def _tally(backend: AttentionBackend, count: AttentionMeasure, heads: str) -> Te
         fresh=torch.ones(num_rows, dtype=torch.int32),
     )
     tally = AttentionStatistic(numbers, table, first_lane=0, count=count, heads=heads)
-    backend.tally(tally, rows, 2 * weights / max(_SLOTS))  # some below an even share, some above
+    backend.tally(tally, rows, 2 * weights / max(_SLOTS))  # some below 1 / seen, some above
     return numbers
 
 
 def _moves_right(backend: AttentionBackend, dtype: torch.dtype) -> bool:
-    """Whether slots that take each other's places all arrive."""
+    """Return whether slots that exchange places are copied correctly."""
     pages = _NUMBERS.to(dtype).view(2, _HEADS, _PAGE_TOKENS, -1)
     ends = (torch.tensor([0, 1, 0]), torch.tensor([2, 5, 7]))
     onto = (torch.tensor([1, 0, 0]), torch.tensor([5, 7, 2]))
@@ -111,7 +111,7 @@ def _moves_right(backend: AttentionBackend, dtype: torch.dtype) -> bool:
 
 
 def _attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Write the newest slots, attend: the output and the column sums in float32."""
+    """Write the newest slots and attend; return the output and the column sums in float32."""
     generator = torch.Generator().manual_seed(0)
     num_pages = len(_SLOTS) * _COLUMNS
     shape = (num_pages, 2, _HEADS, _PAGE_TOKENS, _HEAD_DIM)

@@ -1,4 +1,4 @@
-"""Compares a loaded library, reading codes, with the reference on what these decode to."""
+"""Compares a loaded library on coded pages with the reference on the decoded numbers."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-8}  # of the output; colu
 
 
 def codes_right(library: NativeLibrary) -> bool:
-    """Whether every codec that C reads gives what its numbers give."""
+    """Return whether the results are correct for every codec that the C library reads."""
     native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
     return all(_is_right(native, name) for name in _CODECS)
 
@@ -33,11 +33,11 @@ def _is_right(native: AttentionBackend, name: str) -> bool:
     generator = torch.Generator().manual_seed(0)
     num_pages = len(_SLOTS) * _COLUMNS
     codec = make_codec(codec_spec(name), _HEAD_DIM)
-    made = [
+    encoded = [
         codec.encode(torch.randn(num_pages, _HEADS, _PAGE_TOKENS, _HEAD_DIM, generator=generator))
         for _ in range(2)
     ]
-    planes = _in_pages([plane for side in made for plane in side])
+    planes = _in_pages([plane for side in encoded for plane in side])
     coded = CodedPages(
         CodedPlanes(codec, planes[: len(planes) // 2]),
         CodedPlanes(codec, planes[len(planes) // 2 :]),
@@ -54,11 +54,11 @@ def _is_right(native: AttentionBackend, name: str) -> bool:
         coded=coded,
     )
     walks = replace(pages, rows=pages.rows[:_WALKS])  # torch rounds chunks more than C does
-    return _alike(query, pages, native) and _alike(query[:_WALKS].bfloat16(), walks, native)
+    return _equal(query, pages, native) and _equal(query[:_WALKS].bfloat16(), walks, native)
 
 
-def _alike(query: Tensor, pages: LayerPages, native: AttentionBackend) -> bool:
-    """Whether output and column sums are the reference's on the same numbers."""
+def _equal(query: Tensor, pages: LayerPages, native: AttentionBackend) -> bool:
+    """Return whether output and column sums match the reference on the same numbers."""
     expected, expected_sums = _attend(ReferenceAttention(), query.float(), pages)
     got, sums = _attend(native, query, pages)
     return _near(got.float(), expected, _TOLERANCE[query.dtype]) and _near(
@@ -71,7 +71,7 @@ def _near(got: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _in_pages(planes: list[Tensor]) -> tuple[Tensor, ...]:
-    """Copies of planes that lie side by side in pages, as those of a page class do."""
+    """Copy planes next to each other in pages, as in a page class."""
     starts = np.cumsum([0] + [-(-plane[0].nbytes // 4) * 4 for plane in planes])
     pages = torch.zeros(len(planes[0]), int(starts[-1]), dtype=torch.uint8)
     placed = []
@@ -88,5 +88,5 @@ def _attend(backend: AttentionBackend, query: Tensor, pages: LayerPages) -> tupl
     plan = backend.plan(step, lanes, _PAGE_TOKENS, 1)
     sums = torch.zeros(rows, query.shape[1], max(_SLOTS))
     math = AttentionMath(scale=_HEAD_DIM**-0.5)
-    fresh = (query[:, :_HEADS], query[:, :_HEADS])  # nobody looks: the codes count
+    fresh = (query[:, :_HEADS], query[:, :_HEADS])  # unused, because attention uses the codes
     return backend.attend(plan, pages, math, query, fresh, column_sums=sums), sums

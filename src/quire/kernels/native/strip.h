@@ -1,12 +1,12 @@
-/* Strips: up to 64 slots of a lane, read as they are stored, in codes or as plain numbers.
+/* Strips: up to 64 slots of a lane, attended in their stored form, as codes or plain numbers.
  *
- * Of logits = q . k with k = scale * codes + zero, the scale and the zero are taken out of the sum:
- * scale * (q . codes) + zero * sum(q), run by run. Of values the scale goes into the weight, and all
- * that the zeros give is one number for each run. So a code costs its conversion to float32, which
- * the query heads of a KV head share, and one product for each of them. One softmax a strip. While a
- * strip's logits are made, the next strip's lines are asked for; where products are made in integers
- * (strip_integers.h), which memory would not keep up with, the strip's own values, and the next keys
- * while values are added.
+ * In logits = q . k with k = scale * codes + zero, scale and zero are factored out of the sum:
+ * scale * (q . codes) + zero * sum(q), run by run. For values, the scale is multiplied into the weight,
+ * and the zeros contribute one number per run. So a code costs one conversion to float32, shared by the
+ * query heads of a KV head, and one product per query head. Each strip has one softmax. The next
+ * strip's cache lines are prefetched while logits are computed. With integer products
+ * (strip_integers.h), which are faster than memory, the strip's own values are prefetched during the
+ * logits, and the next keys while values are added.
  */
 #ifndef QUIRE_STRIP_H
 #define QUIRE_STRIP_H
@@ -19,14 +19,14 @@
 typedef struct {
     int64_t slot; /* number of the first in the lane */
     int count, num_pieces;
-    const uint8_t *key[STRIP], *value[STRIP]; /* vectors; behind `count` the last once more */
+    const uint8_t *key[STRIP], *value[STRIP]; /* vectors; after `count` the last one is repeated */
     struct {
-        place at; /* of its first slot */
+        place at; /* location of its first slot */
         int count;
     } piece[STRIP]; /* slots of one page */
 } strip;
 
-/* The slots from `slot` on that are in its strip of the lane, below `end`. */
+/* Locate the slots of the strip that contains `slot`, from `slot` on and below `end`. */
 static void point_strip(const attention_args *a, const lane *l, int64_t slot, int64_t end, strip *s) {
     int64_t key_bytes = a->key_coding.vector_bytes, value_bytes = a->value_coding.vector_bytes;
     int64_t last = (slot / STRIP + 1) * STRIP < end ? (slot / STRIP + 1) * STRIP : end;
@@ -45,14 +45,14 @@ static void point_strip(const attention_args *a, const lane *l, int64_t slot, in
         s->key[i] = s->key[s->count - 1], s->value[i] = s->value[s->count - 1];
 }
 
-/* Scales or zeros of a strip: for each run, those of its slots. */
+/* Scales or zeros of a strip, [run][slot]. */
 typedef float by_run[MAX_RUNS][STRIP];
 
-/* Where the codes of a run are. Those of a stretch stand behind each other, then those of the next.
- * Codes are masked and not shifted, and float16 has another exponent than e4m3: the factor on their
- * scales makes up for that. */
+/* Location of the codes of a run. Runs of one segment are adjacent, followed by the next segment. Codes
+ * are masked but not shifted, and e4m3 bits are read as float16 with another exponent bias; the factor
+ * on the scales corrects both. */
 typedef struct {
-    int bits, at; /* of a code in its byte; byte of the first from the vector's beginning */
+    int bits, at; /* mask of a code in its byte; offset of the first byte in the vector */
     float factor;
 } run_place;
 
@@ -63,68 +63,68 @@ typedef struct {
 
 static void place_codes(const coding *c, int dim, code_places *places) {
     run_place *runs = places->runs;
-    int stretches = c->kind == BIT_CODES ? 8 / c->bits : 1, in_stretch = c->num_runs / stretches;
+    int segments = c->kind == BIT_CODES ? 8 / c->bits : 1, in_segment = c->num_runs / segments;
     for (int r = 0; r < c->num_runs; r++) {
-        int shift = r / in_stretch * c->bits;
-        runs[r].at = r % in_stretch * c->run;
+        int shift = r / in_segment * c->bits;
+        runs[r].at = r % in_segment * c->run;
         runs[r].bits = c->kind == BIT_CODES ? ((1 << c->bits) - 1) << shift : 0;
         runs[r].factor = c->kind == FP8_CODES ? 256 : 1.0f / (float)(1 << shift);
     }
     for (int d = 0; c->num_outliers && d < dim; d++) places->run_of[d] = (uint8_t)(d / c->run);
 }
 
-/* A strip of one KV head while it is walked. */
+/* State of a walk over a strip of one KV head. */
 typedef struct {
     const attention_args *a;
     walk *w;
-    const strip *here, *next; /* next: whose lines are asked for, or NULL */
-    int64_t key_shift, value_shift, next_key_shift, next_value_shift; /* from head to head in a page */
+    const strip *here, *next; /* next: the strip to prefetch, or NULL */
+    int64_t key_shift, value_shift, next_key_shift, next_value_shift; /* byte offsets of heads in a page */
     code_places key_places, value_places;
-    int64_t first_record; /* of this head, from the first of those that are walked together */
+    int64_t first_record; /* of this head, relative to the first head walked together */
     LINED by_run key_scales, key_zeros, value_scales, value_zeros;
     LINED float dots[STRIP * 4];              /* [slot][query], four queries at most */
     float logits[MAX_QUERIES][STRIP];   /* then weights */
     struct {
         by_run of;                           /* times scales of values */
-        int32_t pairs[MAX_RUNS][STRIP / 2];  /* the same as int16 of two slots, times a quantum */
-        float quantum[MAX_RUNS], gap[4];     /* so that those of four vectors lie in different banks */
+        int32_t pairs[MAX_RUNS][STRIP / 2];  /* the same as pairs of int16 for two slots, in units of quantum */
+        float quantum[MAX_RUNS], gap[4];     /* gap: puts the data of four vectors in different banks */
     } weights[MAX_QUERIES];
-    int integer_keys, integer_values; /* whose products are made in integers */
+    int integer_keys, integer_values; /* whether products are computed in integers */
     float extra[MAX_QUERIES][MAX_RUNS]; /* sums of weights times zeros of values */
-    float factor[MAX_QUERIES];          /* on the output so far */
+    float factor[MAX_QUERIES];          /* on the earlier output */
 } strip_walk;
 
-static inline void ask_for(const uint8_t *from, int64_t bytes) {
+static inline void prefetch(const uint8_t *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-/* While the products of `count` keys from the ith on are made: these slots' values where the next keys
- * are asked for beside the values, else the next keys and values. */
-static inline void ask_beside_keys(const strip_walk *t, int i, int count) {
+/* Prefetch during the products of `count` keys from the ith on: with integer values the values of the
+ * same slots (the next keys follow during the values), else the next keys and values. */
+static inline void prefetch_during_keys(const strip_walk *t, int i, int count) {
     int64_t key_bytes = count * t->a->key_coding.vector_bytes;
     int64_t value_bytes = count * t->a->value_coding.vector_bytes;
     if (t->integer_values) {
-        ask_for(t->here->value[i] + t->value_shift, value_bytes);
-    } else if (t->next) { /* most are neighbours */
-        ask_for(t->next->key[i] + t->next_key_shift, key_bytes);
-        ask_for(t->next->value[i] + t->next_value_shift, value_bytes);
+        prefetch(t->here->value[i] + t->value_shift, value_bytes);
+    } else if (t->next) { /* most slots are adjacent */
+        prefetch(t->next->key[i] + t->next_key_shift, key_bytes);
+        prefetch(t->next->value[i] + t->next_value_shift, value_bytes);
     }
 }
 
-/* Ask for what decodes a strip, of all heads that are walked together. */
-static void ask_for_scales(const attention_args *a, const coding *c, const strip *s, int heads) {
+/* Prefetch scales and zeros of a strip, for all heads that are walked together. */
+static void prefetch_scales(const attention_args *a, const coding *c, const strip *s, int heads) {
     int64_t each = c->scales ? 2 * (a->head_dim / c->channels) : 0;
     int64_t bytes = each * ((heads - 1) * a->page_tokens + 1);
     for (int n = 0; each && n < s->num_pieces; n++) {
         int64_t at = s->piece[n].at.page_at + s->piece[n].at.record * each;
-        ask_for(c->scales + at, bytes + each * s->piece[n].count);
-        if (c->zeros) ask_for(c->zeros + at, bytes + each * s->piece[n].count);
+        prefetch(c->scales + at, bytes + each * s->piece[n].count);
+        if (c->zeros) prefetch(c->zeros + at, bytes + each * s->piece[n].count);
     }
 }
 
-#define MAX_OUTLIERS 8 /* of a vector */
+#define MAX_OUTLIERS 8 /* per vector */
 
-/* What outliers are beyond what their codes decode to. */
+/* Differences of outliers from their decoded codes. */
 typedef struct {
     int count;
     struct {
@@ -133,7 +133,7 @@ typedef struct {
     } list[STRIP * MAX_OUTLIERS];
 } strip_outliers;
 
-/* Those of one slot, the `i`th of the strip, whose codes are at `codes`. */
+/* Find the outliers of one slot, the `i`th of the strip, with codes at `codes`. */
 static inline void find_in_slot(const strip_walk *t, const coding *c, const code_places *places, place p,
                                 const uint8_t *codes, int i, by_run scales, by_run zeros,
                                 strip_outliers *found) {
@@ -162,7 +162,7 @@ static void find_outliers(const strip_walk *t, const coding *c, const code_place
 }
 
 #ifdef HAVE_X86
-/* Of vectors in fours, twos and ones: three are four of which one is not used. */
+/* Process vectors in groups of four, two and one; a group of three is padded to four. */
 #define FOR_QUERIES(what, ...)                                                 \
     for (int m = 0; m < t->w->count; m += 4) {                                 \
         int left = t->w->count - m;                                            \

@@ -1,6 +1,6 @@
-/* Included by strip.h, which says what TARGET, NAME and LANES are. */
+/* Included by strip.h, which defines TARGET, NAME and LANES. */
 
-/* Scales, or zeros where there are no `runs`, of a strip, from a plane of float16. */
+/* Load scales of a strip from a plane of float16, or zeros if `runs` is NULL. */
 static TARGET void NAME(load_by_run)(const strip_walk *t, const coding *c, const uint8_t *plane,
                                      const run_place *runs, by_run out) {
     const strip *s = t->here;
@@ -26,8 +26,8 @@ static TARGET void NAME(load_by_run)(const strip_walk *t, const coding *c, const
     }
 }
 
-/* Products of `queries` query vectors from m on with the strip's codes; where a vector has several
- * scales they are in it. */
+/* Compute products of `queries` query vectors from m on with the strip's codes; includes the scales if
+ * a vector has several. */
 INLINE TARGET void NAME(dots)(strip_walk *t, int m, const int queries, const int kind, const int dtype) {
     const coding *c = &t->a->key_coding;
     const int item = kind != PLAIN_NUMBERS ? 1 : dtype == F32 ? 4 : 2, grouped = kind == BIT_CODES;
@@ -38,7 +38,7 @@ INLINE TARGET void NAME(dots)(strip_walk *t, int m, const int queries, const int
         V(vec) totals[LANES];
 #pragma GCC unroll 16
         for (int n = 0; n < LANES; n++) totals[n] = V(zero)();
-        if (m == 0) ask_beside_keys(t, i, slots);
+        if (m == 0) prefetch_during_keys(t, i, slots);
         for (int r = 0; r < num_runs; r++) {
             V(vec) sums[LANES];
             V(units) bits = V(bits)(t->key_places.runs[r].bits);
@@ -103,7 +103,7 @@ INLINE TARGET void NAME(add_codes)(strip_walk *t, int64_t at, int m, int r, int 
             V(put)(out + k * MAX_HEAD_DIM + n * LANES, sums[k * vectors + n]);
 }
 
-/* Likewise to all channels. */
+/* Add weights x codes to all channels. */
 INLINE TARGET void NAME(add_strip)(strip_walk *t, int m, const int queries, const int kind,
                                    const int dtype) {
     const coding *c = &t->a->value_coding;
@@ -140,8 +140,8 @@ static TARGET void NAME(add_values_of_strip)(strip_walk *t) {
     else FOR_QUERIES(NAME(add_strip), PLAIN_NUMBERS, F16)
 }
 
-/* Products of vector m become logits, are kept for column sums, and become weights. Where the vector
- * sees whole vectors of slots (`all`), nothing has to be masked. */
+/* Convert products of vector m to logits, store these for column sums, and convert them to weights. If
+ * the vector sees all slots (`all`), no mask is needed. */
 INLINE TARGET void NAME(weigh_slots)(strip_walk *t, int m, const int all) {
     const coding *c = &t->a->key_coding, *v = &t->a->value_coding;
     walk *w = t->w;
@@ -178,7 +178,7 @@ INLINE TARGET void NAME(weigh_slots)(strip_walk *t, int m, const int all) {
             V(vec) e = V(read)(logits + i), x = e, y = V(zero)();
             if (v->scales) x = V(mul)(e, V(read)(t->value_scales[r] + i));
             if (v->zeros) y = V(mul)(e, V(read)(t->value_zeros[r] + i));
-            if (!all) { /* scales of what is not seen may be anything */
+            if (!all) { /* scales of unseen slots may hold NaN */
                 V(mask) seen = V(between)(low - i, high - i);
                 x = V(choose)(seen, V(zero)(), x), y = V(choose)(seen, V(zero)(), y);
             }

@@ -1,16 +1,17 @@
-/* Products of a strip in integers, for queries of bfloat16 on AVX2. Included by strip.h.
+/* Integer products of a strip, for bfloat16 queries on AVX2. Included by strip.h.
  *
- * Codes become int16, half the vectors that float32 takes, and two products a lane are added in one
- * instruction. A query vector is int16 times a power of two, which is exact for numbers down to 1/128
- * of its largest; sums of int32 cannot overflow. Weights of a strip are int16 times a factor for each
- * run: 2^-16 of the strip's largest weight at most is lost, where an output of bfloat16 keeps 2^-9.
- * Logits, and so column sums, know nothing of that. Float32 queries take products in float32.
+ * Codes are converted to int16, which needs half the vectors of float32, and one instruction adds two
+ * products per lane. A query vector is stored as int16 times a power of two, which is exact for numbers
+ * down to 1/128 of its largest; sums of int32 cannot overflow. Weights of a strip are int16 times a
+ * factor per run: the error is at most 2^-16 of the strip's largest weight; a bfloat16 output has a
+ * precision of 2^-9. Logits, and therefore column sums, do not have this error. Float32 queries use
+ * float32 products.
  */
 #ifndef QUIRE_STRIP_INTEGERS_H
 #define QUIRE_STRIP_INTEGERS_H
 
 #define MOST_INT16 32767
-/* Keeps the compiler from reading a vector from memory once for each of its uses. */
+/* Prevents the compiler from loading a vector from memory at each use. */
 #define IN_REGISTER(x) __asm__("" : "+x"(x))
 
 static int in_integers(const attention_args *a, const coding *c, int lanes) {
@@ -18,11 +19,11 @@ static int in_integers(const attention_args *a, const coding *c, int lanes) {
     return lanes == 8 && a->dtype == BF16 && codes && c->run % 16 == 0;
 }
 
-/* Four query vectors side by side, 16 numbers of each. */
+/* Interleave four query vectors, 16 numbers of each. */
 static void pack_integers(walk *w, float scale) {
     for (int m = 0; m < w->count; m++) {
         int16_t *packed = (int16_t *)w->packed + m / 4 * 4 * MAX_HEAD_DIM + m % 4 * 16;
-        float top = 0, odd = 0; /* odd: not 0 where a number is not finite */
+        float top = 0, odd = 0; /* odd: not 0 if a number is not finite */
         int exponent;
         for (int d = 0; d < w->head_dim; d++) {
             float x = from_bf16(w->half[m][d]);
@@ -59,7 +60,7 @@ INLINE AVX2 __m256i sums_of_words(const __m256i *v) {
                             _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-/* Products of `queries` vectors from m on with run r of the strip's codes. */
+/* Compute products of `queries` vectors from m on with run r of the strip's codes. */
 INLINE AVX2 void dots_of_run(strip_walk *t, int m, int r, const int queries, const int kind) {
     const coding *c = &t->a->key_coding;
     const int slots = 8 / queries;
@@ -69,7 +70,7 @@ INLINE AVX2 void dots_of_run(strip_walk *t, int m, int r, const int queries, con
     const int64_t at = t->key_shift + t->key_places.runs[r].at;
     for (int i = 0; i < s->count; i += slots) {
         __m256i sums[8];
-        if (m == 0 && r == 0) ask_beside_keys(t, i, slots);
+        if (m == 0 && r == 0) prefetch_during_keys(t, i, slots);
 #pragma GCC unroll 8
         for (int n = 0; n < 8; n++) sums[n] = _mm256_setzero_si256();
         for (int d = 0; d < c->run; d += 16) {
@@ -108,7 +109,7 @@ INLINE AVX2 void integer_dots(strip_walk *t, int m, const int queries, const int
     }
 }
 
-/* Weights of vector m times scales, rounded: two slots to a unit. What is not finite stays so. */
+/* Round weights of vector m times scales, two slots per unit. Non-finite weights remain non-finite. */
 static AVX2 void round_weights(strip_walk *t, int m) {
     const int runs = t->a->value_coding.num_runs, count = t->here->count;
     for (int r = 0; r < runs; r++) {
@@ -130,14 +131,14 @@ static AVX2 void round_weights(strip_walk *t, int m) {
     }
 }
 
-/* The keys of the next strip that stand where channels first .. end - 1 are among all: no more at
- * once than there can be lines under way. */
-static inline void ask_beside_values(const strip_walk *t, int first, int end) {
+/* Prefetch a share of the next strip's keys, in proportion to channels first .. end - 1, to limit the
+ * number of outstanding cache lines. */
+static inline void prefetch_during_values(const strip_walk *t, int first, int end) {
     int dim = t->a->head_dim, last = STRIP * end / dim;
     if (t->next == NULL) return;
     if (last > t->next->count) last = t->next->count;
     for (int i = STRIP * first / dim; i < last; i += 2)
-        ask_for(t->next->key[i] + t->next_key_shift, 2 * t->a->key_coding.vector_bytes);
+        prefetch(t->next->key[i] + t->next_key_shift, 2 * t->a->key_coding.vector_bytes);
 }
 
 /* As add_codes of strip_body.h, to `units` times 16 channels. */
@@ -150,7 +151,7 @@ INLINE AVX2 void add_words(strip_walk *t, int64_t at, int m, int r, int d, const
     const int32_t *pairs[4];
     const uint8_t *const *value = t->here->value;
     const int64_t end = (t->here->count + 1) / 2;
-    if (m == 0) ask_beside_values(t, d, d + units * 16);
+    if (m == 0) prefetch_during_values(t, d, d + units * 16);
 #pragma GCC unroll 4
     for (int k = 0; k < queries; k++) pairs[k] = t->weights[m + k].pairs[r];
     for (int64_t i = 0; i < end; i++) {
@@ -188,7 +189,7 @@ INLINE AVX2 void add_words(strip_walk *t, int64_t at, int m, int r, int d, const
     }
 }
 
-/* Likewise to all channels. */
+/* Add weights x codes to all channels. */
 INLINE AVX2 void add_strip_words(strip_walk *t, int m, const int queries, const int kind) {
     const coding *c = &t->a->value_coding;
     const int units = 4 / queries;

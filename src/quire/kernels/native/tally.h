@@ -1,9 +1,9 @@
-/* Adding what slots got from a step's queries to the numbers kept of them.
+/* Adds the attention of a step's queries to the statistics of slots.
  *
  * Column sums of a row with one token are that query's weights. The query heads of a KV head are
- * reduced first, then looks are counted; slots that are new have no number yet and are written over.
- * Column sums of a head are neighbours, so looks are made for RUN slots at a time; its numbers are
- * neighbours inside a page only, and pages lie anywhere: those of a run are asked for before.
+ * reduced first, then weights are measured; the statistics of new slots are overwritten. Column sums of
+ * a head are contiguous, so weights are processed RUN slots at a time. Statistics are contiguous only
+ * inside a page, so the pages of a run are prefetched.
  */
 #ifndef QUIRE_TALLY_H
 #define QUIRE_TALLY_H
@@ -28,42 +28,42 @@ typedef struct {
     int64_t table_row_stride, table_lane_stride;
     const int64_t *step_rows, *table_rows; /* [num_rows] */
     const int32_t *slots;                  /* [num_rows, num_lanes] live slots */
-    const int32_t *fresh;                  /* [num_rows] of them new */
+    const int32_t *fresh;                  /* [num_rows] number of new slots */
     const float *sums;                     /* [rows of the step, num_heads, sums_stride] */
     int64_t sums_stride;
     int32_t num_rows, num_lanes, heads_per_page, group, first_lane, page_tokens;
     int32_t heads, count, path;
 } tally_args;
 
-/* One number for the heads of a group, for slots side by side. */
-INLINE void reduce_heads(const tally_args *a, const float *restrict sums, int run, float *restrict looks) {
-    memcpy(looks, sums, run * sizeof(float));
+/* Reduce over the heads of a group, for consecutive slots. */
+INLINE void reduce_heads(const tally_args *a, const float *restrict sums, int run, float *restrict weights) {
+    memcpy(weights, sums, run * sizeof(float));
     for (int g = 1; g < a->group; g++) {
         const float *restrict more = sums + g * a->sums_stride;
         if (a->heads == HEADS_MAX)
-            for (int i = 0; i < run; i++) looks[i] = more[i] > looks[i] ? more[i] : looks[i];
+            for (int i = 0; i < run; i++) weights[i] = more[i] > weights[i] ? more[i] : weights[i];
         else
-            for (int i = 0; i < run; i++) looks[i] += more[i];
+            for (int i = 0; i < run; i++) weights[i] += more[i];
     }
     if (a->heads == HEADS_MEAN && a->group > 1)
-        for (int i = 0; i < run; i++) looks[i] /= (float)a->group;
+        for (int i = 0; i < run; i++) weights[i] /= (float)a->group;
 }
 
-INLINE void count_looks(const tally_args *a, float *looks, int run, int64_t seen) {
+INLINE void measure_weights(const tally_args *a, float *weights, int run, int64_t seen) {
     float low = 1.0f / (float)seen;
     if (a->count == COUNT_SQUARES)
-        for (int i = 0; i < run; i++) looks[i] *= looks[i];
+        for (int i = 0; i < run; i++) weights[i] *= weights[i];
     if (a->count == COUNT_LOW)
-        for (int i = 0; i < run; i++) looks[i] = looks[i] < low ? 1.0f : 0.0f;
+        for (int i = 0; i < run; i++) weights[i] = weights[i] < low ? 1.0f : 0.0f;
 }
 
-/* Add the looks of slots of one page; the first `old` of them have numbers, the others get one. */
-INLINE void put_looks(float *restrict numbers, const float *restrict looks, int64_t run, int64_t old) {
+/* Add weights to the statistics of slots of one page; slots from `old` on are new and overwritten. */
+INLINE void add_weights(float *restrict numbers, const float *restrict weights, int64_t run, int64_t old) {
     if (run == 16 && old >= 16) {
-        for (int i = 0; i < 16; i++) numbers[i] += looks[i];
+        for (int i = 0; i < 16; i++) numbers[i] += weights[i];
         return;
     }
-    for (int64_t i = 0; i < run; i++) numbers[i] = (i < old ? numbers[i] : 0) + looks[i];
+    for (int64_t i = 0; i < run; i++) numbers[i] = (i < old ? numbers[i] : 0) + weights[i];
 }
 
 INLINE float *numbers_at(const tally_args *a, const int32_t *pages, int head, int64_t slot) {
@@ -79,16 +79,16 @@ INLINE void tally_lane_by(const tally_args *a, int row, int kv_head) {
     int64_t num_heads = (int64_t)a->num_lanes * a->heads_per_page * a->group;
     const float *sums = a->sums + (a->step_rows[row] * num_heads + kv_head * a->group) * a->sums_stride;
     for (int64_t first = 0; first < slots; first += RUN) {
-        float looks[RUN];
+        float weights[RUN];
         int64_t end = first + RUN < slots ? first + RUN : slots, run;
         for (int64_t slot = first; slot < end; slot += a->page_tokens)
             __builtin_prefetch(numbers_at(a, pages, head, slot), 1);
-        reduce_heads(a, sums + first, (int)(end - first), looks);
-        count_looks(a, looks, (int)(end - first), slots);
+        reduce_heads(a, sums + first, (int)(end - first), weights);
+        measure_weights(a, weights, (int)(end - first), slots);
         for (int64_t slot = first; slot < end; slot += run) {
             run = a->page_tokens - slot % a->page_tokens;
             if (run > end - slot) run = end - slot;
-            put_looks(numbers_at(a, pages, head, slot), looks + slot - first, run, old - slot);
+            add_weights(numbers_at(a, pages, head, slot), weights + slot - first, run, old - slot);
         }
     }
 }

@@ -1,13 +1,13 @@
-/* Vectors of float32, sixteen (AVX-512) or eight (AVX2) to one, under names that end with the number:
- * blocked_body.h is compiled for both.
+/* Vectors of sixteen (AVX-512) or eight (AVX2) float32; names end with that number, and blocked_body.h
+ * is compiled for both.
  *
- *     vecN maskN unitsN          numbers, which of them, 32-bit units; units_ofN reads them
- *     zeroN setN readN putN      and read_someN, put_someN with a mask, zeros for the others
+ *     vecN maskN unitsN          numbers, masks, 32-bit units; units_ofN loads units
+ *     zeroN setN readN putN      and read_someN, put_someN with a mask, zeros for other lanes
  *     addN subN mulN fmaN maxN   lane by lane
- *     topN totalN                of all lanes
- *     chooseN(mask, a, b)        b where the mask says so, else a
- *     betweenN(low, high)        lanes low .. high - 1; both may lie outside
- *     expN softcapN narrowN      e^x; the cap on logits; as bfloat16 or float16
+ *     topN totalN                maximum and sum of all lanes
+ *     chooseN(mask, a, b)        b if the mask is set, else a
+ *     betweenN(low, high)        mask of lanes low .. high - 1; both may be out of range
+ *     expN softcapN narrowN      e^x; the soft cap on logits; conversion to bfloat16 or float16
  */
 #ifndef QUIRE_VECTORS_H
 #define QUIRE_VECTORS_H
@@ -20,7 +20,7 @@
 
 #ifdef HAVE_X86
 
-/* ---- sixteen: most stands in numbers.h ---------------------------------------------------------- */
+/* ---- sixteen lanes; see also numbers.h ---------------------------------------------------------- */
 
 typedef __m512 vec16;
 typedef __mmask16 mask16;
@@ -40,7 +40,7 @@ INLINE AVX512 float top16(vec16 x) { return _mm512_reduce_max_ps(x); }
 INLINE AVX512 float total16(vec16 x) { return _mm512_reduce_add_ps(x); }
 INLINE AVX512 vec16 choose16(mask16 mask, vec16 a, vec16 b) { return _mm512_mask_blend_ps(mask, a, b); }
 
-/* As bfloat16 or float16. */
+/* Convert to bfloat16 or float16. */
 INLINE AVX512 void narrow16(uint16_t *to, vec16 x, int dtype) {
     float numbers[16];
     if (dtype == F16) {
@@ -51,7 +51,7 @@ INLINE AVX512 void narrow16(uint16_t *to, vec16 x, int dtype) {
     for (int i = 0; i < 16; i++) to[i] = to_bf16(numbers[i]);
 }
 
-/* Sixteen rows of sixteen units become columns. */
+/* Transpose sixteen rows of sixteen units. */
 INLINE AVX512 void transpose16(__m512i *r) {
     __m512i s[16];
     for (int i = 0; i < 16; i += 2) {
@@ -87,7 +87,7 @@ INLINE AVX512 units16 units_of16(const uint8_t *numbers, int64_t i, int dtype) {
 }
 INLINE AVX512 void put_units16(uint32_t *to, units16 x) { _mm512_storeu_si512(to, x); }
 
-/* ---- eight -------------------------------------------------------------------------------------- */
+/* ---- eight lanes -------------------------------------------------------------------------------- */
 
 typedef __m256 vec8;
 typedef __m256i mask8;
@@ -127,7 +127,7 @@ INLINE AVX2 mask8 between8(int64_t low, int64_t high) {
                             _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane));
 }
 
-/* e^x for x <= 0 as exp16; 0 below the normal numbers, whose exponent the shift cannot make. */
+/* e^x for x <= 0 as exp16; 0 for subnormal results, which the exponent shift cannot represent. */
 INLINE AVX2 vec8 exp8(vec8 x) {
     __m256 normal = _mm256_cmp_ps(x, set8(-87.0f), _CMP_GE_OQ);
     x = _mm256_max_ps(x, set8(-87.0f));
@@ -163,7 +163,7 @@ INLINE AVX2 void narrow8(uint16_t *to, vec8 x, int dtype) {
     for (int i = 0; i < 8; i++) to[i] = to_bf16(numbers[i]);
 }
 
-/* Eight rows of eight units become columns. */
+/* Transpose eight rows of eight units. */
 INLINE AVX2 void transpose8(__m256i *r) {
     __m256i s[8], t[8];
     for (int i = 0; i < 8; i += 2) {

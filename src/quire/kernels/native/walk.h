@@ -1,5 +1,5 @@
-/* A walk: up to MAX_QUERIES query vectors that share a KV head go over its slots together, with an
- * online softmax for each tile of 16 slots. Here the plain path, in portable C. */
+/* A walk: up to MAX_QUERIES query vectors that share a KV head attend to its slots together, with an
+ * online softmax per tile of 16 slots. This file is the plain path in portable C. */
 #ifndef QUIRE_WALK_H
 #define QUIRE_WALK_H
 
@@ -9,27 +9,27 @@
 
 #define MAX_QUERIES 8
 #define TILE 16
-#define MAX_RUNS 16 /* of a vector in codes */
-#define MAX_TOGETHER 8 /* KV heads of a page that one thread walks side by side */
+#define MAX_RUNS 16 /* runs of a coded vector */
+#define MAX_TOGETHER 8 /* KV heads of a page that one thread walks together */
 
-#define LINED _Alignas(64) /* begins with a line of the cache */
+#define LINED _Alignas(64) /* aligned to a cache line */
 
 typedef struct {
     int count, head_dim;
     int64_t low[MAX_QUERIES], high[MAX_QUERIES]; /* slots seen: low <= slot < high */
-    float *logits[MAX_QUERIES];                  /* by slot, kept for column sums; or NULL */
+    float *logits[MAX_QUERIES];                  /* by slot, stored for column sums; or NULL */
     float maximum[MAX_QUERIES], sum[MAX_QUERIES];
     LINED float query[MAX_QUERIES][MAX_HEAD_DIM]; /* times scale */
     LINED uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
     LINED float out[MAX_QUERIES][MAX_HEAD_DIM];
-    LINED float packed[MAX_QUERIES * MAX_HEAD_DIM]; /* the query vectors as strips read them */
-    float quantum[MAX_QUERIES]; /* what one is worth where `packed` holds int16 */
-    float query_sums[MAX_QUERIES][MAX_RUNS]; /* of a run's numbers, for codes with zeros */
+    LINED float packed[MAX_QUERIES * MAX_HEAD_DIM]; /* the query vectors in the layout that strips read */
+    float quantum[MAX_QUERIES]; /* value of 1 if `packed` holds int16 */
+    float query_sums[MAX_QUERIES][MAX_RUNS]; /* sums of a run's numbers, for codes with zeros */
 } walk;
 
 static inline size_t walk_bytes(void) { return (sizeof(walk) + 63) / 64 * 64; }
 
-/* Up to 16 slots of one page. Slots from `count` on belong to nobody and may hold NaN. */
+/* Up to 16 slots of one page. Slots from `count` on are free and may hold NaN. */
 typedef struct {
     const uint8_t *key, *value;
     int64_t slot; /* number of the first in the lane */
@@ -44,7 +44,7 @@ static void cap_and_mask(const walk *w, const tile *t, int m, float softcap, flo
     }
 }
 
-/* Update maximum and sum of query m; logits become weights. Returns the factor on what was there. */
+/* Update maximum and sum of query m, and convert logits to weights. Returns the factor on the output. */
 static float take_in(walk *w, int m, float *logits) {
     float top = w->maximum[m], sum = 0;
     for (int i = 0; i < TILE; i++) top = logits[i] > top ? logits[i] : top;
@@ -62,7 +62,7 @@ static float take_in(walk *w, int m, float *logits) {
     return factor;
 }
 
-/* Slots the vector does not see are left as they are. */
+/* Store logits; entries of slots the vector does not see are not changed. */
 static void keep_logits(const walk *w, const tile *t, int m, const float *logits) {
     for (int i = 0; w->logits[m] && i < t->count; i++)
         if (t->slot + i >= w->low[m] && t->slot + i < w->high[m]) w->logits[m][t->slot + i] = logits[i];
@@ -70,7 +70,7 @@ static void keep_logits(const walk *w, const tile *t, int m, const float *logits
 
 typedef float tile_vectors[TILE][MAX_HEAD_DIM];
 
-/* Logits of the tile's keys become weights, and what was there is scaled. */
+/* Compute logits of the tile's keys, convert them to weights, and rescale the earlier output. */
 static void weigh_tile(walk *w, const tile *t, float softcap, tile_vectors keys,
                        float (*weights)[TILE]) {
     int dim = w->head_dim;

@@ -1,11 +1,11 @@
-/* A tile on CPUs with AVX2: eight numbers at a time. Dimensions are multiples of 8. */
+/* Walk over a tile with AVX2, eight numbers at a time. head_dim is a multiple of 8. */
 #ifndef QUIRE_WALK_AVX2_H
 #define QUIRE_WALK_AVX2_H
 
 #include "walk.h"
 
 #ifdef HAVE_X86
-/* Four slots together: enough sums in flight to hide the latency of a product. */
+/* Four slots at a time, to hide the latency of a product. */
 INLINE AVX2 void logits_avx2(const walk *w, const tile *t, int m, int dtype, float *logits) {
     int dim = w->head_dim;
     for (int i = 0; i < t->count; i += 4) {

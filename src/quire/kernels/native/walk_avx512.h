@@ -1,4 +1,4 @@
-/* A tile on CPUs with AVX-512, with bfloat16 products where the CPU has them. */
+/* Walk over a tile with AVX-512, and with bfloat16 products if the CPU supports them. */
 #ifndef QUIRE_WALK_AVX512_H
 #define QUIRE_WALK_AVX512_H
 
@@ -35,7 +35,7 @@ INLINE AVX512 __m512 logits_f32(const walk *w, const tile *t, int m, int dtype, 
     return sums_of(sums);
 }
 
-/* Sixteen whole slots: the loop over slots unrolls and the sums stay in registers. */
+/* Sixteen whole slots: the loop over slots is unrolled, and the sums remain in registers. */
 INLINE AVX512 __m512 logits_f32_full(const walk *w, const tile *t, int m, int dtype, int dim) {
     __m512 sums[TILE];
     for (int i = 0; i < TILE; i++) sums[i] = _mm512_setzero_ps();
@@ -61,7 +61,7 @@ INLINE AVX512_BF16 __m512 logits_bf16_full(const walk *w, const tile *t, int m, 
     return sums_of(sums);
 }
 
-/* Cap, mask, update maximum and sum; write the weights. Returns the factor on what was there. */
+/* Cap, mask, update maximum and sum, and write the weights. Returns the factor on the output. */
 INLINE AVX512 float take_in16(walk *w, const tile *t, int m, __m512 logits, float softcap,
                               float *weights) {
     int64_t high = w->high[m] - t->slot < t->count ? w->high[m] - t->slot : t->count;

@@ -1,10 +1,10 @@
-/* Walks over pages of codes, or of plain numbers beside codes: by strips, or in portable C. */
+/* Walks over coded pages, or pages with one coded side: by strips, or in portable C. */
 #ifndef QUIRE_WALK_CODED_H
 #define QUIRE_WALK_CODED_H
 
 #include "strip.h"
 
-/* Sixteen slots at most, decoded one by one. */
+/* At most sixteen slots, decoded one by one. */
 static void walk_tile_decoded(const attention_args *a, walk *w, const lane *l, int64_t slot, int count) {
     float weights[MAX_QUERIES][TILE];
     tile_vectors vectors;
@@ -18,14 +18,14 @@ static void walk_tile_decoded(const attention_args *a, walk *w, const lane *l, i
 }
 
 #ifdef HAVE_X86
-/* Lanes of the vectors that runs of both sides are made of; 0: none. */
+/* Number of vector lanes that divides the runs of both sides; 0: none. */
 static int strip_lanes(const attention_args *a) {
     int runs = a->key_coding.run | a->value_coding.run;
     if (a->path >= PATH_AVX512 && runs % 16 == 0) return 16;
     return a->path >= PATH_AVX2 && runs % 8 == 0 ? 8 : 0;
 }
 
-/* Four query vectors side by side, `lanes` numbers of each. */
+/* Interleave four query vectors, `lanes` numbers of each. */
 static void pack_queries(walk *w, int lanes) {
     for (int m = 0; m < w->count; m++)
         for (int d = 0; d < w->head_dim; d += lanes)
@@ -33,7 +33,7 @@ static void pack_queries(walk *w, int lanes) {
                    lanes * sizeof(float));
 }
 
-/* The sums of the runs of query vectors. */
+/* Compute the sums of the runs of query vectors. */
 static void sum_queries(const coding *c, walk *w) {
     for (int m = 0; c->zeros && m < w->count; m++)
         for (int r = 0; r < c->num_runs; r++) {
@@ -43,7 +43,7 @@ static void sum_queries(const coding *c, walk *w) {
         }
 }
 
-/* Strips of some neighbouring heads of a page in turn: their vectors are neighbours. */
+/* Alternate over strips of neighbouring heads of a page, whose vectors are adjacent. */
 static void walk_strips(const attention_args *a, walk *const *walks, int heads, const lane *l,
                         int64_t slot, int64_t end, int lanes) {
     strip strips[2];
@@ -72,8 +72,8 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
             t.value_shift = h * value_head, t.next_value_shift = next_head * value_head;
             t.first_record = h * a->page_tokens;
             if (h == 0 && slot < end) {
-                ask_for_scales(a, &a->key_coding, then, heads);
-                ask_for_scales(a, &a->value_coding, then, heads);
+                prefetch_scales(a, &a->key_coding, then, heads);
+                prefetch_scales(a, &a->value_coding, then, heads);
             }
             if (lanes == 16) walk_strip_avx512(&t);
             else walk_strip_avx2(&t);
@@ -82,7 +82,7 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
 }
 #endif
 
-/* Go over the slots slot .. end - 1 for neighbouring heads of a page; `l` is the first one's. */
+/* Process slots slot .. end - 1 for neighbouring heads of a page; `l` is the first head's lane. */
 static void walk_codes(const attention_args *a, walk *const *walks, int heads, const lane *l,
                        int64_t slot, int64_t end) {
     int64_t high = walks[0]->high[walks[0]->count - 1]; /* the same for all heads */

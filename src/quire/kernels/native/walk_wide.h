@@ -1,9 +1,9 @@
 /* Thirty-two slots at a time, all seen by every vector, in bfloat16: the fast path of decoding.
  *
- * One softmax for 32 slots, and sums of products of pairs all the way: two slots' values are
- * interleaved, so that a pair of weights meets a pair of values. The lines of the next 32 slots are
- * asked for one by one, between products: all at once they would wait for line buffers. More slots
- * at a time take less arithmetic, but then these and the next no longer fit the first cache.
+ * There is one softmax per 32 slots. All products are dot products of pairs: the values of two slots
+ * are interleaved to match a pair of weights. The cache lines of the next 32 slots are prefetched one
+ * by one between products, because prefetching all at once would stall on line fill buffers. More slots
+ * at a time would need less arithmetic, but the current and the next slots would exceed the L1 cache.
  */
 #ifndef QUIRE_WALK_WIDE_H
 #define QUIRE_WALK_WIDE_H
@@ -13,7 +13,7 @@
 #define WIDE 32
 #define WIDE_TILES 2
 
-/* Twice sixteen slots, each in one piece; `next_` may repeat them where there are no more. */
+/* Two runs of sixteen contiguous slots; `next_` may repeat them at the end. */
 typedef struct {
     const uint8_t *key[WIDE_TILES], *value[WIDE_TILES];
     const uint8_t *next_key[WIDE_TILES], *next_value[WIDE_TILES];
@@ -21,7 +21,7 @@ typedef struct {
 } wide_tile;
 
 #ifdef HAVE_X86
-/* Logits of vector m with sixteen slots, before the scale. Each vector asks for its share of `next`. */
+/* Compute logits of vector m with sixteen slots, unscaled. Each vector prefetches its share of `next`. */
 INLINE AVX512_BF16 __m512 wide_logits(const walk *w, const uint8_t *key, const uint8_t *next, int m,
                                       int count, int dim) {
     __m512 sums[TILE];
@@ -39,7 +39,7 @@ INLINE AVX512_BF16 __m512 wide_logits(const walk *w, const uint8_t *key, const u
     return sums_of(sums);
 }
 
-/* Logits [32] become weights in pairs [16]; returns the factor on what was there. */
+/* Convert logits [32] to weights in pairs [16]; returns the factor on the output. */
 INLINE AVX512_BF16 float wide_weights(walk *w, int m, int64_t slot, float softcap, __m512 *logits,
                                       uint32_t *weights) {
     __m512 top = _mm512_set1_ps(w->maximum[m]), sum = _mm512_setzero_ps();
@@ -65,8 +65,8 @@ INLINE AVX512_BF16 float wide_weights(walk *w, int m, int64_t slot, float softca
     return factor;
 }
 
-/* out = out * factor + weights * values, 32 dimensions at a time. Interleaving leaves blocks of four
- * dimensions in the order 0 2 4 6 | 1 3 5 7. */
+/* out = out * factor + weights * values, 32 dimensions at a time. Interleaving orders blocks of four
+ * dimensions as 0 2 4 6 | 1 3 5 7. */
 INLINE AVX512_BF16 void wide_values(walk *w, const wide_tile *t, int dim, int count,
                                     const uint32_t (*weights)[WIDE / 2], const float *factor) {
     int64_t line = 0, run = (int64_t)TILE * dim * 2; /* next values, in the order of addresses */
@@ -125,7 +125,7 @@ INLINE AVX512_BF16 void walk_wide_of(walk *w, const wide_tile *t, float scale, f
     wide_values(w, t, dim, count, (const uint32_t(*)[WIDE / 2])weights, factor);
 }
 
-/* Constants for the compiler: it keeps the query and the addresses in registers. */
+/* Compile-time constants, so that the query and the addresses remain in registers. */
 #define WALK_WIDE_DIM(DIM)                                                                         \
     static AVX512_BF16 void walk_wide_##DIM(walk *w, const wide_tile *t, float scale, float softcap) { \
         switch (w->count) {                                                                        \

@@ -1,4 +1,4 @@
-/* Walks over the pages of a row: which tiles, by which path, and what becomes of the results. */
+/* Walks over the pages of a row: selects tiles and code path, and stores the results. */
 #ifndef QUIRE_WALKING_H
 #define QUIRE_WALKING_H
 
@@ -32,7 +32,7 @@ static void prefetch_page(const attention_args *a, int64_t at, int64_t bytes) {
     }
 }
 
-/* Whether 32 slots at a time can be walked, from `slot` on, by vectors that see them all. */
+/* Whether 32 slots at a time can be walked from `slot` on, by vectors that see all of them. */
 static int is_wide(const attention_args *a, const walk *w, int64_t slot) {
 #ifdef HAVE_X86
     return a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(w->head_dim) &&
@@ -46,7 +46,7 @@ static int is_wide(const attention_args *a, const walk *w, int64_t slot) {
 #ifdef HAVE_X86
 #define MAX_AHEAD 2
 
-/* Where the 32 slots `tiles` times 32 behind `slot` lie; where there are no more, some that exist. */
+/* Locate the 32 slots at `slot` + 32 * `tiles`; at the end of the lane, its last 32 slots. */
 static void point_to(const attention_args *a, const lane *l, int64_t slot, int64_t end, int tiles,
                      int64_t *at) {
     int64_t wanted = slot + tiles * WIDE;
@@ -55,14 +55,14 @@ static void point_to(const attention_args *a, const lane *l, int64_t slot, int64
 }
 #endif
 
-/* Go over as many times 32 slots as every vector of these heads sees, from `slot` on, heads inside:
- * their vectors are neighbours in a page. Return the slot after them. */
+/* Process multiples of 32 slots from `slot` on that every vector of these heads sees. Heads are the
+ * inner loop, because their vectors are adjacent in a page. Returns the next slot. */
 static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int heads, const lane *l,
                                int64_t slot, int64_t end) {
 #ifdef HAVE_X86
     int64_t head_bytes = a->page_tokens * l->vector_bytes;
-    int64_t at[1 + MAX_AHEAD][WIDE_TILES]; /* where these 32 slots lie, and the following ones */
-    int ahead = a->head_dim > 96 ? 1 : MAX_AHEAD; /* short vectors take less time than memory does */
+    int64_t at[1 + MAX_AHEAD][WIDE_TILES]; /* offsets of these 32 slots, and of the following ones */
+    int ahead = a->head_dim > 96 ? 1 : MAX_AHEAD; /* short vectors need less time than memory */
     int tiles = (heads - 1 + ahead) / heads;
     end = w[0]->high[0] < end ? w[0]->high[0] : end;
     if (slot + WIDE > end) return slot;
@@ -87,10 +87,10 @@ static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int head
     return slot;
 }
 
-/* Go over the slots first .. end - 1 that any of the vectors sees. */
+/* Process the slots first .. end - 1 that any of the vectors sees. */
 static void walk_lane(const attention_args *a, walk *w, const lane *l, int64_t first, int64_t end) {
     int tokens = a->page_tokens;
-    int64_t slot = w->low[0], high = w->high[w->count - 1]; /* both rise with the token */
+    int64_t slot = w->low[0], high = w->high[w->count - 1]; /* both increase with the token */
     slot = slot < first ? first : slot;
     high = high > end ? end : high;
     while (slot < high) {
@@ -125,7 +125,7 @@ static void load_queries(const attention_args *a, walk *w, const lane *l, int ro
     }
 }
 
-/* A sink is a logit without a value: it is there before the first slot. */
+/* Initialize the softmax with the sinks, which are logits without values. */
 static void add_sinks(const attention_args *a, walk *w, int head, int first) {
     for (int m = 0; a->sinks && m < w->count; m++) {
         w->maximum[m] = a->sinks[head + (first + m) % a->group];
@@ -143,7 +143,7 @@ static void store_output(const attention_args *a, int row, int head, int pair, c
     for (int d = 0; d < a->head_dim; d++) store_number(a->out, at + d, a->dtype, out[d] * over);
 }
 
-/* Logits of the slots low .. high - 1 become weights and are added to the sums (or replace them). */
+/* Convert logits of slots low .. high - 1 to weights, and add them to the sums (or replace them). */
 static void weigh_columns(const float *logits, float *sums, int64_t low, int64_t high, float maximum,
                           float over) {
     for (int64_t slot = low; slot < high; slot++) {
@@ -180,8 +180,8 @@ static float *partial_of(const attention_args *a, int kv_head, int64_t number, i
     return a->partials + result * (a->head_dim + 2);
 }
 
-/* Where the logits are kept until the normaliser is known: for a row with one token in the sums
- * themselves (vector m is a head then), else in scratch behind the walk. */
+/* Select where logits are stored until the normaliser is known: in the column sums themselves for a row
+ * with one token (vector m is then a head), else in scratch after the walk. */
 static void keep_for_sums(const attention_args *a, walk *w, int row, int head) {
     float *kept = (float *)((uint8_t *)w + walk_bytes());
     for (int m = 0; a->column_sums && m < w->count; m++)
@@ -215,7 +215,7 @@ static void begin_walk(const attention_args *a, const part *p, int kv_head, walk
     keep_for_sums(a, w, p->row, head + first);
 }
 
-/* A part of a row for `heads` neighbouring KV heads of a page, side by side. */
+/* Walk a part of a row for `heads` neighbouring KV heads of a page together. */
 static void walk_heads(const attention_args *a, const part *p, int kv_head, int heads, uint8_t *scratch) {
     int64_t end = (int64_t)p->first + p->count;
     walk *walks[MAX_TOGETHER];
@@ -237,12 +237,13 @@ static void walk_heads(const attention_args *a, const part *p, int kv_head, int 
 
 static void do_walk(const attention_args *a, const part *p, int number, uint8_t *scratch) {
     int heads = a->heads_together, kv_head = number * heads;
-    /* logits of several tokens are kept behind the walk: there is room for one */
+    /* logits of several tokens are stored after the walk, which has space for one head */
     int side = a->column_sums && a->tokens[p->row] > 1 ? 1 : heads;
     for (int h = 0; h < heads; h += side) walk_heads(a, p, kv_head + h, side, scratch);
 }
 
-/* The walks of a long row with one token: their outputs on the scale of the largest maximum. */
+/* Merge the walks of a long row with one token, relative to the largest maximum. */
+
 static void do_merge(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
     float *out = (float *)scratch;
     int head = kv_head * a->group, dim = a->head_dim;

@@ -1,7 +1,7 @@
-/* Putting the keys and values of a step's tokens into their slots.
+/* Writes the keys and values of a step's tokens to their slots.
  *
- * The slots of decoding rows lie on as many lines of memory that no cache holds. All lines of some
- * tokens are asked for first, then written: one wait and not one for each.
+ * The slots of decode rows are scattered and rarely in a cache. All cache lines of several tokens are
+ * prefetched before they are written, so that their latencies overlap.
  */
 #ifndef QUIRE_WRITE_H
 #define QUIRE_WRITE_H
@@ -23,9 +23,9 @@ typedef struct {
 } write_args;
 
 static uint8_t *slot_of(const write_args *a, int which, int64_t token, int head) {
-    int64_t place = token * a->num_lanes + head / a->heads_per_page;
-    int64_t slot = (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[place];
-    return a->plane[which] + a->pages[place] * a->page_bytes + slot * a->vector_bytes;
+    int64_t index = token * a->num_lanes + head / a->heads_per_page;
+    int64_t slot = (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[index];
+    return a->plane[which] + a->pages[index] * a->page_bytes + slot * a->vector_bytes;
 }
 
 static void write_tokens(int64_t begin, int64_t end, void *context) {

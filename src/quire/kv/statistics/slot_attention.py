@@ -25,8 +25,13 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
-from quire.kernels.gathered_plan import lane_place
-from quire.kernels.token_precision import LanePlace, decode_records, made_columns, records_of
+from quire.kernels.gathered_plan import chunk_lane
+from quire.kernels.token_precision import (
+    ChunkLane,
+    decode_records,
+    full_precision_columns,
+    records_of,
+)
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.pages import StatisticPages
 from quire.layout.statistics import (
@@ -244,24 +249,24 @@ def chunk_weights(
         q = query[:, part].transpose(0, 1)[None].float()
         key = _keys(pages, row, lane, kv_head % heads, held)
         all_seen = _causal(len(query), held, q.device)
-        made = None
+        exact = None
         if pages.kept is not None:
-            place = lane_place(pages, row, lane, held=held, num_tokens=len(query))
+            place = chunk_lane(pages, row, lane, held=held, num_tokens=len(query))
             _write_promoted(key, pages, place, kv_head % heads)
-            made = made_columns(pages.kept, place, all_seen)
-            key = made.behind(key, made.key[:, kv_head % heads, None])
-            all_seen = made.seen[0, 0]
+            exact = full_precision_columns(pages.kept, place, all_seen)
+            key = exact.append_to(key, exact.key[:, kv_head % heads, None])
+            all_seen = exact.seen[0, 0]
         sinks = None if math.sinks is None else math.sinks[part]
         own_math = replace(math, sinks=sinks)
         block = max(1, BLOCK_NUMBERS // (group * held))
         for start in range(0, len(query), block):
             some, mask = (x[..., start : start + block, :] for x in (q, all_seen))
             weights = weights_dense(some, key, math=own_math, seen=mask[None, None])
-            by_slot = weights[0, 0] if made is None else made.by_slot(weights[0, 0])
+            by_slot = weights[0, 0] if exact is None else exact.by_slot(weights[0, 0])
             yield LaneWeights(kv_head, by_slot.transpose(0, 1), mask.sum(dim=1, keepdim=True))
 
 
-def _write_promoted(key: Tensor, pages: LayerPages, place: LanePlace, head: int) -> None:
+def _write_promoted(key: Tensor, pages: LayerPages, place: ChunkLane, head: int) -> None:
     """Keys [1, 1, slots, head_dim] of a lane's head, those of important tokens finer."""
     promoted = pages.promoted
     if promoted is None:

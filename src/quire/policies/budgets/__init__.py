@@ -1,1 +1,1 @@
-"""Budgets: how a cap is divided over layers and heads; one division a file, found by being here."""
+"""Budgets divide a cap over layers and heads; one budget per module, registered on import."""

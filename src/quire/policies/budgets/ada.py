@@ -1,16 +1,18 @@
 """Heads of a layer compete for its slots (Ada-KV, Feng et al. 2024, section 4, Algorithm 1).
 
-At each eviction, in each layer: the rule's protected slots stay; of the B slots that are left the
-best of all heads together say how many each head would get, and a share of `floor` is given evenly:
+At each eviction, in each layer, the rule's protected slots are retained, and B slots are left. The
+best B slots of all heads together determine how many each head would get. A fraction `floor` of B
+is divided evenly:
 
-    head h keeps  protected_h + (1 - floor) best_h + floor B / heads
+    head h retains  protected_h + (1 - floor) best_h + floor B / heads
 
 Worked: two heads, B = 4, scores 9 8 7 1 and 6 5 2 1. The best four are 9 8 7 6, so 3 and 1; with
 floor = 0.2 the shares are 0.8 * 3 + 0.2 * 2 = 2.8 and 0.8 * 1 + 0.2 * 2 = 1.2: 3 and 1 slots.
 
 Differs from the paper: shares are rounded so that the total is exact (largest fractions up, ties to
-the lower head); each head keeps at least one slot beside its protected ones; of equal scores the
-lower position counts first, then the lower head. It is done at each eviction, not once.
+the lower head). Each head retains at least one slot in addition to its protected ones. Of equal
+scores the lower position comes first, then the lower head. Slots are divided at each eviction, not
+once.
 """
 
 from dataclasses import dataclass
@@ -30,10 +32,10 @@ from quire.policies.view import KVView
 @register_budget("ada")
 @dataclass(frozen=True, slots=True)
 class Ada(Budget):
-    """Slots move to the heads whose tokens score highest; each layer keeps its total.
+    """Move slots to the heads whose tokens score highest; each layer keeps its total.
 
     Attributes:
-        floor: share of a layer's slots that is given evenly.
+        floor: fraction of a layer's slots that is divided evenly.
     """
 
     ragged = True
@@ -53,13 +55,13 @@ class Ada(Budget):
         keep: Int[Tensor, " lane"],
     ) -> Int[Tensor, " lane"]:
         held, taken = view.by_layer(view.live.sum(dim=1)), view.by_layer(protected.sum(dim=1))
-        room = held - taken
+        available = held - taken
         total = torch.minimum(view.by_layer(keep).sum(dim=1), held.sum(dim=1)) - taken.sum(dim=1)
         total = total.clamp_min(0)
         free = view.live & ~protected
         best = view.by_layer(_best_of_layer(view, score, free, total))
-        shares = (1 - self.floor) * best + self.floor * _evenly(room, total)
-        return (taken + _whole(shares, room, total)).flatten()
+        shares = (1 - self.floor) * best + self.floor * _evenly(available, total)
+        return (taken + _whole(shares, available, total)).flatten()
 
 
 def _best_of_layer(
@@ -68,7 +70,7 @@ def _best_of_layer(
     free: Bool[Tensor, "lane slot"],
     total: Int[Tensor, " layer"],
 ) -> Int[Tensor, " lane"]:
-    """How many of its layer's best `total` free slots each head has, its own best one included."""
+    """Count, per head, its slots among the layer's best `total` free slots; at least one."""
     one = (total >= view.heads_per_layer).repeat_interleave(view.heads_per_layer)
     given = choose_slots(score, free, free & ~free, (one & free.any(dim=1)).long())
     rest = free & ~given
@@ -83,31 +85,31 @@ def _best_of_layer(
 
 
 def _flat(view: KVView, numbers: Tensor) -> Tensor:
-    """[lane, slot] as [layer, slots of all its heads]."""
+    """Reshape [lane, slot] to [layer, slots of all its heads]."""
     return view.by_layer(numbers).flatten(1)
 
 
 def _evenly(
-    room: Int[Tensor, "layer head"], total: Int[Tensor, " layer"]
+    available: Int[Tensor, "layer head"], total: Int[Tensor, " layer"]
 ) -> Float[Tensor, "layer head"]:
-    """The same for each head, but no more than it has room for: together `total`."""
-    rising = room.sort(dim=1).values.double()
-    heads = room.shape[1]
+    """Divide `total` evenly over the heads, but give no head more than it has available."""
+    rising = available.sort(dim=1).values.double()
+    heads = available.shape[1]
     below = torch.nn.functional.pad(rising.cumsum(dim=1), (1, 0))[:, :-1]
-    # the level, were the heads before each one full
-    level = (total[:, None] - below) / torch.arange(heads, 0, -1, device=room.device)
+    # slots per remaining head if all smaller heads are full
+    level = (total[:, None] - below) / torch.arange(heads, 0, -1, device=available.device)
     full = (rising < level).sum(dim=1, keepdim=True).clamp_max(heads - 1)
-    return torch.minimum(room.double(), level.gather(1, full))
+    return torch.minimum(available.double(), level.gather(1, full))
 
 
 def _whole(
     shares: Float[Tensor, "layer head"],
-    room: Int[Tensor, "layer head"],
+    available: Int[Tensor, "layer head"],
     total: Int[Tensor, " layer"],
 ) -> Int[Tensor, "layer head"]:
-    """Shares as whole slots, the largest fractions rounded up so that the total is exact."""
-    down = torch.minimum(shares.round(decimals=9).floor().long(), room)  # what should be whole, is
-    fraction = (shares - down).round(decimals=9)  # and equal fractions are equal
-    return down + choose_slots(
-        fraction, down < room, torch.zeros_like(down, dtype=torch.bool), total - down.sum(dim=1)
-    )
+    """Round shares to whole slots; the largest fractions are rounded up to keep the total."""
+    # round first, so that floating-point error changes neither whole shares nor equal fractions
+    down = torch.minimum(shares.round(decimals=9).floor().long(), available)
+    fraction = (shares - down).round(decimals=9)
+    protected = torch.zeros_like(down, dtype=torch.bool)
+    return down + choose_slots(fraction, down < available, protected, total - down.sum(dim=1))

@@ -1,10 +1,10 @@
-"""What a budget is: a frozen dataclass that divides `cap` tokens a lane over layers and heads.
+"""Interface of a budget: a frozen dataclass that divides `cap` tokens per lane.
 
-    knows before the prompt is read     lane_caps   pyramid, scissors, by hand
-    looks once, when it has been read   settle      squeeze, lazy, fastgen
-    looks at every eviction             divide      ada: slots move between the heads of a layer
+    fixed before prefill            lane_caps   pyramid, scissors, by_layer
+    set once, after prefill         finalize    squeeze, lazy, fastgen
+    set at every eviction           divide      ada: moves slots between the heads of a layer
 
-The total is kept, the caps of all lanes add up to lanes * cap, unless `keeps_total` says otherwise.
+The caps of all lanes add up to lanes * cap, unless `keeps_total` is False.
 """
 
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from quire.policies.view import KVView
 
 UNBOUNDED = 1 << 40
-"""The cap of a lane that keeps everything."""
+"""The cap of a lane that never evicts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is divided.
+    """The cap to divide, and the lanes to divide it over.
 
-    Every lane holds `least - 1` tokens that no budget can take from it: those the rule protects,
-    those that leave at an eviction, and the edges of pieces. What is left of the cap, `spare`, is
-    what budgets divide: so no lane's cap falls below `least`.
+    Every lane holds `least - 1` tokens that no budget can take from it: the tokens the rule
+    protects, the tokens removed at an eviction, and the edges of pieces. Budgets divide the rest of
+    the cap, `spare`, so no lane's cap falls below `least`.
 
     Attributes:
         cap: tokens of a lane on average.
-        leaving: tokens by which a lane is under its cap after an eviction: `every`, or 0 where the
-            cache is cut once.
+        leaving: number of tokens by which a lane is below its cap after an eviction: `every`, or 0
+            if the cache is cut once.
         num_layers: layers that evict (those with a sliding window do not).
         heads: KV heads of a layer.
         prompt_tokens: tokens of the prompt.
-        least: tokens below which a lane's cap may not fall.
-        piece_tokens: neighbouring slots that stay or go together.
+        least: minimum cap of a lane, in tokens.
+        piece_tokens: neighbouring slots that are evicted together.
     """
 
     cap: int
@@ -59,11 +59,11 @@ class Shape:
 
     @property
     def spare(self) -> int:
-        """Tokens of a lane that can be divided: the cap without what every lane must hold."""
+        """Tokens per lane that can be divided: the cap without the tokens every lane must hold."""
         return self.cap - (self.least - 1)
 
     def of_layers(self, caps: Sequence[int]) -> tuple[int, ...]:
-        """The cap of each lane, from those of the layers."""
+        """Expand caps of layers to caps of lanes."""
         return tuple(cap for cap in caps for _ in range(self.heads))
 
 
@@ -71,38 +71,38 @@ class Budget:
     """Divides a cap. Subclasses are frozen dataclasses; their fields are options."""
 
     needs_prompt: ClassVar[bool] = False
-    """Whether it looks at the whole prompt's cache (`settle`): no eviction while that is read."""
+    """Whether it reads the whole prompt's cache (`finalize`): no eviction during prefill."""
     ragged: ClassVar[bool] = False
-    """Whether it moves slots between the heads of a layer at each eviction (`divide`)."""
+    """Whether slots move between the heads of a layer at each eviction (`divide`)."""
     by_head: ClassVar[bool] = False
-    """Whether the heads of a layer can get unequal caps: not for rules with one set a layer."""
+    """Whether the heads of a layer can get unequal caps; excludes rules with one set per layer."""
     keeps_total: ClassVar[bool] = True
-    """Whether caps add up to lanes * cap; otherwise lanes may be UNBOUNDED."""
+    """Whether caps add up to lanes * cap; if not, lanes may be UNBOUNDED."""
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """What it has remembered beside what the rule needs."""
+        """Statistics that the budget needs in addition to those of the rule."""
         return ()
 
     def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
-        """Caps of all lanes, layer-major, before anything is read; None: the same for all.
+        """Return the caps of all lanes, layer-major, before prefill; None: equal caps.
 
-        A budget that `needs_prompt` gives the most each lane may get, which is what is reserved
-        until it has looked.
+        A budget with `needs_prompt` returns the maximum each lane may get; this is reserved until
+        `finalize`.
 
         Raises:
-            ConfigError: they cannot be divided so; says why.
+            ConfigError: the cap cannot be divided; the message gives the reason.
         """
         del shape
         return None
 
     def finalize(self, view: "KVView", rule: "ScorePolicy", shape: Shape) -> tuple[int, ...]:
-        """Caps of all lanes, once the whole prompt is in the cache; UNBOUNDED keeps everything.
+        """Return the caps of all lanes after prefill; UNBOUNDED disables eviction in a lane.
 
         Args:
             view: all lanes, with the statistics of the rule and the budget.
-            rule: whose scores are to be used.
-            shape: what is divided.
+            rule: the rule whose scores are used.
+            shape: the cap to divide.
         """
         raise NotImplementedError
 
@@ -113,16 +113,16 @@ class Budget:
         protected: Bool[Tensor, "lane slot"],
         keep: Int[Tensor, " lane"],
     ) -> Int[Tensor, " lane"]:
-        """Slots to keep in each lane: no fewer than are protected, no more than it holds.
+        """Return the slots to retain in each lane, between the protected and the held number.
 
         Args:
             view: whole layers.
-            score: of the rule.
-            protected: slots that stay.
-            keep: of each lane, were they not moved; a lane may hold less by now.
+            score: scores of the rule.
+            protected: slots that are always retained.
+            keep: slots to retain in each lane if none are moved; a lane may hold fewer.
 
         Returns:
-            For every layer the same total as `keep`, or all that its lanes hold.
+            The same total as `keep` for every layer, or all slots that its lanes hold.
         """
         del view, score, protected
         return keep
@@ -135,13 +135,13 @@ class Uniform(Budget):
 
 # ---- shares --------------------------------------------------------------------------------------
 
-# Whole tokens from fractions of them, the total kept: the largest fractions are rounded up.
+# Rounding to whole tokens with an exact total: the largest fractions are rounded up.
 
 
 def share_out(total: int, weights: Sequence[Fraction | int]) -> list[int]:
     """Divide whole tokens in proportion to weights.
 
-    Each gets its share rounded down; what is left goes, one each, to those who lost most by that.
+    Each share is rounded down. The remaining tokens go, one each, to the largest fractions.
 
         share_out(10, [3, 2, 1]): shares 5, 3 1/3, 1 2/3; down 5, 3, 1; one left, to 2/3: 5, 3, 2
 
@@ -150,7 +150,7 @@ def share_out(total: int, weights: Sequence[Fraction | int]) -> list[int]:
         weights: none negative, not all zero.
 
     Returns:
-        As many numbers as weights, `total` together; of equal fractions the first is rounded up.
+        One number per weight, adding up to `total`; ties round the first up.
     """
     of_all = sum(weights)
     shares = [Fraction(total * weight) / of_all for weight in weights]
@@ -162,5 +162,5 @@ def share_out(total: int, weights: Sequence[Fraction | int]) -> list[int]:
 
 
 def decimal_fraction(number: float) -> Fraction:
-    """The number as it is written: 0.2 is 1/5, not the nearest binary fraction."""
+    """Convert a float to the fraction of its decimal text: 0.2 is 1/5."""
     return Fraction(repr(number))

@@ -1,9 +1,9 @@
-"""Caps of layers by hand: no paper's, for what was found by measuring.
+"""Caps of layers set by hand, from measurements; not from a paper.
 
-Either tokens or sizes in proportion; `x` repeats:
+Either tokens or relative sizes; `x` repeats:
 
     budget=(by_layer:caps=768x4/256x4)       four layers of 768 tokens, then four of 256
-    budget=(by_layer:factors=1.5x4/0.5x4)    the same at cap=512, in proportion at any other
+    budget=(by_layer:factors=1.5x4/0.5x4)    the same at cap=512, in proportion at any other cap
 """
 
 import re
@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.policies.budgets.base import Budget, Shape, share_out
 from quire.policies.registry import register_budget
 
-# few digits: requests carry these texts, and a number such as 1e-999999999 would fill the memory
+# few digits: the texts come from requests, and a number such as 1e-999999999 would exhaust memory
 _TOKENS = re.compile(r"(\d{1,9})(?:x([1-9]\d{0,2}))?", re.ASCII)
 _FACTOR = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(?:x([1-9]\d{0,2}))?", re.ASCII)
 
@@ -22,11 +22,11 @@ _FACTOR = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(?:x([1-9]\d{0,2}))?", re.ASCII)
 @register_budget("by_layer")
 @dataclass(frozen=True, slots=True)
 class ByLayer(Budget):
-    """Caps as written, one for each layer that evicts; `8x4` stands for four times 8.
+    """Caps as written, one for each layer that evicts; `8x4` means 8 four times.
 
     Attributes:
         caps: tokens, with `/` between layers; their mean must be the cap.
-        factors: instead, sizes in proportion to each other.
+        factors: relative sizes, instead of `caps`.
     """
 
     caps: str = ""
@@ -41,22 +41,23 @@ class ByLayer(Budget):
         numbers = self._numbers()
         if len(numbers) != shape.num_layers:
             raise ConfigError(
-                f"budget by_layer names {len(numbers)} layers, but {shape.num_layers} evict"
+                f"budget by_layer: expected {shape.num_layers} layers, which evict in this model, "
+                f"got {len(numbers)}"
             )
         total = shape.num_layers * shape.cap
         if self.caps and sum(numbers) != total:
             raise ConfigError(
-                f"the caps of budget by_layer come to {sum(numbers)} tokens, but "
-                f"{shape.num_layers} layers of cap={shape.cap} to {total}; change them, or write "
+                f"the caps of budget by_layer add up to {sum(numbers)} tokens, but "
+                f"{shape.num_layers} layers of cap={shape.cap} to {total}; change them, or set "
                 f"cap={float(sum(numbers) / shape.num_layers):g}"
             )
         return shape.of_layers(share_out(total, numbers))
 
     def _numbers(self) -> list[Fraction]:
-        """What was written, one number a layer.
+        """Parse the option to one number per layer.
 
         Raises:
-            ConfigError: it is not numbers above 0, or the caps are not whole.
+            ConfigError: a number is not above 0, or a cap is not whole.
         """
         form = _FACTOR if self.factors else _TOKENS
         parts = [form.fullmatch(part.strip()) for part in (self.caps or self.factors).split("/")]

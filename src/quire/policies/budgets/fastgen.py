@@ -1,15 +1,15 @@
-"""Each head keeps the least that recovers its attention (FastGen, Ge et al. 2024, Algorithm 1).
+"""Each head retains the least that recovers its attention (FastGen, Ge et al. 2024, Algorithm 1).
 
-When the prompt has been read, each head takes the first of these whose slots got at least `share`
-of all the attention that the prompt's queries gave to its slots:
+After prefill, each head takes the first of these sets whose slots received at least `share` of the
+attention that the prompt's queries gave to the head's slots:
 
-    what the rule protects, and one more           sinks and recent tokens, say
-    the rule's best, up to the cap
-    everything                                     so the memory is not bounded by the cap
+    the rule's protected slots and one more        such as sinks and recent tokens
+    the rule's best slots, up to the cap
+    all slots                                      so memory is not bounded by the cap
 
-Differs from the paper: there the ladder is special tokens, punctuation, frequent ones, local ones
-and everything, and frequent and local sizes are ratios of the prompt; here the rule and the cap say
-that. Recovery is the share of the attention mass, summed over the prompt's queries.
+Differs from the paper: its sets are special tokens, punctuation, frequent tokens, local tokens and
+all tokens, with frequent and local sizes as ratios of the prompt; here the rule and the cap define
+the sets. Recovery is the fraction of the attention mass, summed over the prompt's queries.
 """
 
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ from quire.policies.budgets.base import UNBOUNDED, Budget, Shape
 from quire.policies.registry import register_budget
 from quire.policies.view import KVView
 
-_LOOKS = AttentionSum()
+_ATTENTION = AttentionSum()
 
 
 @register_budget("fastgen")
 @dataclass(frozen=True, slots=True)
 class FastGen(Budget):
-    """Each head keeps the least, the cap or everything, by what its prompt's attention asks for.
+    """Each head retains the minimum, the cap or all slots, depending on its prompt's attention.
 
     Attributes:
-        share: of the prompt's attention that what is kept must have got.
+        share: fraction of the prompt's attention that the retained slots must have received.
     """
 
     needs_prompt = True
@@ -49,7 +49,7 @@ class FastGen(Budget):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        return (_LOOKS,)
+        return (_ATTENTION,)
 
     def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
         return (UNBOUNDED,) * shape.num_lanes
@@ -64,10 +64,10 @@ class FastGen(Budget):
     def _recovers(
         self, view: KVView, rule: ScorePolicy, shape: Shape, cap: int
     ) -> Bool[Tensor, " lane"]:
-        """Whether a lane of this cap keeps what its attention asks for."""
+        """Return whether a lane of this cap retains the required fraction of its attention."""
         keep = torch.full_like(view.num_slots[:, 0], cap - shape.leaving)
         if bool((view.num_slots[:, 0] <= keep).all()):
             return torch.ones_like(keep, dtype=torch.bool)
-        received = view.remembered(_LOOKS)
+        received = view.remembered(_ATTENTION)
         kept = (received * rule.select(view, keep, shape.piece_tokens)).sum(dim=1)
         return kept >= self.share * received.sum(dim=1)

@@ -1,13 +1,13 @@
-"""Lazy layers keep sinks and recent tokens, others everything (SimLayerKV, Zhang et al. 2024).
+"""Lazy layers retain sinks and recent tokens, others all tokens (SimLayerKV, Zhang et al. 2024).
 
-When the prompt has been read, the last queries say how much of their attention, mean over queries
-and heads, goes to the first `sinks` tokens and the newest `cap - sinks`. A layer above `threshold`
-is lazy and keeps `cap` tokens; any other keeps all it has and will have, so the memory is not
-bounded by the cap. With the rule `sinks` a lazy layer keeps exactly what was measured.
+After prefill, the attention of the last queries to the first `sinks` tokens and the newest `cap -
+sinks` is averaged over queries and heads. A layer above `threshold` is lazy and retains `cap`
+tokens; other layers never evict, so memory is not bounded by the cap. With the rule `sinks` a lazy
+layer retains exactly the measured tokens.
 
-Differs from the paper: it marks layers with the last prompt tokens or the first answer token, here
-always with the last `last` prompt tokens; thresholds there differ by model, from 0.65 to 0.9. Which
-tokens a lazy layer keeps is the rule's choice, and how many is the cap.
+Differs from the paper: it classifies layers with the last prompt tokens or the first generated
+token; here always with the last `last` prompt tokens. Its thresholds differ by model, from 0.65 to
+0.9. The rule selects the tokens that a lazy layer retains, and the cap sets their number.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from quire.policies.windows import column_sums
 @register_budget("lazy")
 @dataclass(frozen=True, slots=True)
 class Lazy(Budget):
-    """Layers that look at sinks and recent tokens keep the cap, the others everything.
+    """Layers that attend to sinks and recent tokens retain the cap, the others all tokens.
 
     Attributes:
-        threshold: mean mass of attention above which a layer is lazy.
-        sinks: first tokens of the sequence that count.
-        last: queries that are asked, the last of the prompt.
+        threshold: mean attention mass above which a layer is lazy.
+        sinks: number of first tokens that count.
+        last: number of queries to average over, the last of the prompt.
     """
 
     needs_prompt = True
@@ -53,8 +53,8 @@ class Lazy(Budget):
     def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
         if shape.cap - shape.leaving <= self.sinks:
             raise ConfigError(
-                f"budget lazy counts {self.sinks} sinks and the newest of the "
-                f"{shape.cap - shape.leaving} tokens that a lane keeps, so none; raise cap"
+                f"budget lazy needs more than its {self.sinks} sinks in a lane after an eviction, "
+                f"got {shape.cap - shape.leaving} tokens; raise cap or lower sinks"
             )
         return (UNBOUNDED,) * shape.num_lanes
 

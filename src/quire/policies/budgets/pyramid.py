@@ -1,16 +1,16 @@
-"""More for the first layers, along a line (PyramidKV, Cai et al. 2024, section 4.2).
+"""Caps that decrease linearly with depth (PyramidKV, Cai et al. 2024, section 4.2).
 
-With C = cap - w, where w is what every layer holds anyway, and a prompt of n tokens:
+With C = cap - w, where w is the number of tokens every layer holds, and a prompt of n tokens:
 
     low = C // beta,  high = 2 C - low             if high >= n - w: high = n - w, low = 2 C - high
     layer l of L gets  high - l (high - low) / (L - 1) + w          a prompt below 2 C: all get cap
 
-Differs from the paper: the published step is rounded down, which keeps up to L (L - 1) / 2 tokens
-more than L * cap; here the largest fractions are rounded up and the total is L * cap exactly
-(`rounding=published` gives the published numbers). The paper's w is the rule's window; here it is
-all that a rule protects (sinks, recent, window), the tokens that leave at an eviction, so that the
-line runs through what is kept, and the edges of pieces. The line follows the prompt, whatever the
-schedule: an answer does not change it.
+Differs from the paper: the published step is rounded down, which retains up to L (L - 1) / 2 tokens
+more than L * cap. Here the largest fractions are rounded up and the total is exactly L * cap
+(`rounding=published` gives the published numbers). The paper's w is the rule's window. Here it is
+the tokens that a rule protects (sinks, recent, window), the tokens removed at an eviction, so that
+the line applies to the retained tokens, and the edges of pieces. The line depends on the prompt
+length only, with every schedule.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ ROUNDINGS = (LARGEST_FRACTIONS, PUBLISHED)
 @register_budget("pyramid")
 @dataclass(frozen=True, slots=True)
 class Pyramid(Budget):
-    """Caps that fall along a line from the first layer to the last.
+    """Caps that decrease linearly from the first layer to the last.
 
     Attributes:
-        beta: how steep; the last layer keeps a `beta`-th of the average.
+        beta: steepness; the last layer retains 1 / `beta` of the average.
         rounding: `largest_fractions` keeps the total; `published` may exceed it.
     """
 
@@ -49,8 +49,8 @@ class Pyramid(Budget):
             return None
         if spare // self.beta < 1:
             raise ConfigError(
-                f"budget pyramid:beta={self.beta} leaves the last layer nothing but the {held} "
-                f"tokens that every layer holds; raise cap from {shape.cap} to "
+                f"budget pyramid:beta={self.beta} gives the last layer no tokens besides the "
+                f"{held} that every layer holds; raise cap from {shape.cap} to "
                 f"{held + self.beta} or lower beta to {max(1, spare)}"
             )
         low, high = self._ends(spare, shape.prompt_tokens - held)
@@ -65,7 +65,7 @@ class Pyramid(Budget):
             down = (high - low) // (num_layers - 1)
             return [high - layer * down for layer in range(num_layers)]
         step = Fraction(high - low, num_layers - 1)
-        # a line's mean is half its ends, and low + high is even
+        # the mean of a line is half the sum of its ends, and low + high is even
         return share_out(
             num_layers * (low + high) // 2, [high - layer * step for layer in range(num_layers)]
         )

@@ -1,11 +1,12 @@
-"""More for the last layers, along a line (Scissorhands, Liu et al. 2023, section 4.3).
+"""Caps that increase linearly with depth (Scissorhands, Liu et al. 2023, section 4.3).
 
-With C = cap - w, where w is what every layer holds anyway (see `pyramid`), layer l of L gets
+With C = cap - w, where w is the number of tokens every layer holds (see `pyramid`), layer l of L
+gets
 
     C (1 + slope (2 l / (L - 1) - 1)) + w          from C (1 - slope) + w up to C (1 + slope) + w
 
-Differs from the paper: it gives later layers more, since attention persists less there, and leaves
-open how much; the line is ours.
+Differs from the paper: it gives later layers more, since attention persists less there, without
+specifying how much; the linear form is Quire's.
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from quire.policies.registry import register_budget
 @register_budget("scissors")
 @dataclass(frozen=True, slots=True)
 class Scissors(Budget):
-    """Caps that rise along a line from the first layer to the last.
+    """Caps that increase linearly from the first layer to the last.
 
     Attributes:
-        slope: how steep, from 0 (all alike) to below 1 (next to nothing for the first layer).
+        slope: steepness, 0 (equal caps) or more and below 1 (almost no tokens in the first layer).
     """
 
     slope: float = 0.5
@@ -38,9 +39,9 @@ class Scissors(Budget):
         first = shape.spare * (1 - slope)
         if first < 1:
             raise ConfigError(
-                f"budget scissors:slope={self.slope} leaves the first layer nothing but the "
-                f"{shape.least - 1} tokens that every layer holds; raise cap from {shape.cap} or "
-                "lower slope"
+                f"budget scissors:slope={self.slope} gives the first layer no tokens besides the "
+                f"{shape.least - 1} that every layer holds; raise cap from {shape.cap} or lower "
+                "slope"
             )
         weights = [1 + slope * (Fraction(2 * layer, last) - 1) for layer in range(last + 1)]
         caps = share_out(shape.num_layers * shape.spare, weights)

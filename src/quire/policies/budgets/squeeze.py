@@ -1,18 +1,21 @@
-"""Less for the layers that change least (SqueezeAttention, Wang and Gan 2024, Algorithm 1).
+"""Smaller caps for the layers that change least (SqueezeAttention, Wang and Gan 2024, Algorithm 1).
 
-While the prompt is read each layer notes the cosine between the residual stream before and after
-its attention, mean over tokens. The layers' cosines are clustered; the group with the highest ones,
-whose attention changes least, gives away all but `share` of its budget to the others:
+During prefill each layer records the cosine between the residual stream before and after its
+attention, averaged over tokens. The layers' cosines are clustered. The group with the highest
+cosines, whose attention changes the stream least, keeps only `share` of its budget; the other
+layers get the rest:
 
     C = cap - w,   w as in `pyramid`
     a layer of that group, of G layers     share C + w
     the others, of L layers                (L - G share) C / (L - G) + w
 
 Worked: L = 4, cap = 100, nothing protected (w = 0), cosines 0.2 0.5 0.9 0.91, three groups: the
-last two layers are one, so 0.3 * 100 = 30 each, and (4 - 2 * 0.3) * 100 / 2 = 170 for each other.
+last two layers form one group, so 0.3 * 100 = 30 each, and (4 - 2 * 0.3) * 100 / 2 = 170 for each
+other.
 
-Differs from the paper: what every layer must hold (w) is not divided; the clusters are the best
-there are in one dimension, not those of a k-means run; largest fractions keep the total exact.
+Differs from the paper: the tokens that every layer must hold (w) are not divided. The clusters are
+the optimum in one dimension, not the result of a k-means run. Rounding the largest fractions up
+keeps the total exact.
 """
 
 from collections.abc import Sequence
@@ -32,11 +35,11 @@ from quire.policies.view import KVView
 @register_budget("squeeze")
 @dataclass(frozen=True, slots=True)
 class Squeeze(Budget):
-    """Layers whose attention changes little get a share of their budget, the others the rest.
+    """Layers whose attention changes little get a fraction of their budget, the others the rest.
 
     Attributes:
-        share: of its budget that such a layer keeps; the paper's p, 0.3 to 0.4 there.
-        groups: of layers; the one that changes least gives.
+        share: fraction of its budget that such a layer keeps; the paper's p, 0.3 to 0.4 there.
+        groups: number of clusters of layers; the one that changes least is reduced.
     """
 
     needs_prompt = True
@@ -58,9 +61,9 @@ class Squeeze(Budget):
         share, layers = decimal_fraction(self.share), shape.num_layers
         if shape.spare * share < 1:
             raise ConfigError(
-                f"budget squeeze:share={self.share} leaves some layers nothing but the "
-                f"{shape.least - 1} tokens that every layer holds; raise cap from {shape.cap} or "
-                "raise share"
+                f"budget squeeze:share={self.share} gives some layers no tokens besides the "
+                f"{shape.least - 1} that every layer holds; raise cap from {shape.cap} or raise "
+                "share"
             )
         most = ceil(shape.spare * (layers - (layers - 1) * share)) + shape.least - 1
         return (most,) * shape.num_lanes
@@ -70,8 +73,8 @@ class Squeeze(Budget):
         first_heads = view.by_layer(view.remembered(ResidualSimilarity()))[:, 0, 0].double()
         if bool((first_heads[:, 1] < 1).any()):
             raise PolicyError(
-                "budget squeeze asks how attention changed each layer's stream, and for some layer "
-                "nothing was recorded; use another budget for this model, such as pyramid"
+                "budget squeeze needs the residual similarity of every layer, and some layer has "
+                "recorded none; use another budget for this model, such as pyramid"
             )
         cosines = (first_heads[:, 0] / first_heads[:, 1]).tolist()
         giving = highest_cluster(cosines, self.groups)
@@ -80,7 +83,7 @@ class Squeeze(Budget):
         return shape.of_layers([cap + shape.least - 1 for cap in caps])
 
     def _weights(self, giving: frozenset[int], layers: int) -> list[Fraction]:
-        if len(giving) == layers:  # all alike
+        if len(giving) == layers:  # all equal
             return [Fraction(1)] * layers
         share = decimal_fraction(self.share)
         others = (layers - len(giving) * share) / (layers - len(giving))
@@ -89,22 +92,21 @@ class Squeeze(Budget):
 
 # ---- clusters ------------------------------------------------------------------------------------
 
-# Groups of numbers on a line: the best there are, found exactly, so that equal runs agree.
+# Optimal clusters in one dimension, computed exactly, so that the result is deterministic.
 
 
 def highest_cluster(numbers: Sequence[float], groups: int) -> frozenset[int]:
-    """The group with the highest numbers, of the groups that are tightest.
+    """Return the group with the highest numbers in the optimal clustering.
 
-    k-means on a line has an optimum that can be found: groups are neighbours in order, and the sum
-    of squared distances from their means is smallest. Of equally good groupings the one whose
-    highest group is larger.
+    k-means in one dimension has an exact solution: groups are consecutive in sorted order, and the
+    sum of squared distances from their means is smallest. Ties prefer the larger highest group.
 
     Args:
         numbers: in any order.
-        groups: wanted; fewer where there are fewer different numbers.
+        groups: number of groups; fewer if there are fewer distinct numbers.
 
     Returns:
-        Places of its members in `numbers`; all where all numbers are equal.
+        Indices of the group's members in `numbers`; all if all numbers are equal.
     """
     order = sorted(range(len(numbers)), key=lambda i: (numbers[i], i))
     ranked = [numbers[i] for i in order]
@@ -116,7 +118,7 @@ def highest_cluster(numbers: Sequence[float], groups: int) -> frozenset[int]:
 
     @cache
     def tightest(end: int, parts: int) -> tuple[float, int]:
-        """Cost of the first `end` numbers in `parts` groups, and where the last of these starts."""
+        """Cost of the first `end` numbers in `parts` groups, and where the last group starts."""
         if parts == 1:
             return spread(0, end), 0
         return min(

@@ -1,8 +1,7 @@
-"""What query heads think of tokens, in a bit each, and tokens that stand for others (KVCrush).
+"""Signatures of tokens, one bit per query head, and representatives (KVCrush).
 
 query_heads       a view in which every query head is a lane
-bits              bits in words, distances between words
-anchors           what distances are measured from
-stored            bits that stay with their tokens
-representatives   some of the tokens for all of them, spread over distances
+anchors           bits in words, distances between words, anchors of distances
+representatives   tokens selected from slices in the order of distances
+units             slots or pieces that are evicted whole
 """

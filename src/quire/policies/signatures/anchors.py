@@ -1,10 +1,10 @@
-"""What Hamming distances are measured from: made up, or made from the signatures themselves.
+"""Anchors of Hamming distances: fixed patterns, or computed from the signatures.
 
-random        bits drawn by lot from the seed
-alternating   0 1 0 1 ..., from 0 on
-mean          what most of the grouped signatures say; half of them counts as 0
-zeros, ones   all bits alike
-farthest      with several: the mean, then each time the signature farthest from those there are
+random        random bits from the seed
+alternating   0 1 0 1 ..., starting with 0
+mean          majority of the grouped signatures; exactly half counts as 0
+zeros, ones   all bits equal
+farthest      with several anchors: the mean, then repeatedly the signature farthest from all so far
 
 Source: KVCrush (Jha et al. 2025), section III-B and table II; `zeros` and `ones` are OpenVINO's.
 """
@@ -22,7 +22,7 @@ from quire.policies.lots import lots_of
 
 # ---- bits ----------------------------------------------------------------------------------------
 
-# Bits in words of 64, and how many of them differ.
+# Bits packed in words of 64, and Hamming distances.
 
 WORD_BITS = 64
 _PART_BITS = 16
@@ -32,7 +32,7 @@ Words = NDArray[np.uint64]
 
 
 def pack(bits: NDArray[np.bool_]) -> Words:
-    """[layer, unit, word] bits, the first in the lowest place; what is left of the last word is 0.
+    """Pack bits to words, [layer, unit, word], lowest bit first; the last word is zero-padded.
 
     Args:
         bits: [layer, bit, unit].
@@ -42,24 +42,24 @@ def pack(bits: NDArray[np.bool_]) -> Words:
     numbers = bits.view(np.uint8)
     for part, first in enumerate(range(0, count, _PART_BITS)):
         own = numbers[:, first : first + _PART_BITS]
-        # a sum of products: several times faster than shifts, or than numpy.packbits on this axis
+        # a sum of products is several times faster than shifts or numpy.packbits on this axis
         np.einsum("lbu,b->lu", own, _POWERS[: own.shape[1]], out=words[:, :, part])
     return words.view(np.uint64)
 
 
 def unpack(words: Words, count: int) -> NDArray[np.bool_]:
-    """[..., bit] the first `count` bits of words."""
+    """Unpack the first `count` bits of words, [..., bit]."""
     shifts = np.arange(WORD_BITS, dtype=np.uint64)
     bits = (words[..., None] >> shifts) & np.uint64(1)
     return bits.reshape(*words.shape[:-1], -1)[..., :count].astype(bool)
 
 
 def hamming(words: Words, anchor: Words) -> NDArray[np.int64]:
-    """[...] in how many bits signatures differ from an anchor.
+    """Count the bits in which signatures differ from an anchor, [...].
 
     Args:
-        words: [..., word] of the signatures.
-        anchor: of the same number of bits; shapes broadcast.
+        words: [..., word] packed signatures.
+        anchor: the same number of words; shapes broadcast.
     """
     differ: NDArray[np.int64] = np.bitwise_count(words ^ anchor).sum(axis=-1, dtype=np.int64)
     return differ
@@ -71,15 +71,16 @@ RANDOM, ALTERNATING, MEAN, ZEROS, ONES = "random", "alternating", "mean", "zeros
 FARTHEST = "farthest"
 ANCHORS = (RANDOM, ALTERNATING, MEAN, ZEROS, ONES, FARTHEST)
 SEVERAL = (RANDOM, MEAN, FARTHEST)
-MOST_ANCHORS = 64  # each is a pass over all tokens, and a request may say how many
+MOST_ANCHORS = 64  # each costs a pass over all tokens, and a request may set the number
 
 
 def check_anchor(kind: str, count: int) -> None:
-    """Refuse an anchor that is none, and several that would all be one.
+    """Refuse an unknown anchor, and several anchors that would be identical.
 
     Raises:
-        UnknownName: with the anchors there are.
-        ConfigError: no anchor at all, far too many, several alike, or one that needs others.
+        UnknownName: with the known anchors.
+        ConfigError: the count is out of range, the anchors would be identical, or `farthest` has no
+            other anchor.
     """
     if kind not in ANCHORS:
         raise UnknownName("anchor", kind, ANCHORS)
@@ -87,21 +88,21 @@ def check_anchor(kind: str, count: int) -> None:
         raise ConfigError(f"expected from 1 to {MOST_ANCHORS} anchors, got {count}")
     if kind == FARTHEST and count == 1:
         raise ConfigError(
-            "anchor=farthest is for several anchors; use mean, or kvcrush with anchors=2 or more"
+            "anchor=farthest needs several anchors; use mean, or kvcrush with anchors=2 or more"
         )
     if count > 1 and kind not in SEVERAL:
         raise ConfigError(
-            f"{count} anchors of kind {kind!r} are all one; use {', '.join(SEVERAL)}, or 1 anchor"
+            f"{count} anchors of kind {kind!r} are identical; use {', '.join(SEVERAL)}, or 1 anchor"
         )
 
 
 @dataclass(frozen=True)
 class Signatures:
-    """Of the tokens, or pieces, of some layers.
+    """Signatures of the tokens, or pieces, of some layers.
 
     Attributes:
-        bits: [layer, bit, unit] what they are made of.
-        grouped: [layer, unit] those that others may stand for.
+        bits: [layer, bit, unit] the signatures.
+        grouped: [layer, unit] units that representatives may replace.
         layers: numbers of the layers.
     """
 
@@ -111,14 +112,14 @@ class Signatures:
 
     @cached_property
     def words(self) -> Words:
-        """[layer, unit, word] the same, packed."""
+        """[layer, unit, word] packed signatures."""
         return pack(self.bits)
 
     def majority(self, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[layer, bit] what more than half of some signatures say.
+        """Return the majority bits of some signatures, [layer, bit].
 
         Args:
-            among: [layer, unit] those that are asked.
+            among: [layer, unit] signatures to count.
         """
         return 2 * count_of(self.bits & among[:, None]) > count_of(among)[:, None]
 
@@ -126,9 +127,9 @@ class Signatures:
 def nearest_anchor(
     signatures: Signatures, kind: str, count: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[layer, unit] how far each signature is from the nearest of `count` anchors, and which it is.
+    """Return the distance to the nearest of `count` anchors, and its index, [layer, unit] each.
 
-    One distance for each token and anchor, no more. Of equally near ones the first.
+    Computes one distance per token and anchor. Ties prefer the first anchor.
     """
     words = signatures.words
     nearest = hamming(words, _anchor(signatures, kind, 0, count, seed))
@@ -148,9 +149,9 @@ def _anchor(
     seed: int,
     nearest: NDArray[np.int64] | None = None,
 ) -> Words:
-    """[layer, 1, word] an anchor of each layer, packed."""
+    """Return one packed anchor of each layer, [layer, 1, word]."""
     if kind == FARTHEST and number:
-        assert nearest is not None, "the first one is the mean"
+        assert nearest is not None, "the first anchor is the mean"
         far = np.where(signatures.grouped, nearest, -1).argmax(axis=1)
         return np.take_along_axis(signatures.words, far[:, None, None], axis=1)
     bits = _made(signatures, kind, number, 1 if kind == FARTHEST else count, seed)
@@ -160,7 +161,7 @@ def _anchor(
 def _made(
     signatures: Signatures, kind: str, number: int, count: int, seed: int
 ) -> NDArray[np.bool_]:
-    """[layer, bit]."""
+    """Return the bits of an anchor, [layer, bit]."""
     layers, width, _ = signatures.bits.shape
     places = np.arange(width)
     if kind in (MEAN, FARTHEST):
@@ -176,7 +177,7 @@ def _made(
 
 
 def _slice_of(among: NDArray[np.bool_], number: int, count: int) -> NDArray[np.bool_]:
-    """The `number`-th of `count` equal runs, in the order of positions."""
+    """Return the `number`-th of `count` equal runs, in the order of positions."""
     if count == 1:
         return among
     place, total = among.cumsum(axis=1) - 1, count_of(among)[:, None]

@@ -1,4 +1,4 @@
-"""A view in which every query head is a lane of its own: what each would say by itself."""
+"""A view in which every query head is a lane, so that each head is scored separately."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,23 +11,22 @@ from quire.policies.view import KVView, SlotReader
 
 
 def apart(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
-    """What must be remembered so that query heads can be asked one by one."""
+    """Return the statistics that score query heads separately."""
     each = (s.each() if isinstance(s, OfWeights) else s for s in statistics)
     return tuple(dict.fromkeys(each))
 
 
 def by_query_head(view: KVView, statistics: Sequence[Statistic]) -> KVView:
-    """The same sequence with a lane for each query head, layer-major, the group's side by side.
+    """Return the same sequence with a lane for each query head, layer-major.
 
-    A rule asked with it scores each query head alone, whatever it looks at: there is nothing left
-    to reduce.
+    A rule applied to this view scores each query head separately, without reduction over a group.
 
     Args:
-        view: with what `apart` declares.
-        statistics: that the rule declares.
+        view: a view with the statistics that `apart` returns.
+        statistics: statistics that the rule declares.
 
     Raises:
-        PolicyError: the view was made without a statistic.
+        PolicyError: the view was built without a statistic.
     """
     return replace(
         view,
@@ -40,7 +39,7 @@ def by_query_head(view: KVView, statistics: Sequence[Statistic]) -> KVView:
 
 
 def first_heads(view: KVView) -> KVView:
-    """A lane for each layer, its first one: for what is the same for all heads of a layer."""
+    """Return a view of each layer's first lane, for data that all heads of a layer share."""
     return replace(
         view,
         positions=view.first_heads(view.positions),
@@ -61,17 +60,17 @@ def _of_heads(view: KVView, statistic: Statistic) -> Tensor:
 
 
 def _ring_of_heads(record: Tensor, group: int) -> Float[Tensor, "lane query number"]:
-    """[lane, window, group * head_dim + 1]: queries side by side, their position behind them."""
+    """Split [lane, window, group * head_dim + 1] by query head; each gets the position."""
     lanes, window, _ = record.shape
     queries = record[:, :, :-1].view(lanes, window, group, -1)
-    requested = record[:, :, None, -1:].expand(-1, -1, group, -1)
+    query_positions = record[:, :, None, -1:].expand(-1, -1, group, -1)
     whole: Tensor = queries.new_empty(lanes, group, window, queries.shape[3] + 1)
-    whole[..., :-1], whole[..., -1:] = queries.transpose(1, 2), requested.transpose(1, 2)
+    whole[..., :-1], whole[..., -1:] = queries.transpose(1, 2), query_positions.transpose(1, 2)
     return whole.flatten(0, 1)
 
 
 def _moments_of_heads(record: Tensor, group: int) -> Float[Tensor, "lane one number"]:
-    """[lane, 1, group * numbers]: those of one head behind those of the other."""
+    """Split [lane, 1, group * numbers] by query head."""
     return record.view(record.shape[0] * group, 1, -1)
 
 
@@ -83,7 +82,7 @@ _SPLIT: dict[type[Statistic], Callable[[Tensor, int], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Repeated:
-    """Keys and values of a KV head, for each of its query heads."""
+    """Keys and values of a KV head, repeated for each of its query heads."""
 
     slots: SlotReader
     group: int
@@ -97,13 +96,13 @@ class _Repeated:
 
 @dataclass(frozen=True, slots=True)
 class _OfFirst(Mapping[str, Tensor]):
-    """What is remembered of the first head of each layer, cut out when it is asked for."""
+    """Statistics of the first head of each layer, sliced on access."""
 
     view: KVView
 
     def __getitem__(self, name: str) -> Tensor:
         numbers, heads = self.view.statistics[name], self.view.heads_per_layer
-        # of some statistics each query head has numbers of its own: those of a first lane stay
+        # some statistics have rows per query head: take all rows of the first lane
         rows = len(numbers) * heads // len(self.view.positions)
         of_layer = numbers.reshape(-1, rows, *numbers.shape[1:])
         return of_layer[:, : rows // heads].flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Some tokens for all of them: one from each of equal slices, in the order of their distances.
+"""Representatives: one token from each of equal slices, in the order of distances.
 
-distance   0 1 1 1 | 2 2 2 3 | 3 4 4 4       12 tokens, 3 stand for them: one of each slice
+distance   0 1 1 1 | 2 2 2 3 | 3 4 4 4       12 tokens, 3 representatives, one per slice
                 ^         ^        ^         `middle`: the second of four, the lower of the two
 """
 
@@ -17,10 +17,10 @@ PICKS = (MIDDLE, RANDOM)
 
 
 def check_pick(pick: str) -> None:
-    """Refuse a pick that is none.
+    """Refuse an unknown pick.
 
     Raises:
-        UnknownName: with those there are.
+        UnknownName: with the known picks.
     """
     if pick not in PICKS:
         raise UnknownName("pick", pick, PICKS)
@@ -32,16 +32,15 @@ def choose_representatives(
     count: NDArray[np.int64],
     seeds: tuple[int, tuple[int, ...]] | None = None,
 ) -> NDArray[np.bool_]:
-    """Sort by (distance, position), cut into `count` equal slices, take one of each.
+    """Sort by (distance, position), cut into `count` equal slices, select one of each.
 
     Slice i of m tokens in B slices is [i m // B, (i + 1) m // B).
 
     Args:
         distance: [layer, unit] of each token or piece; units in the order of positions.
-        grouped: [layer, unit] those that are sorted.
-        count: [layer] representatives; all where there are no more tokens.
-        seeds: where one of a slice is drawn by lot, the seed and the layers' numbers; else its
-            middle is taken.
+        grouped: [layer, unit] units to sort.
+        count: [layer] number of representatives; all units if there are fewer.
+        seeds: for a random unit of each slice, the seed and the layers' numbers; None: the middle.
     """
     chosen = np.zeros(grouped.shape, dtype=bool)
     units = grouped.shape[1]
@@ -59,7 +58,7 @@ def choose_representatives(
 
 
 def _ranked(distance: NDArray[np.int64], grouped: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Distance and place as one number, in order in each layer; the largest behind the others."""
+    """Sort (distance, index) as one number in each layer; ungrouped units come last."""
     units = distance.shape[1]
     numbers = np.where(grouped, distance * units + np.arange(units), np.iinfo(np.int64).max)
     return np.sort(numbers, axis=1)
@@ -70,7 +69,7 @@ def _inside(
     first: NDArray[np.int64],
     seeds: tuple[int, tuple[int, ...]] | None,
 ) -> NDArray[np.int64]:
-    """Which of each slice is taken, counted from its first."""
+    """Return the selected index within each slice."""
     if seeds is None:
         return (length - 1) // 2
     seed, layers = seeds
@@ -85,9 +84,9 @@ def of_each_anchor(
     count: NDArray[np.int64],
     anchors: int,
 ) -> NDArray[np.int64]:
-    """[layer, anchor] representatives of each anchor's tokens, in proportion to how many they are.
+    """Divide representatives over anchors in proportion to their tokens, [layer, anchor].
 
-    The largest fractions are rounded up (ties to the lower anchor), the total is kept.
+    The largest fractions are rounded up (ties to the lower anchor), which keeps the total.
     """
     if anchors == 1:
         return np.minimum(count, count_of(grouped))[:, None]

@@ -1,11 +1,11 @@
-"""Whole layers cut into what stays or goes together: slots, or pieces of neighbouring ones.
+"""Units of eviction in whole layers: slots, or pieces of neighbouring slots.
 
     slots      p p p . . . . . . . . p p p p      p protected
-    columns          |- - - - - - - -|            from the first to the last that may leave
+    columns          |- - - - - - - -|            from the first to the last evictable slot
     pieces         [    ][    ][    ][    ]       of three: the first and the last hold a protected
-                    must  free  free  must        slot, or are not whole
+                    must  free  free  must        slot, or are partial
 
-On the host, in NumPy: tables are there, so what stays is wanted there.
+Computed on the CPU with NumPy, because the page tables that use the result are there.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ class Units:
 
     Attributes:
         live: [layer, slot] slots that hold a token.
-        columns: slots among which some may leave, in whole units; all others stay. What follows is
-            about these.
+        columns: range of slots that contains all evictable slots, in whole units; all others are
+            retained. The fields below refer to this range.
         free_slots: [layer, column] slots that are not protected.
-        wanted_slots: [layer] of them so many stay, were it slots that stay or go.
-        free: [layer, unit] units that may leave; whole ones.
-        room: [layer] of them, so many stay.
+        wanted_slots: [layer] number of these to retain if single slots are evicted.
+        free: [layer, unit] evictable units; all are whole.
+        num_retained: [layer] number of these to retain.
         piece_tokens: slots of a unit.
     """
 
@@ -42,19 +42,19 @@ class Units:
     free_slots: Marks
     wanted_slots: NDArray[np.int64]
     free: Marks
-    room: NDArray[np.int64]
+    num_retained: NDArray[np.int64]
     piece_tokens: int
 
     @classmethod
     def of(
         cls, live: Marks, protected: Marks, keep: NDArray[np.int64], piece_tokens: int
     ) -> "Units":
-        """Cut layers.
+        """Cut layers into units.
 
         Args:
             live: [layer, slot] slots that hold a token.
-            protected: [layer, slot] slots that stay, live ones.
-            keep: [layer] slots to keep.
+            protected: [layer, slot] slots that are always retained; live ones.
+            keep: [layer] slots to retain.
             piece_tokens: slots of a unit.
         """
         open_: Marks = live & ~protected
@@ -62,16 +62,16 @@ class Units:
         slots: Marks = open_[:, columns]
         free = slots
         if piece_tokens > 1:
-            # a piece that is not whole, or holds a protected slot, has slots that are not free
+            # a partial piece, or one with a protected slot, has slots that are not free
             free = np.logical_and.reduce(_cut(slots, piece_tokens), axis=-1)
         over, open_slots = keep - count_of(live), count_of(slots)
         wanted = np.maximum(over + open_slots, 0)
         most = open_slots if piece_tokens == 1 else count_of(free)
-        room = (over // piece_tokens + most).clip(0, most)
-        return cls(live, columns, slots, wanted, free, room, piece_tokens)
+        num_retained = (over // piece_tokens + most).clip(0, most)
+        return cls(live, columns, slots, wanted, free, num_retained, piece_tokens)
 
     def sums(self, score: Floats) -> Floats:
-        """What the slots of a unit score together; anything for those that are not free.
+        """Sum the scores of each unit's slots; undefined for units that are not free.
 
         Args:
             score: [layer, column].
@@ -82,7 +82,7 @@ class Units:
         return sums
 
     def side_by_side(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """[layer, all numbers, unit] what the slots of a unit have, one's behind the other's.
+        """Concatenate the numbers of each unit's slots, [layer, all numbers, unit].
 
         Args:
             numbers: [layer, number, column].
@@ -94,25 +94,25 @@ class Units:
         return cut.transpose(0, 3, 1, 2).reshape(layers, self.piece_tokens * width, -1)
 
     def best(self, score: Floats, count: NDArray[np.int64]) -> Marks:
-        """The free units with the highest scores, ties to the lower position."""
+        """Mark the free units with the highest scores, ties to the lower position."""
         return best_of(score, self.free, count)
 
     def slots(self, units: Marks) -> Marks:
-        """[layer, column] all live slots of some units."""
+        """Mark all live slots of some units, [layer, column]."""
         live = self.live[:, self.columns]
         if self.piece_tokens > 1:
             units = units.repeat(self.piece_tokens, axis=1)[:, : live.shape[1]]
         return units & live
 
     def spread(self, stays: Marks, heads: int) -> Bool[Tensor, "lane slot"]:
-        """What stays of the free units beside what must, for all heads of the layers."""
+        """Mark the retained slots for all heads: selected free units and all other slots."""
         kept = self.live.copy()
         kept[:, self.columns] = self.slots(stays | ~self.free)
         return torch.from_numpy(kept.repeat(heads, axis=0))
 
 
 def _between(marks: Marks, piece_tokens: int) -> slice:
-    """Columns from the first to the last that is marked anywhere, pieces whole."""
+    """Return the range from the first to the last marked column, in whole pieces."""
     marked = np.flatnonzero(marks.any(axis=0))
     if not len(marked):
         return slice(0, 0)
@@ -121,7 +121,7 @@ def _between(marks: Marks, piece_tokens: int) -> slice:
 
 
 def _cut(numbers: NDArray[Any], piece_tokens: int) -> NDArray[Any]:
-    """[..., piece, token] neighbouring columns; the last piece is filled up with zeros."""
+    """Group neighbouring columns, [..., piece, token]; the last piece is zero-padded."""
     pieces = -(-numbers.shape[-1] // piece_tokens)
     missing = pieces * piece_tokens - numbers.shape[-1]
     padded = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, missing)])

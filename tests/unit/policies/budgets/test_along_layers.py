@@ -178,7 +178,7 @@ def test_scissors_keep_the_total_and_rise(shape: Shape, slope: float) -> None:
 
 
 def test_scissors_too_steep_for_the_cap_are_refused() -> None:
-    with pytest.raises(ConfigError, match="leaves the first layer nothing but the 9 tokens"):
+    with pytest.raises(ConfigError, match="gives the first layer no tokens besides the 9"):
         Scissors(slope=0.9).lane_caps(shape_of(18, least=10))
 
 
@@ -199,14 +199,14 @@ def test_factors_share_the_total_out() -> None:
 
 
 def test_caps_that_do_not_come_to_the_total_are_refused_with_the_cap_that_would() -> None:
-    with pytest.raises(ConfigError, match=r"come to 900 tokens, but 4 layers of cap=200 to 800"):
+    with pytest.raises(ConfigError, match=r"add up to 900 tokens, but 4 layers of cap=200 to 800"):
         ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
     with pytest.raises(ConfigError, match="cap=225"):
         ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
 
 
 def test_a_layer_without_a_cap_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names 3 layers, but 4 evict"):
+    with pytest.raises(ConfigError, match="expected 4 layers, which evict in this model, got 3"):
         ByLayer(caps="200x3").lane_caps(shape_of(200))
 
 

@@ -136,12 +136,12 @@ def test_squeezed_caps_keep_the_total(cosines, heads, cap, least, share) -> None
 def test_a_layer_of_which_nothing_was_recorded_fails_by_name() -> None:
     view = view_with_cosines([0.2, 0.5], tokens=0)
 
-    with pytest.raises(PolicyError, match="nothing was recorded; use another budget"):
+    with pytest.raises(PolicyError, match="some layer has recorded none; use another budget"):
         Squeeze().finalize(view, ByLooks(), shape_of(100, 2))
 
 
 def test_a_squeeze_to_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leaves some layers nothing but the 8 tokens"):
+    with pytest.raises(ConfigError, match="gives some layers no tokens besides the 8"):
         Squeeze(share=0.1).lane_caps(shape_of(17, 3, least=9))
 
     assert Squeeze(share=0.1).lane_caps(shape_of(18, 3, least=9)) == (8 + 28,) * 3
@@ -197,7 +197,9 @@ def test_a_higher_threshold_makes_no_layer_lazy(far: list[float], one: float, ot
 
 
 def test_lazy_layers_need_room_for_recent_tokens() -> None:
-    with pytest.raises(ConfigError, match="counts 4 sinks and the newest of the 4 tokens"):
+    with pytest.raises(
+        ConfigError, match="needs more than its 4 sinks in a lane after an eviction, got 4 tokens"
+    ):
         Lazy().lane_caps(shape_of(12, 2, leaving=8))
 
     assert Lazy().lane_caps(shape_of(13, 2, leaving=8)) == (UNBOUNDED, UNBOUNDED)

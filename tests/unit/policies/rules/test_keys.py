@@ -125,7 +125,7 @@ def test_expected_attention_is_refused_before_a_query_was_seen():
     [moments] = policy.statistics
     unasked = torch.zeros_like(view.statistics[moments.name])
 
-    with pytest.raises(PolicyError, match="no query behind the sinks was seen"):
+    with pytest.raises(PolicyError, match="no query after the sinks was recorded"):
         policy.select(changed(view, statistics={moments.name: unasked}), keep_of(view, 0.5))
-    with pytest.raises(PolicyError, match="made without rotations"):
+    with pytest.raises(PolicyError, match="built without rotations"):
         policy.select(changed(view, rotation=None), keep_of(view, 0.5))

@@ -253,11 +253,11 @@ def test_a_bit_says_whether_the_head_alone_would_keep_the_token(base):
     """Also where a rule does more than rank its scores, as RoCo does."""
     view = history_of(group=3).view(KVCrush(base=base).statistics)
     keep = torch.full((len(view.positions),), 30)
-    requested = KVCrush(base=base).ask(view, keep, 1)
+    context = KVCrush(base=base).selection_context(view, keep, 1)
 
     alone = base.select(by_query_head(view, base.statistics), keep.repeat_interleave(3))
 
-    assert torch.equal(requested.all_bits.flatten(0, 1), alone)
+    assert torch.equal(context.all_bits.flatten(0, 1), alone)
 
 
 def test_what_is_asked_once_a_layer_is_asked_of_its_first_head():
@@ -293,15 +293,17 @@ def test_kept_signatures_are_those_of_the_first_time():
     policy = KVCrush(base=BASE, signatures="kept", share=0.5)
     view = history.view(policy.statistics)
     keep = torch.full((len(view.positions),), 30)
-    requested = policy.ask(view, keep, 1)
-    before = requested.all_bits.flatten(0, 1)
+    context = policy.selection_context(view, keep, 1)
+    before = context.all_bits.flatten(0, 1)
 
     decision = policy.decide(view, keep)
     noted = {s.name: n for s, n in decision.notes.items()}
     until = noted["signed_until"]
     noted["signature_bits"] = torch.where(view.positions % 2 == 0, 7.0, 0.0)  # of all three heads
     noted["signed_until"] = torch.full_like(until, 40)
-    again = policy.ask(changed(view, statistics={**view.statistics, **noted}), keep, 1)
+    again = policy.selection_context(
+        changed(view, statistics={**view.statistics, **noted}), keep, 1
+    )
 
     assert torch.equal(decision.stays, KVCrush(base=BASE, share=0.5).select(view, keep))
     assert until.unique().tolist() == [history.tokens - BASE.recent]
@@ -435,10 +437,18 @@ class Twos:
     [
         ("kvcrush:cap=99,every=9,share=1.0", ConfigError, "expected 0 <= share < 1"),
         ("kvcrush:cap=99,every=9,share=-0.1", ConfigError, "expected 0 <= share < 1"),
-        ("kvcrush:cap=99,every=9,base=recent", ConfigError, "does not tell heads apart; use"),
-        ("kvcrush:cap=99,every=9,base=(kvcrush:share=0.5)", ConfigError, "does not tell"),
+        (
+            "kvcrush:cap=99,every=9,base=recent",
+            ConfigError,
+            "whose scores differ between query heads, got Recent; use",
+        ),
+        (
+            "kvcrush:cap=99,every=9,base=(kvcrush:share=0.5)",
+            ConfigError,
+            "differ between query heads, got KVCrush",
+        ),
         ("kvcrush:cap=99,every=9,anchor=meen", UnknownName, "mean"),
-        ("kvcrush:cap=99,every=9,anchor=zeros,anchors=2", ConfigError, "are all one; use random"),
+        ("kvcrush:cap=99,every=9,anchor=zeros,anchors=2", ConfigError, "are identical; use random"),
         ("kvcrush:cap=99,every=9,pick=first", UnknownName, "middle"),
         ("kvcrush:cap=99,every=9,representatives=outside", UnknownName, "inside"),
         ("kvcrush:cap=14,every=8", ConfigError, "needs 7; raise cap or share"),
@@ -450,11 +460,11 @@ class Twos:
             "raise cap or share",
         ),
         ("kvcrush:cap=99,share=0,every=9,base=(h2o:recent=90)", ConfigError, "raise cap or lower"),
-        ("value_norm:cap=99,every=9,base=kvcrush", ConfigError, "put value_norm inside"),
+        ("value_norm:cap=99,every=9,base=kvcrush", ConfigError, "nest value_norm inside"),
         (
             "kvcrush:cap=99,base=(h2o:cap=9,every=3)",
             ConfigError,
-            "cap, every of .* behind the",
+            "cap, every of .* after the",
         ),
         ("kvcrush:cap=99,every=9,anchors=65", ConfigError, "from 1 to 64 anchors, got 65"),
         ("kvcrush:cap=99,every=9,anchor=farthest", ConfigError, "anchors=2 or more"),
@@ -495,5 +505,5 @@ def test_a_view_without_what_each_head_saw_is_refused():
     policy = KVCrush()
     view = changed(history_of().view(policy.statistics), statistics={})
 
-    with pytest.raises(ConfigError.__base__, match="made without the statistic"):
+    with pytest.raises(ConfigError.__base__, match="built without the statistic"):
         policy.select(view, view.num_slots[:, 0] - 1)

@@ -85,7 +85,7 @@ def test_wrappers_nest() -> None:
 def test_a_base_with_negative_scores_fails_by_name() -> None:
     rule = make_policy("value_norm:base=knorm")
 
-    with pytest.raises(PolicyError, match="KNorm gives negative ones; use a base whose scores"):
+    with pytest.raises(PolicyError, match="KNorm returned negative ones; use a base whose scores"):
         rule.select(two_tokens_view(), torch.tensor([3]))
 
 
@@ -96,7 +96,9 @@ class Unscored(EvictionPolicy):
 
 
 def test_a_base_without_scores_is_refused() -> None:
-    with pytest.raises(ConfigError, match="value_norm multiplies scores, and Unscored gives none"):
+    with pytest.raises(
+        ConfigError, match="value_norm multiplies scores, and Unscored returns none"
+    ):
         ValueNorm(base=Unscored())
 
 
