@@ -235,7 +235,7 @@ def test_a_table_row_and_a_lane_further_on_are_found(backend):
             lambda pages: replace(pages, key=pages.key.transpose(2, 3).clone().transpose(2, 3)),
             "strides",
         ),
-        (lambda pages: replace(pages, key=unaligned(pages.key)), "between two numbers"),
+        (lambda pages: replace(pages, key=unaligned(pages.key)), "not aligned to their item size"),
     ],
 )
 def test_tensors_that_c_cannot_read_go_to_torch_with_a_notice(change, reason, caplog):

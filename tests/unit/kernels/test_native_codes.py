@@ -229,7 +229,7 @@ def test_codes_with_measured_constants_are_left_to_torch():
     [
         ("int3", 64, "does not read int3"),
         ("int8_channel", 64, "does not read int8_channel"),
-        ("int4:group=8", 256, "so many groups"),
+        ("int4:group=8", 256, "it reads at most 16 groups of a vector"),
         ("int4_outliers:percent=10", 128, "at most 8 outliers"),
         ("int4", 128, None),
         ("bfloat16", 128, None),

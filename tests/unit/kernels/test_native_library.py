@@ -84,10 +84,10 @@ def reasons(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("truncated", "cut short or altered"),
-        ("empty", "cut short or altered"),
-        ("flipped", "cut short or altered"),
-        ("text", "no library of this system"),
+        ("truncated", "truncated or altered"),
+        ("empty", "truncated or altered"),
+        ("flipped", "truncated or altered"),
+        ("text", "not a library of this system"),
         ("foreign", "another kind of processor"),
         ("machine", "built for riscv64"),
         ("undigested", "undigested.so.json, which the build writes, is missing"),
