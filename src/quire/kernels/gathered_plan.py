@@ -13,7 +13,7 @@ from quire.kernels.paging import page_numbers
 from quire.kernels.token_precision import (
     ChunkLane,
     FullPrecisionPages,
-    attended_in_full_precision,
+    in_full_precision,
     write_full_precision,
     write_promoted,
 )
@@ -176,7 +176,7 @@ def write_full_precision_in_bucket(
     if pages.promoted is not None:
         own = pages.promoted.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0]
         write_promoted(pages.promoted, own.long(), positions, decoded, live)
-    wanted = attended_in_full_precision(kept.tokens, positions, slots, lengths - 1, held - 1)
+    wanted = in_full_precision(kept.tokens, positions, slots, lengths - 1, held - 1)
     if live is not None:
         wanted = wanted & live
     page = kept.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0].long()

@@ -20,18 +20,18 @@ from quire.kernels.coded import write_codes
 
 
 class TorchSlots:
-    """The part of `AttentionBackend` that the backends in torch share: what is done to slots."""
+    """Slot operations of `AttentionBackend` that the torch backends share."""
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-        """Put keys and values into their slots; see `AttentionBackend.write`."""
+        """Write keys and values to their slots; see `AttentionBackend.write`."""
         write_slots(slots, key, value)
 
     def move(self, moves: MovedSlots) -> None:
-        """Copy slots onto others; see `AttentionBackend.move`."""
+        """Copy slots to other slots; see `AttentionBackend.move`."""
         move_slots(moves)
 
     def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
-        """Add a step's attention to the numbers of slots; see `AttentionBackend.tally`."""
+        """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""
         accumulate_attention(tally, rows, column_sums)
 
 

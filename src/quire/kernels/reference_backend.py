@@ -16,8 +16,8 @@ from quire.kernels.coded import decode_slots
 from quire.kernels.paging import TorchSlots
 from quire.kernels.token_precision import (
     FullPrecisionPages,
-    attended_in_full_precision,
     decode_records,
+    in_full_precision,
     record_of,
     records_of,
 )
@@ -174,7 +174,7 @@ def _exact_tokens(
     token = start + positions - (length - _num_tokens(kept, row))
     is_fresh = (token >= start)[:, None, None]
     page = int(kept.table[pages.rows[row], pages.first_lane + lane, 0])
-    wanted = attended_in_full_precision(
+    wanted = in_full_precision(
         kept.tokens, positions, slot, torch.tensor(query_position), torch.tensor(query_slot)
     )
     sides = []

@@ -51,7 +51,7 @@ class FullPrecisionPages:
         return (self.key, self.fresh[0]), (self.value, self.fresh[1])
 
 
-def attended_in_full_precision(
+def in_full_precision(
     kept: FullPrecisionTokens,
     positions: Int[Tensor, "*shape"],
     slots: Int[Tensor, "*slot_shape"],
@@ -178,7 +178,7 @@ def full_precision_columns(
     """
     length, count = int(kept.lengths[place.row]), place.num_tokens
     offset = torch.arange(count, device=seen.device)[:, None]
-    exact = seen & attended_in_full_precision(
+    exact = seen & in_full_precision(
         kept.tokens,
         place.positions,
         place.slots,

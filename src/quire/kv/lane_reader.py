@@ -20,12 +20,7 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
-from quire.kernels.token_precision import (
-    attended_in_full_precision,
-    decode_records,
-    record_of,
-    records_of,
-)
+from quire.kernels.token_precision import decode_records, in_full_precision, record_of, records_of
 from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.mixed_precision import PromotedBuffer
 from quire.kv.statistics.pages import StatisticPages
@@ -256,7 +251,7 @@ class LaneReader:
         positions, slots = (self._tensor(x) for x in (order.positions, order.slot))
         held = self._tensor(order.live.sum(axis=1)[:, None])
         newest = torch.full_like(held, int(self._kv.memory.lengths[self.row]) - 1)
-        wanted = attended_in_full_precision(place.tokens, positions, slots, newest, held - 1)
+        wanted = in_full_precision(place.tokens, positions, slots, newest, held - 1)
         lane, slot = (wanted & self._tensor(order.live)).nonzero(as_tuple=True)
         pages = self._tensor(place.table.pages[self.row, self.lanes, 0])[lane]
         record = record_of(place.tokens, positions[lane, slot])
