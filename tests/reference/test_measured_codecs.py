@@ -162,7 +162,7 @@ def test_files_of_another_model_are_refused(folder, tmp_path):
     form = read_format("int8_channel")
     more_layers = replace(spec, num_layers=5, layers=(spec.layers[0],) * 5)
 
-    with pytest.raises(ConfigError, match=r"has no scale of layer 2: it was made for another"):
+    with pytest.raises(ConfigError, match=r"has no scale of layer 2: it was measured for another"):
         read_constants(folder / MODEL, form, more_layers)
     with pytest.raises(ConfigError, match=r"expected constants \[2, 1, 32\], got \[2, 1, 16\]"):
         read_constants(folder / MODEL, form, replace(spec, head_dim=32))

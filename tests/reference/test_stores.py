@@ -79,5 +79,7 @@ def test_an_unknown_store_is_refused_with_the_known_ones():
 
 
 def test_contiguous_runs_that_the_memory_does_not_hold_are_refused():
-    with pytest.raises(ConfigError, match=r"the runs of one sequence: .* --kv-store-tokens"):
+    with pytest.raises(
+        ConfigError, match=r"the runs of one sequence do not fit: .* --kv-store-tokens"
+    ):
         Engine(load("llama"), KVConfig(memory="16KiB", store="contiguous_max"))

@@ -1,7 +1,7 @@
-"""The arena: all KV bytes of a device, carved into slabs that page pools borrow and return.
+"""The arena: all KV bytes of a device, divided into slabs that page pools allocate and free.
 
-Knows bytes and slab numbers, no pages and no tensors. A slab serves one page class at a time, so
-pages of any sizes live side by side without a static split.
+The arena tracks bytes and slab numbers, no pages and no tensors. A slab serves one page class at a
+time, so page classes of different sizes share the arena without a static split.
 """
 
 import math
@@ -12,19 +12,19 @@ from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SLABS_OF_A_SMALL_ARENA = 64
-PAGES_OF_A_SLAB = 32  # where the arena allows it: taking a slab costs more than taking a page
+PAGES_OF_A_SLAB = 32  # if the arena is large enough: allocating a slab costs more than a page
 
 
 def choose_slab_bytes(
     total_bytes: int, page_bytes: Sequence[int], *, whole_pages: bool = False
 ) -> int:
-    """Bytes of a slab: about 2 MiB, at most 1/64 of a small arena, whole pages where possible.
+    """Return the bytes of a slab: about 2 MiB, at most 1/64 of a small arena.
 
     Pages of more than 64 KiB get larger slabs, of 32 pages.
 
-    A common multiple of the page sizes wastes nothing at slab borders. Where the least common
-    multiple is too large for the arena, slabs hold at least four of the largest pages, unless
-    only `whole_pages` will do.
+    A common multiple of the page sizes wastes no bytes at slab borders. If the least common
+    multiple is too large for the arena, a slab holds at least four of the largest pages. With
+    `whole_pages`, a slab is always a common multiple.
     """
     wanted = max(HUGE_PAGE_BYTES, PAGES_OF_A_SLAB * max(page_bytes))
     target = min(wanted, total_bytes // SLABS_OF_A_SMALL_ARENA)
@@ -39,23 +39,23 @@ def choose_slab_bytes(
 
 
 def pages_per_slab(slab_bytes: int, page_bytes: int) -> int:
-    """Whole pages that every slab holds; a border of slabs may cut one."""
+    """Return the number of whole pages that every slab holds; a slab border may cut a page."""
     return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
 
 
 class Arena:
-    """Fixed bytes in equal slabs.
+    """A fixed number of bytes in slabs of equal size.
 
     Args:
-        total_bytes: the user's KV memory; rounded down to whole slabs (`total_bytes` after that).
-        page_bytes: sizes of the pages that will live here.
-        whole_pages: no border of slabs cuts a page, so that pages of two slabs can be neighbours.
+        total_bytes: the configured KV memory. The attribute is this rounded down to whole slabs.
+        page_bytes: bytes of one page of each page class.
+        whole_pages: no slab border cuts a page, so pages of neighbouring slabs can be contiguous.
 
     Attributes:
-        size_option: gives `total_bytes`.
+        size_option: the command-line option that sets `total_bytes`.
 
     Raises:
-        ConfigError: not even one slab fits.
+        ConfigError: `total_bytes` is less than one slab.
     """
 
     size_option = "--kv-memory"
@@ -74,15 +74,15 @@ class Arena:
         self._free = list(range(self.num_slabs - 1, -1, -1))
 
     def slab_bytes_of(self, total_bytes: int) -> int:
-        """Bytes of a slab in an arena of another size, for the same pages."""
+        """Return the bytes of a slab in an arena of another size with the same page classes."""
         return choose_slab_bytes(total_bytes, self._page_bytes, whole_pages=self._whole_pages)
 
     def bytes_for(self, total_bytes: int, pages: Sequence[tuple[int, int]]) -> int:
-        """Bytes of the slabs that pages fill in an arena of another size.
+        """Return the bytes of the slabs that some pages need in an arena of another size.
 
         Args:
-            total_bytes: of that arena; its slabs have the size that follows.
-            pages: bytes of one page and number of pages, of each class.
+            total_bytes: size of that arena; it determines the slab size.
+            pages: (bytes of one page, number of pages) of each page class.
         """
         slab_bytes = self.slab_bytes_of(total_bytes)
         return slab_bytes * sum(
@@ -91,41 +91,41 @@ class Arena:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in whole slabs."""
+        """Bytes of all slabs."""
         return self.num_slabs * self.slab_bytes
 
     @property
     def span_bytes(self) -> int:
-        """Bytes that page numbers range over."""
+        """Bytes that page numbers can address."""
         return self.total_bytes
 
     @property
     def num_free_slabs(self) -> int:
-        """Slabs no pool holds."""
+        """Number of slabs that no pool holds."""
         return len(self._free)
 
     @property
     def free_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs no pool holds."""
+        """Numbers of the slabs that no pool holds."""
         return frozenset(self._free)
 
     def take_slab(self) -> int:
-        """Hand out a slab; the caller has checked `num_free_slabs`."""
+        """Allocate a slab; the caller must have checked `num_free_slabs`."""
         return self._free.pop()
 
     def take_this_slab(self, slab: int) -> None:
-        """Hand out a slab of `free_slabs`."""
+        """Allocate a given slab of `free_slabs`."""
         self._free.remove(slab)
 
     def give_slab(self, slab: int) -> None:
-        """Take a slab back."""
+        """Free a slab."""
         self._free.append(slab)
 
     def check(self) -> None:
-        """Prove that no slab is free twice.
+        """Check that no slab is in the free list twice.
 
         Raises:
-            InvariantError: one is.
+            InvariantError: a slab is in the free list twice.
         """
         if len(set(self._free)) != len(self._free):
             raise InvariantError("the arena holds a slab twice in its free list")

@@ -1,4 +1,4 @@
-"""Blocks of prefixes as rows of bytes, to be kept elsewhere: tokens first, then pages.
+"""Prefix cache blocks as byte records for storage outside the arena: tokens first, then pages.
 
 record   tokens (8 B each) | group 0: lane 0 page 0, lane 0 page 1, lane 1 ... | group 1: ...
 """
@@ -17,14 +17,14 @@ _TOKEN_BYTES = 8
 
 
 class BlockRecords:
-    """Reads and writes the pages of blocks.
+    """Reads and writes the pages of prefix cache blocks.
 
     Args:
-        memory: whose pages.
+        memory: the KV memory that holds the pages.
         block_tokens: tokens of a block.
 
     Attributes:
-        record_bytes: of one block.
+        record_bytes: bytes of one block's record.
     """
 
     def __init__(self, memory: KVMemory, block_tokens: int) -> None:
@@ -38,11 +38,11 @@ class BlockRecords:
         self.record_bytes = end
 
     def gather(self, blocks: Sequence[Block], pages: Mapping[str, PageNumbers]) -> Records:
-        """Records [blocks, record_bytes] of blocks whose pages are written.
+        """Read records [blocks, record_bytes] of blocks whose pages have been written.
 
         Args:
-            blocks: consecutive ones.
-            pages: of each group, [lanes, pages of a lane] of all these blocks.
+            blocks: consecutive blocks of one chain.
+            pages: page numbers [lanes, pages of a lane] of all these blocks, by lane group.
         """
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
         for record, block in zip(records, blocks, strict=True):
@@ -64,7 +64,7 @@ class BlockRecords:
 
 
 def _by_block(pages: PageNumbers, blocks: int) -> PageNumbers:
-    """Pages [lanes, blocks x columns] one block after the other, in each lane by lane."""
+    """Reorder pages [lanes, blocks x columns] by block, then by lane."""
     lanes = len(pages)
     by_block: PageNumbers = pages.reshape(lanes, blocks, -1).transpose(1, 0, 2).reshape(-1)
     return by_block

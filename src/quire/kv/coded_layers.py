@@ -1,4 +1,4 @@
-"""What encodes and decodes the pages of each layer, with constants that were measured for it."""
+"""Codecs of the pages of each layer, and the calibration constants of these codecs."""
 
 import hashlib
 import re
@@ -21,12 +21,12 @@ from quire.layout.pages import PageClass
 
 # ---- measured ------------------------------------------------------------------------------------
 
-# Constants of codecs that were measured for a model, and the files they are in.
+# Codec constants that were measured for a model, and their files.
 #
 #     <model>/quire-kv/key.int8_channel.safetensors     layers.0.scale, layers.1.scale, ...
 #     <model>/quire-kv/value.int4_equalise_1.safetensors
 #
-# A file holds one codec of one side, so keys and values of any codecs go together.
+# A file holds one codec of one side (keys or values), so key and value codecs combine freely.
 
 KEY, VALUE = "key", "value"
 FOLDER = "quire-kv"
@@ -36,36 +36,36 @@ Constants = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredConstants:
-    """Constants of all layers.
+    """Measured codec constants of all layers.
 
     Attributes:
-        layers: layer and side (KEY, VALUE) to constants by name, on the host.
+        layers: constants by name for each (layer, side), in CPU memory; side is KEY or VALUE.
     """
 
     layers: Mapping[tuple[int, str], Constants]
 
     def of(self, layer: int, side: str, device: torch.device) -> Constants:
-        """Those of one layer and side, on a device."""
+        """Return the constants of one layer and side on a device."""
         return {name: numbers.to(device) for name, numbers in self.layers[layer, side].items()}
 
     @property
     def digest(self) -> str:
-        """Of every number: codes of other constants are other codes."""
-        made = hashlib.blake2b(digest_size=8)
-        for place, constants in sorted(self.layers.items()):
+        """Hash of all constants: codes made with different constants are not interchangeable."""
+        digest = hashlib.blake2b(digest_size=8)
+        for layer_side, constants in sorted(self.layers.items()):
             for name, numbers in sorted(constants.items()):
-                made.update(f"{place}{name}{list(numbers.shape)}".encode())
-                made.update(numbers.contiguous().numpy().tobytes())
-        return made.hexdigest()
+                digest.update(f"{layer_side}{name}{list(numbers.shape)}".encode())
+                digest.update(numbers.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def sides_of(form: KVFormat) -> dict[str, CodecSpec]:
-    """The sides whose codecs need constants."""
+    """Return the sides (keys, values) whose codecs need measured constants."""
     return {s: c for s, c in ((KEY, form.key), (VALUE, form.value)) if c.constants}
 
 
 def constants_path(folder: Path, side: str, codec: CodecSpec) -> Path:
-    """Where the constants of a codec are, in the folder of a model."""
+    """Return the file of a codec's constants in the model's folder."""
     name = re.sub(r"[^\w.-]+", "_", codec.name)
     return folder / FOLDER / f"{side}.{name}.safetensors"
 
@@ -76,10 +76,10 @@ def write_constants(
     """Write a file for each side that has constants; return their paths.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         form: codecs of keys and values.
-        measured: what was measured.
-        notes: what was measured with what, into the files.
+        measured: the constants.
+        notes: metadata for the files, such as the calibration data.
     """
     written = []
     for side, codec in sides_of(form).items():
@@ -97,15 +97,15 @@ def write_constants(
 
 
 def read_constants(folder: Path | None, form: KVFormat, model: ModelSpec) -> MeasuredConstants:
-    """Read what the codecs of a format need.
+    """Read the constants that the codecs of a KV format need.
 
     Args:
-        folder: of the model.
+        folder: the model's folder; None if the model has none.
         form: codecs of keys and values.
-        model: whose layers they are for.
+        model: the model whose layers use the constants.
 
     Raises:
-        ConfigError: a file is missing or damaged, or is not this model's.
+        ConfigError: a file is missing or damaged, or belongs to another model.
     """
     found: dict[tuple[int, str], Constants] = {}
     for side, codec in sides_of(form).items():
@@ -114,8 +114,8 @@ def read_constants(folder: Path | None, form: KVFormat, model: ModelSpec) -> Mea
             where = "the model has no folder" if path is None else f"there is no {path}"
             raise ConfigError(
                 f"KV codec {codec.name!r} needs constants that are measured for each layer of a "
-                f"model, and {where}; make it with quire calibrate --kv-codec {codec.name}, or use "
-                "int8 or int4_outliers, which need none"
+                f"model, and {where}; create them with quire calibrate --kv-codec {codec.name}, or "
+                "use int8 or int4_outliers, which need none"
             )
         for layer, constants in _read(path, codec, model).items():
             found[layer, side] = constants
@@ -128,7 +128,7 @@ def _read(path: Path, codec: CodecSpec, model: ModelSpec) -> dict[int, Constants
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}; make it with quire calibrate"
+            f"{path} cannot be read: {error}; create it with quire calibrate"
         ) from error
     found: dict[int, Constants] = {}
     for layer in range(len(model.layers)):
@@ -136,8 +136,8 @@ def _read(path: Path, codec: CodecSpec, model: ModelSpec) -> dict[int, Constants
         missing = sorted(name for name, numbers in own.items() if numbers is None)
         if missing:
             raise ConfigError(
-                f"{path} has no {', '.join(missing)} of layer {layer}: it was made for another "
-                "model or codec; make it again with quire calibrate"
+                f"{path} has no {', '.join(missing)} of layer {layer}: it was measured for another "
+                "model or codec; run quire calibrate again"
             )
         found[layer] = {n: _checked(path, c, model) for n, c in own.items() if c is not None}
     return found
@@ -147,8 +147,8 @@ def _checked(path: Path, numbers: Tensor, model: ModelSpec) -> Tensor:
     expected = (model.num_kv_heads, 1, model.head_dim)
     if numbers.dim() == len(expected) and tuple(numbers.shape) != expected:
         raise ConfigError(
-            f"{path} was made for another model: expected constants {list(expected)}, got "
-            f"{list(numbers.shape)}; make it again with quire calibrate"
+            f"{path} was measured for another model: expected constants {list(expected)}, got "
+            f"{list(numbers.shape)}; run quire calibrate again"
         )
     return numbers
 
@@ -157,29 +157,28 @@ def _checked(path: Path, numbers: Tensor, model: ModelSpec) -> Tensor:
 
 
 class CodedLayers:
-    """Codecs of layers.
+    """The codec of each layer, with the layer's measured constants.
 
     Args:
-        store: whose pages they are.
-        measured: constants; None where no codec needs any.
+        store: the store that holds the pages.
+        measured: measured constants; None if no codec needs any.
     """
 
     def __init__(self, store: PageStore, measured: MeasuredConstants | None) -> None:
         self._store, self._measured = store, measured
-        self._made: dict[tuple[PageClass, int], CodedPages] = {}
+        self._by_layer: dict[tuple[PageClass, int], CodedPages] = {}
 
     def of(self, page_class: PageClass, layer: int) -> CodedPages | None:
-        """What encodes and decodes a layer's pages; None where they hold plain numbers."""
+        """Return the codec of a layer's pages; None if the pages are not quantized."""
         coded = self._store.views(page_class).coded
         if coded is None or self._measured is None:
             return coded
-        if (page_class, layer) not in self._made:
-            made = CodedPages(
+        if (page_class, layer) not in self._by_layer:
+            self._by_layer[page_class, layer] = CodedPages(
                 self._with_constants(coded.key, layer, KEY),
                 self._with_constants(coded.value, layer, VALUE),
             )
-            self._made[page_class, layer] = made
-        return self._made[page_class, layer]
+        return self._by_layer[page_class, layer]
 
     def _with_constants(self, coded: CodedPlanes, layer: int, side: str) -> CodedPlanes:
         if self._measured is None or not coded.codec.spec.constants:

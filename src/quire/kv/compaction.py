@@ -1,15 +1,16 @@
-"""Compaction: give the pages of slots that leave back, and keep lanes dense.
+"""Compaction: free the pages of evicted slots and keep the remaining slots of a lane dense.
 
-    fill_holes   survivors from the end fill the holes: fewest moves, slots lose their order
-    keep_order   survivors shift to the front
-    drop_pages   whole pages leave by an edit of the table: nothing moves
+    fill_holes   slots from the end of the lane fill the holes: fewest moves, slot order is lost
+    keep_order   retained slots shift towards slot 0 in order
+    drop_pages   whole pages are removed from the page table: no slot moves
 
-Attention does not care about the order of slots: RoPE is in the key and the position is in the
-slot. Chunks and pages of neighbouring tokens need the order to find each other again, so a row's
-lanes are compacted in one way for life.
+Attention does not depend on the order of slots: keys are stored after RoPE and each slot records
+its position. Policies that evict chunks or pages of neighbouring tokens need the order, so a row's
+lanes are always compacted in the same way.
 
-In two phases: a plan says which pages it needs and which come free; carried out, shared pages
-are copied first, and what is remembered of each slot moves with it. Lanes may keep unequal counts.
+Compaction has two phases. The plan counts the pages to copy and the pages to free. The commit
+copies shared pages first; the attention statistics of a slot move with it. Lanes of one row may
+retain different numbers of slots.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ Pages = Mapping[PageClass, int]
 
 
 class Kind(Enum):
-    """How the slots that leave make room."""
+    """How compaction frees the pages of evicted slots."""
 
     FILL_HOLES = "fill_holes"
     KEEP_ORDER = "keep_order"
@@ -47,18 +48,18 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan:
-    """What a kept set means for one row in one group of KV. Nothing has happened yet.
+    """Planned compaction of one row in one lane group; the memory is still unchanged.
 
     Attributes:
         group: name of the lane group.
         row: the sequence.
-        held_slots: [lanes] slots of each lane when the plan was made.
-        keep: [lanes, slots] True where a slot stays; False behind a lane's last one.
-        moves: one to one.
-        stays: [lanes, columns] pages that stay, where whole ones leave; None where slots move.
-        statistics: names of the groups that mirror this one, and the row uses.
-        needed_pages: private copies to make before anything moves, of each class.
-        freed_pages: pages that return, of each class; those that others still read do not.
+        held_slots: [lanes] slots of each lane when the plan was computed.
+        keep: [lanes, slots] True for retained slots; False after the last slot of a lane.
+        moves: slot moves, one source to one target.
+        stays: [lanes, columns] retained pages if whole pages are dropped; None if slots move.
+        statistics: names of the groups that mirror this one and that the row uses.
+        needed_pages: private page copies needed before slots move, by page class.
+        freed_pages: pages that will be freed, by page class; shared pages are not counted.
     """
 
     group: str
@@ -73,13 +74,13 @@ class CompactionPlan:
 
     @property
     def keep_slots(self) -> NDArray[np.int32]:
-        """Survivors of each lane, [lanes]."""
+        """Number of retained slots of each lane, [lanes]."""
         kept: NDArray[np.int32] = self.keep.sum(axis=1, dtype=np.int32)
         return kept
 
     @property
     def gain_bytes(self) -> int:
-        """Bytes won; where they are not positive the plan makes no room."""
+        """Net bytes freed; if not positive, the plan frees no memory."""
         freed = sum(page_class.page_bytes * n for page_class, n in self.freed_pages.items())
         return freed - sum(page_class.page_bytes * n for page_class, n in self.needed_pages.items())
 
@@ -90,20 +91,21 @@ class CompactionPlan:
 def plan_compaction(
     memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind = Kind.FILL_HOLES
 ) -> CompactionPlan:
-    """Turn a keep mask into moves.
+    """Compute the compaction plan for a keep mask.
 
-    Pages that only the prefix cache still reads, and moves would write, are taken from it.
+    If a move would write a page that is otherwise referenced only by the prefix cache, the page
+    may be evicted from the prefix cache.
 
     Args:
-        memory: holds the row.
-        group: of KV; its lanes have no order, or whole pages of them leave.
+        memory: the KV memory that holds the row.
+        group: name of a KV lane group. Its slots may be unordered, or whole pages are dropped.
         row: the sequence.
-        keep: [lanes, slots] True where a slot stays; columns past a lane's slots are ignored.
-        kind: how. In stores whose lanes have no holes, slots move where pages would leave.
+        keep: [lanes, slots] True for retained slots; columns past a lane's slots are ignored.
+        kind: how pages are freed. Stores whose lanes have no holes always move slots.
 
     Raises:
-        ConfigError: the group is ordered and slots would move, or private and moves with others;
-            the mask does not cover the lanes' slots, or it cuts a page where whole ones leave.
+        ConfigError: the group is ordered and slots would move, or the group holds statistics; the
+            mask does not cover the lanes' slots, or it splits a page where whole pages are dropped.
     """
     table = memory.tables[group]
     table.require_in_place(row)
@@ -117,7 +119,8 @@ def plan_compaction(
         stays = None
     if table.group.ordered and stays is None:
         raise ConfigError(
-            f"group {group!r} keeps slots in order: drop whole pages instead, in the store 'paged'"
+            f"the slots of group {group!r} are ordered and cannot be moved: drop whole pages "
+            "instead, in the store 'paged'"
         )
     moves = no_moves()
     if stays is None:
@@ -158,7 +161,7 @@ def _count_needed(memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves
 def _shared_targets(
     memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Table entries, lanes and columns, of shared pages that moves would write."""
+    """Return the table entries (lanes, columns) of shared pages that moves would write."""
     pool = memory.pools[table.group.page_class]
     if not pool.num_shared:
         return moves.lane[:0], moves.lane[:0]
@@ -174,13 +177,13 @@ def _freed_pages(
 ) -> Pages:
     freed: dict[PageClass, int] = {}
     if not memory.placement.drops_pages:
-        return freed  # they stay reserved for the lane
+        return freed  # the pages remain reserved for the lane
     for table in tables:
         page_class, num_pages = table.group.page_class, table.num_pages[row][:, None]
         column = np.arange(int(num_pages.max(initial=0)))
-        front = column < -(-keep.sum(axis=1) // page_class.tokens)[:, None]
-        leaves = (column < num_pages) & ~(front if stays is None else stays)
-        pages = table.pages[row, :, : len(column)][leaves]
+        still_filled = column < -(-keep.sum(axis=1) // page_class.tokens)[:, None]
+        dropped = (column < num_pages) & ~(still_filled if stays is None else stays)
+        pages = table.pages[row, :, : len(column)][dropped]
         alone = memory.pools[page_class].ref_counts[pages] == 1
         freed[page_class] = freed.get(page_class, 0) + int(np.count_nonzero(alone))
     return freed
@@ -204,11 +207,11 @@ def _require_pages(memory: KVMemory, needed: Pages) -> None:
 
 
 def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
-    """Carry plans out, all or none: private copies first, then the moves, then the freed pages.
+    """Execute all plans or none: copy shared pages, move slots, free pages.
 
     Raises:
-        OutOfPages: no room for the private copies; nothing was changed.
-        InvariantError: a row has other slots than when its plan was made, or slots would be lost.
+        OutOfPages: the private copies do not fit; the memory is unchanged.
+        InvariantError: a row's slots changed after its plan was computed, or slots would be lost.
     """
     shared, needed = [], dict.fromkeys(memory.pools, 0)
     for plan in plans:
@@ -217,7 +220,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
             raise InvariantError(f"row {plan.row} has changed since its compaction was planned")
         if __debug__ and plan.stays is None:
             prove_one_to_one(plan.keep, plan.moves)
-        # looked up again: a fork or a loan may have come between
+        # computed again: the row may have been forked or its pages cached since the plan
         shared.append(_shared_targets(memory, table, plan.row, plan.moves))
         needed[table.group.page_class] += len(shared[-1][0])
     _require_pages(memory, needed)
@@ -230,7 +233,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
         for table in _moved_tables(memory, plan):
             _move(memory, table, plan)
             _cut(memory, table, plan)
-        moves = plan.moves if plan.stays is None else None  # None: whole pages left
+        moves = plan.moves if plan.stays is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
 
 
@@ -252,8 +255,8 @@ def _move(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
 
 def _cut(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
     if plan.stays is None:
-        gone = cut_slots(table, plan.row, plan.keep_slots)
+        freed = cut_slots(table, plan.row, plan.keep_slots)
     else:
-        gone = table.keep_columns(plan.row, plan.stays)
+        freed = table.keep_columns(plan.row, plan.stays)
         table.num_slots[plan.row] = plan.keep_slots
-    memory.placement.take_back(table, gone)
+    memory.placement.take_back(table, freed)

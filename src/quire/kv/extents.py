@@ -1,9 +1,9 @@
-"""Extents of a fixed range of bytes: who may write where on the host.
+"""Allocation of extents in a fixed range of bytes of CPU memory.
 
-    | taken | free | taken    | free  | taken | free            |
-      first fit: the lowest hole that holds all of it, else the largest holes in whole units
+    | used  | free | used     | free  | used  | free            |
+      first fit: the lowest hole that holds the whole request, else the largest holes in whole units
 
-Knows bytes, no pages and no tensors.
+The map tracks bytes, no pages and no tensors.
 """
 
 from bisect import bisect_left
@@ -14,11 +14,11 @@ from quire.errors import InvariantError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Bytes from `start` on.
+    """A contiguous range of bytes.
 
     Attributes:
-        start: first byte.
-        num_bytes: how many.
+        start: offset of the first byte.
+        num_bytes: length.
     """
 
     start: int
@@ -26,15 +26,15 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """The byte behind the last one."""
+        """Offset of the byte after the last one."""
         return self.start + self.num_bytes
 
 
 class ExtentMap:
-    """Free extents of a range, ascending; neighbours are always joined.
+    """The free extents of a range, ascending; adjacent free extents are always joined.
 
     Args:
-        total_bytes: the range.
+        total_bytes: size of the range.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -44,22 +44,22 @@ class ExtentMap:
 
     @property
     def free_extents(self) -> tuple[Extent, ...]:
-        """The holes, ascending."""
+        """The free extents, ascending."""
         return tuple(self._free)
 
     def fits(self, num_units: int, unit_bytes: int) -> bool:
-        """Whether so many units can be given, each in one piece."""
+        """Return whether `num_units` units can be allocated, each contiguous."""
         return sum(hole.num_bytes // unit_bytes for hole in self._free) >= num_units
 
     def allocate(self, num_units: int, unit_bytes: int) -> tuple[Extent, ...] | None:
-        """Take whole units: in one extent where a hole is large enough, else in as few as can be.
+        """Allocate whole units: in one extent if a hole is large enough, else in few extents.
 
         Args:
-            num_units: how many.
-            unit_bytes: of each; an extent holds whole ones.
+            num_units: number of units.
+            unit_bytes: bytes of one unit; an extent holds whole units.
 
         Returns:
-            Extents that add up to all units; None, and nothing taken, where they do not fit.
+            Extents that hold all units together; None if they do not fit, with no change.
         """
         if num_units == 0:
             return ()
@@ -84,10 +84,10 @@ class ExtentMap:
         return Extent(hole.start, num_bytes)
 
     def release(self, extents: tuple[Extent, ...]) -> None:
-        """Give extents back.
+        """Free extents.
 
         Raises:
-            InvariantError: one is free already, in part or whole, or lies outside.
+            InvariantError: an extent is already free, partly or wholly, or is outside the range.
         """
         for extent in extents:
             self._give(extent)
@@ -99,7 +99,7 @@ class ExtentMap:
         low = before.end if before else 0
         high = after.start if after else self.total_bytes
         if not low <= extent.start <= extent.end <= high:
-            raise InvariantError(f"{extent} is given back, but is free already or was never given")
+            raise InvariantError(f"{extent} is freed, but is already free or was never allocated")
         self.free_bytes += extent.num_bytes
         start, end, first, last = extent.start, extent.end, at, at
         if before and before.end == start:
@@ -109,13 +109,13 @@ class ExtentMap:
         self._free[first:last] = [Extent(start, end - start)]
 
     def check(self, taken: tuple[Extent, ...]) -> None:
-        """Prove that free and taken extents tile the range, and that free neighbours are joined.
+        """Check that free and used extents tile the range and adjacent free extents are joined.
 
         Raises:
-            InvariantError: a byte is missing, or counted twice.
+            InvariantError: a byte is missing or counted twice, or two free extents are not joined.
         """
         if sum(hole.num_bytes for hole in self._free) != self.free_bytes:
-            raise InvariantError(f"{self.free_bytes:,} B are noted as free, the holes differ")
+            raise InvariantError(f"{self.free_bytes:,} B are counted as free, the holes differ")
         position = 0
         for extent in sorted((*self._free, *taken)):
             if extent.start != position or extent.num_bytes < 1:

@@ -10,21 +10,21 @@ from torch import Tensor
 from quire.kernels.backend import StepShape
 from quire.kv.tables import LaneTable
 
-# The shape of a flat batch: which row and which place in its chunk each token has.
+# The shape of a flat batch: the row of each token and its offset in the row's chunk.
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """Rows and token counts of a step, and what follows from them alone.
+    """Rows and token counts of a step, and the index arrays derived from them.
 
-    While the same sequences decode, step after step has the same batch: its arrays and tensors are
-    made once. What changes from step to step (slots, positions) is not in here.
+    While the same sequences decode, consecutive steps have the same batch, so its arrays and
+    tensors are built once. Data that changes in every step (slots, positions) is kept elsewhere.
 
     Attributes:
         rows: [rows] table rows in the order of the flat batch, one-token rows first.
-        shape: new tokens of each.
+        shape: new tokens of each row.
         token_row: [tokens] index into `rows`.
-        token_offset: [tokens] place in the row's chunk.
+        token_offset: [tokens] offset in the row's chunk.
         row_index: `rows` on the device.
     """
 
@@ -38,8 +38,8 @@ class FlatBatch:
     def of(
         cls, rows: NDArray[np.int64], tokens: NDArray[np.int32], device: torch.device
     ) -> "FlatBatch":
-        """Lay out the rows one behind the other."""
-        rows = rows.copy()  # the caller may use its arrays again
+        """Concatenate the tokens of the rows."""
+        rows = rows.copy()  # the caller may reuse its arrays
         shape = StepShape.of(tokens.copy())
         token_row = np.repeat(np.arange(len(rows)), tokens)
         return cls(
@@ -51,20 +51,20 @@ class FlatBatch:
         )
 
     def is_for(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
-        """Whether these rows with these tokens have this batch."""
+        """Return whether this batch is the one of these rows and token counts."""
         return np.array_equal(self.rows, rows) and np.array_equal(self.shape.tokens, tokens)
 
 
 # ---- device tables -------------------------------------------------------------------------------
 
-# Page tables as tensors: the same memory on a CPU, a copy kept current by deltas on a device.
+# Page tables as tensors: shared memory on a CPU; on a device, a copy updated by deltas.
 
 
 class DeviceTable:
     """The pages of a `LaneTable` as an int32 tensor [rows, lanes, capacity].
 
-    On a CPU this is the table's own memory. On another device only entries that changed are
-    copied; when the table has moved to larger memory it is copied whole once.
+    On a CPU the tensor is the table's own memory. On another device only changed entries are
+    copied; after the table has been reallocated, the whole table is copied once.
     """
 
     def __init__(self, table: LaneTable, device: torch.device) -> None:
@@ -74,9 +74,9 @@ class DeviceTable:
         self._pages = torch.empty(0, dtype=torch.int32)
 
     def current(self) -> Tensor:
-        """The tensor, up to date with all bookkeeping done so far."""
+        """Return the tensor after applying all table changes so far."""
         if self._version != self._table.version:
-            # a tensor made inside inference mode could not be brought up to date outside of it
+            # a tensor created in inference mode could not be updated outside of it
             with torch.inference_mode(mode=False):
                 self._pages = torch.from_numpy(self._table.pages).to(self._device)
             self._version = self._table.version

@@ -1,7 +1,8 @@
-"""What a step does about tokens that are kept as the model made them, and about whole pages.
+"""Full-precision tokens (sinks and the residual window) in a step, and codecs of whole pages.
 
-In each layer: pages that fill up are encoded, from the step's tokens and from those kept before;
-then attention; and only then the step's tokens take the places of the ones that were kept.
+Each layer runs three stages. First, pages that fill up are encoded, from the step's tokens and from
+older full-precision tokens. Then attention runs. Then the step's tokens overwrite the oldest tokens
+of the full-precision window.
 """
 
 from collections.abc import Mapping
@@ -24,15 +25,15 @@ from quire.layout.token_precision import FullPrecisionTokens
 
 @dataclass(frozen=True, slots=True)
 class FullPrecisionBuffer:
-    """Where tokens of a lane group are kept.
+    """Pages that hold the full-precision tokens of a lane group.
 
     Attributes:
-        tokens: which they are.
-        views: of their pages.
-        table: which pages a row has, one a lane.
-        device_table: the same as a tensor.
-        coded: pages of the group that is kept from.
-        coded_table: which of these a row has.
+        tokens: which tokens are kept in full precision.
+        views: views of the pages that hold them.
+        table: page table of these pages, one page per lane.
+        device_table: `table` as a tensor.
+        coded: views of the quantized pages of the lane group.
+        coded_table: page table of the quantized pages.
     """
 
     tokens: FullPrecisionTokens
@@ -46,7 +47,7 @@ class FullPrecisionBuffer:
 def full_precision_buffers(
     memory: KVMemory, store: PageStore, tables: Mapping[str, DeviceTable]
 ) -> dict[str, FullPrecisionBuffer]:
-    """Where tokens of each lane group are kept, by its name."""
+    """Return the full-precision buffer of each lane group that has one, by the group's name."""
     return {
         group.kept.of: FullPrecisionBuffer(
             tokens=group.kept,
@@ -63,15 +64,15 @@ def full_precision_buffers(
 
 @dataclass(frozen=True, slots=True)
 class FullPages:
-    """Pages of a layer that fill up in a step.
+    """Pages of a layer that become full in a step.
 
     Attributes:
-        pages: [page] their numbers.
-        full_precision_pages: [page] where older tokens of the same lane are kept.
-        lanes: [page] of the layer.
-        is_fresh: [page, token] whether a token is the step's.
-        fresh: [page, token] which of the step's.
-        records: [page, token] where it is kept otherwise.
+        pages: [page] page numbers.
+        full_precision_pages: [page] page with the older full-precision tokens of the same lane.
+        lanes: [page] lane of the layer.
+        is_fresh: [page, token] whether a token belongs to this step.
+        fresh: [page, token] index of the token in the step if it belongs to the step.
+        records: [page, token] record of the token in `full_precision_pages` otherwise.
     """
 
     pages: Tensor
@@ -83,81 +84,85 @@ class FullPages:
 
 
 class FullPrecisionStep:
-    """The kept tokens of one lane group in one step.
+    """The full-precision tokens of one lane group in one step.
 
     Args:
-        place: where they are.
-        batch: the step.
-        lengths: of all rows, the step's tokens included.
+        buffer: pages of the full-precision tokens.
+        batch: batch of the step.
+        lengths: lengths of all rows, including the step's tokens.
     """
 
     def __init__(
-        self, place: FullPrecisionBuffer, batch: FlatBatch, lengths: NDArray[np.int64]
+        self, buffer: FullPrecisionBuffer, batch: FlatBatch, lengths: NDArray[np.int64]
     ) -> None:
-        self._place, self._batch = place, batch
+        self._buffer, self._batch = buffer, batch
         self._lengths = lengths[batch.rows].astype(np.int64)
-        group = place.table.group
+        group = buffer.table.group
         self._shape = (len(group.layers), group.lanes_per_layer)
         self._chosen, self._pages, self._records = self._newest()
-        self._full = self._full_pages() if place.tokens.page_tokens > 1 else None
+        self._full = self._full_pages() if buffer.tokens.page_tokens > 1 else None
 
     def pages(self, fresh: tuple[Tensor, Tensor]) -> FullPrecisionPages:
-        """What attention of a layer gets."""
-        views = self._place.views
-        assert views.value is not None, "keys and values are kept"
+        """Return the full-precision input of a layer's attention."""
+        views = self._buffer.views
+        assert views.value is not None, "full-precision pages hold keys and values"
         return FullPrecisionPages(
-            tokens=self._place.tokens,
+            tokens=self._buffer.tokens,
             key=views.key,
             value=views.value,
-            table=self._place.device_table.current(),
+            table=self._buffer.device_table.current(),
             lengths=self._lengths,
             starts=self._batch.shape.starts,
             fresh=fresh,
         )
 
     def encode(self, layer: int, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
-        """Encode what can be encoded now, where pages are encoded as a whole.
+        """Encode pages that become full, if the codec encodes whole pages.
 
         Args:
-            layer: counted inside the group.
-            slots: of the step's tokens.
-            key: of the step.
-            value: likewise.
+            layer: index of the layer in the group.
+            slots: slots of the step's tokens.
+            key: keys of the step's tokens.
+            value: values of the step's tokens.
 
         Returns:
-            False where tokens are encoded one by one, and the backend writes them.
+            False if the codec encodes token by token; the backend then writes the codes.
         """
         if self._full is None or slots.coded is None:
             return False
-        views = self._place.views
-        assert views.value is not None, "keys and values are kept"
+        views = self._buffer.views
+        assert views.value is not None, "full-precision pages hold keys and values"
         sides = ((slots.coded.key, views.key, key), (slots.coded.value, views.value, value))
-        for coded, kept, fresh in sides:
+        for coded, full_precision, fresh in sides:
             if coded.codec.spec.per_page:
-                _encode_pages(self._full[layer], coded, kept, fresh)
+                _encode_pages(self._full[layer], coded, full_precision, fresh)
             else:
                 write_codes(coded, slots.pages, slots.offsets, fresh)
         return True
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep the step's tokens; those that nobody will ask for as they were make room."""
-        views = self._place.views
-        assert views.value is not None, "keys and values are kept"
+        """Write the step's tokens in full precision over tokens that have left the window."""
+        views = self._buffer.views
+        assert views.value is not None, "full-precision pages hold keys and values"
         for plane, fresh in ((views.key, key), (views.value, value)):
             heads, head_dim = plane.shape[1], plane.shape[3]
             by_lane = fresh.reshape(len(fresh), self._shape[1], heads, head_dim)
             plane[self._pages[layer], :, self._records] = by_lane[self._chosen]
 
     def _newest(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of the step to keep, their pages [layers, tokens, lanes], records [tokens, 1]."""
-        batch, kept = self._batch, self._place.tokens
+        """Select the step's tokens to keep in full precision, with pages and records.
+
+        Returns:
+            Indices of the tokens, pages [layers, tokens, lanes] and records [tokens, 1].
+        """
+        batch, tokens = self._batch, self._buffer.tokens
         first = self._lengths - batch.shape.tokens
         position = first[batch.token_row] + batch.token_offset
-        is_new = position >= self._lengths[batch.token_row] - kept.recent
-        chosen = np.flatnonzero(is_new | (position < kept.sinks))
+        is_new = position >= self._lengths[batch.token_row] - tokens.recent
+        chosen = np.flatnonzero(is_new | (position < tokens.sinks))
         rows = batch.rows[batch.token_row[chosen]]
-        pages = self._place.table.pages[rows, :, 0].reshape(len(chosen), *self._shape)
-        record = _records(kept, position[chosen])
+        pages = self._buffer.table.pages[rows, :, 0].reshape(len(chosen), *self._shape)
+        record = _records(tokens, position[chosen])
         return (
             self._tensor(chosen),
             self._tensor(pages.swapaxes(0, 1)),
@@ -165,43 +170,43 @@ class FullPrecisionStep:
         )
 
     def _full_pages(self) -> tuple[FullPages, ...]:
-        """For each layer what fills up; lanes may be unequally full."""
-        place, batch, per_page = self._place, self._batch, self._place.tokens.page_tokens
-        after = place.coded_table.num_slots[batch.rows].astype(np.int64)
+        """Find the pages of each layer that become full; lanes may have different slot counts."""
+        buffer, batch, per_page = self._buffer, self._batch, self._buffer.tokens.page_tokens
+        after = buffer.coded_table.num_slots[batch.rows].astype(np.int64)
         before = after - batch.shape.tokens[:, None]
         count = after // per_page - before // per_page
         row, lane = (np.repeat(index, count[count > 0]) for index in np.nonzero(count))
         nth = np.arange(len(row)) - np.repeat(np.cumsum(count[count > 0]), count[count > 0])
-        column = after[row, lane] // per_page + nth  # the last one has nth = -1
+        column = after[row, lane] // per_page + nth  # the last full page has nth = -1
         slot = column[:, None] * per_page + np.arange(per_page)
-        ahead = slot - before[row, lane][:, None]  # of the step's first token, where not negative
+        ahead = slot - before[row, lane][:, None]  # index in the step's tokens if not negative
         position = (self._lengths - batch.shape.tokens)[row][:, None] + ahead
         table_row, lanes = batch.rows[row], self._shape[1]
         found = (
-            place.coded_table.pages[table_row, lane, column],
-            place.table.pages[table_row, lane, 0],
+            buffer.coded_table.pages[table_row, lane, column],
+            buffer.table.pages[table_row, lane, 0],
             lane % lanes,
             ahead >= 0,
             batch.shape.starts[row][:, None] + np.maximum(ahead, 0),
-            _records(place.tokens, position),
+            _records(buffer.tokens, position),
         )
         layers = [lane // lanes == layer for layer in range(self._shape[0])]
         return tuple(FullPages(*(self._tensor(x[of]) for x in found)) for of in layers)
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
-        device = self._place.views.whole.device
+        device = self._buffer.views.whole.device
         kind = numbers if numbers.dtype == np.bool_ else numbers.astype(np.int64)
         return torch.from_numpy(np.ascontiguousarray(kind)).to(device)
 
 
-def _records(kept: FullPrecisionTokens, position: NDArray[np.int64]) -> NDArray[np.int64]:
-    newest = kept.sinks + (position - kept.sinks) % max(1, kept.recent)
-    found: NDArray[np.int64] = np.where(position < kept.sinks, position, newest)
+def _records(tokens: FullPrecisionTokens, position: NDArray[np.int64]) -> NDArray[np.int64]:
+    newest = tokens.sinks + (position - tokens.sinks) % max(1, tokens.recent)
+    found: NDArray[np.int64] = np.where(position < tokens.sinks, position, newest)
     return found
 
 
 def _encode_pages(full: FullPages, coded: CodedPlanes, kept: Tensor, fresh: Tensor) -> None:
-    """Encode pages whose last token is there."""
+    """Encode pages that have become full."""
     if not len(full.pages):
         return
     heads, head_dim = kept.shape[1], kept.shape[3]

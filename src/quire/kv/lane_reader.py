@@ -1,10 +1,10 @@
-"""Reads one sequence's lanes for a policy: slots in the order of positions, a lane for a KV head.
+"""A policy's view of one sequence's lanes: slots sorted by position, one view lane per KV head.
 
-    table lane     slots as they lie         2 0 3 .        positions 9 1 4
-    view lanes     the same, by position     0 1 2          positions 1 4 9, for each of its heads
+    table lane     slots in storage order    2 0 3 .        positions 9 1 4
+    view lanes     slots by position         0 1 2          positions 1 4 9, for each of its heads
 
-`unsort` turns what a policy says of the view back into what the table wants. A view of whole layers
-is made at a time, so that a large model can be looked at in parts.
+`unsort` converts a policy's mask over the view to storage order. A view covers whole layers, so a
+large model can be read a few layers at a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,9 +32,9 @@ from quire.layout.statistics import Statistic
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Slots of the table's lanes, [lanes, slots] each, in the order of positions.
+    """Slots of the table's lanes sorted by position; each array is [lanes, slots].
 
-    Positions are -1, and slots those that are left, behind a lane's last one.
+    Past a lane's last slot, positions are -1 and `slot` lists the remaining slot numbers.
     """
 
     positions: NDArray[np.int32]
@@ -43,13 +43,13 @@ class _Order:
 
 
 class LaneReader:
-    """What the lanes of some layers of one group hold for one row. Good until the row changes.
+    """The lanes of some layers of one group for one row. Valid until the row changes.
 
     Args:
-        kv: memory and bytes.
-        group: name of the lane group, without a window.
+        kv: the paged KV of the engine.
+        group: name of the lane group; the group has no window.
         row: the sequence.
-        layers: of the group, counted inside it, one behind the other; None for all.
+        layers: consecutive indices of layers in the group; None for all.
     """
 
     def __init__(self, kv: PagedKV, group: str, row: int, layers: range | None = None) -> None:
@@ -64,24 +64,25 @@ class LaneReader:
 
     @property
     def heads_per_layer(self) -> int:
-        """KV heads, and so lanes of the view, of a layer."""
+        """Number of KV heads of a layer, which is its number of view lanes."""
         return self._group.lanes_per_layer * self._group.page_class.heads
 
     @cached_property
     def positions(self) -> Int[Tensor, "lane slot"]:
-        """Logical positions, ascending; -1 where a lane has no slot. A lane is a KV head."""
+        """Logical positions, ascending; -1 past a lane's last slot. A lane is a KV head."""
         return self._tensor(self._by_head(self.lane_positions))
 
     @property
     def lane_positions(self) -> NDArray[np.int32]:
-        """The same for each lane of the table, [lanes, slots]; the caller's own."""
+        """Logical positions for each lane of the table, [lanes, slots]; a copy."""
         return self._order.positions.copy()
 
     @property
     def statistics(self) -> Mapping[str, Tensor]:
-        """What the row has remembered of these layers, by the name of the statistic.
+        """The row's attention statistics of these layers, by the name of the statistic.
 
-        Per slot [lane, slot], 0 where no slot is; else [lane, record, number].
+        Per-slot statistics are [lane, slot], 0 past a lane's last slot. Other statistics are
+        [lane, record, number].
         """
         places = self._kv.statistics.get(self._group.name, [])
         return {
@@ -91,11 +92,11 @@ class LaneReader:
         }
 
     def note(self, statistic: Statistic, numbers: Float[Tensor, "..."]) -> None:
-        """Write over what the row has remembered of these layers, in the order of the view.
+        """Overwrite a statistic of the row for these layers, in the order of the view.
 
         Args:
-            statistic: declared; its pages are the row's own.
-            numbers: per slot [lane, slot], else [lane, record, number].
+            statistic: a declared statistic; its pages are private to the row.
+            numbers: [lane, slot] if the statistic is per slot, else [lane, record, number].
         """
         places = self._kv.statistics.get(self._group.name, [])
         [place] = [one for one in places if one.statistic == statistic]
@@ -106,36 +107,37 @@ class LaneReader:
             self._put(place, records, np.ones_like(records, dtype=bool), numbers)
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Keys as stored, decoded, float32; zeros where no slot is."""
+        """Return the stored keys, decoded to float32; zeros past a lane's last slot."""
         views = self._views
         kept = None if self._kept is None else self._kept.views.key
         return self._gather(views.key, lambda coded: coded.key, kept)
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Values, likewise."""
+        """Return the stored values, decoded to float32; zeros past a lane's last slot."""
         views = self._views
         assert views.value is not None, "lanes that attend have a value plane"
         kept = None if self._kept is None else self._kept.views.value
         return self._gather(views.value, lambda coded: coded.value, kept)
 
     def unsort(self, keep: Bool[Tensor, "lane slot"]) -> NDArray[np.bool_]:
-        """A mask over the view as [lanes of the table, slots], slots as they lie.
+        """Convert a mask over the view to [lanes of the table, slots] in storage order.
 
         Raises:
-            PolicyError: heads that share pages do not keep the same tokens.
+            PolicyError: KV heads that share pages retain different tokens.
         """
         heads = self._group.page_class.heads
         by_lane = keep.cpu().numpy().reshape(-1, heads, keep.shape[1])
         if (by_lane != by_lane[:, :1]).any():
             raise PolicyError(
-                f"heads of group {self._group.name!r} share pages and so keep the same tokens, but "
-                "the policy chose for each head; it needs one-head pages"
+                f"heads of group {self._group.name!r} share pages and must retain the same tokens, "
+                "but the policy retains different tokens per head; it needs one-head pages"
             )
-        stays = torch.from_numpy(by_lane[:, 0] & self._order.live)
-        lying: NDArray[np.bool_] = (
-            torch.empty_like(stays).scatter_(1, torch.from_numpy(self._order.slot), stays).numpy()
-        )
-        return lying
+        by_position = torch.from_numpy(by_lane[:, 0] & self._order.live)
+        by_slot = torch.empty_like(by_position)
+        stored: NDArray[np.bool_] = by_slot.scatter_(
+            1, torch.from_numpy(self._order.slot), by_position
+        ).numpy()
+        return stored
 
     # ---- order ---------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class LaneReader:
         return _by_position(self._stored_positions(len(slot)), live)
 
     def _stored_positions(self, slots: int) -> NDArray[np.int32]:
-        """[lanes, slots]; anything where no slot is."""
+        """Return positions [lanes, slots] in storage order; undefined past a lane's last slot."""
         tokens = self._group.page_class.tokens
         columns = -(-slots // tokens)
         if self._views.positions is None:
@@ -167,7 +169,7 @@ class LaneReader:
         return self._kv.store.views(self._group.page_class)
 
     def _pages(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
-        """[lanes, capacity]; any page where there is none, for what is not live."""
+        """Return page numbers [lanes, capacity]; page 0 for entries without a page."""
         return np.maximum(pages[self.row, self.lanes], 0)
 
     def _statistic(self, place: StatisticPages) -> Tensor:
@@ -187,7 +189,7 @@ class LaneReader:
         live: NDArray[np.bool_],
         numbers: Float[Tensor, "lane record width"],
     ) -> None:
-        """Records [lanes of the table, record] where they are live, of all heads of a lane."""
+        """Write the live records [lanes of the table, record] of all heads of a lane."""
         lane, column = np.nonzero(live)
         page, offset = np.divmod(record[lane, column], place.group.page_class.tokens)
         pages = self._tensor(self._pages(place.table.pages)[lane, page])
@@ -202,13 +204,13 @@ class LaneReader:
 
     @property
     def promoted(self) -> PromotedBuffer | None:
-        """Where important tokens of the group have records; None where none does."""
+        """Buffer of the group's mixed-precision tokens; None if the group has none."""
         return self._kv.promoted.get(self._group.name)
 
     def _gather(
         self, plane: Tensor, side: Callable[[CodedPages], CodedPlanes], kept: Tensor | None
     ) -> Tensor:
-        """Float32 [KV heads, slots, width] of a plane's live slots in the order of positions."""
+        """Gather a plane's live slots by position as float32 [KV heads, slots, width]."""
         column, offset = np.divmod(self._order.slot, plane.shape[2])
         numbers = np.take_along_axis(self._pages(self._table.pages), column, axis=1)
         place = self._tensor(numbers), self._tensor(offset)
@@ -226,28 +228,28 @@ class LaneReader:
     def _decoded(
         self, side: Callable[[CodedPages], CodedPlanes], pages: Tensor, offsets: Tensor
     ) -> Tensor:
-        """Slots [lane, slot] as vectors, layer by layer: each may have constants of its own."""
+        """Decode slots [lane, slot] layer by layer: each layer may have its own constants."""
         per_layer = self._group.lanes_per_layer
         lanes = torch.arange(per_layer, device=pages.device)[:, None]
         found = []
         for index, layer in enumerate(self.layers):
             coded = self._kv.coded.of(self._group.page_class, layer)
-            assert coded is not None, "asked where pages hold codes"
+            assert coded is not None, "the pages hold codes"
             part = slice(index * per_layer, (index + 1) * per_layer)
             found.append(decode_slots(side(coded), pages[part], offsets[part], lanes))
         return torch.cat(found)
 
     def _write_promoted(self, found: Tensor, side: CodedPlanes, place: PromotedBuffer) -> None:
-        """Tokens in a finer codec, as everybody attends to them."""
+        """Overwrite promoted tokens with their decoded finer codes, as attention reads them."""
         pages = self._tensor(self._pages(place.table.pages)[:, 0])
         record = records_of(place.marks[pages], self._tensor(self._order.positions))
         lane, slot = ((record >= 0) & self._tensor(self._order.live)).nonzero(as_tuple=True)
         found[lane, slot] = decode_records(side, pages[lane], record[lane, slot])
 
     def _write_full_precision(self, found: Tensor, kept: Tensor) -> None:
-        """Tokens as the model made them, where the newest one attends to them so."""
+        """Overwrite tokens that the newest query reads in full precision."""
         place, order = self._kept, self._order
-        assert place is not None, "asked where tokens are kept"
+        assert place is not None, "the group keeps full-precision tokens"
         positions, slots = (self._tensor(x) for x in (order.positions, order.slot))
         held = self._tensor(order.live.sum(axis=1)[:, None])
         newest = torch.full_like(held, int(self._kv.memory.lengths[self.row]) - 1)
@@ -258,9 +260,9 @@ class LaneReader:
         found[lane, slot] = kept[pages, :, record].float()
 
     def _gather_numbers(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:
-        """The same of a plane with one number a slot, [KV heads, slots]: page by page, then slots.
+        """Gather a plane with one number per slot, [KV heads, slots]: first pages, then slots.
 
-        A page's numbers lie side by side, so this is much faster than slot by slot.
+        The numbers of a page are contiguous, so this is much faster than gathering slot by slot.
         """
         heads, tokens = plane.shape[1:3]
         columns = -(-self._order.slot.shape[1] // tokens)
@@ -282,14 +284,14 @@ class LaneReader:
 
 
 def _by_position(positions: NDArray[np.int32], live: NDArray[np.bool_]) -> _Order:
-    """Order of live slots, which are the first of their lanes.
+    """Sort the live slots by position; live slots are the first slots of their lanes.
 
-    Position and slot are sorted as one number: NumPy sorts numbers faster than it finds an order.
+    Position and slot are packed into one integer: `np.sort` is faster than `np.argsort`.
     """
     bits = positions.shape[1].bit_length()
-    behind = int(positions.max(initial=0, where=live)) + 1  # every position there is
-    number: type[np.unsignedinteger[Any]] = np.uint32 if behind < 1 << 32 - bits else np.uint64
-    keys = np.where(live, positions, behind).astype(number)
+    past_end = int(positions.max(initial=0, where=live)) + 1  # sorts after every live position
+    number: type[np.unsignedinteger[Any]] = np.uint32 if past_end < 1 << 32 - bits else np.uint64
+    keys = np.where(live, positions, past_end).astype(number)
     keys <<= number(bits)
     keys |= np.arange(positions.shape[1], dtype=number)
     keys.sort(axis=1)

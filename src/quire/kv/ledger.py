@@ -1,14 +1,13 @@
-"""Who holds the arena: every page in exactly one extent, every byte of it with exactly one owner.
+"""The ledger of the arena: every page is in exactly one extent and every byte has one owner.
 
-    extent   pages of one sequence in one lane group that are referenced alike
-    bytes    a page that n sequences name belongs to each of them with 1/n of its bytes
-             a page that no sequence names, only the prefix index: the prefix cache's
+    extent   pages of one sequence in one lane group with equal reference counts
+    bytes    a page that n sequences reference counts 1/n of its bytes for each of them
+             a page that only the prefix index references belongs to the prefix cache
     sum      extents of sequences + extents of the cache + free + slab borders == total
 
-Nothing is kept beside the page tables and reference counts: a second record of the same facts could
-drift from them, and every step would pay for it. An extent is counted when somebody asks. Where no
-page is shared that takes the tables' page counts alone; else one pass over the page numbers of the
-sequences that are in, in NumPy.
+The ledger is computed on request from page tables and reference counts. A second record of the same
+facts could diverge from them and would cost time in every step. If no page is shared, the page
+counts of the tables suffice. Otherwise NumPy makes one pass over the page numbers of live rows.
 """
 
 from collections import Counter, defaultdict
@@ -35,17 +34,17 @@ _Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Pages of one owner in one lane group that are referenced alike.
+    """Pages of one owner in one lane group with equal reference counts.
 
     Attributes:
         row: the sequence; NO_ROW for the prefix cache.
-        group: name of the lane group; "" in the prefix cache, which holds pages of a class.
-        codec: how its numbers are stored.
-        references: of each page, by sequences and by the prefix index.
-        sequences: that name each page.
-        pages: how many.
-        num_bytes: its part of their bytes: all, where it alone names them.
-        exact: whether every token up to the sequence's length is there as it was computed.
+        group: name of the lane group; "" for the prefix cache, whose extents are per page class.
+        codec: codec of keys and values.
+        references: references to each page, by sequences and by the prefix index.
+        sequences: number of sequences that reference each page.
+        pages: number of pages.
+        num_bytes: the owner's share of the pages' bytes; all bytes if the pages are not shared.
+        exact: whether every token up to the sequence's length is stored without loss.
     """
 
     row: int
@@ -59,7 +58,7 @@ class Extent:
 
 
 def extents_of(memory: KVMemory) -> list[Extent]:
-    """Every extent of the arena, in order; their bytes add up to the bytes of pages in use."""
+    """Return all extents of the arena, sorted; their bytes add up to the bytes of pages in use."""
     exact = exact_rows(memory)
     found: list[Extent] = []
     for page_class, pool in memory.pools.items():
@@ -71,9 +70,10 @@ def extents_of(memory: KVMemory) -> list[Extent]:
 
 
 def exact_rows(memory: KVMemory) -> NDArray[np.bool_]:
-    """Rows [max_rows] that have lost no token: to a rule, that is; windows may have passed.
+    """Return a mask [max_rows] of rows without evicted tokens.
 
-    Holds for as long as a row lives, for what was computed after a loss is not exact either.
+    Tokens outside a window do not count as evicted. A row that has lost a token stays inexact until
+    it is released: KV that is computed later depends on it.
     """
     exact = np.ones(len(memory.lengths), dtype=bool)
     for table in memory.tables.values():
@@ -83,24 +83,24 @@ def exact_rows(memory: KVMemory) -> NDArray[np.bool_]:
 
 
 def is_plain(page_class: PageClass) -> bool:
-    """Whether numbers are stored as they were computed, in a type that models compute in."""
+    """Return whether KV is stored unquantized, in a floating-point type that models compute in."""
     return page_class.is_plain
 
 
 def codec_name(page_class: PageClass) -> str:
-    """The codec of keys, and that of values where it is another."""
+    """Return the key codec, or "key/value" if the value codec differs."""
     key, value = page_class.key.name, page_class.value
     return key if value is None or value.name == key else f"{key}/{value.name}"
 
 
 class _Counted:
-    """The pages of one class by group, row, references and number of sequences.
+    """Page counts of one class by group, row, references and number of sequences.
 
     Attributes:
-        groups: names, in the order of the tables.
+        groups: names of the lane groups, in the order of the tables.
         index: [extents, 4] group, row, references, sequences.
-        pages: [extents].
-        idle: [references] pages that no sequence names, by how often the cache refers to them.
+        pages: [extents] number of pages.
+        idle: [references] number of pages that no sequence references, by reference count.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class _Counted:
     def _count_private(
         self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
-        aside = self._placement.reserved_pages
-        held = np.stack([(t.num_pages[rows] + aside(t, rows)).sum(axis=1) for t in tables])
+        reserved = self._placement.reserved_pages
+        held = np.stack([(t.num_pages[rows] + reserved(t, rows)).sum(axis=1) for t in tables])
         group, place = np.nonzero(held)
         once = np.ones_like(group)
         self.index = np.stack([group, rows[place], once, once], axis=1)
@@ -150,17 +150,17 @@ class _Counted:
 def _entries(
     table: LaneTable, rows: NDArray[np.int64], placement: Placement
 ) -> tuple[_Counts, NDArray[np.int32]]:
-    """Every page of these rows, those kept aside too: the row's place in `rows`, and the page."""
+    """Return every page of these rows, reserved pages included: index into `rows`, and page."""
     widest = int(table.num_pages[rows].max(initial=0))
     block = table.pages[rows, :, :widest]
     place = np.repeat(np.arange(len(rows)), table.num_pages[rows].sum(axis=1))
-    aside = placement.reserved_pages(table, rows).sum(axis=1)
-    place = np.concatenate([place, np.repeat(np.arange(len(rows)), aside)])
+    reserved = placement.reserved_pages(table, rows).sum(axis=1)
+    place = np.concatenate([place, np.repeat(np.arange(len(rows)), reserved)])
     return place, np.concatenate([block[block != NO_PAGE], placement.set_aside_pages(table, rows)])
 
 
 def _numbered(references: NDArray[np.int32], sequences: _Counts) -> tuple[_Counts, _Counts]:
-    """Distinct pairs, numbered: the number of each entry's pair, and the pairs [kinds, 2]."""
+    """Number the distinct pairs; return the pair number of each entry, and the pairs [kinds, 2]."""
     width = int(sequences.max(initial=0)) + 1
     pair = references * width + sequences
     (found,) = np.nonzero(np.bincount(pair))
@@ -170,14 +170,14 @@ def _numbered(references: NDArray[np.int32], sequences: _Counts) -> tuple[_Count
 
 
 def _split(page_class: PageClass, counted: _Counted, exact: NDArray[np.bool_]) -> Iterator[Extent]:
-    """Extents of sequences. Bytes of pages that are referenced alike are split without a rest."""
+    """Yield the extents of sequences; the shares of shared pages add up to all their bytes."""
     plain, codec = is_plain(page_class), codec_name(page_class)
     found = zip(counted.index.tolist(), counted.pages.tolist(), strict=True)
-    alike = sorted(found, key=lambda item: item[0][2:])
-    for (references, sequences), items in groupby(alike, key=lambda item: item[0][2:]):
+    by_references = sorted(found, key=lambda item: item[0][2:])
+    for (references, sequences), items in groupby(by_references, key=lambda item: item[0][2:]):
         taken_pages = 0
         for (group, row, _, _), pages in items:
-            # the rest of one division is the next one's beginning: what is split adds up
+            # the remainder of each division is carried over to the next: the shares add up exactly
             before = taken_pages * page_class.page_bytes // sequences
             taken_pages += pages
             yield Extent(
@@ -193,7 +193,7 @@ def _split(page_class: PageClass, counted: _Counted, exact: NDArray[np.bool_]) -
 
 
 def _cached(page_class: PageClass, idle: _Counts) -> Iterator[Extent]:
-    """What the prefix cache alone holds of a class. It publishes nothing that is not exact."""
+    """Yield the extents that only the prefix cache holds; it publishes only exact KV."""
     for references, pages in enumerate(idle.tolist()):
         if references and pages:
             yield Extent(
@@ -210,19 +210,19 @@ def _cached(page_class: PageClass, idle: _Counts) -> Iterator[Extent]:
 
 # ---- ledger proof --------------------------------------------------------------------------------
 
-# The proof of the ledger: the same extents, counted page by page in plain Python.
+# The check of the ledger: the same extents, counted page by page in plain Python.
 
 _Key = tuple[int, str, int, int]  # row, group, references, sequences
 
 
 def prove_extents(memory: KVMemory, extents: Iterable[Extent]) -> None:
-    """Prove that extents are what tables and loans say, and that their bytes add up.
+    """Check extents against page tables and cached references, and that their bytes add up.
 
-    Slow: it looks at every page by itself.
+    Slow: visits every page in Python.
 
     Raises:
-        InvariantError: pages are missing, counted twice or counted for others, an owner has not
-            its part to the byte, or extents, free bytes and slab borders are not the arena.
+        InvariantError: pages are missing, counted twice or assigned to the wrong owner, an owner's
+            share is wrong, or extents, free bytes and slab borders do not add up to the arena.
     """
     found = list(extents)
     expected = _count(memory)
@@ -231,8 +231,8 @@ def prove_extents(memory: KVMemory, extents: Iterable[Extent]) -> None:
         key = (extent.row, extent.group, extent.references, extent.sequences)
         pages[key] += extent.pages
     if pages != Counter({key: len(sizes) for key, sizes in expected.items()}):
-        raise InvariantError("the ledger's extents are not what tables and loans name")
-    _prove_parts(found, expected)
+        raise InvariantError("the ledger's extents differ from page tables and cached references")
+    _prove_shares(found, expected)
     borders = sum(pool.tail_bytes for pool in memory.pools.values())
     total = sum(e.num_bytes for e in found) + memory.free_bytes + borders
     if total != memory.total_bytes:
@@ -240,33 +240,33 @@ def prove_extents(memory: KVMemory, extents: Iterable[Extent]) -> None:
 
 
 def _count(memory: KVMemory) -> dict[_Key, list[int]]:
-    """Sizes of the pages of every extent."""
+    """Return the sizes of the pages of every extent."""
     sizes: defaultdict[_Key, list[int]] = defaultdict(list)
     for page_class in memory.pools:
         holders = _holders(memory, page_class)
         referenced = _referenced(memory, page_class)
         for page in holders.keys() | referenced.keys():
             owners = holders.get(page, [])
-            alike = (len(owners) + referenced[page], len(owners))
+            counts = (len(owners) + referenced[page], len(owners))
             for row, group in owners or [(NO_ROW, "")]:
-                sizes[(row, group, *alike)].append(page_class.page_bytes)
+                sizes[(row, group, *counts)].append(page_class.page_bytes)
     return sizes
 
 
 def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[int, str]]]:
-    """Rows and groups that name each page."""
+    """Return the rows and groups that reference each page."""
     holders: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
     for name, table in memory.tables.items():
         if table.group.page_class == page_class:
             for row in memory.live_rows.tolist():
-                aside = memory.placement.set_aside_pages(table, np.array([row]))
-                for page in [*table.row_pages(row).tolist(), *aside.tolist()]:
+                reserved = memory.placement.set_aside_pages(table, np.array([row]))
+                for page in [*table.row_pages(row).tolist(), *reserved.tolist()]:
                     holders[page].append((row, name))
     return dict(holders)
 
 
 def _referenced(memory: KVMemory, page_class: PageClass) -> Counter[int]:
-    """How many loans name each page."""
+    """Count the cached references to each page."""
     referenced: Counter[int] = Counter()
     for cached_reference in memory.cached_references.values():
         for name, numbers in cached_reference.items():
@@ -275,12 +275,12 @@ def _referenced(memory: KVMemory, page_class: PageClass) -> Counter[int]:
     return referenced
 
 
-def _prove_parts(extents: Iterable[Extent], expected: dict[_Key, list[int]]) -> None:
-    """Prove that each owner has its part of what it shares, to less than a byte."""
-    parts = {key: Fraction(sum(sizes), max(1, key[3])) for key, sizes in expected.items()}
+def _prove_shares(extents: Iterable[Extent], expected: dict[_Key, list[int]]) -> None:
+    """Check that each owner's share of shared pages is right to less than one byte."""
+    shares = {key: Fraction(sum(sizes), max(1, key[3])) for key, sizes in expected.items()}
     given: Counter[_Key] = Counter()
     for extent in extents:
         given[extent.row, extent.group, extent.references, extent.sequences] += extent.num_bytes
-    for key, part in parts.items():
-        if abs(given[key] - part) >= 1:
-            raise InvariantError(f"{key} has {given[key]:,} B, its part is {float(part):,.1f} B")
+    for key, share in shares.items():
+        if abs(given[key] - share) >= 1:
+            raise InvariantError(f"{key} has {given[key]:,} B, its share is {float(share):,.1f} B")

@@ -1,4 +1,4 @@
-"""What a KV memory tells, and asks, those who depend on its pages."""
+"""Slot moves of a compaction, and the listeners that a KV memory notifies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from quire.layout.pages import PageClass
 
 # ---- slot moves ----------------------------------------------------------------------------------
 
-# Which slots move where when a lane loses some: masks in, slot numbers out.
+# Slot moves after eviction: a keep mask in, slot numbers out.
 #
-# slots         0 1 2 3 | 4 5 6 7 | 8 9 . .      keep 6 of 10: x marks those that leave
+# slots         0 1 2 3 | 4 5 6 7 | 8 9 . .      retain 6 of 10: x marks evicted slots
 # keep          o x o o | x o x o | o x
-# fill holes    o 8 o o | 7 o                    survivors behind slot 6 fill holes before it
-# close gaps    0 2 3 5 | 7 8                    all behind the first hole shift, in order
+# fill holes    o 8 o o | 7 o                    retained slots from 6 on fill the holes before 6
+# close gaps    0 2 3 5 | 7 8                    all slots after the first hole shift, in order
 
 Mask = NDArray[np.bool_]
 Slots = NDArray[np.int64]
@@ -26,11 +26,12 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """Slots of a row that move, [moves] each. All are read before any is written.
+    """Slot moves of a row, [moves] each. All sources are read before any target is written.
 
     Attributes:
-        lane: of both slots.
-        source, target: from where to where.
+        lane: lane of both slots.
+        source: slot to read.
+        target: slot to write.
     """
 
     lane: Slots
@@ -42,26 +43,26 @@ class SlotMoves:
 
 
 def no_moves() -> SlotMoves:
-    """None."""
+    """Return an empty set of moves."""
     none = np.empty(0, dtype=np.int64)
     return SlotMoves(none, none, none)
 
 
 def fill_holes(keep: Mask) -> SlotMoves:
-    """At most min(kept, leaving) moves a lane, for lanes whose slots have no order.
+    """Compute at most min(retained, evicted) moves per lane, for lanes with unordered slots.
 
     Args:
-        keep: [lanes, slots] True where a slot stays.
+        keep: [lanes, slots] True for retained slots.
     """
-    behind = np.arange(keep.shape[1]) >= keep.sum(axis=1, dtype=np.int32)[:, None]
+    past_end = np.arange(keep.shape[1]) >= keep.sum(axis=1, dtype=np.int32)[:, None]
     width = max(1, keep.shape[1])
-    # flat and then divided: many times faster than indices of two axes
-    lane, hole = np.divmod(np.flatnonzero(~(keep | behind)), width)
-    return SlotMoves(lane, np.flatnonzero(keep & behind) % width, hole)
+    # flatnonzero and divmod: many times faster than nonzero on two axes
+    lane, hole = np.divmod(np.flatnonzero(~(keep | past_end)), width)
+    return SlotMoves(lane, np.flatnonzero(keep & past_end) % width, hole)
 
 
 def close_gaps(keep: Mask) -> SlotMoves:
-    """Every survivor behind a hole moves to the front: slots stay in the order they are in."""
+    """Move every retained slot after a hole towards slot 0; the slot order is preserved."""
     lane, source = np.nonzero(keep)
     target = (np.cumsum(keep, axis=1) - 1)[lane, source]
     moves = source != target
@@ -69,51 +70,51 @@ def close_gaps(keep: Mask) -> SlotMoves:
 
 
 def retained_pages(keep: Mask, num_slots: NDArray[np.int32], page_tokens: int) -> Mask:
-    """Which pages [lanes, columns] stay, where whole pages do or do not.
+    """Return the mask [lanes, columns] of retained pages when whole pages are dropped.
 
     Args:
-        keep: [lanes, slots] True where a slot stays; False behind a lane's last one.
-        num_slots: [lanes].
+        keep: [lanes, slots] True for retained slots; False after a lane's last slot.
+        num_slots: [lanes] slots of each lane.
         page_tokens: slots of a page.
 
     Raises:
-        ConfigError: some slots of a page stay and others leave.
+        ConfigError: a page has both retained and evicted slots.
     """
     lanes, columns = len(keep), -(-keep.shape[1] // page_tokens)
     padded = np.zeros((lanes, columns * page_tokens), dtype=bool)
     padded[:, : keep.shape[1]] = keep
-    staying = padded.reshape(lanes, columns, page_tokens).sum(axis=2)
+    retained = padded.reshape(lanes, columns, page_tokens).sum(axis=2)
     held = np.clip(num_slots[:, None] - np.arange(columns) * page_tokens, 0, page_tokens)
-    if ((staying != 0) & (staying != held)).any():
-        lane, column = np.argwhere((staying != 0) & (staying != held))[0]
+    if ((retained != 0) & (retained != held)).any():
+        lane, column = np.argwhere((retained != 0) & (retained != held))[0]
         raise ConfigError(
-            f"pages leave whole or stay, but of page {column} of lane {lane} "
-            f"{staying[lane, column]} of {held[lane, column]} slots stay"
+            f"expected whole pages to be retained or evicted, got page {column} of lane {lane} "
+            f"with {retained[lane, column]} of {held[lane, column]} slots retained"
         )
-    stays: Mask = staying > 0
-    return stays
+    is_retained: Mask = retained > 0
+    return is_retained
 
 
 def prove_one_to_one(keep: Mask, moves: SlotMoves) -> None:
-    """Prove that moves bring every survivor to the front, each to a slot of its own.
+    """Check that moves make the retained slots dense, each in a slot of its own.
 
     Raises:
-        InvariantError: two slots move into one, one moves twice, a survivor is written over, or a
-            hole is left.
+        InvariantError: two slots move into one, a slot moves twice, a retained slot is overwritten,
+            or a hole is left.
     """
-    places = keep.copy()
+    filled = keep.copy()
     slots = np.concatenate([moves.source, moves.target])
     if len(slots) and not 0 <= slots.min() <= slots.max() < keep.shape[1]:
-        raise InvariantError("a compaction moves slots that are not there")
+        raise InvariantError("a compaction moves slots that do not exist")
     num_kept = np.count_nonzero(keep)
-    places[moves.lane, moves.source] = False
-    if np.count_nonzero(places) != num_kept - len(moves):
-        raise InvariantError("a compaction moves a slot twice, or one that leaves")
-    if places[moves.lane, moves.target].any():
-        raise InvariantError("a compaction writes over a slot that stays where it is")
-    places[moves.lane, moves.target] = True
-    front = np.arange(keep.shape[1]) < keep.sum(axis=1)[:, None]
-    if (places != front).any():
+    filled[moves.lane, moves.source] = False
+    if np.count_nonzero(filled) != num_kept - len(moves):
+        raise InvariantError("a compaction moves a slot twice, or an evicted slot")
+    if filled[moves.lane, moves.target].any():
+        raise InvariantError("a compaction overwrites a retained slot that does not move")
+    filled[moves.lane, moves.target] = True
+    dense = np.arange(keep.shape[1]) < keep.sum(axis=1)[:, None]
+    if (filled != dense).any():
         raise InvariantError("a compaction moves two slots into one, or leaves a hole")
 
 
@@ -121,7 +122,7 @@ def prove_one_to_one(keep: Mask, moves: SlotMoves) -> None:
 
 
 class MemoryListener:
-    """Depends on pages of a KV memory. Every method does nothing unless a subclass overrides it."""
+    """Base class of listeners to a KV memory; every method does nothing unless overridden."""
 
     @property
     def idle_bytes(self) -> int:
@@ -129,26 +130,26 @@ class MemoryListener:
         return 0
 
     def released(self, rows: Rows) -> None:
-        """Note that sequences are being released; their tables still name their pages."""
+        """Handle the release of sequences; their page tables still hold their pages."""
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
-        """Note that a sequence has lost slots.
+        """Handle the compaction of a sequence.
 
         Args:
             row: the sequence.
-            group: its lanes.
-            moves: of slots; None where whole pages left.
-            slots: each lane has now, at least.
+            group: name of the lane group.
+            moves: slot moves; None if whole pages were dropped.
+            slots: smallest number of slots of any lane after the compaction.
         """
 
     def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
-        """Release pages that are about to be written; say of which pages that was done."""
+        """Release pages that are about to be written; return the mask of released pages."""
         del page_class
         return np.zeros(len(pages), dtype=bool)
 
 
 class MemoryListeners:
-    """The listeners of one KV memory, told in the order in which they subscribed."""
+    """The listeners of one KV memory, called in the order in which they subscribed."""
 
     def __init__(self) -> None:
         self._listeners: list[MemoryListener] = []
@@ -157,7 +158,7 @@ class MemoryListeners:
         return iter(self._listeners)
 
     def subscribe(self, listener: MemoryListener) -> None:
-        """Tell a listener from now on."""
+        """Add a listener."""
         self._listeners.append(listener)
 
     def idle_bytes(self) -> int:

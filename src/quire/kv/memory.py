@@ -1,11 +1,11 @@
-"""Sequences in pages: start, grow, fork, truncate, evict, lend, swap, release, and the proof.
+"""The KV memory: sequences in pages, with their page tables, page pools and invariant checks.
 
-Bookkeeping only: NumPy arrays, no tensors. Whatever must happen to the bytes (copy a page before
-it is written, move a slot, read pages out) is asked of a `PageBytes` at the moment it is decided,
-so the order of calls is the order of the bytes' changes, on a CPU as on a CUDA stream.
+Bookkeeping only: NumPy arrays, no tensors. Changes of bytes (copy a page on write, move a slot,
+read pages) are calls on a `PageBytes`. They are made at the moment of the decision, so call order
+is the order of the changes, on a CPU as on a CUDA stream.
 
-Two lengths are never mixed up: `lengths[row]` is logical (the position the next token gets),
-`tables[g].num_slots[row]` is physical (slots that live in a lane).
+There are two lengths: `lengths[row]` is logical (the position of the next token);
+`tables[g].num_slots[row]` is physical (the slots in use in each lane).
 """
 
 import itertools
@@ -33,22 +33,22 @@ from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int32]
-MakeStore = Callable[[int], PageBytes]  # of an arena of so many bytes
+MakeStore = Callable[[int], PageBytes]  # argument: bytes of the arena
 
 
 class KVMemory:
-    """All sequences of a device in one arena.
+    """The page tables and pages of all sequences of a device, in one arena.
 
     Args:
         layout: lane groups of every sequence.
-        total_bytes: the arena.
-        max_rows: sequences that can exist at once.
-        store: where the bytes are, or what makes it for an arena of so many bytes.
-        track_changes: keep the table entries each step touches, for a device's copy.
-        placement: which store gives lanes their pages, made from the three first arguments.
+        total_bytes: size of the arena.
+        max_rows: maximum number of concurrent sequences.
+        store: holds the bytes, or a function that creates it for the arena's size in bytes.
+        track_changes: record changed table entries, for the device's copy of the tables.
+        placement: class that allocates the pages of lanes; called with the first three arguments.
 
     Raises:
-        ConfigError: the arena does not hold one sequence of one token.
+        ConfigError: the arena cannot hold one sequence of one token.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class KVMemory:
         placement: PlacementMaker = Paged,
     ) -> None:
         if max_rows < 1:
-            raise ConfigError(f"expected room for at least 1 sequence, got max_rows={max_rows}")
+            raise ConfigError(f"expected max_rows of at least 1, got {max_rows}")
         self.layout = layout
         self.placement = placement(layout, total_bytes, max_rows)
         self.arena, self.pools = self.placement.arena, self.placement.pools
@@ -77,17 +77,17 @@ class KVMemory:
         self.listeners = MemoryListeners()
         self.cached_references: dict[
             int, Mapping[str, PageNumbers]
-        ] = {}  # pages lent to nobody in particular
+        ] = {}  # pages that the prefix cache references
         self.cached_reference_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
-        self.store: PageBytes = _made(store, self.arena.total_bytes)
+        self.store: PageBytes = _page_bytes(store, self.arena.total_bytes)
 
     # ---- bytes ---------------------------------------------------------------------------------
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of pages in use plus what slab borders waste; used + free == total, always."""
+        """Bytes of pages in use plus waste at slab borders; used + free == total, always."""
         return sum(pool.used_bytes + pool.tail_bytes for pool in self.pools.values())
 
     @property
@@ -108,11 +108,11 @@ class KVMemory:
 
     @property
     def num_free_rows(self) -> int:
-        """Sequences that can still be started."""
+        """Number of sequences that can still be started."""
         return len(self._free_rows)
 
     def row_bytes(self, row: int) -> int:
-        """Bytes of all pages a sequence refers to, and of those kept aside for it."""
+        """Return the bytes of all pages that a sequence references, reserved pages included."""
         return int(self._rows_bytes(np.array([row]))[0])
 
     def _rows_bytes(self, rows: Rows) -> NDArray[np.int64]:
@@ -125,19 +125,19 @@ class KVMemory:
         return held
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
-        """Whether so many more pages of each class can be given at once, wherever they lie."""
+        """Return whether this many pages of each class can be allocated, contiguous or not."""
         return self.placement.fits(pages)
 
     # ---- life of a row -------------------------------------------------------------------------
 
     def start(self, statistics: Collection[str] | None = None) -> int:
-        """Open an empty sequence; return its row.
+        """Start an empty sequence; return its row.
 
         Args:
-            statistics: names of the private groups it uses; None: all. It has nothing in others.
+            statistics: names of the private groups that the sequence uses; None for all.
 
         Raises:
-            OutOfPages: all rows are taken.
+            OutOfPages: all rows are in use.
             ConfigError: a name is not that of a private group.
         """
         private = {name for name, table in self.tables.items() if table.group.private}
@@ -145,7 +145,7 @@ class KVMemory:
         if not used <= private:
             raise ConfigError(f"no statistics {sorted(used - private)}; has {sorted(private)}")
         if not self._free_rows:
-            raise OutOfPages(f"all {len(self.lengths)} rows are taken")
+            raise OutOfPages(f"all {len(self.lengths)} rows are in use")
         row = self._free_rows.pop()
         for name in private:
             self.tables[name].active[row] = name in used
@@ -155,18 +155,18 @@ class KVMemory:
         return row
 
     def statistics_of(self, row: int) -> frozenset[str]:
-        """Names of the private groups a row uses."""
+        """Return the names of the private groups that a row uses."""
         return frozenset(n for n, t in self.tables.items() if t.group.private and t.active[row])
 
     def release(self, rows: Rows | Sequence[int]) -> None:
-        """Close sequences and give their pages back.
+        """Close sequences and free their pages.
 
         Raises:
-            InvariantError: one is not open, or named twice.
+            InvariantError: a row is not open, or given twice.
         """
         rows = np.asarray(rows, dtype=np.int64)
         if not self._live[rows].all() or len(np.unique(rows)) != len(rows):
-            raise InvariantError(f"rows {rows.tolist()} are not all open, or one is named twice")
+            raise InvariantError(f"rows {rows.tolist()} are not all open, or one is given twice")
         self.listeners.released(rows)
         for table in self.tables.values():
             self.placement.close(table, rows, table.clear(rows))
@@ -176,7 +176,7 @@ class KVMemory:
     # ---- growth --------------------------------------------------------------------------------
 
     def pages_to_grow(self, rows: Rows, tokens: Counts) -> dict[PageClass, int]:
-        """Pages each class must give before `rows` can take `tokens` more tokens each."""
+        """Return the pages of each class to allocate before `rows` grow by `tokens` tokens."""
         return pages_by_class(self._demands(rows, tokens))
 
     def _demands(self, rows: Rows, tokens: Counts) -> list[Demand]:
@@ -186,17 +186,18 @@ class KVMemory:
         ]
 
     def can_grow(self, rows: Rows, tokens: Counts) -> bool:
-        """Whether `grow` would succeed. Returns pages behind windows first, as `grow` does."""
+        """Return whether `grow` would succeed; free pages outside windows first, as `grow` does."""
         self.drop_behind_windows(rows)
         return self.placement.can_give(self._demands(rows, tokens))
 
     def grow(self, rows: Rows, tokens: Counts) -> None:
-        """Make room for `tokens[i]` more tokens in row `rows[i]`, in every lane, all or nothing.
+        """Allocate slots for `tokens[i]` more tokens of row `rows[i]` in every lane, all or none.
 
-        A last page that is shared is copied first: pages are written only by their one owner.
+        A shared last page is copied first (copy on write): only pages with one owner are written.
 
         Raises:
-            OutOfPages: the arena is full; nothing was changed (but pages behind windows returned).
+            OutOfPages: the arena is full; nothing changed except that pages outside windows are
+                freed.
         """
         self.drop_behind_windows(rows)
         demands = self._demands(rows, tokens)
@@ -225,7 +226,7 @@ class KVMemory:
         table.num_slots[rows] = slots
 
     def note_peaks(self, rows: Rows) -> None:
-        """Remember the most bytes that `rows` and the arena have held; call after taking pages."""
+        """Update the peak bytes of `rows` and of the arena; call after allocating pages."""
         held = self._rows_bytes(rows)
         self.peak_bytes[rows] = np.maximum(self.peak_bytes[rows], held)
         used = sum(pool.used_bytes for pool in self.pools.values())
@@ -234,7 +235,7 @@ class KVMemory:
         self.arena_peak_bytes = max(self.arena_peak_bytes, in_use, copying)
 
     def privatise(self, table: LaneTable, row: Rows, lane: Rows, column: NDArray[np.int64]) -> None:
-        """Copy shared pages and let these table entries name the copies."""
+        """Copy shared pages and point these table entries at the copies (copy on write)."""
         pool = self.pools[table.group.page_class]
         old = table.pages[row, lane, column]
         new = pool.allocate(len(old))
@@ -246,9 +247,9 @@ class KVMemory:
     # ---- shrinking -----------------------------------------------------------------------------
 
     def drop_behind_windows(self, rows: Rows) -> None:
-        """Return pages of window lanes that no query from the next position on can see.
+        """Free pages of window lanes that no query from the next position on can attend to.
 
-        A store whose lanes have no holes keeps them.
+        A store whose lanes have no holes keeps these pages.
         """
         for table in self.tables.values() if self.placement.drops_pages else ():
             if table.group.window is not None:
@@ -258,12 +259,12 @@ class KVMemory:
                     self.placement.pass_window(table, row, lane, pages)
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the tokens from logical position `length` on; lanes must be in position order.
+        """Drop the tokens from logical position `length` on; lanes must be in position order.
 
         Raises:
-            ConfigError: the row is shorter, some lane has lost its order, a window lane has
-                already dropped pages that the shorter sequence would look back to, or tokens that
-                it would attend to as they were made have made room for later ones.
+            ConfigError: the row is shorter than `length`, a lane is no longer in position order, a
+                window lane has freed pages that the shorter sequence needs, or full-precision
+                tokens that the shorter sequence needs have been overwritten.
         """
         held = int(self.lengths[row])
         if not 0 <= length <= held:
@@ -275,13 +276,13 @@ class KVMemory:
             self.placement.take_back(table, cut_slots(table, row, kept[name]))
         self.lengths[row] = length
 
-    # ---- proof ---------------------------------------------------------------------------------
+    # ---- checks --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Prove that every byte is accounted for and every reference has a holder.
+        """Check that every byte is accounted for and every reference has a holder.
 
         Raises:
-            InvariantError: something does not add up.
+            InvariantError: an invariant of the arena, the pools or the tables does not hold.
         """
         self.arena.check()
         if sorted(self._free_rows) != np.flatnonzero(~self._live).tolist():
@@ -301,11 +302,11 @@ class KVMemory:
 
 
 def shared_groups(memory: KVMemory) -> list[LaneGroup]:
-    """The groups whose pages sequences can share, in the order of their records."""
+    """Return the groups whose pages sequences can share, in the order of the layout."""
     return [group for group in memory.layout.groups if not group.private]
 
 
-def _made(store: PageBytes | MakeStore | None, total_bytes: int) -> PageBytes:
+def _page_bytes(store: PageBytes | MakeStore | None, total_bytes: int) -> PageBytes:
     if store is None:
         return NoBytes()
     return store(total_bytes) if callable(store) else store

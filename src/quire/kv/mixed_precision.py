@@ -1,4 +1,4 @@
-"""Where a lane group's important tokens are, and how one gets a record."""
+"""Mixed precision: records of tokens that are promoted to a finer codec."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from quire.layout.token_precision import PromotedTokens
 
 @dataclass(frozen=True, slots=True)
 class PromotedBuffer:
-    """Where records of a lane group are.
+    """Pages that hold the promoted tokens of a lane group.
 
     Attributes:
-        tokens: which they are.
-        coded: what encodes and decodes them.
-        marks: [page, record] whose they are: position + 1; 0 for nobody's.
-        table: which pages a row has, one a lane.
-        device_table: the same as a tensor.
+        tokens: number of promoted tokens and their codec.
+        coded: encodes and decodes the records.
+        marks: [page, record] position + 1 of the token in the record; 0 for a free record.
+        table: page table of these pages, one page per lane.
+        device_table: `table` as a tensor.
     """
 
     tokens: PromotedTokens
@@ -37,16 +37,16 @@ class PromotedBuffer:
     device_table: DeviceTable
 
     def pages(self) -> PromotedPages:
-        """What attention of a layer gets."""
+        """Return the promoted tokens as input of a layer's attention."""
         return PromotedPages(self.coded, self.marks, self.device_table.current())
 
     def records(self, row: int, lanes: slice, positions: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Which record a row has of each token, [lanes, slots]; -1 where it has none.
+        """Return the record of each token, [lanes, slots]; -1 for tokens without a record.
 
         Args:
             row: the sequence.
-            lanes: some of its lanes.
-            positions: [lanes, slots] of the tokens in them; -1 for none.
+            lanes: slice of the row's lanes.
+            positions: [lanes, slots] positions of the tokens; -1 for no token.
         """
         marks = self.marks[self._pages(row)[lanes]]
         return records_of(marks, torch.from_numpy(positions).to(marks.device)).cpu().numpy()
@@ -58,13 +58,13 @@ class PromotedBuffer:
         positions: NDArray[np.integer],
         kept: FullPrecisionBuffer,
     ) -> None:
-        """Encode tokens that are still kept as the model made them.
+        """Encode tokens that are still in the full-precision window.
 
         Args:
             row: the sequence.
-            place: lane and record of each token.
-            positions: where it is in the sequence.
-            kept: where it is kept.
+            place: (lane, record) of each token.
+            positions: position of each token in the sequence.
+            kept: full-precision buffer of the lane group.
         """
         device = self.marks.device
         lane, record = (torch.from_numpy(index).to(device) for index in place)
@@ -73,11 +73,11 @@ class PromotedBuffer:
         full_precision_pages = torch.from_numpy(kept.table.pages[row, :, 0].astype(np.int64)).to(
             device
         )
-        made = full_precision_pages[lane], record_of(kept.tokens, position)
+        source = full_precision_pages[lane], record_of(kept.tokens, position)
         planes = kept.views.key, kept.views.value
         for side, plane in zip((self.coded.key, self.coded.value), planes, strict=True):
-            assert plane is not None, "keys and values are kept"
-            write_codes(side, pages[:, None], record[:, None], plane[made[0], :, made[1]])
+            assert plane is not None, "full-precision pages hold keys and values"
+            write_codes(side, pages[:, None], record[:, None], plane[source[0], :, source[1]])
         self.marks[pages, record] = (position + 1).to(self.marks.dtype)
 
     def _pages(self, row: int) -> Tensor:
@@ -88,14 +88,14 @@ class PromotedBuffer:
 def promoted_buffers(
     memory: KVMemory, store: PageStore, tables: Mapping[str, DeviceTable]
 ) -> dict[str, PromotedBuffer]:
-    """Where records of each lane group are, by its name."""
+    """Return the promoted-token buffer of each lane group that has one, by the group's name."""
     places = {}
     for group in memory.layout.groups:
         if group.promoted is None:
             continue
         views = store.views(group.page_class)
         assert views.coded is not None, "records hold codes"
-        assert views.positions is not None, "records say whose they are"
+        assert views.positions is not None, "records hold the positions of their tokens"
         places[group.promoted.of] = PromotedBuffer(
             tokens=group.promoted,
             coded=views.coded,

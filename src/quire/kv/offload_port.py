@@ -1,4 +1,4 @@
-"""What attention over pages knows of KV offload: one object a step, and nothing where it is off."""
+"""Interface between paged attention and KV offload: one object per step, None without offload."""
 
 from typing import Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ class StepOffload(Protocol):
         ...
 
     def note_input(self, layer: int, inputs: Tensor) -> None:
-        """Record what a layer's attention is given."""
+        """Record the input of a layer's attention."""
         ...
 
     def start_cpu_attention(
@@ -43,17 +43,17 @@ class StepOffload(Protocol):
         slots: NewSlots,
         positions: Tensor | None,
     ) -> None:
-        """Return when the offloaded pages of a layer are in their staging slot."""
+        """Wait until the offloaded pages of a layer are in their staging slot."""
         ...
 
     def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
     ) -> None:
-        """Merge what the CPU attended to into the output."""
+        """Merge the result of CPU attention into the output."""
         ...
 
     def leave(self, group: LaneGroup, index: int) -> None:
-        """Release a layer's staging slot: the layer has attended."""
+        """Release a layer's staging slot after the layer's attention."""
         ...
 
 
@@ -63,9 +63,9 @@ class KVOffload(Protocol):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging for activations on the device, beside the arena."""
+        """Bytes of activation staging buffers on the device, in addition to the arena."""
         ...
 
     def step(self, batch: FlatBatch) -> StepOffload | None:
-        """What a step has to do with offloaded KV; None where that is nothing."""
+        """Return the offload object of a step; None if no row of the step has offloaded KV."""
         ...

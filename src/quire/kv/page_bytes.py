@@ -1,6 +1,6 @@
-"""Where the bytes of pages are: the seam between bookkeeping and tensors.
+"""The seam between page bookkeeping and tensors: operations on the bytes of pages.
 
-Calls take effect in the order they are made, on a CPU as on a CUDA stream.
+Calls take effect in call order, on a CPU as on a CUDA stream.
 """
 
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from quire.layout.pages import PageClass
 
 @runtime_checkable
 class PageBytes(Protocol):
-    """Acts on whole pages and on slots, given as (page, offset in the page)."""
+    """Operations on whole pages and on slots; a slot is (page, offset in the page)."""
 
     def copy_pages(self, page_class: PageClass, source: PageNumbers, target: PageNumbers) -> None:
         """Copy whole pages, `source[i]` onto `target[i]`."""
@@ -28,26 +28,27 @@ class PageBytes(Protocol):
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
     ) -> None:
-        """Copy slots, each given as (page, offset in the page), keys, values and positions.
+        """Copy the keys, values and positions of slots; a slot is (page, offset in the page).
 
-        A slot can be source of one move and target of another: all are read before any is written.
+        A slot can be the source of one move and the target of another: all sources are read before
+        any target is written.
         """
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
-        """The bytes of whole pages, in a form `write_pages` takes back."""
+        """Read the bytes of whole pages, in a form that `write_pages` accepts."""
 
     def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
-        """Put bytes that were read back into (other) pages."""
+        """Write bytes from `read_pages` into the same or other pages."""
 
 
 class NoBytes:
-    """A `PageBytes` without bytes, for simulations and schedules."""
+    """A `PageBytes` without bytes, for simulations and schedules; every method does nothing."""
 
     def copy_pages(self, page_class: PageClass, source: PageNumbers, target: PageNumbers) -> None:
-        """Nothing to copy."""
+        """Do nothing: there are no bytes to copy."""
 
     def clear_pages(self, page_class: PageClass, pages: PageNumbers) -> None:
-        """Nothing to zero."""
+        """Do nothing: there are no bytes to zero."""
 
     def move_slots(
         self,
@@ -55,11 +56,11 @@ class NoBytes:
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
     ) -> None:
-        """Nothing to move."""
+        """Do nothing: there are no slots to move."""
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
-        """Nothing to read."""
+        """Return None: there are no bytes to read."""
         return None
 
     def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
-        """Nothing to write."""
+        """Do nothing: there are no bytes to write."""

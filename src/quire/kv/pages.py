@@ -1,8 +1,8 @@
-"""Pages of one class: allocation, reference counts, slabs taken and returned.
+"""Page pools: allocation and reference counts of the pages of one page class.
 
-Page numbers are places in the arena: page n of a class with pages of b bytes lies at byte n * b.
-So one number addresses a page from any kernel, and the arena seen as an array of such pages needs
-no per-slab arithmetic. A slab serves the page numbers that lie wholly inside it.
+A page number is an offset in the arena: page n of a class with pages of b bytes starts at byte
+n * b. Kernels index the arena as an array of pages, without per-slab arithmetic. A slab serves the
+page numbers that are wholly inside it.
 """
 
 from abc import ABC, abstractmethod
@@ -19,16 +19,16 @@ PageNumbers = NDArray[np.int32]
 
 
 class CountedPages(ABC):
-    """The pages of one class in an arena, with reference counts: what every pool is.
+    """Base class of page pools: reference-counted pages of one class in an arena.
 
     Args:
-        arena: whose slabs the pages lie in.
-        page_class: what a page holds.
+        arena: provides the slabs.
+        page_class: the page class.
 
     Attributes:
-        ref_counts: int32 [pages], holders of each page; 0 where it is free.
-        num_shared: pages with more than one reference: lets writers skip the check.
-        num_used: pages with at least one.
+        ref_counts: int32 [pages] number of references to each page; 0 for a free page.
+        num_shared: pages with more than one reference; if 0, writers skip the copy-on-write check.
+        num_used: pages with at least one reference.
     """
 
     def __init__(self, arena: Arena, page_class: PageClass) -> None:
@@ -40,13 +40,13 @@ class CountedPages(ABC):
 
     @property
     def pages_per_slab(self) -> int:
-        """Pages any slab is sure to hold (one less where slab borders cut a page)."""
+        """Pages that every slab holds at least (one less if slab borders cut a page)."""
         return pages_per_slab(self._arena.slab_bytes, self.page_class.page_bytes)
 
     @property
     @abstractmethod
     def held_slabs(self) -> frozenset[int]:
-        """Slabs this pool holds."""
+        """Numbers of the slabs that this pool holds."""
 
     @property
     def used_bytes(self) -> int:
@@ -56,7 +56,7 @@ class CountedPages(ABC):
     @property
     @abstractmethod
     def tail_bytes(self) -> int:
-        """Bytes of held slabs that no page covers."""
+        """Bytes of held slabs that no whole page covers."""
 
     @property
     @abstractmethod
@@ -71,26 +71,26 @@ class CountedPages(ABC):
     @property
     @abstractmethod
     def most_together(self) -> int:
-        """Free pages that one lane could take at once, those of free slabs included."""
+        """Free pages that one lane can allocate at once, pages of free slabs included."""
 
     def slabs_needed(self, num_pages: int) -> int:
-        """Slabs to take from the arena before `num_pages` more pages can be given."""
+        """Return the number of slabs to take from the arena to allocate `num_pages` pages."""
         return max(0, -(-(num_pages - self.num_free) // self.pages_per_slab))
 
     @abstractmethod
     def allocate(self, num_pages: int) -> PageNumbers:
-        """Give `num_pages` pages, each with one reference.
+        """Allocate `num_pages` pages, each with one reference.
 
         Raises:
-            OutOfPages: the arena cannot; nothing was changed.
+            OutOfPages: the arena has too few free slabs; nothing changed.
         """
 
     def _require_slabs(self, num_pages: int) -> None:
         if self.slabs_needed(num_pages) > self._arena.num_free_slabs:
             raise OutOfPages(
-                f"{num_pages} pages of {self.page_class.page_bytes:,} B asked for, "
-                f"{self.num_free} free in held slabs and {self._arena.num_free_slabs} slabs "
-                f"of {self.pages_per_slab} left"
+                f"expected {num_pages} free pages of {self.page_class.page_bytes:,} B, got "
+                f"{self.num_free} in held slabs and {self._arena.num_free_slabs} free slabs of "
+                f"{self.pages_per_slab} pages"
             )
 
     def retain(self, pages: PageNumbers) -> None:
@@ -99,8 +99,8 @@ class CountedPages(ABC):
         self.ref_counts[pages] += 1
 
     def release(self, pages: PageNumbers) -> None:
-        """Take one reference from each page named, as often as it is named; free the last ones."""
-        if len(pages) <= 1:  # a cache that drops block by block comes here often
+        """Drop one reference per entry of `pages` (duplicates allowed); free unreferenced pages."""
+        if len(pages) <= 1:  # frequent: the prefix cache evicts block by block
             for page in pages.tolist():
                 self._release_one(page)
             return
@@ -126,27 +126,27 @@ class CountedPages(ABC):
 
     @abstractmethod
     def _push(self, pages: PageNumbers) -> None:
-        """Take pages back that have no reference left."""
+        """Put pages without references back into the free lists."""
 
     @abstractmethod
     def check(self) -> None:
-        """Prove that every page of every held slab is either free once or referenced.
+        """Check that every page of every held slab is either free once or referenced.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a page is both, neither, or in the free list twice.
         """
 
 
 class PagePool(CountedPages):
-    """Pages given one by one, from anywhere.
+    """A page pool without contiguity: pages of a lane can be anywhere in the arena.
 
-    Allocation costs O(1) per page, in one NumPy slice per slab touched. A slab whose last page is
-    released goes back to the arena at once.
+    Allocation costs O(1) per page, with one NumPy slice per slab. A slab whose last page is freed
+    is returned to the arena at once.
     """
 
     def __init__(self, arena: Arena, page_class: PageClass) -> None:
         super().__init__(arena, page_class)
-        # slab -> stack of its free pages and how many of the stack are valid
+        # slab -> stack of its free pages, and number of valid entries of the stack
         self._stacks: dict[int, PageNumbers] = {}
         self._num_free: dict[int, int] = {}
         self._partial: dict[int, None] = {}  # slabs with a free page, newest last
@@ -154,12 +154,12 @@ class PagePool(CountedPages):
 
     @property
     def held_slabs(self) -> frozenset[int]:
-        """Slabs this pool holds."""
+        """Numbers of the slabs that this pool holds."""
         return frozenset(self._stacks)
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of held slabs that no page covers."""
+        """Bytes of held slabs that no whole page covers."""
         covered = sum(map(len, self._stacks.values())) * self.page_class.page_bytes
         return len(self._stacks) * self._arena.slab_bytes - covered
 
@@ -170,14 +170,14 @@ class PagePool(CountedPages):
 
     @property
     def most_together(self) -> int:
-        """All of them: a lane's pages may lie anywhere."""
+        """All free pages: a lane's pages need not be contiguous."""
         return self._free_in_slabs + self._arena.num_free_slabs * self.pages_per_slab
 
     def allocate(self, num_pages: int) -> PageNumbers:
-        """Give `num_pages` pages, each with one reference.
+        """Allocate `num_pages` pages, each with one reference.
 
         Raises:
-            OutOfPages: the arena cannot; nothing was changed.
+            OutOfPages: the arena has too few free slabs; nothing changed.
         """
         self._require_slabs(num_pages)
         pages = np.empty(num_pages, dtype=np.int32)
@@ -217,7 +217,7 @@ class PagePool(CountedPages):
             pages, slabs = pages[order], slabs[order]
         borders = [0, *(np.flatnonzero(slabs[1:] != slabs[:-1]) + 1).tolist(), len(pages)]
         for start, end in pairwise(borders):
-            if end > start:  # nothing at all was let go
+            if end > start:  # false only if no page was freed
                 self._push_to_slab(int(slabs[start]), pages[start:end])
 
     def _push_to_slab(self, slab: int, pages: PageNumbers) -> None:
@@ -237,10 +237,10 @@ class PagePool(CountedPages):
         self._arena.give_slab(slab)
 
     def check(self) -> None:
-        """Prove that every page of every held slab is either free once or referenced.
+        """Check that every page of every held slab is either free once or referenced.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a page is both, neither, or in the free list twice.
         """
         used = free = 0
         for slab, stack in self._stacks.items():
@@ -256,5 +256,6 @@ class PagePool(CountedPages):
         ):
             raise InvariantError(
                 f"pool of {self.page_class.page_bytes} B pages: {used} used and {free} free by "
-                f"slabs, {counted} referenced, {self.num_used} and {self._free_in_slabs} noted"
+                f"slabs, {counted} referenced, counters say {self.num_used} used and "
+                f"{self._free_in_slabs} free"
             )

@@ -1,17 +1,18 @@
-r"""The prefix index: pages of tokens that were read before, found again by a chain of hashes.
+r"""The prefix index: cached pages of prompt prefixes, looked up by a chain of block hashes.
 
     request A   [b0][b1][b2]            nodes  b0 - b1 - b2
     request B   [b0][b1][c2]                         \- c2
 
-A node is one block of tokens: a page of every lane, lent by the row that computed it. Nodes in use
-stay; those that nobody uses any more are the cache, and go when room is needed: the longest unused
-first, and of one chain its tail before its head, so that what remains can always be found.
+A node is one block of tokens: whole pages of every lane, shared with the row that computed them.
+Nodes used by running requests are never evicted. Unused nodes are the prefix cache and are evicted
+when pages are needed: least recently used first, and within a chain the tail before the head, so
+every remaining node can still be found.
 
 A node is published when its tokens are scheduled, so that requests of the same step can share it:
-in each layer a step writes all its keys and values before anybody attends. If the step fails, the
-nodes it published are withdrawn. Only exact KV is published: a row that has evicted tokens
-publishes nothing more. What a policy remembers is kept beside a node's pages, for each set of
-statistics apart; a sequence whose policy needs some begins behind a node that has them.
+in each layer a step writes all keys and values before attention runs. If the step fails, the nodes
+it published are withdrawn. Only exact KV is published: a row that has evicted tokens publishes no
+further blocks. Snapshots of attention statistics are stored with a node, one for each set of
+statistics. A sequence whose policy needs statistics starts after a node that has its set.
 """
 
 import math
@@ -35,24 +36,25 @@ from quire.kv.prefix_blocks import (
 )
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.sharing import (
-    borrow,
     reference_blocks,
     referenced_statistics_pages,
     release_references,
+    start_from_references,
 )
 from quire.layout.pages import PageClass
 
 
 class PrefixIndex(MemoryListener):
-    """Finds, keeps and drops cached prefixes of one KV memory.
+    """Finds, retains and evicts cached prefixes of one KV memory.
 
     Args:
-        memory: whose pages are shared.
-        listener: hears of blocks that come and go.
+        memory: the KV memory whose pages are shared.
+        listener: notified of stored and removed blocks.
 
     Attributes:
-        block_tokens: tokens of a block: whole pages in every lane.
-        queried_tokens, hit_tokens: of all prompts that looked for a prefix so far.
+        block_tokens: tokens of a block; a block is whole pages in every lane.
+        queried_tokens: tokens of all prompts that were looked up so far.
+        hit_tokens: tokens of these prompts that were found in the cache.
     """
 
     def __init__(self, memory: KVMemory, listener: PrefixListener | None = None) -> None:
@@ -64,12 +66,12 @@ class PrefixIndex(MemoryListener):
             columns = self.block_tokens // group.page_class.tokens
             pages[group.page_class] += columns * group.num_lanes
         self.queried_tokens = self.hit_tokens = 0
-        self._keepers: list[Callable[[Sequence[PrefixNode]], None]] = []
+        self._on_drop: list[Callable[[Sequence[PrefixNode]], None]] = []
         self._listener = listener
         self._nodes: dict[bytes, PrefixNode] = {}
         self._idle = IdleNodes(memory, pages)
-        self._public: dict[PrefixNode, None] = {}  # counted every step, so kept apart
-        self._pending: list[PrefixNode] = []  # published in the step that is being planned
+        self._public: dict[PrefixNode, None] = {}  # separate because every step counts them
+        self._pending: list[PrefixNode] = []  # published in the step that is being scheduled
         self.block_bytes = self._idle.block_bytes
         memory.listeners.subscribe(self)
 
@@ -80,19 +82,19 @@ class PrefixIndex(MemoryListener):
 
     @property
     def num_idle(self) -> int:
-        """Blocks that nobody uses."""
+        """Number of blocks that no running request uses."""
         return len(self._idle)
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that can be had by dropping what nobody uses, copies of statistics among it."""
+        """Bytes that evicting all unused blocks would free, statistics snapshots included."""
         return self._idle.num_bytes
 
     def public_references(self) -> list[Mapping[str, PageNumbers]]:
-        """Pages of blocks that all tenants share, by lane group."""
+        """Return the pages of blocks that all tenants share, by lane group."""
         return [node.cached_reference.pages for node in self._public]
 
-    # ---- looking up ----------------------------------------------------------------------------
+    # ---- lookup --------------------------------------------------------------------------------
 
     def match(
         self,
@@ -101,15 +103,15 @@ class PrefixIndex(MemoryListener):
         *,
         statistics: frozenset[str] = frozenset(),
     ) -> PrefixLease:
-        """Hold the longest published prefix of some tokens.
+        """Find and lease the longest published prefix of some tokens.
 
         Args:
-            identity: who asks.
-            token_ids: what is known of the sequence. At least one token is left to compute.
-            statistics: names of private groups; only up to a block that has a snapshot of them.
+            identity: identity of the request for sharing.
+            token_ids: known tokens of the sequence. At least one token is left to compute.
+            statistics: names of private groups; the prefix must end at a block with their snapshot.
 
         Returns:
-            A lease, to be given back with `release`; without nodes where nothing was found.
+            A lease, to be returned with `release`; it has no nodes if no prefix was found.
         """
         blocks = blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens)
         return self.match_blocks(identity, blocks, statistics=statistics)
@@ -121,7 +123,7 @@ class PrefixIndex(MemoryListener):
         *,
         statistics: frozenset[str] = frozenset(),
     ) -> PrefixLease:
-        """Hold the longest published prefix of some blocks; see `match`."""
+        """Find and lease the longest published prefix of some blocks; see `match`."""
         nodes: list[PrefixNode] = []
         for block in blocks:
             node = self._nodes.get(block.key)
@@ -135,7 +137,7 @@ class PrefixIndex(MemoryListener):
         return PrefixLease(identity, nodes, known_tokens=known_tokens)
 
     def count(self, queried_tokens: int, lease: PrefixLease) -> None:
-        """Note that a prompt has entered with what it found."""
+        """Count the queried and hit tokens of an admitted prompt."""
         self.queried_tokens += queried_tokens
         self.hit_tokens += lease.tokens
 
@@ -143,18 +145,18 @@ class PrefixIndex(MemoryListener):
         """Start a sequence from a lease that has nodes; return its row.
 
         Args:
-            lease: was matched for these statistics.
+            lease: lease that was matched for these statistics.
             statistics: names of the private groups that the sequence uses.
 
         Raises:
-            OutOfPages: no row, or no pages for private groups; nothing was changed.
+            OutOfPages: no row, or no pages for private groups; nothing changed.
         """
         snapshot = lease.nodes[-1].statistics[statistics] if statistics else None
         cached_references = [node.cached_reference for node in lease.nodes]
-        return borrow(self.memory, cached_references, snapshot, used=statistics)
+        return start_from_references(self.memory, cached_references, snapshot, used=statistics)
 
     def share(self, lease: PrefixLease) -> PrefixLease:
-        """A second lease on the same nodes, for a sequence forked from the first's."""
+        """Create a second lease on the same nodes, for a fork of the lease's sequence."""
         self._use(lease.nodes)
         return PrefixLease(lease.identity, list(lease.nodes), lease.publishes, lease.known_tokens)
 
@@ -164,8 +166,8 @@ class PrefixIndex(MemoryListener):
             self._idle.discard(node)
 
     def release(self, lease: PrefixLease) -> None:
-        """Give a lease back: its sequence is gone, or its pages are no longer the chain's."""
-        for node in reversed(lease.nodes):  # the tail is the first to be dropped later
+        """Return a lease: its sequence was released, or its pages no longer match the chain."""
+        for node in reversed(lease.nodes):  # the tail of the chain is evicted first
             node.num_users -= 1
             if not node.num_users and self._nodes.get(node.block.key) is node:
                 self._idle.add(node)
@@ -175,12 +177,12 @@ class PrefixIndex(MemoryListener):
     # ---- publishing ----------------------------------------------------------------------------
 
     def publish(self, lease: PrefixLease, row: int, token_ids: Sequence[int]) -> None:
-        """Publish the blocks that a row has filled since the last time.
+        """Publish the blocks that a row has filled since the last call.
 
         Args:
-            lease: of the row.
-            row: has grown to hold its tokens; they are written in this step.
-            token_ids: from the lease's end on, up to the row's length.
+            lease: lease of the row.
+            row: the sequence; it has grown to hold its tokens, which this step writes.
+            token_ids: tokens from the lease's end up to the row's length.
         """
         parent = lease.nodes[-1] if lease.nodes else None
         key = parent.block.key if parent else None
@@ -188,23 +190,24 @@ class PrefixIndex(MemoryListener):
         blocks = blocks_of(lease.identity, token_ids, size, start=start, parent_key=key)
         for block in blocks:
             node = self._nodes.get(block.key)
-            if node is None:  # then nothing behind it is known either
+            if node is None:  # then no later block is published either
                 lease.publishes = self._add([block, *blocks], lease, row)
             elif node.continues(parent, block):
-                self._use([node])  # somebody else was first: both hold pages of these tokens
+                self._use([node])  # another row published it first: both hold pages of its tokens
                 lease.nodes.append(node)
                 parent = node
-            else:  # two texts with one key: this one stays unpublished
+            else:  # hash collision of two texts: this one stays unpublished
                 lease.publishes = False
                 return
 
     def _add(self, blocks: list[Block], lease: PrefixLease, row: int) -> bool:
-        """Publish blocks behind a lease's; False where one of them could not be.
+        """Publish blocks after the lease's last block; return False if one cannot be published.
 
-        Its key may be another text's, or a window lane has let go of a part of it already.
+        A block cannot be published if its key collides with another text's, or if a window lane has
+        already freed some of its pages.
         """
         distinct = {block.key for block in blocks}
-        # `isdisjoint` would walk over all nodes there are: they are no set
+        # `isdisjoint` would iterate over all nodes: `_nodes` is a dict
         if len(distinct) < len(blocks) or any(key in self._nodes for key in distinct):
             return False
         try:
@@ -225,43 +228,43 @@ class PrefixIndex(MemoryListener):
         return True
 
     def confirm(self) -> None:
-        """The step has run: what it published is there."""
+        """Confirm the nodes published in this step, after the step has run."""
         if self._listener is not None:
             tell_stored(self._listener, self._pending, self.block_tokens)
         self._pending.clear()
 
     def withdraw(self) -> None:
-        """The step has failed: what it published is not there."""
+        """Withdraw the nodes published in this step, after the step has failed."""
         self._forget(self._pending)
         self._pending.clear()
 
     def is_pending(self, lease: PrefixLease) -> bool:
-        """Whether a lease holds blocks that the step being planned has yet to write."""
+        """Return whether a lease holds blocks that the step being scheduled has yet to write."""
         return bool(self._pending and lease.nodes and lease.nodes[-1] in self._pending)
 
     def snapshot(self, lease: PrefixLease, row: int) -> None:
-        """Keep the statistics of a row that has just read up to the end of its chain's last block.
+        """Copy the statistics of a row that has just prefilled exactly its chain's last block.
 
-        Blocks that nobody uses make way for the copy. Does nothing where there is still no room.
+        Unused blocks are evicted for the copy. Does nothing if the copy still does not fit.
         """
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
             return
         node = lease.nodes[-1]
         pages = referenced_statistics_pages(self.memory, row)
-        if node.lacks(self.memory, row) and self._make_room(pages):
-            node.remember(self.memory, row)
+        if node.lacks(self.memory, row) and self._free_pages(pages):
+            node.snapshot(self.memory, row)
 
-    def _make_room(self, pages: Mapping[PageClass, int]) -> bool:
-        """Drop idle blocks where that is sure to give enough bytes; say whether pages fit."""
+    def _free_pages(self, pages: Mapping[PageClass, int]) -> bool:
+        """Evict unused blocks if that can free enough bytes; return whether the pages fit."""
         wanted_bytes = sum(page_class.page_bytes * n for page_class, n in pages.items())
         if self.memory.fits(pages):
             return True
         return wanted_bytes <= self.memory.free_bytes + self.idle_bytes and self.reclaim(pages)
 
-    # ---- making room ---------------------------------------------------------------------------
+    # ---- eviction ------------------------------------------------------------------------------
 
     def reclaim(self, pages: Mapping[PageClass, int]) -> bool:
-        """Drop idle blocks until so many more pages of each class fit; say whether they do."""
+        """Evict unused blocks until these additional pages fit; return whether they do."""
         dropped: list[bytes] = []
         while self._idle and not self.memory.fits(pages):
             dropped += self._drop(self._idle.oldest(self._idle.blocks_short(pages)))
@@ -269,10 +272,10 @@ class PrefixIndex(MemoryListener):
         return self.memory.fits(pages)
 
     def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
-        """Let go of idle blocks whose pages are about to be written, if they cannot be copied.
+        """Evict unused blocks whose pages are about to be written, if the pages cannot be copied.
 
         Returns:
-            [pages] which of these, shared so far, only their row still names.
+            [pages] mask of the pages that only one row still references.
         """
         if not self.memory.fits({page_class: len(pages)}):
             self._tell_removed(self._drop(holders(self.memory, self._idle, page_class, pages)))
@@ -280,26 +283,26 @@ class PrefixIndex(MemoryListener):
         return alone
 
     def clear(self) -> None:
-        """Drop every idle block."""
+        """Evict every unused block."""
         self._tell_removed(self._drop(self._idle.oldest(len(self._idle))))
 
     def keep_all(self) -> None:
-        """Have every idle block kept elsewhere too; none is dropped."""
-        self._keep(self._idle.oldest(len(self._idle)))
+        """Pass every unused block to the `on_drop` callbacks without evicting it."""
+        self._offer(self._idle.oldest(len(self._idle)))
 
     def on_drop(self, keep: Callable[[Sequence[PrefixNode]], None]) -> None:
-        """Call `keep` with idle blocks before they are dropped, if they have been written."""
-        self._keepers.append(keep)
+        """Call `keep` with written unused blocks before they are evicted."""
+        self._on_drop.append(keep)
 
-    def _keep(self, nodes: Sequence[PrefixNode]) -> None:
-        for keep in self._keepers:
+    def _offer(self, nodes: Sequence[PrefixNode]) -> None:
+        for keep in self._on_drop:
             keep(nodes)
 
     def _drop(self, nodes: Sequence[PrefixNode]) -> list[bytes]:
-        """Drop idle blocks; return the keys of those that somebody was told of."""
+        """Evict unused blocks; return the keys of those whose storing was announced."""
         written = [node for node in nodes if node not in self._pending]
         self._pending = [node for node in self._pending if node not in nodes]
-        self._keep(written)
+        self._offer(written)
         self._forget(nodes)
         return [node.block.key for node in written]
 

@@ -1,4 +1,4 @@
-"""What a prefix index is made of: published blocks, and leases on chains of them."""
+"""Parts of the prefix index: published blocks, leases on chains of blocks, and block events."""
 
 import logging
 from collections import OrderedDict
@@ -17,18 +17,17 @@ from quire.layout.pages import PageClass
 
 # ---- prefix events -------------------------------------------------------------------------------
 
-# What a prefix index tells whoever follows it: which blocks can be shared from now on, or no more.
+# Events of a prefix index: blocks stored and blocks removed.
 #
-# A block is some whole pages of tokens, named by the hash of its chain: of all tokens up to its
-# end, with salt and policy. Whoever hears of every block knows which prompts find their beginning
-# here.
+# A block is a number of whole pages. Its name is the hash of its chain: of all tokens up to its
+# end, with salt and policy. A listener that receives every event knows which prefixes are cached.
 
 logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class PrefixListener(Protocol):
-    """Hears of blocks that enter and leave a prefix index. It must not take long."""
+    """Receives the events of a prefix index. Its methods must return quickly."""
 
     def stored(
         self,
@@ -37,30 +36,30 @@ class PrefixListener(Protocol):
         token_ids: Sequence[int],
         page_tokens: int,
     ) -> None:
-        """Consecutive full blocks of one chain can be shared now.
+        """Handle stored blocks: consecutive full blocks of one chain can be shared now.
 
         Args:
-            block_hashes: of each block, in order.
-            parent_hash: of the block before the first; None where the first begins the prompt.
-            token_ids: of these blocks only, len(block_hashes) * page_tokens of them.
+            block_hashes: hash of each block, in order.
+            parent_hash: hash of the block before the first; None if the first starts the prompt.
+            token_ids: tokens of these blocks only, len(block_hashes) * page_tokens tokens.
             page_tokens: tokens of a block.
         """
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """These blocks can be shared no more."""
+        """Handle removed blocks: they can no longer be shared."""
 
 
 class PrefixBroadcast:
-    """Passes what one index tells to any number of listeners.
+    """Forwards the events of one index to any number of listeners.
 
-    A listener that raises is dropped, and the log says so: who watches must not stop who works.
+    A listener that raises is removed and the error is logged: a listener must not stop the engine.
     """
 
     def __init__(self) -> None:
         self._listeners: list[PrefixListener] = []
 
     def subscribe(self, listener: PrefixListener) -> None:
-        """Tell `listener` everything from now on."""
+        """Add a listener."""
         self._listeners.append(listener)
 
     def stored(
@@ -71,19 +70,23 @@ class PrefixBroadcast:
         page_tokens: int,
     ) -> None:
         """See `PrefixListener.stored`."""
-        self._tell(lambda who: who.stored(block_hashes, parent_hash, token_ids, page_tokens))
+        self._notify(
+            lambda listener: listener.stored(block_hashes, parent_hash, token_ids, page_tokens)
+        )
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
         """See `PrefixListener.removed`."""
-        self._tell(lambda who: who.removed(block_hashes))
+        self._notify(lambda listener: listener.removed(block_hashes))
 
-    def _tell(self, say: Callable[[PrefixListener], None]) -> None:
+    def _notify(self, call: Callable[[PrefixListener], None]) -> None:
         for listener in tuple(self._listeners):
             try:
-                say(listener)
+                call(listener)
             except Exception:
                 self._listeners.remove(listener)
-                logger.exception("%s hears of no more prefixes: it raised", type(listener).__name__)
+                logger.exception(
+                    "prefix listener %s raised and was removed", type(listener).__name__
+                )
 
 
 # ---- prefix node ---------------------------------------------------------------------------------
@@ -96,11 +99,11 @@ class PrefixNode:
     Attributes:
         block: key, tokens and end.
         parent: the node before it; None for the first block.
-        cached_reference: its pages.
-        statistics: copies of the private pages of rows that ended here, by the names of their
-            groups: what was remembered of the chain's tokens.
-        is_public: whether all tenants may use it.
-        num_users: leases that hold it.
+        cached_reference: the block's pages.
+        statistics: snapshots of the chain's attention statistics, by the names of their private
+            groups; each was copied from a row that ended at this block.
+        is_public: whether all tenants may use the block.
+        num_users: number of leases that hold the block.
     """
 
     block: Block
@@ -111,18 +114,18 @@ class PrefixNode:
     num_users: int = 1
 
     def lacks(self, memory: KVMemory, row: int) -> bool:
-        """Whether a row has statistics of a kind that is not kept here."""
+        """Return whether a row uses a set of statistics of which the node has no snapshot."""
         used = memory.statistics_of(row)
         return bool(used) and used not in self.statistics
 
-    def remember(self, memory: KVMemory, row: int) -> None:
-        """Keep the statistics of a row that has just read up to here, where there is room."""
+    def snapshot(self, memory: KVMemory, row: int) -> None:
+        """Copy the statistics of a row that ends at this block, if free pages suffice."""
         cached_reference = reference_statistics(memory, row) if self.lacks(memory, row) else None
         if cached_reference is not None:
             self.statistics[memory.statistics_of(row)] = cached_reference
 
     def statistics_bytes(self, memory: KVMemory) -> int:
-        """Bytes of the copies kept here."""
+        """Return the bytes of the node's statistics snapshots."""
         return sum(
             pages.size * memory.tables[name].group.page_class.page_bytes
             for cached_reference in self.statistics.values()
@@ -130,20 +133,20 @@ class PrefixNode:
         )
 
     def continues(self, parent: "PrefixNode | None", block: Block) -> bool:
-        """Whether a node found by a key is really this block behind this parent."""
+        """Return whether the node is this block after this parent, and not a hash collision."""
         return self.block.tokens == block.tokens and self.parent is parent
 
 
 @dataclass(slots=True, eq=False)
 class PrefixLease:
-    """What one sequence uses and publishes.
+    """The chain of blocks that one sequence uses and publishes.
 
     Attributes:
-        identity: who may share it.
+        identity: identity of the sequence for sharing.
         nodes: the chain from the first block on.
-        publishes: whether it may add to the chain.
-        known_tokens: tokens of the chain that was found, those included of which nothing is
-            remembered that the sequence needs.
+        publishes: whether the sequence may extend the chain.
+        known_tokens: tokens of the longest chain that was found, including blocks that cannot be
+            used because they lack the statistics that the sequence needs.
     """
 
     identity: PrefixIdentity
@@ -158,7 +161,7 @@ class PrefixLease:
 
 
 def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
-    """Nodes in their order, cut where one does not follow the one before it."""
+    """Split nodes, in order, wherever a node is not the child of the node before it."""
     chains: list[list[PrefixNode]] = []
     for node in nodes:
         if chains and node.parent is chains[-1][-1]:
@@ -169,7 +172,7 @@ def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
 
 
 def tell_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_tokens: int) -> None:
-    """Tell of new nodes, chain by chain."""
+    """Notify a listener of new nodes, chain by chain."""
     for chain in _chains(nodes):
         parent = None if chain[0].parent is None else chain[0].parent.block.key
         keys = [node.block.key for node in chain]
@@ -179,20 +182,20 @@ def tell_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_tok
 
 # ---- prefix idle ---------------------------------------------------------------------------------
 
-# Published blocks that nobody uses: the cache, longest unused first.
+# Published blocks that no running request uses: the prefix cache, least recently used first.
 
 
 class IdleNodes:
-    """What can be dropped at no cost to anybody who runs, and how many bytes that is.
+    """Unused blocks, which can be evicted without affecting a running request, and their bytes.
 
     Args:
-        memory: whose pages they hold.
-        block_pages: of each class in a block.
+        memory: the KV memory that holds their pages.
+        block_pages: pages of each class in a block.
 
     Attributes:
-        block_bytes: of a block's pages.
-        num_bytes: of these blocks, copies of statistics among it. Copies are made of blocks in use
-            only, so the sum changes where blocks come and go and nowhere else.
+        block_bytes: bytes of a block's pages.
+        num_bytes: bytes of all unused blocks, statistics snapshots included. Snapshots are only
+            taken of blocks in use, so this sum changes only in `add` and `discard`.
     """
 
     def __init__(self, memory: KVMemory, block_pages: Mapping[PageClass, int]) -> None:
@@ -208,22 +211,22 @@ class IdleNodes:
         return iter(self._nodes)
 
     def add(self, node: PrefixNode) -> None:
-        """Nobody uses this one any more."""
+        """Add a node that became unused."""
         self._nodes[node] = None
         self.num_bytes += self._bytes_of(node)
 
     def discard(self, node: PrefixNode) -> None:
-        """This one is used again, or gone."""
+        """Remove a node that is used again or was evicted; ignore nodes that are not here."""
         if node in self._nodes:
             del self._nodes[node]
             self.num_bytes -= self._bytes_of(node)
 
     def oldest(self, number: int) -> list[PrefixNode]:
-        """The longest unused, or all there are."""
+        """Return the `number` least recently used nodes, or all if there are fewer."""
         return list(islice(self._nodes, number))
 
     def blocks_short(self, pages: Mapping[PageClass, int]) -> int:
-        """Blocks that must go at least before so many pages fit: one pass instead of many."""
+        """Return a lower bound on the blocks to evict so that these pages fit."""
         short, slabs = 1, self._memory.arena.num_free_slabs
         for page_class, of_block in self._block_pages.items():
             pool = self._memory.pools[page_class]
@@ -237,21 +240,22 @@ class IdleNodes:
 
 # ---- prefix pages --------------------------------------------------------------------------------
 
-# Whose pages they are: the published blocks that hold some pages, with all that follows them.
+# The published blocks that hold given pages, with all blocks that follow them.
 
 
 def holders(
     memory: KVMemory, nodes: Iterable[PrefixNode], page_class: PageClass, pages: PageNumbers
 ) -> list[PrefixNode]:
-    """Nodes that hold one of these pages beside one other holder, and all nodes behind those.
+    """Return the nodes that hold one of these pages, and all their descendants.
 
-    A chain without its middle is never found again, and would stand in the way of a new one.
+    Only pages with exactly one other holder count. A chain without its middle could not be found
+    again and would block publishing a new chain.
 
     Args:
-        memory: whose pages they are.
-        nodes: to look at.
-        page_class: of the pages.
-        pages: their numbers.
+        memory: the KV memory that holds the pages.
+        nodes: nodes to search.
+        page_class: class of the pages.
+        pages: page numbers.
     """
     counts = memory.pools[page_class].ref_counts
     wanted = np.zeros(len(counts), dtype=bool)

@@ -1,11 +1,12 @@
-"""What a cached prefix is known by: a chain of hashes over its tokens, its salt and its making.
+"""Keys of cached prefixes: a chain of hashes over tokens, salt and everything else KV depends on.
 
-    root       = hash(fingerprint)                      model, codec, policy, rotary regime
-    block i    = hash(block i - 1, salt, tokens of i)   salt: none in the public part, then private
+    root       = hash(fingerprint)                      model, codec, policy, RoPE scaling variant
+    block i    = hash(block i - 1, salt, tokens of i)   salt: empty in the public part, then private
 
-The public part of a prompt (a system prompt that the operator has registered) is shared by all;
-from the first block that is not wholly public, keys are salted, so that no tenant can learn by
-timing what another has asked. Keys are 16 bytes; where they are equal, tokens are compared too.
+The public part of a prompt (a system prompt that the operator has registered) is shared by all
+tenants. From the first block that is not wholly public, keys are salted, so a tenant cannot learn
+another tenant's prompts from response times. Keys are 16 bytes; equal keys are verified by
+comparing tokens.
 """
 
 import hashlib
@@ -20,12 +21,12 @@ SALT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefixIdentity:
-    """Who may share a prefix.
+    """The identity that two requests must have in common to share a prefix.
 
     Attributes:
-        root: what every key of a chain begins with; see `root_key`.
-        salt: of the private part; empty where nothing separates callers.
-        public_tokens: the first so many tokens are shared by all.
+        root: the key before the first block; see `root_key`.
+        salt: salt of the private part; empty if callers are not separated.
+        public_tokens: number of leading tokens that all tenants share.
     """
 
     root: bytes
@@ -34,21 +35,21 @@ class PrefixIdentity:
 
 
 def root_key(*made_by: str) -> bytes:
-    """The key before the first block.
+    """Return the key before the first block.
 
     Args:
-        made_by: all that KV depends on besides the tokens before it.
+        made_by: everything that KV depends on besides the preceding tokens.
     """
     return hashlib.blake2b("\0".join(made_by).encode(), digest_size=KEY_BYTES).digest()
 
 
 def private_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes:
-    """A salt that callers cannot choose: only the engine knows the secret.
+    """Return a salt that callers cannot choose: only the engine knows the secret.
 
     Args:
-        secret: of the engine, up to 64 bytes.
-        tenant: on whose account the request runs.
-        cache_salt: what its caller adds, to separate its own users.
+        secret: the engine's secret, up to 64 bytes.
+        tenant: tenant of the request.
+        cache_salt: salt given by the caller to separate its own users.
     """
     name = f"{tenant}\0{cache_salt}".encode()
     return hashlib.blake2b(name, key=secret, digest_size=SALT_BYTES).digest()
@@ -56,12 +57,12 @@ def private_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A page-aligned piece of a prompt.
+    """A block of a prompt: whole pages of tokens.
 
     Attributes:
-        key: of the chain up to its end.
-        tokens: its token ids, int64 bytes.
-        end: position behind it.
+        key: key of the chain up to the block's end.
+        tokens: token ids of the block as int64 bytes.
+        end: position after the block's last token.
     """
 
     key: bytes
@@ -70,7 +71,7 @@ class Block:
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens as numbers."""
+        """Token ids of the block."""
         return memoryview(self.tokens).cast("q").tolist()
 
 
@@ -82,18 +83,18 @@ def blocks_of(
     start: int = 0,
     parent_key: bytes | None = None,
 ) -> Iterator[Block]:
-    """The whole blocks of some tokens, in order.
+    """Yield the whole blocks of some tokens, in order.
 
     Args:
-        identity: root and salts.
-        token_ids: from position `start` on; the rest that fills no block is left out.
+        identity: root and salt of the keys.
+        token_ids: tokens from position `start` on; a last partial block is ignored.
         block_tokens: tokens of a block.
-        start: position of the first token, at a block's border.
-        parent_key: of the block before it; None at position 0.
+        start: position of the first token, a multiple of `block_tokens`.
+        parent_key: key of the block before `start`; None at position 0.
     """
     key = identity.root if parent_key is None else parent_key
     for first in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        # block by block: who finds the first one missing looks no further
+        # lazy: a lookup stops at the first missing block and hashes no further
         end = start + first + block_tokens
         block = _block(identity, key, token_ids[first : first + block_tokens], end)
         yield block
@@ -101,12 +102,12 @@ def blocks_of(
 
 
 class BlockChain:
-    """The whole blocks of one sequence, each hashed once, when somebody first looks so far.
+    """The whole blocks of one sequence; each block is hashed once, on first use.
 
     Args:
-        identity: root and salts.
+        identity: root and salt of the keys.
         block_tokens: tokens of a block.
-        read: tokens by position (start, end); those that were read once must not change.
+        read: returns the tokens at positions (start, end); tokens once returned must not change.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class BlockChain:
         self._known: list[Block] = []
 
     def blocks(self, num_tokens: int) -> Iterator[Block]:
-        """The whole blocks of the first so many tokens, in order."""
+        """Yield the whole blocks of the first `num_tokens` tokens, in order."""
         for number in range(num_tokens // self._block_tokens):
             if number == len(self._known):
                 self._known.append(self._next())

@@ -1,6 +1,7 @@
-"""Proofs that span tables, pools and the arena: every reference has a holder, every slab one pool.
+"""Invariant checks across tables, pools and the arena.
 
-What a part can prove alone it proves in its own `check`.
+Every reference has a holder and every slab belongs to one pool. Invariants of a single component
+are checked by its own `check` method.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,10 +22,10 @@ def prove_references(
     cached_references: Iterable[Mapping[str, PageNumbers]],
     placement: Placement,
 ) -> None:
-    """Prove that pages are referenced as often as tables, loans and what is kept aside name them.
+    """Check reference counts against page tables, cached references and reserved pages.
 
     Raises:
-        InvariantError: some are not.
+        InvariantError: a reference count is wrong.
     """
     expected = np.zeros_like(pool.ref_counts)
     own = {n: table for n, table in tables.items() if table.group.page_class == pool.page_class}
@@ -36,23 +37,25 @@ def prove_references(
             np.add.at(expected, cached_reference.get(name, NO_PAGES).reshape(-1), 1)
     if (expected != pool.ref_counts).any():
         wrong = np.flatnonzero(expected != pool.ref_counts)[:5]
-        raise InvariantError(f"pages {wrong} are referenced otherwise than counted")
+        raise InvariantError(
+            f"reference counts of pages {wrong} differ from the references in tables and caches"
+        )
 
 
 def prove_lanes(
     tables: Mapping[str, LaneTable], lengths: NDArray[np.int64], live: NDArray[np.bool_]
 ) -> None:
-    """Prove that lanes have as many slots as their kind says.
+    """Check the slot counts of all lanes.
 
     Args:
-        tables: of all groups, by name.
-        lengths: [rows] tokens that each has had.
-        live: [rows] which are in use.
+        tables: page tables of all groups, by name.
+        lengths: [rows] logical length of each row.
+        live: [rows] whether the row is in use.
 
     Raises:
-        InvariantError: a closed row has slots, or one that does not use the group; a mirror has
-            others than what it mirrors; fixed records are not all there from the first token on;
-            or there are more slots than tokens.
+        InvariantError: a closed row or a row that does not use a group has slots in it; a mirroring
+            group has other slots than its source; a group with fixed records lacks some after the
+            first token; or a lane has more slots than tokens.
     """
     for table in tables.values():
         group, slots = table.group, table.num_slots
@@ -63,20 +66,24 @@ def prove_lanes(
             raise InvariantError(f"group {group.name!r}: slots of a row that does not use it")
         if group.mirrors is not None:
             if (slots != tables[group.mirrors].num_slots)[used].any():
-                raise InvariantError(f"group {group.name!r}: other slots than {group.mirrors!r}")
+                raise InvariantError(
+                    f"group {group.name!r}: slot counts differ from group {group.mirrors!r}"
+                )
         elif group.fixed_slots is not None:
             records = np.where(used & (lengths > 0), group.fixed_slots, 0)
             if (slots != records[:, None]).any():
-                raise InvariantError(f"group {group.name!r}: not {group.fixed_slots} records")
+                raise InvariantError(
+                    f"group {group.name!r}: expected {group.fixed_slots} records in every lane"
+                )
         elif (slots > lengths[:, None]).any():
             raise InvariantError(f"group {group.name!r}: more slots than tokens")
 
 
 def prove_slabs(arena: Arena, pools: Iterable[CountedPages]) -> None:
-    """Prove that a slab is free or serves one page class.
+    """Check that every slab is either free or held by one page pool.
 
     Raises:
-        InvariantError: one is neither, or both.
+        InvariantError: a slab is held by two pools, or held and free.
     """
     slabs = [slab for pool in pools for slab in pool.held_slabs]
     if len(slabs) != len(set(slabs)) or arena.free_slabs & set(slabs):

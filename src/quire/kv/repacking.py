@@ -1,7 +1,7 @@
-"""Repacking: moves the pages of sequences together, so that they fill as few slabs as can be.
+"""Repacking: move the pages of sequences together so that they occupy as few slabs as possible.
 
-Pages may lie between places of pages that have been freed, and so keep more slabs than they fill
-from the other page classes.
+Pages scattered between freed pages occupy more slabs than they fill, which other page classes then
+cannot use.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from quire.layout.pages import PageClass
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Entries of a table that name pages: row, lane and column of each, and the page."""
+    """Entries of a page table: row, lane, column and page number of each."""
 
     table: LaneTable
     row: Rows
@@ -30,7 +30,7 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Moving:
-    """Pages of one class that only some rows name: the page, how often, and its bytes."""
+    """Pages of one class that only the repacked rows reference, with reference counts and bytes."""
 
     pages: PageNumbers
     times: NDArray[np.int64]
@@ -38,20 +38,20 @@ class _Moving:
 
 
 def repack(memory: KVMemory, *rows: int) -> None:
-    """Move the pages that only these sequences name together; they go on sharing them.
+    """Move together the pages that only these sequences reference; sharing is preserved.
 
-    Pages that others name too stay where they are.
+    Pages that other sequences or the prefix cache reference are not moved.
 
     Raises:
-        InvariantError: the arena does not hold them packed; one whose slabs suffice for these
-            sequences alone always does while nobody else is in it.
+        InvariantError: the packed pages do not fit. They always fit if the arena is large enough
+            for these sequences and holds no others.
     """
     if not memory.placement.shares:
         for row in rows:
             repack_runs(memory, row)
         return
     named = [_entries(table, np.array(rows)) for table in memory.tables.values()]
-    moving = {page_class: _only_theirs(memory, page_class, named) for page_class in memory.pools}
+    moving = {page_class: _exclusive(memory, page_class, named) for page_class in memory.pools}
     for page_class, found in moving.items():
         memory.pools[page_class].release(np.repeat(found.pages, found.times))
     needed = {page_class: len(found.pages) for page_class, found in moving.items()}
@@ -62,15 +62,15 @@ def repack(memory: KVMemory, *rows: int) -> None:
 
 
 def _entries(table: LaneTable, rows: Rows) -> _Named:
-    """Entries of rows; a front's staging stays where it is."""
-    behind = np.arange(table.capacity) >= table.staged[rows][:, None, None]
-    index, lane, column = np.nonzero((table.pages[rows] >= 0) & behind)
+    """Return the entries of rows without staging pages of an offloaded prefix, which stay."""
+    past_staging = np.arange(table.capacity) >= table.staged[rows][:, None, None]
+    index, lane, column = np.nonzero((table.pages[rows] >= 0) & past_staging)
     row = rows[index]
     return _Named(table, row, lane, column, table.pages[row, lane, column])
 
 
-def _only_theirs(memory: KVMemory, page_class: PageClass, named: list[_Named]) -> _Moving:
-    """Pages of a class that nothing but these entries names."""
+def _exclusive(memory: KVMemory, page_class: PageClass, named: list[_Named]) -> _Moving:
+    """Return the pages of a class that only these entries reference."""
     of_class = [found.pages for found in named if found.table.group.page_class == page_class]
     pages, times = np.unique(np.concatenate(of_class), return_counts=True)
     own = memory.pools[page_class].ref_counts[pages] == times
@@ -79,7 +79,7 @@ def _only_theirs(memory: KVMemory, page_class: PageClass, named: list[_Named]) -
 
 
 def _place(memory: KVMemory, page_class: PageClass, found: _Moving, named: list[_Named]) -> None:
-    """Write pages to fresh ones, and let the entries name these."""
+    """Write the pages' bytes to new pages and point the entries at them."""
     pool = memory.pools[page_class]
     fresh = pool.allocate(len(found.pages))
     memory.store.write_pages(page_class, fresh, found.payload)

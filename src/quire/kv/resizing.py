@@ -1,6 +1,6 @@
-"""Changes of how long the tables of a row are: growth before tokens are written, and what leaves.
+"""Growing and shrinking the page tables of a row.
 
-These functions only look; `KVMemory.grow` acts.
+The growth functions only compute demands; `KVMemory.grow` allocates.
 """
 
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from quire.kv.stores.base import Demand, Placement
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout
 
-# What a row's tables need before more tokens can be written: new pages, and copies of shared ones.
+# Demands of a row's tables before more tokens can be written: new pages and copies of shared pages.
 
 
 def grow_demand(
     table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
 ) -> Demand:
-    """Both of the below."""
+    """Compute the new pages and the copies that rows need to grow."""
     return Demand(
         table, rows, new_pages(table, rows, tokens), shared_ends(table, pool, rows, tokens)
     )
 
 
 def grown_slots(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Slots [rows, lanes] once row `rows[i]` has taken `tokens[i]` more tokens."""
+    """Return the slots [rows, lanes] after row `rows[i]` has grown by `tokens[i]` tokens."""
     held: NDArray[np.int32] = table.num_slots[rows]
     if not table.group.private:
         return held + tokens[:, None]
@@ -38,7 +38,7 @@ def grown_slots(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDAr
 
 
 def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Pages [rows, lanes] to append before row `rows[i]` can take `tokens[i]` more tokens."""
+    """Return the pages [rows, lanes] to append before row `rows[i]` grows by `tokens[i]` tokens."""
     per_page = table.group.page_class.tokens
     slots = grown_slots(table, rows, tokens)
     new: NDArray[np.int32] = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
@@ -48,9 +48,9 @@ def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArra
 def shared_ends(
     table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Lanes [rows, lanes] whose next token would be written into a page somebody else reads.
+    """Return the lanes [rows, lanes] whose next token would be written into a shared page.
 
-    Where all who hold a page are about to write into it, the first of them keeps it.
+    If all holders of a page are about to write it, the first holder keeps the page.
     """
     slots = table.num_slots[rows]
     shared = np.zeros(slots.shape, dtype=bool)
@@ -71,10 +71,10 @@ def shared_ends(
 
 
 def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_bytes: int) -> None:
-    """Refuse an arena that does not hold one sequence of one token, all statistics among it.
+    """Refuse an arena that cannot hold one sequence of one token with all its statistics.
 
     Raises:
-        ConfigError: with the bytes asked for and those needed.
+        ConfigError: the arena is too small; the message gives the configured and needed bytes.
     """
     pages = dict.fromkeys(layout.page_classes, 0)
     for group in layout.groups:
@@ -83,7 +83,7 @@ def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_
     slabs = sum(placement.pools[c].slabs_needed(n) for c, n in pages.items())
     if slabs > placement.arena.num_slabs:
         raise ConfigError(
-            f"a KV memory of {total_bytes:,} B holds not one token of one sequence: "
+            f"a KV memory of {total_bytes:,} B cannot hold one token of one sequence: "
             f"{slabs * placement.arena.slab_bytes:,} B are needed (pages of "
             f"{layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
             "raise --kv-memory or lower --block-size"
@@ -92,50 +92,52 @@ def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_
 
 # ---- shrinking -----------------------------------------------------------------------------------
 
-# What leaves a row's tables: pages behind a window, the tail.
+# Removing pages from a row's tables: pages outside a window, and the tail.
 #
-# Each function changes one table and returns the pages it no longer names; `KVMemory` releases
-# them.
+# Each function changes one table and returns the removed pages; `KVMemory` frees them.
 
 
 def drop_behind_window(
     table: LaneTable, rows: Rows, lengths: NDArray[np.int64], window: int
 ) -> Iterator[tuple[int, int, PageNumbers]]:
-    """Drop the pages that no query from the next position on can see: row, lane and pages.
+    """Drop the pages that no query from the next position on can attend to.
 
     Args:
-        table: of a group with a window.
+        table: page table of a group with a window.
         rows: [n] row numbers.
-        lengths: [n] their next positions.
-        window: positions a query looks back, itself included.
+        lengths: [n] next position of each row.
+        window: window size in positions, the query's own included.
+
+    Yields:
+        Row, lane and dropped pages.
     """
     per_page = table.group.page_class.tokens
     full_pages = table.num_slots[rows] // per_page
-    last_hidden = lengths + 1 - window - per_page  # first slot of a page behind
-    behind = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
-    for i, lane in zip(*np.nonzero(behind), strict=True):
+    last_hidden = lengths + 1 - window - per_page  # largest first slot of a page outside the window
+    outside = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
+    for i, lane in zip(*np.nonzero(outside), strict=True):
         first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
-        num_behind = np.searchsorted(first_slots, last_hidden[i], side="right")
+        num_outside = np.searchsorted(first_slots, last_hidden[i], side="right")
         row = int(rows[i])
-        yield row, int(lane), table.drop(row, int(lane), np.arange(num_behind))
+        yield row, int(lane), table.drop(row, int(lane), np.arange(num_outside))
 
 
 def cut_slots(table: LaneTable, row: int, keep_slots: NDArray[np.int32]) -> PageNumbers:
-    """Drop the slots behind the first `keep_slots` [lanes] of a row."""
+    """Drop the slots after the first `keep_slots` [lanes] of a row; return the removed pages."""
     table.num_slots[row] = keep_slots
     return table.cut(row, -(-keep_slots // table.group.page_class.tokens))
 
 
 def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDArray[np.int32]:
-    """Slots [lanes] at positions below `length`, all of them at the front of their lanes.
+    """Return the number of slots [lanes] at positions below `length`, the first of their lanes.
 
-    Of lanes that mirror others this is no answer: they keep as many slots as those. Records of
-    fixed number stay while there is a token.
+    Lanes that mirror others retain as many slots as their source; for them the result is not used.
+    Groups with fixed records retain all of them while the row has a token.
 
     Raises:
-        ConfigError: some lane has lost its order, a window lane has already dropped pages that
-            a row of `length` tokens would look back to, or the newest tokens were kept as they were
-            made, which those before them are no longer.
+        ConfigError: a lane is no longer in position order, a window lane has freed pages that a row
+            of `length` tokens needs, or the full-precision window of the shorter row has been
+            overwritten.
     """
     slots: NDArray[np.int32] = table.num_slots[row]
     if not table.active[row] or table.group.mirrors is not None:
@@ -145,8 +147,8 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
     recent = 0 if table.group.kept is None else table.group.kept.recent
     if recent and 0 < length < row_length:
         raise ConfigError(
-            f"a row that keeps its newest {recent} tokens as they were made cannot be truncated "
-            f"from {row_length} to {length}: what was kept before them is gone"
+            f"a row that keeps its newest {recent} tokens in full precision cannot be truncated "
+            f"from {row_length} to {length}: older tokens are no longer in full precision"
         )
     if table.group.fixed_slots is not None:
         return np.full_like(slots, table.group.slots_of(length))

@@ -1,12 +1,12 @@
-"""One arena for several memories: each is sure of some slabs and borrows what the others leave.
+"""One arena shared by several KV memories: each has guaranteed slabs and may use free ones.
 
-    slabs of the arena   | a: guaranteed         | b: guaranteed    | nobody's             |
-                         |<- a holds ->|<- lent to b while a leaves it ->|<- who comes first ->|
+    slabs   | a: guaranteed                            | b: guaranteed | not guaranteed   |
+            |<- in use by a ->|<- free: b may use it ->|               |<- any member   ->|
 
-Slabs that nobody uses serve whoever asks, other members' guarantees included. A member below its
-guarantee that finds none free takes them back from whoever borrows most. The borrower throws
-requests out there and then, between two of its steps: nobody waits for a slab of its own, not even
-one step, and a borrower loses at most the requests it runs.
+Free slabs can be used by every member, slabs of other members' guarantees included. If a member is
+below its guarantee and no slab is free, the member with the most slabs above its guarantee must
+free slabs. That member preempts requests at once, between two of its steps. So a guaranteed slab is
+available without waiting for a step, and only running requests of the other member are preempted.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ from quire.kv.arena import HUGE_PAGE_BYTES, SLABS_OF_A_SMALL_ARENA, Arena
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 
 HEADROOM_SHARE = 8
-"""While a member holds slabs, one in so many of its guarantee is not lent: it would be wanted back
-at the next step, and a borrower's request thrown out for it."""
+"""While a member holds slabs, 1/HEADROOM_SHARE of its guaranteed slabs is withheld from others: the
+member would need them at its next step, and a request of another member would be preempted."""
 
 
 @final
 class SharedArena:
-    """Fixed bytes in equal slabs, and the members that hold them.
+    """A fixed number of slabs of equal size, and the members that hold them.
 
     Args:
-        total_bytes: rounded down to whole slabs.
-        slab_bytes: of a slab; None takes about 2 MiB, at most 1/64 of a small arena.
-        preempt: has the member of a name drop what it caches, or preempt one request; False when
-            it has nothing left to free.
+        total_bytes: size of the arena; rounded down to whole slabs.
+        slab_bytes: bytes of a slab; None for about 2 MiB, at most 1/64 of a small arena.
+        preempt: called with a member's name to evict its prefix cache or preempt one of its
+            requests; returns False if the member has no more slabs to free.
 
     Raises:
-        ConfigError: not even one slab fits, or slabs that are no multiple of 64 bytes.
+        ConfigError: no slab fits, or `slab_bytes` is not a multiple of 64.
     """
 
     def __init__(
@@ -60,28 +60,28 @@ class SharedArena:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in whole slabs."""
+        """Bytes of all slabs."""
         return self.num_slabs * self.slab_bytes
 
     @property
     def num_unpromised(self) -> int:
-        """Slabs that no guarantee covers."""
+        """Number of slabs that no guarantee covers."""
         return self.num_slabs - sum(member.num_slabs for member in self.members.values())
 
     def join(
         self, name: str, guaranteed_bytes: int, burst_bytes: int | None, page_bytes: Sequence[int]
     ) -> "MemberArena":
-        """Let one more memory in.
+        """Add a member.
 
         Args:
-            name: unique among the members.
-            guaranteed_bytes: rounded down to whole slabs.
-            burst_bytes: most it borrows above that; None bounds nothing.
-            page_bytes: sizes of its pages.
+            name: unique name of the member.
+            guaranteed_bytes: guaranteed bytes; rounded down to whole slabs.
+            burst_bytes: maximum bytes above the guarantee; None for no limit.
+            page_bytes: bytes of one page of each page class of the member.
 
         Raises:
-            ConfigError: a name twice, guarantees that add up to more than the arena, one below a
-                slab, or pages that do not fit into a slab.
+            ConfigError: the name is in use, the guarantees add up to more than the arena, the
+                guarantee is less than one slab, or a page does not fit into a slab.
         """
         if name in self.members:
             raise ConfigError(f"two members of the shared pool are called {name!r}")
@@ -97,7 +97,7 @@ class SharedArena:
             raise ConfigError(
                 f"member {name!r} is guaranteed {slabs * self.slab_bytes:,} B, but of "
                 f"{self.total_bytes:,} B only {self.num_unpromised * self.slab_bytes:,} B are not "
-                f"promised yet ({each or 'nobody is in'}); lower guarantees or raise total_bytes"
+                f"guaranteed yet ({each or 'no members'}); lower guarantees or raise total_bytes"
             )
         burst = None if burst_bytes is None else burst_bytes // self.slab_bytes
         member = MemberArena(self, name, slabs, burst)
@@ -105,10 +105,10 @@ class SharedArena:
         return member
 
     def leave(self, name: str) -> None:
-        """Let a member go that holds nothing. It finds no slab any more.
+        """Remove a member that holds no slabs; it cannot allocate slabs afterwards.
 
         Raises:
-            InvariantError: it holds slabs.
+            InvariantError: the member holds slabs.
         """
         member = self.members[name]
         if member.held:
@@ -126,40 +126,40 @@ class SharedArena:
             )
 
     def free_up(self, owner: "MemberArena") -> None:
-        """Have a slab given back to an owner that is below its guarantee.
+        """Make other members free slabs for a member that is below its guarantee.
 
         Raises:
-            InvariantError: whoever borrows has nothing to give, which cannot be.
+            InvariantError: no member can free a slab, which indicates wrong bookkeeping.
         """
         while not self.free:
             others = (member for member in self.members.values() if member is not owner)
-            borrower = max(others, key=lambda m: (m.num_borrowed, m.name), default=owner)
-            if borrower.num_borrowed < 1 or not self._preempt(borrower.name):
+            largest = max(others, key=lambda m: (m.num_borrowed, m.name), default=owner)
+            if largest.num_borrowed < 1 or not self._preempt(largest.name):
                 raise InvariantError(
-                    f"member {owner.name!r} is below its guarantee and finds no slab: "
-                    f"{borrower.name!r} holds {len(borrower.held)} and gives none"
+                    f"member {owner.name!r} is below its guarantee and no slab is free: "
+                    f"{largest.name!r} holds {len(largest.held)} and frees none"
                 )
 
     def check(self) -> None:
-        """Prove that every slab is free once or one member's.
+        """Check that every slab is either free once or held by one member.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a slab is neither, or held or free twice.
         """
         slabs = [*self.free, *(slab for m in self.members.values() for slab in m.held)]
         if sorted(slabs) != list(range(self.num_slabs)):
-            raise InvariantError("a slab of the shared arena is nobody's, or held twice")
+            raise InvariantError("a slab of the shared arena is missing, or held twice")
 
 
 @final
 class MemberArena(Arena):
-    """What one memory sees of a shared arena. `total_bytes` is what it holds or could take now.
+    """One member's view of a shared arena.
 
     Attributes:
-        name: of the member.
-        size_option: gives the bytes that a request must fit into.
-        num_slabs: guaranteed: what a request must fit into.
-        held: numbers of the slabs it holds.
+        name: name of the member.
+        size_option: the option that sets the guaranteed bytes; a request must fit into them.
+        num_slabs: number of guaranteed slabs; a request must fit into them.
+        held: numbers of the slabs that the member holds.
     """
 
     size_option = "guaranteed="
@@ -171,36 +171,36 @@ class MemberArena(Arena):
         self._arena, self._burst = arena, burst
 
     def close(self) -> None:
-        """Be sure of nothing and borrow nothing from now on."""
+        """Drop the guarantee and stop allocating slabs."""
         self.num_slabs = self._burst = 0
 
     def slab_bytes_of(self, total_bytes: int) -> int:
-        """Bytes of a slab, whatever the member is guaranteed."""
+        """Return the bytes of a slab; they do not depend on `total_bytes`."""
         return self.slab_bytes
 
     @property
     def guaranteed_bytes(self) -> int:
-        """What it is sure of."""
+        """Bytes of the guaranteed slabs."""
         return self.num_slabs * self.slab_bytes
 
     @property
     def num_borrowed(self) -> int:
-        """Slabs it holds above its guarantee."""
+        """Number of slabs held above the guarantee."""
         return max(0, len(self.held) - self.num_slabs)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes it holds or could take now."""
+        """Bytes of the slabs that the member holds or could allocate now."""
         return (len(self.held) + self.num_free_slabs) * self.slab_bytes
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of the whole arena: page numbers are places in it."""
+        """Bytes of the whole shared arena: page numbers are offsets in it."""
         return self._arena.total_bytes
 
     @property
     def num_free_slabs(self) -> int:
-        """Slabs it could take now: what is its own, and what others leave."""
+        """Slabs the member could allocate now: the rest of its guarantee, or free slabs if more."""
         own = max(0, self.num_slabs - len(self.held))
         others = (m for m in self._arena.members.values() if m is not self)
         left = len(self._arena.free) - sum(member.num_wanted_back for member in others)
@@ -210,17 +210,20 @@ class MemberArena(Arena):
 
     @property
     def num_wanted_back(self) -> int:
-        """Free slabs that it would soon want back if they were lent."""
+        """Free slabs withheld from other members because the member will soon need them."""
         missing = self.num_slabs - len(self.held)
         return max(0, min(missing, -(-self.num_slabs // HEADROOM_SHARE))) if self.held else 0
 
     @property
     def free_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs nobody holds."""
+        """Numbers of the slabs that no member holds."""
         return frozenset(self._arena.free)
 
     def take_slab(self) -> int:
-        """Hand out a slab; the caller has checked `num_free_slabs`. Borrowers may lose theirs."""
+        """Allocate a slab; the caller must have checked `num_free_slabs`.
+
+        May make another member free slabs above its guarantee.
+        """
         if not self._arena.free:
             self._arena.free_up(self)
         slab = self._arena.free.pop()
@@ -228,19 +231,19 @@ class MemberArena(Arena):
         return slab
 
     def take_this_slab(self, slab: int) -> None:
-        """Hand out a slab of `free_slabs`."""
+        """Allocate a given slab of `free_slabs`."""
         self._arena.free.remove(slab)
         self.held.add(slab)
 
     def give_slab(self, slab: int) -> None:
-        """Take a slab back."""
+        """Free a slab."""
         self.held.remove(slab)
         self._arena.free.append(slab)
 
     def check(self) -> None:
-        """Prove that the whole arena adds up.
+        """Check the whole shared arena; see `SharedArena.check`.
 
         Raises:
-            InvariantError: it does not.
+            InvariantError: a slab is missing, or held twice.
         """
         self._arena.check()

@@ -1,7 +1,8 @@
-"""Sharing pages: fork a sequence, lend parts of it, start from loans.
+"""Page sharing: fork a sequence, cache references to its pages, start a sequence from them.
 
-A shared page has more than one reference and is never written; `KVMemory.grow` copies the one page
-it must write. Private groups (statistics) are copied at once: two futures, two memories.
+A shared page has more than one reference and is never written; `KVMemory.grow` copies the page it
+must write (copy on write). Pages of private groups (statistics) are copied at once, because the two
+sequences diverge.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,11 +20,12 @@ from quire.layout.pages import PageClass
 
 @dataclass(frozen=True, slots=True)
 class CachedReference:
-    """Pages kept alive without a sequence: a part of one, whole pages.
+    """A reference to pages that keeps them allocated without a sequence.
 
     Attributes:
-        key: identity in `KVMemory.cached_references`.
-        start, end: logical positions.
+        key: key in `KVMemory.cached_references`.
+        start: logical position of the first token.
+        end: logical position after the last token.
         pages: group name -> page numbers [lanes, pages of a lane].
     """
 
@@ -34,19 +36,19 @@ class CachedReference:
 
 
 def fork(memory: KVMemory, row: int) -> int:
-    """Start a sequence equal to `row`, sharing all its pages but the private ones.
+    """Start a sequence equal to `row` that shares all its pages except private ones.
 
     A store whose pages have one holder each copies the whole row.
 
     Raises:
-        OutOfPages: no row, or no pages for the private copies; nothing was changed.
+        OutOfPages: no row, or no pages for the private copies; nothing changed.
     """
     if not memory.placement.shares:
         return copy_row(memory, row)
     for table in memory.tables.values():
         table.require_in_place(row)
     if not memory.fits(statistics_pages(memory, row)):
-        raise OutOfPages("no pages for the statistics of a fork")
+        raise OutOfPages("too few free pages for the statistics of a fork")
     child = memory.start(memory.statistics_of(row))
     for table in memory.tables.values():
         table.copy_row(row, child)
@@ -64,12 +66,12 @@ def _privatise_row(memory: KVMemory, table: LaneTable, row: int) -> None:
 
 
 def reference_pages(memory: KVMemory, row: int, start: int, end: int) -> CachedReference:
-    """Keep the pages of the tokens from `start` to `end` alive after the sequence is gone.
+    """Reference the pages of the tokens from `start` to `end`, so they outlive the sequence.
 
     Raises:
-        ConfigError: not whole pages, beyond the row, or a lane no longer holds exactly these tokens
-            in order (it has evicted, or returned pages behind a window).
-        UnsoundCombination: the store's pages have one holder each.
+        ConfigError: the range is not whole pages or exceeds the row, or a lane no longer holds
+            exactly these tokens in order (tokens were evicted, or pages outside a window freed).
+        UnsoundCombination: the store does not support shared pages.
     """
     return reference_blocks(memory, row, start, end, end - start)[0]
 
@@ -77,11 +79,11 @@ def reference_pages(memory: KVMemory, row: int, start: int, end: int) -> CachedR
 def reference_blocks(
     memory: KVMemory, row: int, start: int, end: int, block_tokens: int
 ) -> list[CachedReference]:
-    """Lend tokens in blocks of `block_tokens`, whole pages each, all or none; see `lend`."""
+    """Reference tokens in blocks of `block_tokens`, all or none; see `reference_pages`."""
     if not memory.placement.shares:
         raise UnsoundCombination(
-            "a page of a contiguous run has one holder, so no prefix can be lent: use the store "
-            "'paged'"
+            "a page of a contiguous run has one holder, so prefixes cannot be shared: use the "
+            "store 'paged'"
         )
     shared = {name: t for name, t in memory.tables.items() if not t.group.private}
     pages = {name: _span_pages(memory, table, row, start, end) for name, table in shared.items()}
@@ -111,7 +113,7 @@ def _span_pages(memory: KVMemory, table: LaneTable, row: int, start: int, end: i
     per_page, length = table.group.page_class.tokens, int(memory.lengths[row])
     if not 0 <= start < end <= length or start % per_page or end % per_page:
         raise ConfigError(
-            f"a loan is whole pages of {per_page} tokens up to {length}, got {start} to {end}"
+            f"expected whole pages of {per_page} tokens up to {length}, got {start} to {end}"
         )
     windowed = table.group.window is not None
     first = length - int(table.num_slots[row, 0]) if windowed else 0
@@ -126,32 +128,32 @@ def _span_pages(memory: KVMemory, table: LaneTable, row: int, start: int, end: i
 
 
 def reference_statistics(memory: KVMemory, row: int) -> CachedReference | None:
-    """Copy the private pages of a row, as they are now; None where there is no room or no need.
+    """Copy the current private pages of a row; None if it has none or the copies do not fit.
 
-    The copies belong to the loan: they are what a sequence that borrows up to here begins with.
-    It holds those groups that the row uses, but no records of important tokens: nobody has any
-    before the first eviction.
+    A sequence that starts from the cached prefix starts with copies of these statistics. The
+    reference holds the private groups that the row uses, except promoted (mixed-precision) tokens:
+    there are none before the first eviction.
 
     Raises:
-        ConfigError: the row has lost tokens, so that no sequence could begin with these.
+        ConfigError: the row has evicted tokens, so its statistics do not describe the prefix.
     """
     private = [table for table in _referenced_tables(memory) if table.active[row]]
     if not private or not memory.fits(referenced_statistics_pages(memory, row)):
         return None
     length = int(memory.lengths[row])
     if any((t.num_slots[row] != t.group.slots_of(length)).any() for t in private):
-        raise ConfigError(f"row {row} has lost some of its {length} tokens, and what is remembered")
+        raise ConfigError(f"row {row} has evicted some of its {length} tokens and their statistics")
     pages = {table.group.name: _copied(memory, table, table.row_pages(row)) for table in private}
     return _registered(memory, 0, length, pages)
 
 
 def statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
-    """Pages of each class that a copy of a row's private pages takes."""
+    """Return the pages of each class that a copy of a row's private pages needs."""
     return _pages_of(_private_tables(memory), row)
 
 
 def referenced_statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
-    """Pages of each class that `reference_statistics` takes."""
+    """Return the pages of each class that `reference_statistics` needs."""
     return _pages_of(_referenced_tables(memory), row)
 
 
@@ -178,24 +180,24 @@ def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbe
     return copies.reshape(table.group.num_lanes, -1)
 
 
-def borrow(
+def start_from_references(
     memory: KVMemory,
     cached_references: Sequence[CachedReference],
     statistics: CachedReference | None = None,
     *,
     used: Collection[str] | None = None,
 ) -> int:
-    """Start a sequence from loans that follow each other from position 0 on.
+    """Start a sequence from consecutive cached references that begin at position 0.
 
     Args:
-        memory: where they are.
-        cached_references: one or more.
-        statistics: what its private groups begin with; those it has not begin with zeroed pages.
+        memory: the KV memory that holds the pages.
+        cached_references: one or more references.
+        statistics: initial statistics; private groups that are not in it start with zeroed pages.
         used: names of the private groups of the sequence, as for `KVMemory.start`.
 
     Raises:
-        OutOfPages: no row, or no pages for the private groups; nothing was changed.
-        InvariantError: a loan has been returned, or they do not follow each other.
+        OutOfPages: no row, or no pages for the private groups; nothing changed.
+        InvariantError: a reference was released, or the references are not consecutive.
     """
     _require_chain(memory, cached_references, statistics)
     length = cached_references[-1].end
@@ -205,7 +207,7 @@ def borrow(
             pages = group.page_class.pages_for(group.slots_of(length)) * group.num_lanes
             needed[group.page_class] = needed.get(group.page_class, 0) + pages
     if not memory.fits(needed):
-        raise OutOfPages("no pages for the statistics of a borrowed prefix")
+        raise OutOfPages("too few free pages for the statistics of a cached prefix")
     row = memory.start(used)
     for table in memory.tables.values():
         if not table.active[row]:
@@ -239,7 +241,7 @@ def _require_chain(
         cached_reference.start for cached_reference in cached_references
     ]:
         raise InvariantError(
-            f"loans of {[(x.start, x.end) for x in cached_references]} are no prefix"
+            f"cached references {[(x.start, x.end) for x in cached_references]} are not a prefix"
         )
     if statistics is not None and statistics.end != cached_references[-1].end:
         raise InvariantError(
@@ -259,7 +261,7 @@ def _private_pages(
 
 
 def _begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) -> None:
-    """Let an empty row name these pages, [lanes, pages of a lane]."""
+    """Enter pages [lanes, pages of a lane] in the table of an empty row."""
     lanes, columns = pages.shape
     counts = np.full((1, lanes), columns, dtype=np.int32)
     table.append(np.array([row]), counts, pages.reshape(-1))
@@ -268,16 +270,16 @@ def _begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) ->
 
 
 def release_reference(memory: KVMemory, cached_reference: CachedReference) -> None:
-    """Let a loan's pages go; those still named by sequences live on.
+    """Release a cached reference; pages that sequences still reference stay allocated.
 
     Raises:
-        InvariantError: the loan has been returned.
+        InvariantError: the reference was released before.
     """
     release_references(memory, [cached_reference])
 
 
 def release_references(memory: KVMemory, cached_references: Sequence[CachedReference]) -> None:
-    """Let the pages of several loans go, in one pass over the pool: see `release_reference`."""
+    """Release several cached references in one pass over the pool; see `release_reference`."""
     pages: dict[str, list[PageNumbers]] = {}
     for cached_reference in cached_references:
         _require_referenced(memory, cached_reference)
@@ -290,6 +292,6 @@ def release_references(memory: KVMemory, cached_references: Sequence[CachedRefer
 def _require_referenced(memory: KVMemory, cached_reference: CachedReference) -> None:
     if cached_reference.key not in memory.cached_references:
         raise InvariantError(
-            f"loan {cached_reference.key} of tokens {cached_reference.start} to "
-            f"{cached_reference.end} has been returned already"
+            f"cached reference {cached_reference.key} of tokens {cached_reference.start} to "
+            f"{cached_reference.end} was released before"
         )

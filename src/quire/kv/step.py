@@ -1,4 +1,4 @@
-"""Attention of one step: put the new tokens into their slots, let the backend attend over pages."""
+"""Attention of one step: write the new tokens into their slots, then run attention over pages."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -34,21 +34,21 @@ from quire.layout.pages import CacheLayout, LaneGroup
 
 # ---- group step ----------------------------------------------------------------------------------
 
-# What one lane group does in a step: plans, pages, and where new tokens go.
+# The state of one lane group in a step: plans, pages, and slots of new tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """What one lane group does in a step.
+    """The state of one lane group in a step.
 
     Attributes:
-        plans: the backend's plan for each layer.
-        pages: the layers' pages.
-        new_slots: where the layers write new tokens.
-        positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
-        watch: what the rows have remembered; None where they have nothing.
-        kept: tokens that stay as they were made; None where there are none.
-        promoted: tokens in a finer codec, beside kept ones; None where there are none.
+        plans: the backend's plan of each layer.
+        pages: the pages of each layer.
+        new_slots: the slots of the new tokens in each layer.
+        positions: int32 [pages, tokens] of all pages of the class; None if pages have no positions.
+        watch: records the rows' attention statistics; None if no row uses any.
+        kept: full-precision tokens; None if the group has none.
+        promoted: mixed-precision tokens, in addition to `kept`; None if the group has none.
     """
 
     plans: tuple[object, ...]
@@ -65,18 +65,18 @@ class GroupStep:
 
 @runtime_checkable  # for the shape checks in tests
 class Turns(Unrotates, Moves, Protocol):
-    """RoPE of a layer: taken off queries, put on queries and keys."""
+    """RoPE of a layer: applied to queries and keys, and undone on queries."""
 
 
 class PagedKV:
-    """The device side of a `KVMemory`: bytes, tables as tensors, and who attends.
+    """The device side of a `KVMemory`: page bytes, page tables as tensors, attention backend.
 
     Args:
-        memory: bookkeeping, whose store is `store`.
-        store: the bytes.
+        memory: bookkeeping; its store is `store`.
+        store: the page bytes.
         backend: computes attention.
-        measured: constants of codecs that need some.
-        offload: KV that is not in the arena; None where all of it is.
+        measured: measured constants of codecs that need them.
+        offload: KV offload; None if all KV is in the arena.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PagedKV:
     ) -> None:
         self.memory, self.store, self.backend = memory, store, backend
         self.coded = CodedLayers(store, measured)
-        self.scale = 1.0  # on products of queries and keys, as the last layer that attended said
+        self.scale = 1.0  # softmax scale of the last layer that ran
         self.tables = {
             name: DeviceTable(table, store.device) for name, table in memory.tables.items()
         }
@@ -109,22 +109,22 @@ class PagedKV:
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
 
     def note_scale(self, scale: float) -> None:
-        """Record the scale on products of queries and keys of the layer that attends."""
+        """Record the softmax scale (on products of queries and keys) of the current layer."""
         self.scale = scale
 
     @property
     def rotated(self) -> bool:
-        """Whether keys are stored after RoPE, in all layers; else before it, in all."""
+        """Whether all layers store keys after RoPE; otherwise all layers store keys before RoPE."""
         return all(group.page_class.rotated for group, _ in self.place.values())
 
     @property
     def peak_scratch_bytes(self) -> int:
-        """Most bytes held at once beside the arena: the backend's, column sums, X on its way."""
+        """Peak scratch bytes outside the arena: backend, column sums, staged activations (X)."""
         staged = 0 if self.offload is None else self.offload.staging_bytes
         return self.backend.peak_scratch_bytes + self.sums_scratch.num_bytes + staged
 
     def _statistics(self) -> dict[str, list[StatisticPages]]:
-        """What is remembered of each lane group, for the rows that have it."""
+        """Return the statistic pages of each lane group."""
         places: dict[str, list[StatisticPages]] = {}
         for group in self.memory.layout.groups:
             if group.statistic is not None:
@@ -140,19 +140,19 @@ class PagedKV:
         return places
 
     def flat_batch(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> FlatBatch:
-        """The shape of a step; the last one again when nothing changed."""
+        """Return the flat batch of a step; reuse the last one if rows and tokens are equal."""
         if self._batch is None or not self._batch.is_for(rows, tokens):
             self._batch = FlatBatch.of(rows, tokens, self.store.device)
         return self._batch
 
     def layer_pages(self, group: LaneGroup, rows: Tensor) -> tuple[LayerPages, ...]:
-        """The pages of each layer of a group; the last ones again while rows and table stay."""
+        """Return the pages of each layer of a group; reuse them while rows and table are equal."""
         table = self.tables[group.name].current()
-        made = self._layer_pages.get(group.name)
-        if made is None or made[0].rows is not rows or made[0].table is not table:
+        pages = self._layer_pages.get(group.name)
+        if pages is None or pages[0].rows is not rows or pages[0].table is not table:
             views = self.store.views(group.page_class)
             assert views.value is not None, "lanes that attend have a value plane"
-            made = tuple(
+            pages = tuple(
                 LayerPages(
                     key=views.key,
                     value=views.value,
@@ -165,8 +165,8 @@ class PagedKV:
                 )
                 for index, layer in enumerate(group.layers)
             )
-            self._layer_pages[group.name] = made
-        return made
+            self._layer_pages[group.name] = pages
+        return pages
 
 
 def allocate_kv(
@@ -183,15 +183,15 @@ def allocate_kv(
 
     Args:
         layout: lane groups of every sequence.
-        total_bytes: of the arena.
-        max_rows: sequences that can exist at once.
-        device: of the arena.
-        backend: computes attention, and copies slots.
-        measured: constants of codecs that need some.
-        placement: which store gives lanes their pages.
+        total_bytes: size of the arena.
+        max_rows: maximum number of concurrent sequences.
+        device: device of the arena.
+        backend: computes attention and copies slots.
+        measured: measured constants of codecs that need them.
+        placement: class that allocates the pages of lanes.
 
     Raises:
-        ConfigError: the arena does not hold one sequence of one token.
+        ConfigError: the arena cannot hold one sequence of one token.
     """
     memory = KVMemory(
         layout,
@@ -205,19 +205,19 @@ def allocate_kv(
 
 
 class StepAttention:
-    """Attention for one flat batch. Made after the memory has grown by the step's tokens.
+    """Attention for one flat batch, created after the memory has grown by the step's tokens.
 
     Args:
-        kv: memory and bytes.
+        kv: the paged KV of the engine.
         rows: [rows] table rows in the order of the flat batch, one-token rows first.
-        tokens: [rows] new tokens of each.
-        later: [rows] tokens of each that the memory has grown by for a later batch of the step;
-            None where the step is one batch.
+        tokens: [rows] new tokens of each row.
+        later: [rows] tokens of each row already allocated for a later batch of the same step; None
+            if the step has one batch.
 
     Attributes:
-        wants_residual_similarity: whether any row has `ResidualSimilarity`; then
-            `note_residual_similarity` is to be called.
-        wants_inputs: whether `note_input` is to be called.
+        wants_residual_similarity: whether a row uses `ResidualSimilarity`; if so, the model must
+            call `note_residual_similarity`.
+        wants_inputs: whether the model must call `note_input`.
     """
 
     def __init__(
@@ -252,16 +252,15 @@ class StepAttention:
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         rotary: Turns | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-        """Write keys and values of the whole batch, attend, write down what is to be remembered.
+        """Write the batch's keys and values, compute attention and record attention statistics.
 
         Args:
-            layer: the model's layer.
-            math: scale and extras.
-            query: after RoPE; before it where the layer's pages hold keys before RoPE.
-            key: likewise.
-            value: like key.
-            rotary: what RoPE does in this layer; needed where moments of queries are kept, and
-                where keys are stored before it.
+            layer: index of the layer in the model.
+            math: scale and other attention options.
+            query: queries after RoPE; before RoPE if the layer's pages hold keys before RoPE.
+            key: keys, in the same form.
+            value: values.
+            rotary: RoPE of the layer; needed for query moments and for keys before RoPE.
         """
         group, index = self._kv.place[layer]
         step, backend = self._groups[group.name], self._kv.backend
@@ -297,16 +296,16 @@ class StepAttention:
         return out
 
     def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
-        """Keep what a layer's attention is given; called before it attends."""
-        assert self._offload is not None, "asked for"
+        """Record the input of a layer's attention; call before `attend`."""
+        assert self._offload is not None, "wants_inputs is False without KV offload"
         self._offload.note_input(layer, inputs)
 
     def note_residual_similarity(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
-        """Write down how much a layer's attention changed the residual stream.
+        """Record how much a layer's attention changed the residual stream.
 
         Args:
-            layer: the model's layer.
-            cosines: between the stream before and after attention was added, for each token.
+            layer: index of the layer in the model.
+            cosines: per token, cosine between the residual stream before and after attention.
         """
         group, index = self._kv.place[layer]
         watch = self._groups[group.name].watch
@@ -331,16 +330,16 @@ class StepAttention:
             watch=watch_group(
                 self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
             ),
-            kept=self._kept_step(group.name),
+            kept=self._full_precision_step(group.name),
             promoted=self._kv.promoted.get(group.name),
         )
 
-    def _kept_step(self, name: str) -> FullPrecisionStep | None:
-        place = self._kv.kept.get(name)
-        return None if place is None else FullPrecisionStep(place, self._batch, self._lengths)
+    def _full_precision_step(self, name: str) -> FullPrecisionStep | None:
+        buffer = self._kv.kept.get(name)
+        return None if buffer is None else FullPrecisionStep(buffer, self._batch, self._lengths)
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
-        """One for each layer; where all lanes of a group are equally full, one for all layers."""
+        """Return one plan per layer; layers share a plan if all lanes of a row are equally full."""
         page_class, num_layers = group.page_class, len(group.layers)
         slot_bytes = page_class.page_bytes // page_class.tokens
         if not page_class.is_plain:
@@ -359,7 +358,7 @@ class StepAttention:
         return tuple(plans if distinct == num_layers else plans * num_layers)
 
     def _new_slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        """Pages and offsets to write to, [layers, tokens, lanes of a layer], all layers at once."""
+        """Return pages and offsets of the new tokens, each [layers, tokens, lanes of a layer]."""
         batch, shape = self._batch, (len(group.layers), 1, group.lanes_per_layer)
         before = (slots - batch.shape.tokens[:, None]).astype(np.int64)
         slot = before[batch.token_row] + batch.token_offset[:, None]
@@ -384,7 +383,7 @@ class StepAttention:
 def _lengths_before(
     lengths: NDArray[np.int64], rows: NDArray[np.int64], later: NDArray[np.int32] | None
 ) -> NDArray[np.int64]:
-    """Lengths of all rows without the tokens of later batches."""
+    """Return the lengths of all rows without the tokens of later batches."""
     if later is None or not later.any():
         return lengths
     before = lengths.copy()

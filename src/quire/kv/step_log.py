@@ -1,7 +1,7 @@
-"""When a step carried, made again and attended: what rates are learned from.
+"""Timings of transfers, KV recompute and attention in a step, from which rates are estimated.
 
-Marks are moments: of a clock on a CPU, events in a stream on a device, which are read when the step
-is long over.
+A mark is a time stamp: a clock reading on a CPU, a stream event on a device. Device events are read
+after the step has finished.
 """
 
 import time
@@ -14,14 +14,15 @@ PROJECT, ATTEND, LAYER, HOST_ATTEND = "project", "attend", "layer", "attend on t
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Something that took time.
+    """A timed operation of a step.
 
     Attributes:
         kind: one of the names above.
-        layer: of the model.
-        tokens: it was about.
-        num_bytes: that were copied.
-        start_s, end_s: since the step began.
+        layer: index of the layer in the model.
+        tokens: tokens that the operation processed.
+        num_bytes: bytes copied.
+        start_s: start in seconds since the step began.
+        end_s: end in seconds since the step began.
     """
 
     kind: str
@@ -34,14 +35,14 @@ class Timed:
 
 @runtime_checkable
 class Marks(Protocol):
-    """Moments of one step."""
+    """Time stamps of one step."""
 
     def now(self) -> object:
-        """Mark this moment of whoever works here: a thread, or the current stream."""
+        """Mark the current time of the calling thread or of the current stream."""
         ...
 
     def begin(self, requested: object) -> object:
-        """Mark the beginning of a copy that was asked for then and waited for those before it."""
+        """Mark the start of a copy requested at `requested`, after all earlier copies."""
         ...
 
     def ended(self) -> object:
@@ -49,12 +50,12 @@ class Marks(Protocol):
         ...
 
     def seconds(self, mark: object) -> float:
-        """Since the step began."""
+        """Return the seconds from the beginning of the step to a mark."""
         ...
 
 
 class ClockMarks:
-    """Moments of the clock."""
+    """Time stamps from the CPU clock."""
 
     def __init__(self) -> None:
         self._zero_s = self._last_end_s = time.perf_counter()
@@ -64,7 +65,7 @@ class ClockMarks:
         return time.perf_counter()
 
     def begin(self, requested: object) -> object:
-        """See `Marks`: a carrier does one copy after the other."""
+        """See `Marks`; copies of a transfer worker run one after the other."""
         assert isinstance(requested, float), "a mark of this clock"
         return max(requested, self._last_end_s)
 
@@ -80,26 +81,26 @@ class ClockMarks:
 
 
 class StepLog:
-    """What a step did, in the order in which it ended.
+    """The timed operations of a step, in the order of `add` calls.
 
     Args:
-        marks: of the step.
+        marks: time stamps of the step.
     """
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
-        self._found: list[tuple[str, int, int, int, object, object]] = []
+        self._operations: list[tuple[str, int, int, int, object, object]] = []
 
     def add(
         self, kind: str, layer: int, tokens: int, num_bytes: int, start: object, end: object
     ) -> None:
-        """Note something that has ended, or will when the stream gets there."""
-        self._found.append((kind, layer, tokens, num_bytes, start, end))
+        """Record an operation that has ended, or that is queued on a stream."""
+        self._operations.append((kind, layer, tokens, num_bytes, start, end))
 
     def read(self) -> list[Timed]:
-        """All of it, in seconds, once the step is over."""
+        """Return all operations with times in seconds; call after the step has finished."""
         seconds = self.marks.seconds
         return [
             Timed(kind, layer, tokens, num_bytes, seconds(start), seconds(end))
-            for kind, layer, tokens, num_bytes, start, end in self._found
+            for kind, layer, tokens, num_bytes, start, end in self._operations
         ]

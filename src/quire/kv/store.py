@@ -1,4 +1,4 @@
-"""The tensors of paged KV: one byte arena, and typed views of it for each page class."""
+"""The page store: one tensor of bytes per arena, and typed views of it for each page class."""
 
 import contextlib
 import mmap
@@ -26,21 +26,21 @@ PLAIN_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Types that models compute in and pages hold as they are."""
+"""Floating-point types that models compute in and that pages can hold unquantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageViews:
-    """The arena seen as pages of one class.
+    """Typed views of the arena as pages of one class.
 
     Attributes:
         whole: uint8 [pages, page_bytes].
-        key, value: [pages, heads, tokens, head_dim]; value is None for one-plane pages. Where they
-            hold codes, these, packed.
-        positions: int32 [pages, tokens], or None.
-        coded: what encodes and decodes; None where pages hold plain numbers.
-        by_slot: planes with a record for each slot, [pages, heads, tokens, width] each, positions
-            among them: what moves with a slot.
+        key: [pages, heads, tokens, head_dim] keys, or packed codes of quantized keys.
+        value: [pages, heads, tokens, head_dim] values, or packed codes; None for one-plane pages.
+        positions: int32 [pages, tokens] logical positions; None if pages have none.
+        coded: encodes and decodes the pages; None if they are not quantized.
+        by_slot: planes with a record per slot, each [pages, heads, tokens, width], positions
+            included: the data that moves with a slot.
     """
 
     whole: Tensor
@@ -54,16 +54,16 @@ class PageViews:
 class PageStore:
     """Implements `PageBytes` on a tensor of bytes.
 
-    The arena starts as zeros; on a CPU the system gives its memory page by page, when a byte is
-    first written, so an arena as large as what is free costs nothing until it fills. Bytes of free
-    pages keep what was there last and may be anything when seen as another type: readers never let
-    a slot that is not live take part in arithmetic.
+    The arena starts as zeros. On a CPU the operating system allocates memory at the first write of
+    each system page, so an unused part of the arena costs no memory. Free pages keep their old
+    bytes, which can be any value (NaN too) in another type: readers must not use slots that are not
+    live in arithmetic.
 
     Args:
         total_bytes: size of the arena, as rounded by `Arena`.
-        device: where it lies.
-        mover: copies slots; a backend may know a faster way than torch.
-        arena: bytes that several stores share; None allocates them.
+        device: device of the arena.
+        mover: copies slots; a backend may have a faster implementation than torch.
+        arena: bytes that several stores share; None to allocate them.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class PageStore:
         self._views: dict[PageClass, PageViews] = {}
 
     def views(self, page_class: PageClass) -> PageViews:
-        """Typed views of all pages of a class."""
+        """Return typed views of all pages of a class."""
         if page_class not in self._views:
-            # views made inside inference mode could not be written outside of it
+            # views created in inference mode could not be written outside of it
             with torch.inference_mode(mode=False):
                 self._views[page_class] = self._make_views(page_class)
         return self._views[page_class]
@@ -90,7 +90,7 @@ class PageStore:
         return self.views_of(self.arena[: num_pages * page_class.page_bytes], page_class)
 
     def views_of(self, whole: Tensor, page_class: PageClass) -> PageViews:
-        """Typed views of bytes that hold nothing but pages of a class, wherever they are."""
+        """Return typed views of a byte tensor that holds only pages of a class, on any device."""
         num_pages = whole.numel() // page_class.page_bytes
         key = tuple(self._plane(whole, page_class, placed) for placed in page_class.key_planes)
         value = tuple(self._plane(whole, page_class, placed) for placed in page_class.value_planes)
@@ -142,13 +142,16 @@ class PageStore:
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
     ) -> None:
-        """Copy slots: keys, values and positions.
+        """Copy the keys, values and positions of slots.
 
         Raises:
-            InvariantError: slots share what decodes them with others of their page.
+            InvariantError: the codec shares parameters between the slots of a page.
         """
         if page_class.per_page:
-            raise InvariantError(f"slots of pages in {page_class.key.name} cannot move alone")
+            raise InvariantError(
+                f"single slots of pages in {page_class.key.name} cannot move: the codec encodes "
+                "whole pages"
+            )
         (from_page, from_offset), (to_page, to_offset) = source, target
         self._mover(
             MovedSlots(
@@ -159,18 +162,18 @@ class PageStore:
         )
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
-        """The bytes of whole pages on the host, uint8 [pages, page_bytes]."""
+        """Copy the bytes of whole pages to CPU memory, uint8 [pages, page_bytes]."""
         return self.views(page_class).whole[self._index(pages)].cpu()
 
     def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
-        """Put bytes that were read back into (other) pages."""
-        found = torch.as_tensor(payload)  # rows of bytes may come from elsewhere, as an array
+        """Write bytes from `read_pages` into the same or other pages."""
+        found = torch.as_tensor(payload)  # byte records from other storage are NumPy arrays
         self.views(page_class).whole[self._index(pages)] = found.to(self.device)
 
     def page_positions(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.int32]:
-        """Logical positions of pages' slots [page, slot], of a class that carries them."""
+        """Return logical positions [page, slot] of pages of a class that stores positions."""
         positions = self.views(page_class).positions
-        assert positions is not None, "slots without order carry theirs"
+        assert positions is not None, "pages of unordered lanes store positions"
         found: NDArray[np.int32] = positions[self._index(pages)].cpu().numpy()
         return found
 
@@ -179,12 +182,12 @@ class PageStore:
 
 
 def plain_codec(dtype: torch.dtype) -> str:
-    """The codec of numbers of a type as they are."""
+    """Return the name of the unquantized codec of a type."""
     return next(name for name, plain in PLAIN_DTYPES.items() if plain == dtype)
 
 
 def zero_bytes(total_bytes: int, device: torch.device) -> Tensor:
-    """Zero bytes, which `torch.zeros` would write out on a CPU and fresh memory is anyway."""
+    """Allocate zero bytes; on a CPU fresh system memory is zero, so no byte is written."""
     if device.type != "cpu":
         return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
     if hasattr(mmap, "MADV_HUGEPAGE") and total_bytes >= HUGE_PAGE_BYTES:
@@ -195,28 +198,28 @@ def zero_bytes(total_bytes: int, device: torch.device) -> Tensor:
 
 
 def _huge_pages(total_bytes: int) -> NDArray[np.uint8]:
-    """A mapping of its own in pages of 2 MiB where Linux gives them; its end in small pages.
+    """Map anonymous memory with 2 MiB system pages if Linux has them; the end in small pages.
 
-    Pages lie scattered in the arena, and a row's are read one after the other: with small system
-    pages nearly each of them misses the TLB. The end stays in small ones because a huge page there
-    would be larger than what was asked for.
+    The pages of a row are scattered in the arena. With small system pages, nearly every read of a
+    KV page would miss the TLB. The end stays in small pages because a huge page there would be
+    larger than the requested size.
     """
     mapping = mmap.mmap(-1, total_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    spare = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping, and the tensor keeps this
+    spare = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping alive; the tensor keeps this
     start = -spare.ctypes.data % HUGE_PAGE_BYTES
-    with contextlib.suppress(OSError):  # a kernel built without them
+    with contextlib.suppress(OSError):  # Linux built without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE, start, total_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return spare[start : start + total_bytes]
 
 
 def _coded(page_class: PageClass, key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> CodedPages:
-    assert page_class.value is not None, "what is remembered of sequences is not encoded"
+    assert page_class.value is not None, "statistics pages are not quantized"
     codecs = (make_codec(spec, page_class.head_dim) for spec in (page_class.key, page_class.value))
     sides = (CodedPlanes(*side) for side in zip(codecs, (key, value), strict=True))
     return CodedPages(*sides)
 
 
 def store_of(memory: KVMemory) -> PageStore:
-    """The bytes of a memory that was made with a `PageStore`."""
-    assert isinstance(memory.store, PageStore), "bookkeeping alone has no bytes"
+    """Return the store of a memory that was created with a `PageStore`."""
+    assert isinstance(memory.store, PageStore), "a memory with bookkeeping only has no bytes"
     return memory.store

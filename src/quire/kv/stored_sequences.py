@@ -1,7 +1,7 @@
-"""What is left of sequences outside the arena: the shape of their lanes, and where their pages are.
+"""Sequences outside the arena: page counts of their lanes, and their stored pages.
 
 row 0  lanes -> 0 1 2 3 | row 1  lanes -> 0 1 4    numbers of stored pages of one class
-stored pages of the class: 0 1 2 3 4               each page once, whoever shares it
+stored pages of the class: 0 1 2 3 4               a shared page is stored once
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,13 @@ PagesByClass = Mapping[PageClass, PageNumbers]
 
 @dataclass(frozen=True, slots=True)
 class SwappedLanes:
-    """One group of a sequence outside the arena, pages lane by lane.
+    """One lane group of a sequence outside the arena, pages lane by lane.
 
     Attributes:
-        num_pages, num_slots: [lanes].
-        page_positions: [pages], of ordered lanes.
-        stored: [pages], which of the stored pages of the class each one is.
+        num_pages: [lanes] pages of each lane.
+        num_slots: [lanes] slots of each lane.
+        page_positions: [pages] logical position of the first slot, valid for ordered lanes.
+        stored: [pages] index of each page among the stored pages of the class.
     """
 
     num_pages: NDArray[np.int32]
@@ -39,10 +40,10 @@ class SwappedSequence:
     """The bookkeeping of one sequence outside the arena.
 
     Attributes:
-        length: logical, with the head where that was left out.
-        peak_bytes: the most bytes it has held.
-        lanes: by name of the group.
-        statistics: names of the private groups it uses.
+        length: logical length, including a head that was not stored.
+        peak_bytes: peak bytes of the sequence.
+        lanes: lanes by name of the group.
+        statistics: names of the private groups that the sequence uses.
     """
 
     length: int
@@ -56,46 +57,46 @@ class StoredPages(Protocol):
     """Bytes of pages outside the arena."""
 
     def save(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy pages out of the arena; done when it returns."""
+        """Copy pages out of the arena; blocking."""
 
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy them into pages of the arena; done when it returns."""
+        """Copy the stored pages into pages of the arena; blocking."""
 
     def free(self) -> None:
-        """Let the bytes go."""
+        """Free the stored bytes."""
 
 
 @runtime_checkable
 class SwapSpace(Protocol):
-    """Fixed bytes outside the arena; `quire.offload.swap.host_pool.HostPool` is one."""
+    """Fixed bytes outside the arena, such as `quire.offload.swap.host_pool.HostPool`."""
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nothing holds."""
+        """Free bytes."""
         ...
 
     def store(self, pages: Mapping[PageClass, int]) -> StoredPages:
-        """Take room for so many pages of each class, all or nothing.
+        """Allocate space for a number of pages of each class, all or none.
 
         Raises:
-            HostPoolFull: there is not as much; nothing was changed.
+            HostPoolFull: the free space is too small; nothing changed.
         """
         ...
 
 
 class Payloads:
-    """Bytes that `PageBytes.read_pages` gave: memory of their own, outside any pool."""
+    """Stored pages in separately allocated memory, as returned by `PageBytes.read_pages`."""
 
     def __init__(self) -> None:
         self._payloads: dict[PageClass, object] = {}
 
     def save(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Read pages."""
+        """Read pages from the arena."""
         for page_class, numbers in pages.items():
             self._payloads[page_class] = memory.store.read_pages(page_class, numbers)
 
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Write pages."""
+        """Write the stored pages to the arena."""
         for page_class, numbers in pages.items():
             memory.store.write_pages(page_class, numbers, self._payloads[page_class])
 
@@ -106,14 +107,14 @@ class Payloads:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Sequences outside the arena that went together, each shared page once.
+    """Sequences that were swapped out together; shared pages are stored once.
 
     Attributes:
-        sequences: in the order they were named.
-        pages: stored pages of each class.
-        stored: their bytes.
-        keep_from: tokens of the head that was left out and must be computed again; 0 where all
-            is here.
+        sequences: the sequences, in the order of the `swap_out` call.
+        pages: number of stored pages of each class.
+        stored: bytes of the stored pages.
+        keep_from: tokens of a head that was not stored and must be recomputed; 0 if all tokens are
+            stored.
     """
 
     sequences: tuple[SwappedSequence, ...]
@@ -123,9 +124,9 @@ class Swapped:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes stored."""
+        """Bytes of the stored pages."""
         return sum(c.page_bytes * n for c, n in self.pages.items())
 
     def discard(self) -> None:
-        """Let the bytes go: nobody will come back for them (a cancelled request)."""
+        """Free the stored bytes of a request that will not resume (a cancelled request)."""
         self.stored.free()

@@ -1,10 +1,11 @@
-"""Swapping sequences out of the arena and back, byte for byte, all or nothing.
+"""Swap sequences out of the arena and back in, byte for byte, all or none.
 
-    swap_out: reserve on the host -> copy -> release the rows      a copy fails: reserve given back
-    swap_in:  allocate in the arena -> copy -> name the pages      a copy fails: pages given back
+    swap_out: allocate swap space -> copy -> release the rows      if a copy fails: free swap space
+    swap_in:  allocate pages -> copy -> enter pages in tables      if a copy fails: free the pages
 
-Sequences that share pages (forks) go together; each page is stored once and is shared again after.
-Of a sequence in order a tail can go alone: its head is computed again and the tail put behind it.
+Sequences that share pages (forks) are swapped together; each page is stored once and is shared
+again after swapping in. Of a sequence with ordered lanes the tail can be swapped alone: the head is
+recomputed and the tail is appended to it.
 """
 
 import math
@@ -39,19 +40,19 @@ def swap_out(
     """Copy sequences out of the arena and release their rows.
 
     Args:
-        memory: where they are.
-        rows: sequences that leave together; pages they share are stored once.
-        pool: takes the bytes; None puts them into memory of their own.
-        keep_from: leave out the tokens before this one (see `can_split`); for one row.
+        memory: the KV memory that holds the sequences.
+        rows: sequences to swap out together; pages they share are stored once.
+        pool: swap space for the bytes; None to allocate separate memory.
+        keep_from: do not store the tokens before this one (see `can_split`); only for one row.
 
     Raises:
-        HostPoolFull: the pool has no room; nothing was changed.
-        ConfigError: this head cannot be left out; nothing was changed.
+        HostPoolFull: the pool has too little free space; nothing changed.
+        ConfigError: the row cannot be split at `keep_from`; nothing changed.
     """
     if keep_from and (len(rows) != 1 or not can_split(memory, int(rows[0]), keep_from)):
         raise ConfigError(
-            f"rows {list(rows)} cannot be split at token {keep_from}: that takes one row whose "
-            "lanes hold every token in order, and a border of pages inside it"
+            f"rows {list(rows)} cannot be split at token {keep_from}: expected one row whose lanes "
+            "hold every token in order, and a page border inside the row"
         )
     sequences, pages = _gather(memory, rows, keep_from)
     counts = {page_class: len(numbers) for page_class, numbers in pages.items()}
@@ -66,21 +67,21 @@ def swap_out(
 
 
 def can_swap_in(memory: KVMemory, swapped: Swapped) -> bool:
-    """Whether `swap_in` would find rows and pages, which stores of runs need in long pieces."""
+    """Return whether enough rows and pages (contiguous in stores with runs) are free."""
     if memory.num_free_rows < len(swapped.sequences):
         return False
     return memory.fits(swapped.pages) if memory.placement.shares else can_place(memory, swapped)
 
 
 def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
-    """Bring sequences back into fresh pages; return their rows, in order.
+    """Copy sequences into new pages of the arena; return their rows, in order.
 
     Raises:
-        OutOfPages: no rows or no pages; nothing was changed.
-        ConfigError: only a tail is here; see `append_tail`.
+        OutOfPages: too few free rows or pages; nothing changed.
+        ConfigError: only a tail is stored; see `append_tail`.
     """
     if swapped.keep_from:
-        raise ConfigError(f"the first {swapped.keep_from} tokens were left out: use append_tail")
+        raise ConfigError(f"the first {swapped.keep_from} tokens were not stored: use append_tail")
     if memory.num_free_rows < len(swapped.sequences):
         raise OutOfPages(f"{memory.num_free_rows} rows are free, {len(swapped.sequences)} needed")
     if not memory.placement.shares:
@@ -97,10 +98,10 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
 
 
 def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
-    """Whether a tail from this token on can be kept without what comes before it.
+    """Return whether the tail from token `keep_from` on can be stored without the head.
 
-    Every lane must be in order and hold all tokens, nothing may be remembered of them (statistics
-    sum over the head), and the border must be one of pages in every group.
+    Every lane must be in order and hold all tokens, the row may not use statistics (they sum over
+    the head), and `keep_from` must be a page border in every group.
     """
     if not 0 < keep_from < memory.lengths[row]:
         return False
@@ -118,25 +119,25 @@ def _used_tables(memory: KVMemory, row: int) -> list[LaneTable]:
 
 
 def split_border(memory: KVMemory, row: int) -> int:
-    """Tokens between the borders at which a row can be split now; 0 where there are none."""
+    """Return the distance in tokens between possible split positions of a row; 0 if none."""
     tokens = math.lcm(*(t.group.page_class.tokens for t in _used_tables(memory, row)))
     return tokens if can_split(memory, row, tokens) else 0
 
 
 def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
-    """Put a tail that was kept behind the head that has been computed again.
+    """Append a stored tail to the recomputed head of a row.
 
     Raises:
-        OutOfPages: no pages; nothing was changed.
-        ConfigError: the row does not hold exactly the head, or has statistics.
+        OutOfPages: too few free pages; nothing changed.
+        ConfigError: the row does not hold exactly the head, or uses statistics.
     """
     held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _used_tables(memory, row))]
     if memory.statistics_of(row):
-        raise ConfigError(f"row {row} would have no statistics of the tail that was kept")
+        raise ConfigError(f"row {row} would have no statistics of the stored tail")
     if any(np.any(count != swapped.keep_from) for count in held):
         raise ConfigError(
-            f"the tail follows {swapped.keep_from} tokens, row {row} holds {held[0]}, or some "
-            "lane of it holds others"
+            f"expected {swapped.keep_from} tokens in every lane of row {row} before the stored "
+            f"tail, got a row of {held[0]} tokens or lanes with other counts"
         )
     if memory.placement.shares:
         _attach(memory, row, swapped.sequences[0], _copy_in(memory, swapped))
@@ -152,7 +153,7 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
 def _gather(
     memory: KVMemory, rows: Rows | Sequence[int], keep_from: int
 ) -> tuple[tuple[SwappedSequence, ...], dict[PageClass, PageNumbers]]:
-    """The shape of every sequence, and each page that one of them names, once."""
+    """Return the bookkeeping of every sequence, and each of their pages once."""
     seen = {c: _FirstSeen(len(pool.ref_counts)) for c, pool in memory.pools.items()}
     sequences = []
     for row in rows:
@@ -166,10 +167,10 @@ def _gather(
 
 
 class _FirstSeen:
-    """Numbers pages in the order they are first seen.
+    """Numbers pages in the order of their first appearance.
 
     Args:
-        num_pages: of the class, in the whole arena.
+        num_pages: pages of the class in the whole arena.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -178,7 +179,7 @@ class _FirstSeen:
         self._count = 0
 
     def index(self, pages: PageNumbers) -> NDArray[np.int32]:
-        """Numbers of distinct pages."""
+        """Return the numbers of distinct pages; number pages that are new."""
         new = pages[self._index[pages] < 0]
         self._index[new] = np.arange(self._count, self._count + len(new))
         self._count += len(new)
@@ -187,14 +188,14 @@ class _FirstSeen:
 
     @property
     def pages(self) -> PageNumbers:
-        """All pages seen, in order."""
+        """All numbered pages, in order."""
         return np.concatenate(self._parts)
 
 
 def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) -> SwappedLanes:
     table.require_in_place(row)
     if not table.active[row]:
-        keep_from = 0  # there is no head to leave out either
+        keep_from = 0  # the lanes have no slots, so there is no head
     head = keep_from // table.group.page_class.tokens
     column = np.arange(table.capacity)
     kept = (column >= head) & (column < table.num_pages[row][:, None])
@@ -210,7 +211,7 @@ def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) ->
 
 
 def _copy_in(memory: KVMemory, swapped: Swapped) -> dict[PageClass, PageNumbers]:
-    """Fresh pages with the stored bytes, one reference each; nothing is taken if this fails."""
+    """Allocate pages with one reference each and load the stored bytes; free them on failure."""
     if not memory.fits(swapped.pages):
         raise OutOfPages(f"{sum(swapped.pages.values())} pages needed to swap in")
     pages = {c: memory.pools[c].allocate(count) for c, count in swapped.pages.items()}
@@ -226,7 +227,7 @@ def _copy_in(memory: KVMemory, swapped: Swapped) -> dict[PageClass, PageNumbers]
 def _attach(
     memory: KVMemory, row: int, sequence: SwappedSequence, pages: dict[PageClass, PageNumbers]
 ) -> None:
-    """Name pages behind those a row has."""
+    """Append pages to the tables of a row."""
     for name, lanes in sequence.lanes.items():
         table = memory.tables[name]
         numbers = pages[table.group.page_class][lanes.stored]
@@ -238,7 +239,7 @@ def _attach(
 
 
 def _retain_shared(memory: KVMemory, swapped: Swapped, pages: dict[PageClass, PageNumbers]) -> None:
-    """One more reference for each further sequence that names a page."""
+    """Add a reference to each page for every sequence after the first that shares it."""
     for page_class, numbers in pages.items():
         named = [
             lanes.stored

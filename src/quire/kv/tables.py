@@ -1,9 +1,9 @@
-"""Page tables of one lane group: which pages a lane has, in what order, and how full they are.
+"""Page tables of one lane group: the pages of each lane in order, and the number of slots in use.
 
-Rows are sequences, columns of a row are lanes. A lane is dense: slot i stands in its page
-i // tokens at offset i % tokens, so a table and a length say everything and no slot mapping is
-ever built. The arrays are plain NumPy; on a CPU the kernels read the very same memory, on a device
-`drain_changes` names the few entries a step has touched.
+A row is a sequence; each row has several lanes. A lane is dense: slot i is in its page i // tokens
+at offset i % tokens, so page table and length suffice and no slot mapping is built. The arrays are
+NumPy. On a CPU the kernels read the same memory; for a device `drain_changes` returns the entries
+that changed.
 """
 
 import numpy as np
@@ -24,17 +24,18 @@ class LaneTable:
     """The tables of all sequences in one lane group.
 
     Attributes:
-        pages: int32 [rows, lanes, capacity], NO_PAGE where there is none.
-        page_positions: int32, same shape: logical position of a page's first slot. Holds for
-            ordered lanes; lanes without order keep positions in their pages.
-        num_pages: int32 [rows, lanes].
-        num_slots: int32 [rows, lanes], live slots, the physical length.
-        active: bool [rows], whether a row uses this group; where not, it never has a slot. Only
-            private groups can be left out.
-        staged: int32 [rows], first pages of each lane that hold their bytes only while their layer
-            runs (see `hosted`): never lent, moved, swapped or cut.
-        repeated: int32 [rows], entries of a row that name pages which other entries of it name.
-        version: grows when the arrays move to larger memory; holders of views look again.
+        pages: int32 [rows, lanes, capacity] page numbers; NO_PAGE for empty entries.
+        page_positions: int32, same shape: logical position of a page's first slot. Valid for
+            ordered lanes; unordered lanes store positions in their pages.
+        num_pages: int32 [rows, lanes] pages of each lane.
+        num_slots: int32 [rows, lanes] live slots, the physical length.
+        active: bool [rows] whether a row uses this group; if not, it has no slots in it. Every row
+            uses the groups that are not private.
+        staged: int32 [rows] number of first pages of each lane that are staging pages of an
+            offloaded prefix; they hold their bytes only while their layer runs and are never
+            shared, moved, swapped or cut.
+        repeated: int32 [rows] entries of a row whose page is also in another entry of the row.
+        version: incremented when the arrays are reallocated; views must then be renewed.
     """
 
     def __init__(self, group: LaneGroup, max_rows: int, *, track_changes: bool = False) -> None:
@@ -53,17 +54,17 @@ class LaneTable:
 
     @property
     def capacity(self) -> int:
-        """Pages a lane can name before the arrays grow."""
+        """Pages per lane before the arrays must be reallocated."""
         return int(self.pages.shape[2])
 
     def append(
         self, rows: Rows, counts: NDArray[np.int32], pages: PageNumbers
     ) -> tuple[Rows, Rows, Rows]:
-        """Put new pages behind the lanes of `rows`.
+        """Append pages to the lanes of `rows`.
 
         Args:
             rows: [n] distinct row numbers.
-            counts: [n, lanes] pages for each lane.
+            counts: [n, lanes] number of pages for each lane.
             pages: [counts.sum()] page numbers, in row-major order of `counts`.
 
         Returns:
@@ -92,43 +93,43 @@ class LaneTable:
         return rows[index], lane, held[index, lane] + offset
 
     def replace(self, row: Rows, lane: Rows, column: Rows, pages: PageNumbers) -> None:
-        """Let table entries name other pages (copy before write)."""
+        """Replace the pages of table entries (copy on write)."""
         self.pages[row, lane, column] = pages
         self._note(row, lane, column)
 
     def cut(self, row: int, keep_pages: NDArray[np.int32]) -> PageNumbers:
-        """Drop the pages behind the first `keep_pages` [lanes] of a row; return them."""
+        """Remove the pages after the first `keep_pages` [lanes] of a row; return them."""
         column = np.arange(self.capacity)
-        gone = (column >= keep_pages[:, None]) & (column < self.num_pages[row][:, None])
-        pages: PageNumbers = self.pages[row][gone]
-        self.pages[row][gone] = NO_PAGE
+        removed = (column >= keep_pages[:, None]) & (column < self.num_pages[row][:, None])
+        pages: PageNumbers = self.pages[row][removed]
+        self.pages[row][removed] = NO_PAGE
         self.num_pages[row] = np.minimum(self.num_pages[row], keep_pages)
-        self._note_mask(row, gone)
+        self._note_mask(row, removed)
         return pages
 
     def drop(self, row: int, lane: int, columns: NDArray[np.int64]) -> PageNumbers:
-        """Drop whole pages of an ordered lane anywhere but its partly filled end; return them.
+        """Remove full pages of an ordered lane, not its partly filled last page; return them.
 
-        The pages behind close the gap: an edit of the table, no bytes move.
+        Later entries move up to close the gap. Only the table changes; no bytes move.
         """
         held = int(self.num_pages[row, lane])
         dropped: PageNumbers = self.pages[row, lane, columns].copy()
-        stay = np.delete(np.arange(held), columns)
+        retained = np.delete(np.arange(held), columns)
         for array in (self.pages, self.page_positions):
-            array[row, lane, : len(stay)] = array[row, lane, stay]
-        self.pages[row, lane, len(stay) : held] = NO_PAGE
-        self.num_pages[row, lane] = len(stay)
+            array[row, lane, : len(retained)] = array[row, lane, retained]
+        self.pages[row, lane, len(retained) : held] = NO_PAGE
+        self.num_pages[row, lane] = len(retained)
         self.num_slots[row, lane] -= len(columns) * self.group.page_class.tokens
         touched = np.arange(columns.min(initial=held), held)
         self._note(np.full(len(touched), row), np.full(len(touched), lane), touched)
         return dropped
 
     def keep_columns(self, row: int, stays: NDArray[np.bool_]) -> PageNumbers:
-        """Drop whole pages of a row's lanes and close the gaps: see `drop`; return the pages.
+        """Remove whole pages of a row's lanes and close the gaps (see `drop`); return the pages.
 
         Args:
-            row: whose slots the caller counts anew.
-            stays: [lanes, columns] pages that stay; False behind a lane's last one.
+            row: the sequence; the caller updates its `num_slots`.
+            stays: [lanes, columns] True for retained pages; False after a lane's last page.
         """
         width = stays.shape[1]
         block = self.pages[row, :, :width]
@@ -145,13 +146,13 @@ class LaneTable:
         return dropped
 
     def copy_row(self, source: int, target: int) -> None:
-        """Let the empty row `target`, which uses the group alike, name the pages of `source`."""
+        """Copy the entries of `source` to the empty row `target`, which uses the same groups."""
         for array in (self.pages, self.page_positions, self.num_pages, self.num_slots):
             array[target] = array[source]
         self._note_mask(target, self.pages[target] != NO_PAGE)
 
     def clear(self, rows: Rows) -> PageNumbers:
-        """Empty rows; return every page they named."""
+        """Empty rows; return all their pages."""
         block = self.pages[rows]
         index, lane, column = np.nonzero(block != NO_PAGE)
         pages: PageNumbers = block[index, lane, column]
@@ -163,45 +164,46 @@ class LaneTable:
         return pages
 
     def row_pages(self, row: int) -> PageNumbers:
-        """Every page a row names, lane by lane."""
+        """Return all pages of a row, lane by lane."""
         block = self.pages[row]
         pages: PageNumbers = block[block != NO_PAGE]
         return pages
 
     def slot_positions(self, row: int, lane: int) -> NDArray[np.int32]:
-        """Logical positions of an ordered lane's slots, [num_slots]."""
+        """Return the logical positions [num_slots] of an ordered lane's slots."""
         tokens = self.group.page_class.tokens
         first = self.page_positions[row, lane, : self.num_pages[row, lane]]
         grid = np.add(first[:, None], np.arange(tokens), dtype=np.int32)
         return grid.reshape(-1)[: self.num_slots[row, lane]]
 
     def pages_held(self, rows: Rows) -> NDArray[np.int64]:
-        """Pages that rows name, each once: [rows]. A front's staging serves several layers."""
+        """Count the distinct pages of each row, [rows]; layers share staging pages."""
         held: NDArray[np.int64] = self.num_pages[rows].sum(axis=1, dtype=np.int64)
         return held - self.repeated[rows]
 
     def require_in_place(self, row: int, columns: int | None = None) -> None:
-        """Refuse what would read or move pages whose bytes are elsewhere.
+        """Refuse an operation that would read or move offloaded pages.
 
         Args:
             row: the sequence.
-            columns: first pages of each lane that stay out of it; None where all are in it.
+            columns: number of first pages of each lane that the operation does not use; None if it
+                uses all pages.
 
         Raises:
-            ConfigError: some of them are on the host.
+            ConfigError: the operation uses offloaded pages.
         """
         staged = int(self.staged[row])
         if staged and (columns is None or columns < staged):
             raise ConfigError(
-                f"the first {staged} pages of each lane of row {row} are on the host; bring them "
-                "back before they are lent, moved, shared or cut"
+                f"the first {staged} pages of each lane of row {row} are in CPU memory; load them "
+                "into the arena before they are shared, moved or cut"
             )
 
     def check(self) -> None:
-        """Prove that lanes name exactly the pages their slots need.
+        """Check that every lane has exactly the pages that its slots need.
 
         Raises:
-            InvariantError: one names more, fewer, or has a gap.
+            InvariantError: a lane has too many or too few pages, or a gap.
         """
         needed = -(-self.num_slots // self.group.page_class.tokens)
         held = np.count_nonzero(self.pages != NO_PAGE, axis=2)
@@ -210,7 +212,7 @@ class LaneTable:
             raise InvariantError(f"group {self.group.name!r}: pages do not match slots")
 
     def drain_changes(self) -> NDArray[np.int64]:
-        """Flat indices into `pages` changed since the last call: all that a device must copy."""
+        """Return and clear the flat indices into `pages` that changed since the last call."""
         changed = np.concatenate(self._changed) if self._changed else np.empty(0, dtype=np.int64)
         self._changed.clear()
         return np.unique(changed)
@@ -237,25 +239,26 @@ class LaneTable:
 
 
 def table_bytes(group: LaneGroup, max_rows: int) -> int:
-    """Bytes that a new `LaneTable` of so many sequences allocates."""
+    """Return the bytes that a new `LaneTable` of `max_rows` sequences allocates."""
     of_one = vars(LaneTable(group, 1)).values()
     return max_rows * sum(array.nbytes for array in of_one if isinstance(array, np.ndarray))
 
 
 def refuse_too_many_rows(layout: CacheLayout, max_rows: int) -> None:
-    """Refuse more rows than the host has memory for, before their page tables are allocated.
+    """Refuse more rows than CPU memory has space for, before page tables are allocated.
 
     Args:
         layout: lane groups of every sequence.
-        max_rows: sequences at once: those of a batch, and those its batcher keeps beside it.
+        max_rows: maximum number of concurrent sequences: of a batch, and those that the batcher
+            holds in addition.
 
     Raises:
-        ConfigError: the page tables would be larger than the free host memory.
+        ConfigError: the page tables would be larger than the free CPU memory.
     """
     needed_bytes = sum(table_bytes(group, max_rows) for group in layout.groups)
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         raise ConfigError(
-            f"page tables of {max_rows:,} sequences take {format_size(needed_bytes)} of host "
+            f"page tables of {max_rows:,} sequences need {format_size(needed_bytes)} of CPU "
             f"memory, of which {format_size(free_bytes)} are free; lower --max-num-seqs"
         )

@@ -1,15 +1,15 @@
-"""Where the bytes of a KV memory are, by what they are good for: measured alike for every store.
+"""KV memory waste: the bytes of a KV memory by use, defined equally for every store.
 
     total     live | hidden | empty | reserved | cached | borders | free
-              ^ slots a query can still see            ^ slabs no page covers
+              ^ slots a query can attend to            ^ slab bytes that no page covers
 
-    hidden    slots behind their lane's window that are still held
-    empty     internal fragmentation: slots without a token, and padding, in pages that tables name
-    reserved  pages kept aside for a lane: the rest of a run, or of a ring
-    cached    pages that only the prefix index refers to
+    hidden    slots outside their lane's window that are still allocated
+    empty     internal fragmentation: slots without a token, and padding, in pages of page tables
+    reserved  pages reserved for a lane: the rest of a run, or of a ring
+    cached    pages that only the prefix index references
 
-A shared page counts once. External fragmentation is a property of what is free: 1 - the largest
-piece a lane could take / all that is free.
+A shared page counts once. External fragmentation is 1 - the largest contiguous allocation that one
+lane could make / all free bytes.
 
 Source: the kinds of waste follow papers/001 and PagedAttention (Kwon et al. 2023, figures 2 and 3).
 """
@@ -24,22 +24,23 @@ from quire.kv.stores.base import Demand
 from quire.kv.tables import NO_PAGE, LaneTable, Rows
 from quire.layout.pages import PageClass
 
-ENTRY_BYTES = 4  # of a page number, a first position or a count, as tables keep them
+ENTRY_BYTES = 4  # bytes of a page number, a first position or a count in a table
 Slots = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waste:
-    """Bytes at one moment. The seven kinds add up to `total_bytes`.
+    """Bytes of a KV memory by use at one time. The seven kinds add up to `total_bytes`.
 
     Attributes:
-        total_bytes: the arena.
+        total_bytes: size of the arena.
         live_bytes, hidden_bytes, empty_bytes, reserved_bytes, cached_bytes, border_bytes,
             free_bytes: see the module.
-        largest_free_bytes: the largest piece of what is free that one lane could take.
-        num_copies, copied_bytes: lanes copied because they grew, since the start.
-        table_bytes: table entries of running sequences, outside the arena: number and first
-            position of each page, two counts of each lane.
+        largest_free_bytes: the largest free allocation that one lane could make.
+        num_copies: number of lanes copied because they grew, since the start.
+        copied_bytes: bytes of these copies.
+        table_bytes: table entries of live sequences, outside the arena: number and first position
+            of each page, two counts of each lane.
     """
 
     total_bytes: int
@@ -57,27 +58,27 @@ class Waste:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes nobody else can have: all but the free ones and the cache, which gives way."""
+        """Bytes that new sequences cannot use: all except free bytes and the evictable cache."""
         return self.total_bytes - self.free_bytes - self.cached_bytes
 
     @property
     def waste_fraction(self) -> float:
-        """Part of the allocated bytes that no query can see; 0 where nothing is allocated."""
+        """Fraction of the allocated bytes that no query can attend to; 0 if none are allocated."""
         return _share(self.allocated_bytes - self.live_bytes, self.allocated_bytes)
 
     @property
     def internal_fragmentation(self) -> float:
-        """Part of the allocated bytes that are empty slots or padding."""
+        """Fraction of the allocated bytes that are empty slots or padding."""
         return _share(self.empty_bytes, self.allocated_bytes)
 
     @property
     def external_fragmentation(self) -> float:
-        """Part of the free bytes outside of the largest piece; 0 where nothing is free."""
+        """Fraction of the free bytes outside the largest free allocation; 0 if none are free."""
         return _share(self.free_bytes - self.largest_free_bytes, self.free_bytes)
 
     @property
     def table_fraction(self) -> float:
-        """Bytes of tables by bytes allocated."""
+        """Bytes of tables divided by allocated bytes."""
         return _share(self.table_bytes, self.allocated_bytes)
 
 
@@ -86,7 +87,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def measure_waste(memory: KVMemory) -> Waste:
-    """Look at every table entry of the sequences that run; cost O(pages)."""
+    """Measure waste from all table entries of live sequences; cost O(pages)."""
     kinds = np.zeros(5, dtype=np.int64)
     for page_class in memory.pools:
         kinds += _by_class(memory, page_class)
@@ -109,7 +110,7 @@ def measure_waste(memory: KVMemory) -> Waste:
 
 
 def _by_class(memory: KVMemory, page_class: PageClass) -> Slots:
-    """Bytes of pages of a class: live, hidden, empty, reserved, cached."""
+    """Return the bytes of pages of a class: live, hidden, empty, reserved, cached."""
     used = memory.pools[page_class].num_used
     low = np.full(len(memory.pools[page_class].ref_counts), page_class.tokens)
     high = np.full(len(low), NO_PAGE)
@@ -129,7 +130,7 @@ def _by_class(memory: KVMemory, page_class: PageClass) -> Slots:
 
 
 def _mark_slots(table: LaneTable, rows: Rows, lengths: Slots, ends: tuple[Slots, Slots]) -> None:
-    """Note for each page the first slot that some row can see, and the end of those it holds."""
+    """Update, per page, the first slot that a row can attend to and the end of its live slots."""
     per_page, window = table.group.page_class.tokens, table.group.window
     block = table.pages[rows]
     index, lane, column = np.nonzero(block != NO_PAGE)
@@ -154,21 +155,21 @@ def _table_bytes(memory: KVMemory) -> int:
 
 
 def sequences_that_fit(memory: KVMemory, tokens: int) -> int:
-    """How many more sequences could begin with `tokens` tokens now, beside all that run.
+    """Return how many more sequences of `tokens` tokens could start now.
 
-    At most as many as there are rows free. The difference to `free_bytes` by bytes of a sequence is
-    what external fragmentation costs.
+    Bounded by the number of free rows. External fragmentation costs the difference between this and
+    `free_bytes` divided by the bytes of a sequence.
     """
     free_rows = np.setdiff1d(np.arange(len(memory.lengths)), memory.live_rows)
     low, high = 0, len(free_rows) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = memory.placement.can_give(_beginnings(memory, free_rows[:middle], tokens))
+        fits = memory.placement.can_give(_start_demands(memory, free_rows[:middle], tokens))
         low, high = (middle, high) if fits else (low, middle)
     return low
 
 
-def _beginnings(memory: KVMemory, rows: Rows, tokens: int) -> list[Demand]:
+def _start_demands(memory: KVMemory, rows: Rows, tokens: int) -> list[Demand]:
     demands = []
     for table in memory.tables.values():
         shape = (len(rows), table.group.num_lanes)

@@ -1,7 +1,4 @@
-"""Rows whose pages come all at once: a copy of another row, or rows brought back from elsewhere.
-
-What stores do whose pages have one holder each: nothing is shared, every row gets its own pages.
-"""
+"""Fork and swap in for stores without page sharing: every row gets its own copy of all pages."""
 
 from collections.abc import Mapping
 
@@ -19,18 +16,18 @@ from quire.kv.tables import Rows
 def add_pages(
     memory: KVMemory, rows: Rows, counts: Mapping[str, NDArray[np.int32]]
 ) -> dict[str, PageNumbers]:
-    """Append pages to lanes, all or nothing; their caller fills them and counts their slots.
+    """Append pages to lanes, all or none; the caller writes them and sets the slot counts.
 
     Args:
-        memory: holds the rows.
+        memory: the KV memory that holds the rows.
         rows: [rows] distinct row numbers.
-        counts: group name -> [rows, lanes] pages.
+        counts: group name -> [rows, lanes] number of pages.
 
     Returns:
         Pages of each group, row by row, lane by lane.
 
     Raises:
-        OutOfPages: nothing was changed.
+        OutOfPages: too few free pages; nothing changed.
     """
     memory.placement.reserve(_demands(memory, rows, counts), memory.store)
     added = {}
@@ -48,10 +45,10 @@ def _demands(memory: KVMemory, rows: Rows, counts: Mapping[str, NDArray[np.int32
 
 
 def copy_row(memory: KVMemory, row: int) -> int:
-    """Start a sequence equal to `row` in pages of its own.
+    """Start a sequence equal to `row` with copies of all its pages.
 
     Raises:
-        OutOfPages: no row, or no pages for the copy; nothing was changed.
+        OutOfPages: no free row, or too few free pages for the copy; nothing changed.
     """
     copy = memory.start(memory.statistics_of(row))
     rows = np.array([copy])
@@ -71,10 +68,10 @@ def copy_row(memory: KVMemory, row: int) -> int:
 
 
 def restore_rows(memory: KVMemory, swapped: Swapped) -> list[int]:
-    """Start sequences from what was stored of them; return their rows, in order.
+    """Start sequences from their stored pages; return their rows, in order.
 
     Raises:
-        OutOfPages: no rows or no pages; nothing was changed.
+        OutOfPages: too few free rows or pages; nothing changed.
     """
     rows = np.array([memory.start(sequence.statistics) for sequence in swapped.sequences])
     try:
@@ -88,7 +85,7 @@ def restore_rows(memory: KVMemory, swapped: Swapped) -> list[int]:
 
 
 def can_place(memory: KVMemory, swapped: Swapped) -> bool:
-    """Whether `restore_rows` would find pages for what was stored; there are rows enough."""
+    """Return whether enough pages are free for `restore_rows`; enough rows must be free."""
     free_rows = np.setdiff1d(np.arange(len(memory.lengths)), memory.live_rows)
     rows = free_rows[: len(swapped.sequences)]
     return memory.placement.can_give(_demands(memory, rows, _stored_counts(memory, swapped)))
@@ -102,10 +99,10 @@ def _stored_counts(memory: KVMemory, swapped: Swapped) -> dict[str, NDArray[np.i
 
 
 def add_stored(memory: KVMemory, rows: Rows, swapped: Swapped) -> None:
-    """Put what was stored of sequences behind what `rows` hold, in pages of their own.
+    """Append the stored pages of sequences to `rows`, in newly allocated pages.
 
     Raises:
-        OutOfPages: no pages; nothing was changed.
+        OutOfPages: too few free pages; nothing changed.
     """
     held = {name: table.num_pages[rows] for name, table in memory.tables.items()}
     shapes = swapped.sequences
@@ -118,8 +115,8 @@ def add_stored(memory: KVMemory, rows: Rows, swapped: Swapped) -> None:
         swapped.stored.load(memory, pages)
     except BaseException:
         for name, table in memory.tables.items():
-            for row, kept in zip(rows, held[name], strict=True):
-                memory.placement.take_back(table, table.cut(int(row), kept))
+            for row, num_pages in zip(rows, held[name], strict=True):
+                memory.placement.take_back(table, table.cut(int(row), num_pages))
         raise
     for row, sequence in zip(rows, shapes, strict=True):
         for name, lanes in sequence.lanes.items():
@@ -133,7 +130,7 @@ def add_stored(memory: KVMemory, rows: Rows, swapped: Swapped) -> None:
 
 
 def repack_runs(memory: KVMemory, row: int) -> None:
-    """Move the runs of a sequence together, if it is alone; beside others it stays where it is."""
+    """Move the runs of the only live sequence together; do nothing if there are other sequences."""
     if len(memory.live_rows) > 1:
         return
     rows = np.array([row])
@@ -145,7 +142,7 @@ def repack_runs(memory: KVMemory, row: int) -> None:
     }
     for table in memory.tables.values():
         memory.placement.close(table, rows, table.clear(rows))
-    pages = add_pages(memory, rows, counts)  # an arena with nobody else in it holds them
+    pages = add_pages(memory, rows, counts)  # always fits: the arena holds no other sequence
     for name, table in memory.tables.items():
         memory.store.write_pages(table.group.page_class, pages[name], payloads[name])
         table.num_slots[row] = slots[name]

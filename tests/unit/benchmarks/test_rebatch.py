@@ -151,7 +151,7 @@ def test_shaping_may_end_out_of_memory_and_says_so():
 
     run = run_arm(Models.of("tiny"), load, SHAPING, 4, config)
 
-    assert "raise it, or use a batcher that leaves no holes" in run.ended
+    assert "raise capacity_tokens, or use a batcher without empty columns" in run.ended
     assert 0 < run.answered < 1
 
 

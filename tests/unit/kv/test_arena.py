@@ -59,7 +59,7 @@ def test_an_arena_below_one_slab_is_refused_with_bytes_needed_and_there():
 def test_an_arena_below_one_token_of_a_sequence_is_refused_with_bytes_needed_and_there():
     group = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1, 2))  # 128 B pages
 
-    with pytest.raises(ConfigError, match=r"256 B holds not one token .*: 384 B are needed"):
+    with pytest.raises(ConfigError, match=r"256 B cannot hold one token .*: 384 B are needed"):
         KVMemory(CacheLayout((group,)), 256, 1)
     assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
 

@@ -286,5 +286,5 @@ def test_a_slot_that_shares_its_scales_is_never_moved():
     page_class = kv.memory.layout.groups[0].page_class
     place = np.array([0], dtype=np.int32), np.array([1])
 
-    with pytest.raises(InvariantError, match="slots of pages in int4_page cannot move alone"):
+    with pytest.raises(InvariantError, match="slots of pages in int4_page cannot move"):
         kv.store.move_slots(page_class, place, place)

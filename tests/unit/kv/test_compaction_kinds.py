@@ -172,7 +172,7 @@ def test_pages_are_not_cut_where_they_leave_whole():
     memory = memory_of()
     row = row_of(memory, 10)
 
-    with pytest.raises(ConfigError, match="pages leave whole or stay"):
+    with pytest.raises(ConfigError, match="expected whole pages to be retained or evicted"):
         compact(memory, row, "oxoooooooo", Kind.DROP_PAGES)
 
     memory.check()
@@ -236,7 +236,7 @@ def test_a_broken_slot_map_is_refused_before_anything_is_written():
     broken = replace(plan, moves=replace(plan.moves, target=plan.moves.target + 1))
     before = memory.store.arena.tobytes()
 
-    with pytest.raises(InvariantError, match="writes over a slot that stays"):
+    with pytest.raises(InvariantError, match="overwrites a retained slot"):
         commit_compaction(memory, broken)
 
     assert memory.store.arena.tobytes() == before

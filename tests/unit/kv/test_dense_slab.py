@@ -323,7 +323,7 @@ def test_a_full_host_refuses_a_row_and_changes_nothing():
     slab = DenseSlab(SHAPE, 1, 4, meter=meter)
     feed(slab, [1], [2])
 
-    with pytest.raises(HostPoolFull, match=r"144 B more within 100 B of host memory, 0 B are"):
+    with pytest.raises(HostPoolFull, match=r"144 B more within 100 B of CPU memory, 0 B are"):
         slab.extract(0, CPU, host)
 
     assert host.used_bytes == 0

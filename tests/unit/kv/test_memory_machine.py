@@ -26,11 +26,11 @@ from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
 from quire.kv.sharing import (
     CachedReference,
-    borrow,
     fork,
     reference_pages,
     reference_statistics,
     release_reference,
+    start_from_references,
 )
 from quire.kv.stored_sequences import Swapped
 from quire.kv.swap import swap_in, swap_out
@@ -351,7 +351,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cached_references)
     @rule(pick=SEEDS, used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS, lender=SEEDS)
-    def borrow(self, pick, used, kind, lender):
+    def start_from_cached(self, pick, used, kind, lender):
         """Statistics come from a row of that length, if there is one and it has lost nothing."""
         cached_reference, prefix = self.cached_references[pick % len(self.cached_references)]
         lenders = [
@@ -369,7 +369,8 @@ class MemoryMachine(RuleBasedStateMachine):
         fits = len(self.rows) < MAX_ROWS and self.memory.fits(pages)
 
         row = self.attempt(
-            lambda: borrow(self.memory, [cached_reference], snapshot, used=used), fits
+            lambda: start_from_references(self.memory, [cached_reference], snapshot, used=used),
+            fits,
         )
 
         if row is not None:

@@ -15,10 +15,10 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.token_precision import records_of
 from quire.kv.lane_reader import LaneReader
 from quire.kv.sharing import (
-    borrow,
     reference_pages,
     reference_statistics,
     referenced_statistics_pages,
+    start_from_references,
 )
 from unit.kv.full_precision_account import CPU, PAGE, WINDOW, Checked, play
 
@@ -106,7 +106,7 @@ def test_a_prefix_is_lent_without_records_and_borrowed_with_blank_ones():
 
     assert set(statistics.pages) == {"full.kept", f"window_{WINDOW}.kept"}
     assert free_bytes - checked.memory.free_bytes == copied
-    borrower = borrow(
+    borrower = start_from_references(
         checked.memory, [reference_pages(checked.memory, row, 0, 2 * PAGE)], statistics
     )
     assert (held(checked, borrower) == -1).all()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.sharing import borrow, fork, reference_pages, release_reference
+from quire.kv.sharing import fork, reference_pages, release_reference, start_from_references
 from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import (
     drop_pages,
@@ -180,7 +180,7 @@ def test_a_fork_without_a_free_row_changes_nothing():
     memory = one_group(max_rows=1)
     row = started(memory, 10)
 
-    with pytest.raises(OutOfPages, match="all 1 rows are taken"):
+    with pytest.raises(OutOfPages, match="all 1 rows are in use"):
         fork(memory, row)
 
     memory.check()
@@ -193,7 +193,10 @@ def test_a_loan_outlives_its_sequence_and_starts_others():
     memory.release([row])
     assert used_pages(memory) == 4
 
-    first, second = borrow(memory, [cached_reference]), borrow(memory, [cached_reference])
+    first, second = (
+        start_from_references(memory, [cached_reference]),
+        start_from_references(memory, [cached_reference]),
+    )
     memory.store.poison_free(memory)
     grow(memory, first, 1)
 
@@ -212,7 +215,7 @@ def test_a_borrowed_prefix_begins_with_zero_statistics():
     row = started(memory, 12, name="sums")
     cached_reference = reference_pages(memory, row, 0, 12)
 
-    borrower = borrow(memory, [cached_reference])
+    borrower = start_from_references(memory, [cached_reference])
 
     assert keys(memory, borrower, name="sums") == [0] * 12
     assert keys(memory, row, name="sums") == list(range(12))
@@ -228,7 +231,7 @@ def test_room_for_all_statistics_groups_of_one_class_is_checked_before_borrowing
     assert 4 <= free_pages < 8  # one group would fit
 
     with pytest.raises(OutOfPages, match="statistics"):
-        borrow(memory, [cached_reference])
+        start_from_references(memory, [cached_reference])
 
     assert memory.num_free_rows == 4
     memory.pools[SUMS_CLASS].release(blocker)
@@ -274,9 +277,9 @@ def test_a_loan_is_returned_once_and_not_used_after():
     assert other.key != cached_reference.key
     for act in (
         release_reference,
-        lambda memory, cached_reference: borrow(memory, [cached_reference]),
+        lambda memory, cached_reference: start_from_references(memory, [cached_reference]),
     ):
-        with pytest.raises(InvariantError, match="returned already"):
+        with pytest.raises(InvariantError, match="was released before"):
             act(memory, cached_reference)
     memory.check()
 
@@ -300,7 +303,7 @@ def test_the_arena_peak_counts_copies_of_forks_and_borrowed_statistics():
 
     fork(memory, row)
     assert memory.arena_peak_bytes == 3 * 128 + 4 * 512
-    borrow(memory, [reference_pages(memory, row, 0, 12)])
+    start_from_references(memory, [reference_pages(memory, row, 0, 12)])
 
     assert memory.arena_peak_bytes == 3 * 128 + 6 * 512
 
@@ -310,5 +313,5 @@ def test_an_unaccounted_reference_is_noticed():
     row = started(memory, 8)
     memory.pools[KV.page_class].retain(memory.tables["kv"].row_pages(row))
 
-    with pytest.raises(InvariantError, match="referenced otherwise than counted"):
+    with pytest.raises(InvariantError, match="differ from the references"):
         memory.check()

@@ -64,12 +64,12 @@ SOUND = fill_holes(mask("oxoxo", "ooooo"))  # slot 4 into slot 1
     ("broken", "message"),
     [
         (no_moves(), "leaves a hole"),
-        (replace(SOUND, source=np.array([3])), "one that leaves"),
-        (replace(SOUND, source=np.array([5])), "not there"),
-        (replace(SOUND, target=np.array([-1])), "not there"),
-        (replace(SOUND, target=np.array([2])), "writes over a slot that stays"),
+        (replace(SOUND, source=np.array([3])), "an evicted slot"),
+        (replace(SOUND, source=np.array([5])), "do not exist"),
+        (replace(SOUND, target=np.array([-1])), "do not exist"),
+        (replace(SOUND, target=np.array([2])), "overwrites a retained slot"),
         (replace(SOUND, target=np.array([3])), "leaves a hole"),
-        (replace(SOUND, lane=np.array([1])), "writes over a slot that stays"),
+        (replace(SOUND, lane=np.array([1])), "overwrites a retained slot"),
         (
             SlotMoves(*(np.repeat(part, 2) for part in (SOUND.lane, SOUND.source, SOUND.target))),
             "moves a slot twice",
@@ -94,11 +94,11 @@ def test_the_last_page_of_a_lane_has_the_slots_it_has():
     keep = mask("oooooxx", "xxxxooo")
 
     assert retained_pages(keep, counts([5, 7]), 4).tolist() == [[True, True], [False, True]]
-    with pytest.raises(ConfigError, match="of page 1 of lane 0 1 of 2 slots stay"):
+    with pytest.raises(ConfigError, match="page 1 of lane 0 with 1 of 2 slots retained"):
         retained_pages(keep, counts([6, 7]), 4)
 
 
 @pytest.mark.parametrize("text", ["xooooooo", "ooxooooo", "ooooooox"])
 def test_a_page_is_not_cut(text):
-    with pytest.raises(ConfigError, match="3 of 4 slots stay"):
+    with pytest.raises(ConfigError, match="3 of 4 slots retained"):
         retained_pages(mask(text), counts([8]), 4)

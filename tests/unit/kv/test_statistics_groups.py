@@ -7,7 +7,13 @@ from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.ledger import extents_of, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
-from quire.kv.sharing import borrow, fork, reference_pages, reference_statistics, release_reference
+from quire.kv.sharing import (
+    fork,
+    reference_pages,
+    reference_statistics,
+    release_reference,
+    start_from_references,
+)
 from quire.kv.stores.registry import STORES, placement_maker
 from quire.kv.stores.runs import LaneLimits
 from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
@@ -206,7 +212,7 @@ def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
     memory.release([row])
     memory.store.poison_free(memory)
 
-    borrower = borrow(memory, [cached_reference], statistics)
+    borrower = start_from_references(memory, [cached_reference], statistics)
 
     assert memory.statistics_of(borrower) == NAMES
     for name, count in (("kv.sums", 8), ("kv.ring", 3)):
@@ -227,7 +233,7 @@ def test_a_borrower_uses_its_own_groups_whatever_is_lent(used):
     )
     pages = used_pages(memory)
 
-    borrower = borrow(memory, [cached_reference], statistics, used=used)
+    borrower = start_from_references(memory, [cached_reference], statistics, used=used)
 
     assert memory.statistics_of(borrower) == used
     for name in used:
@@ -252,7 +258,7 @@ def test_statistics_of_another_length_are_no_beginning():
     )
 
     with pytest.raises(InvariantError, match="statistics at 8 for a prefix of 4"):
-        borrow(memory, [cached_reference], statistics)
+        start_from_references(memory, [cached_reference], statistics)
 
     assert memory.live_rows.tolist() == [row]
     memory.check()
@@ -285,7 +291,7 @@ def test_a_tail_is_not_put_behind_a_head_with_statistics():
     swapped = swap_out(memory, [started(memory, 10, ())], keep_from=4)
     row = started(memory, 4)
 
-    with pytest.raises(ConfigError, match="no statistics of the tail"):
+    with pytest.raises(ConfigError, match="no statistics of the stored tail"):
         append_tail(memory, row, swapped)
 
 
@@ -295,8 +301,8 @@ def test_a_tail_is_not_put_behind_a_head_with_statistics():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("kv.sums", -1, "other slots than 'kv'"),
-        ("kv.ring", 1, "not 3 records"),
+        ("kv.sums", -1, "slot counts differ from group 'kv'"),
+        ("kv.ring", 1, "expected 3 records"),
     ],
 )
 def test_records_that_are_not_there_are_noticed(name, change, message):

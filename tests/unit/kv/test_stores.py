@@ -135,7 +135,7 @@ def test_a_maximum_run_lies_still_and_is_reserved_from_the_first_token_on():
     expected = first[:, None] + np.arange(10)
     assert (memory.tables["full"].pages[row, :, :10] == expected).all()
     assert memory.placement.num_copies == 0
-    with pytest.raises(OutOfPages, match="longer than the runs of this store"):
+    with pytest.raises(OutOfPages, match="longer than the longest run of this store"):
         grow(memory, row, 1)
 
 
@@ -230,7 +230,7 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
 
     with pytest.raises(UnsoundCombination, match="use the store 'paged'"):
         reference_pages(memory, row, 0, 8)
-    with pytest.raises(ConfigError, match=r"keeps slots in order.*'paged'"):
+    with pytest.raises(ConfigError, match=r"are ordered and cannot be moved.*'paged'"):
         drop_pages(memory, row, [0], name="full")
     with pytest.raises(
         UnsoundCombination, match=r"a cached prefix would keep .* use the store 'paged'"

@@ -185,7 +185,9 @@ def test_a_tail_that_does_not_fit_or_does_not_follow_changes_nothing():
     swapped = swap_out(memory, [started(memory, 20)], keep_from=8)
     row = started(memory, 4)
 
-    with pytest.raises(ConfigError, match=f"follows 8 tokens, row {row} holds 4"):
+    with pytest.raises(
+        ConfigError, match=f"expected 8 tokens in every lane of row {row} .* got a row of 4"
+    ):
         append_tail(memory, row, swapped)
     with pytest.raises(ConfigError, match="append_tail"):
         swap_in(memory, swapped)
@@ -247,7 +249,7 @@ def test_only_one_sequence_is_split_at_a_time():
     memory = one_group()
     rows = [started(memory, 12), started(memory, 12)]
 
-    with pytest.raises(ConfigError, match="takes one row"):
+    with pytest.raises(ConfigError, match="expected one row"):
         swap_out(memory, rows, keep_from=8)
 
 
@@ -255,7 +257,7 @@ def test_rows_that_are_not_open_stay_where_they_are_and_nothing_is_held():
     memory, pool = one_group(), HostPool(1024)
     row = started(memory, 4)
 
-    with pytest.raises(InvariantError, match="named twice"):
+    with pytest.raises(InvariantError, match="given twice"):
         swap_out(memory, [row, row], pool)
 
     assert pool.used_bytes == 0

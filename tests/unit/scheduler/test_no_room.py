@@ -50,7 +50,7 @@ def test_a_request_enters_without_its_cached_prefix_or_waits_where_statistics_la
     def without_pages(sequence_memory, request, lease):
         if not promoted:
             promoted.append(request)
-            raise OutOfPages("no pages for the statistics of a borrowed prefix")
+            raise OutOfPages("too few free pages for the statistics of a cached prefix")
         enter(sequence_memory, request, lease)
 
     monkeypatch.setattr(SequenceMemory, "allocate", without_pages)

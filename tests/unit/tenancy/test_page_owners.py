@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kv.memory import KVMemory
-from quire.kv.sharing import borrow, fork, reference_pages
+from quire.kv.sharing import fork, reference_pages, start_from_references
 from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import EvictionSpec
@@ -45,7 +45,10 @@ def test_pages_that_a_tenants_forks_share_count_once():
 def test_a_shared_prefix_is_nobodys_while_requests_read_it():
     memory = one_group(max_rows=8)
     cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
-    rows = [borrow(memory, [cached_reference]), borrow(memory, [cached_reference])]
+    rows = [
+        start_from_references(memory, [cached_reference]),
+        start_from_references(memory, [cached_reference]),
+    ]
     for row in rows:
         grow(memory, row, 3)
     pages = memory.cached_references[cached_reference.key]
@@ -60,7 +63,10 @@ def test_a_shared_prefix_is_nobodys_while_requests_read_it():
 def test_the_first_pages_of_a_row_can_be_public():
     memory = one_group(max_rows=8, num_lanes=2)
     cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
-    rows = [borrow(memory, [cached_reference]), borrow(memory, [cached_reference])]
+    rows = [
+        start_from_references(memory, [cached_reference]),
+        start_from_references(memory, [cached_reference]),
+    ]
     for row in rows:
         grow(memory, row, 3)
     alone = started(memory, 8)  # nobody else holds its pages: it is no shared prefix yet

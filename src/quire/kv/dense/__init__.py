@@ -1,1 +1,1 @@
-"""KV of a batch side by side, padded to its longest row: a store for attention without pages."""
+"""Dense KV of a batch, padded to its longest row, for attention without pages."""

@@ -1,9 +1,9 @@
-"""Prompts read right into the rows of a slab that they will have: nothing lies beside it.
+"""Prefill directly into rows of a slab, without a temporary KV tensor.
 
 column        lo            hi         capacity
-row 2:        a b c d e f g h            reading: from the first column on, pads behind
+row 2:        a b c d e f g h            prefill: left-aligned, padding after the tokens
 row 3:        i j k l m . . .
-row 3:        . . . i j k l m            held: to the last column, as every row of a slab
+row 3:        . . . i j k l m            after `hold`: right-aligned, as all rows of a slab
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from quire.kv.dense.window import Window
 
 
 class SlabRows:
-    """Empty rows of a slab, as a slab of their own while prompts are read.
+    """Empty rows of a slab, used as a separate slab during prefill.
 
     Args:
-        slab: whose rows; it must not change before `hold`.
-        first: of the rows.
-        rows: how many, one behind the other.
-        columns: of the longest prompt.
+        slab: the slab; it must not change before `hold`.
+        first: first row.
+        rows: number of consecutive rows.
+        columns: tokens of the longest prompt.
 
     Attributes:
-        rows: as given.
-        window: columns read so far.
+        rows: number of rows.
+        window: columns prefilled so far.
     """
 
     def __init__(self, slab: DenseSlab, first: int, rows: int, columns: int) -> None:
@@ -39,8 +39,8 @@ class SlabRows:
         self._pads: Bool[Tensor, "row column"] | None = None
 
     def begin(self, counts: Sequence[int], columns: int, *, at_start: bool = True) -> None:
-        """A chunk begins: so many new tokens of each row, pads behind them."""
-        assert at_start, "prompts are read from their first column on"
+        """Begin a chunk with `counts` new tokens per row, padded at the end."""
+        assert at_start, "prompts are prefilled left-aligned"
         device = self._slab.positions.device
         offset, count = torch.arange(columns, device=device), torch.tensor(counts, device=device)
         self._new_columns = columns
@@ -52,7 +52,7 @@ class SlabRows:
         keys: Float[Tensor, "rows head column key_dim"],
         values: Float[Tensor, "rows head column value_dim"],
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new columns; views of all that was read, nothing is copied."""
+        """Write a layer's new columns; return views (no copies) of all prefilled columns."""
         tensors, hi = self._slab.tensors, self.window.hi + self._new_columns
         new, seen = slice(self.window.hi, hi), slice(self.window.lo, hi)
         tensors.write(layer, keys, values, new, self._pads, self._rows)
@@ -62,12 +62,12 @@ class SlabRows:
         )
 
     def end(self) -> None:
-        """The chunk is over."""
+        """End the chunk: its columns are in use."""
         self.window.hi += self._new_columns
         self._new_columns, self._pads = 0, None
 
     def hold(self, lengths: Sequence[int]) -> None:
-        """All was read: each row's tokens move behind its pads, and the slab knows of them."""
+        """Right-align each row's tokens after the prefill and register the rows in the slab."""
         lo, hi = self.window.lo, self.window.hi
         for row, tokens in enumerate(lengths, self._rows.start):
             only = slice(row, row + 1)

@@ -1,4 +1,4 @@
-"""Counts bytes that are held now and were held at most; refuses more than a limit."""
+"""A byte counter with current use, peak use and a limit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ from quire.errors import HostPoolFull
 
 
 class ByteMeter:
-    """Bytes of one memory.
+    """Byte counter of one memory (device or CPU).
 
     Attributes:
-        limit_bytes: most that may be held; None: any.
-        used_bytes: held now.
-        peak_bytes: most that were held at once.
+        limit_bytes: maximum bytes in use; None for no limit.
+        used_bytes: bytes in use.
+        peak_bytes: peak of `used_bytes`.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -20,26 +20,26 @@ class ByteMeter:
         self.used_bytes = self.peak_bytes = 0
 
     def can_take(self, num_bytes: int) -> bool:
-        """Whether so many more are within the limit."""
+        """Return whether `num_bytes` more bytes are within the limit."""
         return self.limit_bytes is None or self.used_bytes + num_bytes <= self.limit_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Hold so many more.
+        """Add `num_bytes` to the bytes in use.
 
         Raises:
-            HostPoolFull: they would pass the limit; nothing was changed.
+            HostPoolFull: the limit would be exceeded; nothing changed.
         """
         if not self.can_take(num_bytes):
             raise HostPoolFull(
-                f"expected {num_bytes:,} B more within {self.limit_bytes:,} B of host memory, "
-                f"{self.used_bytes:,} B are taken: raise swap_space"
+                f"expected {num_bytes:,} B more within {self.limit_bytes:,} B of CPU memory, "
+                f"{self.used_bytes:,} B are in use: raise swap_space"
             )
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     @contextmanager
     def taking(self, num_bytes: int) -> Iterator[None]:
-        """Hold so many more, unless making them fails.
+        """Count `num_bytes` as in use; undo this if the body of the `with` block raises.
 
         Raises:
             HostPoolFull: see `take`.
@@ -52,5 +52,5 @@ class ByteMeter:
             raise
 
     def give(self, num_bytes: int) -> None:
-        """Hold so many fewer."""
+        """Subtract `num_bytes` from the bytes in use."""
         self.used_bytes -= num_bytes

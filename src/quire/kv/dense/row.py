@@ -9,19 +9,19 @@ from torch import Tensor
 
 from quire.kv.dense.meter import ByteMeter
 
-# What a token takes in each layer of a dense cache: heads, dimensions, bytes.
+# The shape of a token in each layer of a dense cache: heads, dimensions, bytes.
 
 POSITION_BYTES = 4
-"""Of a slot's logical position in a slab."""
+"""Bytes of a slot's logical position in a slab."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer's keys and values of one token.
+    """Shape of one token's keys and values in one layer.
 
     Attributes:
-        num_kv_heads: heads that are cached.
-        key_dim, value_dim: numbers of a head; not the same in some models.
+        num_kv_heads: number of KV heads.
+        key_dim, value_dim: elements of a key and of a value per head; they differ in some models.
     """
 
     num_kv_heads: int
@@ -30,18 +30,18 @@ class LayerShape:
 
     @property
     def numbers(self) -> int:
-        """Numbers of a token."""
+        """Elements of a token's keys and values."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """All layers of a model.
+    """Shape of the dense KV of a model.
 
     Attributes:
-        layers: from the first to the last.
-        dtype: of keys and values.
-        device: where they lie.
+        layers: shape of each layer, first to last.
+        dtype: type of keys and values.
+        device: device of keys and values.
     """
 
     layers: tuple[LayerShape, ...]
@@ -50,15 +50,18 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
 
     def slab_bytes(self, rows: int, capacity: int) -> int:
-        """A slab of this size: keys, values, positions."""
+        """Return the bytes of a slab of this size: keys, values, positions."""
         return (self.token_bytes + POSITION_BYTES) * rows * capacity
 
     def growing_bytes(self, rows: int, capacity: int) -> int:
-        """Most that is held while a slab comes to this size: a layer's keys are there twice."""
+        """Return the peak bytes while a slab is resized to this size.
+
+        The largest tensor of a layer and the positions exist twice.
+        """
         heads = max(
             found.num_kv_heads * max(found.key_dim, found.value_dim) for found in self.layers
         )
@@ -68,21 +71,21 @@ class KVShape:
 
 # ---- row -----------------------------------------------------------------------------------------
 
-# The KV of one row, taken out of a batch: packed, without pads, in any memory.
+# The KV of one row outside a batch: packed, without padding, in device or CPU memory.
 
 Layer = tuple[Float[Tensor, "head token key_dim"], Float[Tensor, "head token value_dim"]]
 
 
 class RowKV:
-    """Keys and values of a sequence's tokens 0 .. tokens, one pair a layer.
+    """Keys and values of a sequence's first `tokens` tokens, one pair per layer.
 
     Args:
         layers: (keys, values) of each layer.
-        meter: of the memory they lie in; they are counted there already.
+        meter: byte counter of their memory; it already counts them.
 
     Attributes:
-        layers: as given; empty after `free`.
-        tokens: of the sequence.
+        layers: (keys, values) of each layer; empty after `free`.
+        tokens: number of tokens.
     """
 
     def __init__(self, layers: Sequence[Layer], meter: ByteMeter) -> None:
@@ -96,14 +99,14 @@ class RowKV:
         return sum(part.numel() * part.element_size() for pair in self.layers for part in pair)
 
     def lies_in(self, meter: ByteMeter) -> bool:
-        """Whether its bytes are counted there."""
+        """Return whether `meter` counts the bytes of this row."""
         return self._meter is meter
 
     def moved(self, device: torch.device, meter: ByteMeter) -> "RowKV":
-        """The same numbers in another memory; this one is freed.
+        """Copy the row to another memory and free this one.
 
         Raises:
-            HostPoolFull: they do not fit; nothing was changed.
+            HostPoolFull: the row does not fit; nothing changed.
         """
         with meter.taking(self.num_bytes):
             layers = [(keys.to(device), values.to(device)) for keys, values in self.layers]
@@ -111,7 +114,7 @@ class RowKV:
         return RowKV(layers, meter)
 
     def free(self) -> None:
-        """Give the bytes back."""
+        """Free the bytes."""
         self._meter.give(self.num_bytes)
         self.layers = ()
 
@@ -127,13 +130,13 @@ NOTHING = -1
 def padded_positions(
     known: Int[Tensor, " rows"], counts: Sequence[int], columns: int, *, at_start: bool
 ) -> Int[Tensor, "rows column"]:
-    """Positions of new columns, NOTHING for pads.
+    """Return the positions of new columns, NOTHING for padding.
 
     Args:
-        known: tokens that each row has.
-        counts: new ones of each row, at most `columns`.
-        columns: new ones.
-        at_start: a row's tokens are the first of them, else the last.
+        known: current number of tokens of each row.
+        counts: new tokens of each row, at most `columns`.
+        columns: number of new columns.
+        at_start: whether a row's tokens are the first of the new columns, otherwise the last.
     """
     count = torch.tensor(counts, device=known.device)[:, None]
     column = torch.arange(columns, device=known.device)

@@ -1,11 +1,11 @@
-"""A slab: keys and values of a batch, [rows, heads, capacity, head_dim] a layer.
+"""A dense slab: keys and values of a batch, [rows, heads, capacity, head_dim] per layer.
 
 Every row ends at the same column (`quire.kv.dense.window`), so a decode step is one write and one
-attention over a view. What a column of a row holds is said by `positions`, its logical position or
--1: positions are never taken from the column, and keys carry theirs, so columns can be moved, left
-out and left free. Slots that hold no token hold zeros: a weight of 0 times infinity is NaN.
+attention over a view. `positions` gives the logical position of each column of a row, or -1.
+Positions are never derived from columns and keys are stored after RoPE, so columns can be moved,
+skipped and left empty. Slots without a token hold zeros: a weight of 0 times infinity would be NaN.
 
-Sizes are changed layer by layer: there are never two whole slabs.
+The slab is resized layer by layer: two whole slabs never exist at once.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ from quire.kv.dense.window import Window
 
 
 class DenseSlab:
-    """KV of a batch.
+    """Dense KV of a batch.
 
     Args:
-        shape: of a token.
-        rows: sequences, none of them there yet.
-        capacity: columns at the start.
-        meter: counts its bytes.
-        limit: most columns it may grow to; None: any.
-        filler: what slots without a token hold; tests put NaN there to see that nobody reads them.
+        shape: shape of a token.
+        rows: number of rows, initially empty.
+        capacity: initial number of columns.
+        meter: byte counter of the slab's memory.
+        limit: maximum number of columns; None for no limit.
+        filler: value of slots without a token; tests use NaN to detect reads of these slots.
 
     Attributes:
         window: columns in use.
-        positions: [rows, capacity] of each slot's token, or NOTHING.
+        positions: [rows, capacity] logical position of each slot's token, or NOTHING.
         lengths: tokens of each row, which is also its next position.
     """
 
@@ -66,28 +66,28 @@ class DenseSlab:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of keys, values and positions."""
         return self._shape.slab_bytes(self.held_rows, self.window.capacity)
 
     @property
     def held_rows(self) -> int:
-        """Rows there is memory for: those of `take_rows` stay held."""
+        """Allocated rows; `take_rows` does not free rows."""
         return len(self.positions)
 
     # ---- a forward -----------------------------------------------------------------------------
 
     def begin(self, counts: Sequence[int], columns: int, *, at_start: bool = False) -> None:
-        """Make room for new columns; each row's new tokens are the last of them, pads before.
+        """Begin a forward with new columns; each row's new tokens are right-aligned in them.
 
         Args:
             counts: new tokens of each row, at most `columns`.
-            columns: new ones.
-            at_start: a row's tokens are the first of them and pads follow.
+            columns: number of new columns.
+            at_start: left-align the new tokens instead, with padding after them.
 
         Raises:
-            SlabFull: no room within the limit; nothing was changed.
+            SlabFull: the limit would be exceeded; nothing changed.
         """
-        self._make_room(columns)
+        self._ensure_columns(columns)
         lo, hi = self.window.hi, self.window.hi + columns
         self._new_columns, self._pads = columns, None
         if columns == 1 and min(counts) == 1:
@@ -111,7 +111,7 @@ class DenseSlab:
         """Write a layer's new columns.
 
         Returns:
-            Views of all columns in use, the new ones included: nothing is copied.
+            Views (no copies) of all columns in use, the new ones included.
         """
         lo, hi = self.window.hi, self.window.hi + self._new_columns
         rows, used = slice(0, self.rows), slice(self.window.lo, hi)
@@ -119,28 +119,28 @@ class DenseSlab:
         return self.tensors.keys[layer][rows, :, used], self.tensors.values[layer][rows, :, used]
 
     def end(self) -> None:
-        """The forward is over: its columns are in use."""
+        """End the forward: its columns are in use."""
         self.window.hi += self._new_columns
         self._new_columns, self._pads = 0, None
 
     @property
     def new_columns(self) -> int:
-        """Columns of the forward that has begun."""
+        """New columns of the current forward."""
         return self._new_columns
 
     @property
     def seen_positions(self) -> Int[Tensor, "rows column"]:
-        """Positions of all columns that the forward sees, its own at the end."""
+        """Positions of all columns that the forward attends to, its own at the end."""
         return self.positions[: self.rows, self.window.lo : self.window.hi + self._new_columns]
 
     # ---- rows ----------------------------------------------------------------------------------
 
     def embed(self, row: int, kv: RowKV) -> None:
-        """Put a sequence into an empty row, its last token in the last column in use.
+        """Copy a sequence into an empty row, its last token in the last column in use.
 
         Args:
-            row: empty.
-            kv: of the sequence; it can be freed afterwards.
+            row: an empty row.
+            kv: KV of the sequence; it can be freed afterwards.
         """
         if self._starts[row] is not None:
             raise InvariantError(f"row {row} of the slab holds a sequence already")
@@ -150,7 +150,7 @@ class DenseSlab:
         self.hold(row, kv.tokens)
 
     def hold(self, row: int, tokens: int) -> None:
-        """An empty row has a sequence's tokens in its last columns in use."""
+        """Register a sequence whose tokens are in the last columns in use of an empty row."""
         columns = slice(self.window.hi - tokens, self.window.hi)
         self.positions[row, columns] = torch.arange(
             tokens, device=self.positions.device, dtype=self.positions.dtype
@@ -158,22 +158,22 @@ class DenseSlab:
         self.lengths[row], self._starts[row] = tokens, columns.start
 
     def clear(self, row: int) -> None:
-        """Forget a row's sequence."""
+        """Remove the sequence of a row."""
         used = slice(self.window.lo, self.window.hi)
         self.tensors.fill(slice(row, row + 1), used)
         self.positions[row, used] = NOTHING
         self.lengths[row], self._starts[row] = 0, None
 
     def extract(self, row: int, device: torch.device, meter: ByteMeter) -> RowKV:
-        """A copy of a row's sequence, packed.
+        """Copy a row's sequence, packed without padding.
 
         Args:
-            row: holds a sequence.
-            device: where the copy lies.
-            meter: counts it.
+            row: a row that holds a sequence.
+            device: device of the copy.
+            meter: byte counter of the copy's memory.
 
         Raises:
-            HostPoolFull: no room for it; nothing was changed.
+            HostPoolFull: the copy does not fit; nothing changed.
         """
         with meter.taking(self.lengths[row] * self._shape.token_bytes):
             return RowKV(self._packed(row, device), meter)
@@ -185,58 +185,58 @@ class DenseSlab:
             self.tensors.view(layer, row, slice(first, last + 1))
             for layer in range(len(self._shape.layers))
         ]
-        if last - first + 1 > len(columns):  # vector shaping leaves holes
+        if last - first + 1 > len(columns):  # vector shaping leaves empty columns between tokens
             inner = columns - first
             views = [(k.index_select(1, inner), v.index_select(1, inner)) for k, v in views]
         return [(k.to(device, copy=True), v.to(device, copy=True)) for k, v in views]
 
     def split(self) -> list[RowKV]:
-        """Rows on their own, each token from column 0 on; the slab is gone."""
+        """Split the slab into rows of packed KV; the slab's memory is freed."""
         found = self.tensors.split(self.lengths)
         self._drop_positions()
         return [RowKV(parts, self._meter) for parts in found]
 
     def free(self) -> None:
-        """Give its bytes back."""
+        """Free the slab's memory."""
         self.tensors.free()
         self._drop_positions()
 
     # ---- sizes ---------------------------------------------------------------------------------
 
     def release_prefix(self) -> None:
-        """Leave out the columns at the front that no row uses: arithmetic, nothing moves."""
+        """Exclude leading columns that no row uses from the window; no data moves."""
         starts = [start for start in self._starts if start is not None]
         self.window.lo = min(starts, default=self.window.hi)
 
     def select(self, rows: Sequence[int | None], width: int = 0) -> None:
-        """Go on with these rows in this order; the slab becomes as tight as the window allows.
+        """Rebuild the slab with these rows in this order, with the smallest possible capacity.
 
         Args:
-            rows: None makes an empty one.
-            width: columns that will be needed at least.
+            rows: old row of each new row; None for an empty row.
+            width: minimum number of columns.
         """
         width = max(width, self.window.width, 1)
         self._rebuild(rows, self.window.new_capacity(width), hi=width)
 
     def take_rows(self, rows: Sequence[int | None]) -> None:
-        """Go on with these rows, in place: nothing is made or given back.
+        """Rearrange the rows in place, without allocating or freeing memory.
 
         Args:
-            rows: in rising order; then None for each empty one, at most `held_rows` in all.
+            rows: old rows in ascending order, then None for each empty row; at most `held_rows`.
         """
-        kept = [row for row in rows if row is not None]
+        retained = [row for row in rows if row is not None]
         used = slice(self.window.lo, self.window.hi)
-        for row, old in enumerate(kept):
+        for row, old in enumerate(retained):
             if row != old:
                 self.tensors.copy(row, old, used)
                 self.positions[row] = self.positions[old]
-        empty = slice(len(kept), len(rows))
+        empty = slice(len(retained), len(rows))
         self.tensors.fill(empty, used)
         self.positions[empty] = NOTHING
         self._keep(rows)
 
     def reach_back(self, columns: int) -> None:
-        """Let at least so many columns be in use, by empty ones at the front."""
+        """Extend the window to at least `columns` columns by adding empty columns at its start."""
         window = self.window
         if not window.width:
             window.lo = window.hi = min(max(columns, window.hi), window.capacity)
@@ -249,7 +249,7 @@ class DenseSlab:
         self.positions[:, first : window.lo] = NOTHING
         window.lo = first
 
-    def _make_room(self, columns: int) -> None:
+    def _ensure_columns(self, columns: int) -> None:
         if self.window.has_room(columns):
             return
         capacity = self.window.capacity_for(columns)
@@ -259,7 +259,7 @@ class DenseSlab:
             self._rebuild(range(self.rows), capacity, hi=self.window.width)
 
     def _move_to(self, hi: int) -> None:
-        """Move the window, in place."""
+        """Move the window in place so that it ends at column `hi`."""
         used, width = slice(self.window.lo, self.window.hi), self.window.width
         shift = hi - used.stop
         self.tensors.move(used.start, used.stop, shift)
@@ -267,7 +267,7 @@ class DenseSlab:
         self._moved(shift, hi)
 
     def _rebuild(self, rows: Sequence[int | None], capacity: int, *, hi: int) -> None:
-        """A slab of another size; the window's last column becomes hi - 1."""
+        """Reallocate the slab with another size; the window's last column becomes hi - 1."""
         width, shift = self.window.width, hi - self.window.hi
         source, target = slice(self.window.lo, self.window.hi), slice(hi - width, hi)
         self.tensors.rebuild(rows, capacity, source, target)

@@ -1,4 +1,4 @@
-"""The numbers of a slab, layer by layer; which columns mean what is the slab's business."""
+"""Key and value tensors of a slab, layer by layer; the slab tracks the meaning of the columns."""
 
 from collections.abc import Sequence
 
@@ -14,16 +14,16 @@ _LEAST_BLOCK = 32  # columns: smaller ones would be many small copies
 
 
 class SlabTensors:
-    """Keys and values, [rows, heads, capacity, dim] a layer, every byte counted.
+    """Key and value tensors, [rows, heads, capacity, dim] per layer, with every byte counted.
 
     Args:
-        shape: of a token.
-        rows, capacity: at the start.
-        meter: counts the bytes.
-        filler: what slots without a token hold.
+        shape: shape of a token.
+        rows, capacity: initial size.
+        meter: byte counter of the tensors' memory.
+        filler: value of slots without a token.
 
     Attributes:
-        keys, values: one tensor a layer.
+        keys, values: one tensor per layer.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SlabTensors:
         pads: Bool[Tensor, "rows column"] | None,
         rows: slice = _ALL,
     ) -> None:
-        """Put columns into a layer; what `pads` marks becomes the filler."""
+        """Write columns of a layer; slots marked in `pads` are set to the filler."""
         for whole, new in ((self.keys[layer], keys), (self.values[layer], values)):
             target = whole[rows, :, columns]
             target.copy_(new)
@@ -63,7 +63,7 @@ class SlabTensors:
             self.values[layer][row, :, columns] = values
 
     def fill(self, rows: slice, columns: slice) -> None:
-        """Put the filler there, in all layers."""
+        """Set slots to the filler, in all layers."""
         for part in (*self.keys, *self.values):
             part[rows, :, columns] = self._filler
 
@@ -73,17 +73,17 @@ class SlabTensors:
             part[row, :, columns] = part[source, :, columns]
 
     def view(self, layer: int, row: int, columns: slice) -> Layer:
-        """Columns of one row in one layer; nothing is copied."""
+        """Return views (no copies) of columns of one row in one layer."""
         return self.keys[layer][row, :, columns], self.values[layer][row, :, columns]
 
     def move(self, lo: int, hi: int, shift: int, rows: slice = _ALL) -> None:
-        """Move columns lo .. hi by so many, block by block: a few columns are there twice.
+        """Move columns lo .. hi by `shift`, block by block; the temporary copy is one block.
 
         Args:
-            lo: the first that is moved.
-            hi: the first behind them.
-            shift: to higher columns, or below 0 to lower ones.
-            rows: of these.
+            lo: first column to move.
+            hi: column after the last one to move.
+            shift: distance; positive to higher columns, negative to lower columns.
+            rows: rows to move.
         """
         if not shift:
             return
@@ -98,13 +98,13 @@ class SlabTensors:
     def rebuild(
         self, rows: Sequence[int | None], capacity: int, source: slice, target: slice
     ) -> None:
-        """Change rows and capacity, one tensor after the other: never two whole slabs.
+        """Change rows and capacity, one tensor after the other: two whole slabs never exist.
 
         Args:
-            rows: which row each new one is, None for an empty one.
-            capacity: columns.
-            source: columns that are kept.
-            target: where they lie afterwards.
+            rows: old row of each new row; None for an empty row.
+            capacity: new number of columns.
+            source: old columns to copy.
+            target: new location of these columns.
         """
         for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
             for layer, (old, dim) in enumerate(zip(list(parts), dims, strict=True)):
@@ -114,10 +114,10 @@ class SlabTensors:
                 parts[layer] = new
 
     def split(self, lengths: Sequence[int]) -> list[list[Layer]]:
-        """Each row's first columns on their own, packed; the slab's tensors are given up.
+        """Split each row's first columns into packed tensors; the slab's tensors are freed.
 
         Args:
-            lengths: columns of each row.
+            lengths: number of columns of each row.
         """
         keys = [self._split(self.keys, layer, lengths) for layer in range(len(self.keys))]
         values = [self._split(self.values, layer, lengths) for layer in range(len(self.values))]
@@ -132,7 +132,7 @@ class SlabTensors:
         return rows
 
     def free(self) -> None:
-        """Give everything back."""
+        """Free all tensors."""
         for parts in (self.keys, self.values):
             for layer in range(len(parts)):
                 self._drop(parts, layer)
@@ -147,19 +147,19 @@ class SlabTensors:
 
     def _empty(self, layer: int, dim: int, rows: int, capacity: int) -> Tensor:
         size = (rows, self._shape.layers[layer].num_kv_heads, capacity, dim)
-        made = torch.full(size, self._filler, dtype=self._shape.dtype, device=self._shape.device)
-        self._meter.take(made.numel() * made.element_size())
-        return made
+        empty = torch.full(size, self._filler, dtype=self._shape.dtype, device=self._shape.device)
+        self._meter.take(empty.numel() * empty.element_size())
+        return empty
 
 
 def copy_rows(new: Tensor, old: Tensor, rows: Sequence[int | None]) -> None:
-    """Let row i of `new` be row rows[i] of `old`; rows of None stay as they are."""
+    """Copy row rows[i] of `old` to row i of `new`; rows[i] = None leaves row i unchanged."""
     for i, row in enumerate(rows):
         if row is not None:
             new[i] = old[row]
 
 
 def _packed(part: Tensor) -> Tensor:
-    """The part itself where it fills its memory, else a copy that does."""
+    """Return the tensor itself if it fills its storage, otherwise a contiguous copy."""
     whole = part.untyped_storage().nbytes() == part.numel() * part.element_size()
     return part if whole else part.clone(memory_format=torch.contiguous_format)

@@ -1,12 +1,11 @@
-"""Which columns of a slab are in use: all rows end at one column, so appending is one write.
+"""The columns of a slab that are in use: all rows end at one column, so appending is one write.
 
     column      0        lo                      hi       capacity
                 |  free   |  row 0:  . . a b c d  |  free   |
                 |         |  row 1:  e f g h i j  |         |
 
-Tokens are appended at hi. When the rows that reached furthest back have gone, lo moves on, which
-costs nothing. Only when hi reaches the capacity is the window moved to the front, or the slab
-grows.
+Tokens are appended at hi. When the longest rows have finished, lo increases, without moving data.
+Only when hi reaches the capacity, the window is moved to column 0 or the slab grows.
 """
 
 from dataclasses import dataclass
@@ -17,23 +16,24 @@ _LEAST_SPARE_COLUMNS, _SPARE_SHARE = 4, 8
 
 
 def spare_columns(width: int) -> int:
-    """Columns kept free behind a window of this width.
+    """Return the number of free columns to allocate after a window of this width.
 
-    Moving the window copies `width` columns and buys as many steps as there are free ones. A step
-    reads the whole window anyway, so an eighth of it makes moving cheap beside reading.
+    Moving the window copies `width` columns, and the next move follows after one step per free
+    column. A step reads the whole window, so with an eighth of the width a move costs little.
     """
     return max(_LEAST_SPARE_COLUMNS, width // _SPARE_SHARE)
 
 
 @dataclass(slots=True)
 class Window:
-    """Columns in use.
+    """The range of columns in use.
 
     Attributes:
-        capacity: columns there are.
-        lo, hi: the first in use, and the first behind them.
-        limit: most columns there may ever be; None: any.
-        planned: columns that will be needed for certain, so that growing need not stop before.
+        capacity: allocated columns.
+        lo: first column in use.
+        hi: column after the last one in use.
+        limit: maximum capacity; None for no limit.
+        planned: columns that are known to be needed; growing allocates at least this many.
     """
 
     capacity: int
@@ -48,20 +48,20 @@ class Window:
         return self.hi - self.lo
 
     def has_room(self, columns: int) -> bool:
-        """Whether so many fit behind hi as it is."""
+        """Return whether `columns` more columns fit after hi without moving or growing."""
         return self.hi + columns <= self.capacity
 
     def capacity_for(self, columns: int) -> int:
-        """The capacity that takes so many more: as it is where moving to the front is enough.
+        """Return the capacity for `columns` more columns; unchanged if moving suffices.
 
         Raises:
-            SlabFull: they would pass the limit.
+            SlabFull: the limit would be exceeded.
         """
         needed = self.width + columns
         if self.limit is not None and needed > self.limit:
             raise SlabFull(
                 f"expected at most capacity_tokens={self.limit:,} columns, got {needed:,}: raise "
-                "it, or use a batcher that leaves no holes, such as baton_pd"
+                "capacity_tokens, or use a batcher without empty columns, such as baton_pd"
             )
         planned = needed <= self.planned <= self.capacity
         if planned or self.capacity - needed >= spare_columns(needed) // 2:
@@ -69,17 +69,17 @@ class Window:
         return self.new_capacity(needed)
 
     def new_capacity(self, needed: int) -> int:
-        """Of a slab that is made for so many columns: what is planned, or some to spare."""
+        """Return the capacity of a new slab for `needed` columns, spare columns included."""
         if needed <= self.planned:
             return self.planned
         capacity = needed + spare_columns(needed)
         return capacity if self.limit is None else min(capacity, self.limit)
 
     def check(self) -> None:
-        """Prove that the numbers fit each other.
+        """Check that lo, hi and capacity are consistent.
 
         Raises:
-            InvariantError: they do not.
+            InvariantError: 0 <= lo <= hi <= capacity does not hold.
         """
         if not 0 <= self.lo <= self.hi <= self.capacity:
             raise InvariantError(f"expected 0 <= lo <= hi <= capacity, got {self}")

@@ -1,8 +1,7 @@
-"""What a step writes into the pages of statistics: `quire.layout.statistics` says what each means.
+"""Recording of attention statistics in a step; `quire.layout.statistics` defines each statistic.
 
-slot_looks      attention sums, sums of squares, low looks: one number a slot
-query_ring      the newest queries
-query_moments   count, sum and products of all queries
-attention_shift what attention does to the residual stream
-watching        all of them together, for the lane groups of a step
+pages           pages and records of a statistic
+slot_attention  attention sums, sums of squares, low-attention counts: one number per slot
+recorders       residual similarity, query moments, newest queries
+watching        all statistics of a lane group in a step
 """

@@ -1,4 +1,4 @@
-"""Where a statistic of a lane group is, and which records of it a step touches."""
+"""Pages of a statistic of a lane group, and the records that a step writes."""
 
 from dataclasses import dataclass
 
@@ -19,11 +19,11 @@ class StatisticPages:
     """The pages of one statistic.
 
     Attributes:
-        group: its lane group.
-        statistic: what it is.
+        group: lane group of the statistic's pages.
+        statistic: the statistic.
         numbers: float32 view of all pages of the class.
-        table: which pages a row has.
-        device_table: the same as a tensor.
+        table: page table of the statistic's pages.
+        device_table: `table` as a tensor.
     """
 
     group: LaneGroup
@@ -33,19 +33,19 @@ class StatisticPages:
     device_table: DeviceTable
 
     def active_rows(self, batch: FlatBatch) -> NDArray[np.bool_]:
-        """[rows of the step] whether a row has this statistic."""
+        """Return a mask [rows of the step] of the rows that use this statistic."""
         active: NDArray[np.bool_] = self.table.active[batch.rows]
         return active
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Some records of all layers' lanes, each of them once.
+    """Distinct records in the lanes of all layers of a group.
 
     Attributes:
-        numbers: of the statistic.
-        pages: int64 [layers, records, lanes of a layer].
-        offsets: int64 [records, 1].
+        numbers: float32 view of all pages of the statistic.
+        pages: int64 [layers, records, lanes of a layer] page of each record.
+        offsets: int64 [records, 1] offset of each record in its page.
     """
 
     numbers: Float[Tensor, "page head record width"]
@@ -56,7 +56,7 @@ class Records:
     def of(
         cls, place: StatisticPages, rows: NDArray[np.int64], records: NDArray[np.int64]
     ) -> "Records":
-        """Record `records[i]` of table row `rows[i]`, in every lane."""
+        """Locate record `records[i]` of table row `rows[i]` in every lane."""
         group, device = place.group, place.numbers.device
         column, offset = np.divmod(records, group.page_class.tokens)
         lane = np.arange(group.num_lanes)
@@ -69,11 +69,11 @@ class Records:
         )
 
     def write(self, layer: int, fresh: Float[Tensor, "record num_kv_heads width"]) -> None:
-        """Write over these records of a layer (counted inside its group)."""
+        """Overwrite these records of a layer; `layer` is its index in the group."""
         self.numbers[self.pages[layer], :, self.offsets] = self._by_lane(layer, fresh)
 
     def add(self, layer: int, more: Float[Tensor, "record num_kv_heads width"]) -> None:
-        """Add to them."""
+        """Add to these records of a layer; `layer` is its index in the group."""
         place = (self.pages[layer], slice(None), self.offsets)
         self.numbers[place] = self.numbers[place] + self._by_lane(layer, more)
 
@@ -83,11 +83,11 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """What statistics of queries get to see of a layer.
+    """Queries of a layer, as input of query statistics.
 
     Attributes:
-        query: the flat batch, after RoPE.
-        before_rope: the same before RoPE; None where nobody can tell.
+        query: queries of the flat batch after RoPE.
+        before_rope: the same queries before RoPE; None if no statistic needs them.
     """
 
     query: Float[Tensor, "num_tokens num_heads head_dim"]
@@ -95,11 +95,11 @@ class Queries:
 
 
 def positions_of(batch: FlatBatch, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Logical positions of the batch's tokens, [tokens].
+    """Return the logical positions [tokens] of the batch's tokens.
 
     Args:
-        batch: the step.
-        lengths: of all rows, the step's tokens included.
+        batch: batch of the step.
+        lengths: lengths of all rows, including the step's tokens.
     """
     first = lengths[batch.rows] - batch.shape.tokens
     positions: NDArray[np.int64] = first[batch.token_row] + batch.token_offset

@@ -1,4 +1,4 @@
-"""Statistics a step records for a lane group: residual change, query moments, newest queries."""
+"""Recorders of residual similarity, query moments and newest queries of a lane group."""
 
 import numpy as np
 import torch
@@ -10,15 +10,15 @@ from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.pages import Queries, Records, StatisticPages
 from quire.layout.statistics import QueryMoments, QueryRing
 
-# How much attention changes the residual stream: sum of cosines, and how many tokens.
+# How much attention changes the residual stream: sum of cosines and number of tokens.
 
 
 class ResidualSimilarityStep:
-    """The shift of one lane group's layers in one step. Not made where no row has it.
+    """Records `ResidualSimilarity` of one lane group in a step in which some row uses it.
 
     Args:
-        place: an `ResidualSimilarity`.
-        batch: the step.
+        place: pages of a `ResidualSimilarity`.
+        batch: batch of the step.
     """
 
     def __init__(self, place: StatisticPages, batch: FlatBatch) -> None:
@@ -32,7 +32,7 @@ class ResidualSimilarityStep:
         self._tokens = torch.from_numpy(batch.shape.tokens).to(device).float()
 
     def note(self, layer: int, cosine: Float[Tensor, " num_tokens"]) -> None:
-        """Add a layer's cosines; `layer` is counted inside the group."""
+        """Add a layer's cosines; `layer` is its index in the group."""
         sums = torch.zeros(self._num_rows, device=cosine.device).index_add_(0, self._row, cosine)
         record = torch.stack([sums, self._tokens], dim=1)[self._rows]
         self._records.add(layer, record[:, None].expand(-1, self._num_kv_heads, -1))
@@ -40,7 +40,7 @@ class ResidualSimilarityStep:
 
 # ---- query moments -------------------------------------------------------------------------------
 
-# Count, sum and sum of outer products of all queries before RoPE, evicted tokens' included.
+# Count, sum and sum of outer products of all queries before RoPE, those of evicted tokens included.
 
 
 def moments(
@@ -48,7 +48,7 @@ def moments(
     counted: Bool[Tensor, "row token"],
     num_kv_heads: int,
 ) -> Float[Tensor, "row num_kv_heads width"]:
-    """For each query head: how many count, their sum, the sum of their outer products."""
+    """Return, per query head: number of counted queries, their sum, sum of their outer products."""
     q = query.float() * counted[:, :, None, None]
     count = counted.sum(dim=1).float()[:, None, None].expand(-1, q.shape[2], 1)
     by_head = q.transpose(1, 2)  # [row, head, token, dim]
@@ -58,24 +58,24 @@ def moments(
 
 
 class MomentsStep:
-    """The moments of one lane group in one step. Not made where no row has them.
+    """Records `QueryMoments` of one lane group in a step in which some row uses them.
 
     Args:
-        place: a `QueryMoments`.
-        batch: the step.
-        positions: logical positions of its tokens.
+        place: pages of a `QueryMoments`.
+        batch: batch of the step.
+        positions: logical positions of the batch's tokens.
     """
 
     needs_pre_rope_keys = True
 
     def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
-        assert isinstance(place.statistic, QueryMoments), "made for moments"
+        assert isinstance(place.statistic, QueryMoments), "expected pages of QueryMoments"
         rows = np.flatnonzero(place.active_rows(batch))
         device = place.numbers.device
         self._records = Records.of(place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64))
         self._counted = torch.from_numpy(positions >= place.statistic.skip).to(device)
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
-        # rows of one token lie side by side at the front: one product for all of them
+        # one-token rows come first in the batch: one product for all of them
         ones = rows[rows < batch.shape.num_decode]
         self._ones = torch.from_numpy(ones).to(device)
         starts, tokens = batch.shape.starts, batch.shape.tokens
@@ -84,10 +84,10 @@ class MomentsStep:
         ]
 
     def note(self, layer: int, queries: Queries) -> None:
-        """Add a layer's queries; `layer` is counted inside the group."""
+        """Add a layer's queries; `layer` is its index in the group."""
         query = queries.before_rope
         if query is None:
-            raise InvariantError("moments are of queries before RoPE, and nobody gave them")
+            raise InvariantError("query moments need queries before RoPE, got none")
         added = [
             self._moments(query[part][None], self._counted[part][None]) for part in self._chunks
         ]
@@ -102,7 +102,7 @@ class MomentsStep:
 
 # ---- query ring ----------------------------------------------------------------------------------
 
-# The newest queries after RoPE: the query at position p stands in record p % window.
+# The newest queries after RoPE: the query at position p is in record p % window.
 
 
 def ring_records(
@@ -110,27 +110,27 @@ def ring_records(
     positions: Int[Tensor, " record"],
     num_kv_heads: int,
 ) -> Float[Tensor, "record num_kv_heads width"]:
-    """The group's queries one behind the other, then position + 1 as a number."""
+    """Concatenate the group's queries of each record, followed by position + 1."""
     by_head = query.float().reshape(len(query), num_kv_heads, -1)
     mark = (positions + 1).float()[:, None, None].expand(-1, num_kv_heads, 1)
     return torch.cat([by_head, mark], dim=2)
 
 
 class RingStep:
-    """The ring of one lane group in one step. Not made where no row has one.
+    """Records the `QueryRing` of one lane group in a step in which some row uses it.
 
     Args:
-        place: a `QueryRing`.
-        batch: the step.
-        positions: logical positions of its tokens.
+        place: pages of a `QueryRing`.
+        batch: batch of the step.
+        positions: logical positions of the batch's tokens.
     """
 
     needs_pre_rope_keys = False
 
     def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
-        assert isinstance(place.statistic, QueryRing), "made for a ring"
+        assert isinstance(place.statistic, QueryRing), "expected pages of a QueryRing"
         window, tokens = place.statistic.window, batch.shape.tokens
-        newest = batch.token_offset >= tokens[batch.token_row] - window  # the last to be written
+        newest = batch.token_offset >= tokens[batch.token_row] - window  # others are overwritten
         chosen = np.flatnonzero(newest & place.active_rows(batch)[batch.token_row])
         device = place.numbers.device
         self._records = Records.of(
@@ -141,6 +141,6 @@ class RingStep:
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
 
     def note(self, layer: int, queries: Queries) -> None:
-        """Write a layer's queries; `layer` is counted inside the group."""
+        """Write a layer's queries; `layer` is its index in the group."""
         fresh = ring_records(queries.query[self._tokens], self._positions, self._num_kv_heads)
         self._records.write(layer, fresh)

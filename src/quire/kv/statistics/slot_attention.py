@@ -1,8 +1,8 @@
-"""Statistics with one number a slot, made from the weights it gets: sums, squares, low looks.
+"""Statistics with one number per slot: attention sums, sums of squares, low-attention counts.
 
-One query's column sums are its weights, so rows with one token need no more than them; nor does a
-chunk where only sums are wanted and the query heads are reduced linearly. For the others of a chunk
-the weights are computed again (`chunk_weights`).
+For a row with one query, the column sums are its attention weights, so column sums suffice. They
+also suffice for a prefill chunk if only sums are needed and query heads are reduced linearly. In
+all other cases the weights of the chunk are recomputed (`chunk_weights`).
 """
 
 from collections.abc import Iterator
@@ -54,14 +54,14 @@ COUNTS: dict[type[Statistic], AttentionMeasure] = {
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One statistic in one step.
+    """One per-slot statistic in one step.
 
     Attributes:
-        place: its pages.
-        count: what is counted.
-        heads: how query heads are reduced; APART where each has its own number.
-        rows: for each layer of the group, the rows whose column sums are all it needs.
-        again: bool [rows of the step], those whose weights are computed again.
+        place: pages of the statistic.
+        count: the measure to accumulate.
+        heads: how query heads are reduced; APART if each query head has its own number.
+        rows: for each layer of the group, the rows for which column sums suffice.
+        again: bool [rows of the step] rows whose weights are recomputed.
     """
 
     place: StatisticPages
@@ -76,34 +76,34 @@ class Watched:
         return bool(self.rows) and len(self.rows[0].step_rows) > 0
 
     def tally_of(self, layer: int) -> AttentionStatistic:
-        """Where a layer's numbers are; `layer` is counted inside the group."""
+        """Return the location of a layer's numbers; `layer` is its index in the group."""
         return AttentionStatistic(
             numbers=self.place.numbers,
             table=self.place.device_table.current(),
             first_lane=layer * self.place.group.lanes_per_layer,
             count=self.count,
-            heads=MEAN if self.heads == APART else self.heads,  # of one
+            heads=MEAN if self.heads == APART else self.heads,  # APART: the mean of one head
         )
 
     def counted(self, weights: Tensor, seen: Tensor) -> Tensor:
-        """Looks of one KV head's weights [query, group, slot] as [head with a number, slot]."""
+        """Accumulate one KV head's weights [query, group, slot] to [head with a number, slot]."""
         slots = weights.shape[-1]
         received = weights if self.heads == APART else over_group(weights, self.heads)[:, None]
         added = measure_attention(
             self.count, received, seen[:, None].expand(-1, received.shape[1], -1)
         )
-        if self.count is AttentionMeasure.LOW:  # slots behind a query's own were not looked at
+        if self.count is AttentionMeasure.LOW:  # slots after the query's own are masked (causal)
             added = added * (torch.arange(slots, device=added.device) < seen)[:, None]
         return added.sum(dim=0)
 
 
 class AttentionStatisticsStep:
-    """All such statistics of one lane group in one step.
+    """All per-slot statistics of one lane group in one step.
 
     Args:
-        places: at least one; `active_rows` of each may be none.
-        batch: the step.
-        slots: [rows, lanes] of the group, the step's tokens included.
+        places: pages of at least one statistic; a statistic may have no active rows.
+        batch: batch of the step.
+        slots: [rows, lanes] live slots of the group, the step's tokens included.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AttentionStatisticsStep:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether attention is to give column sums."""
+        """Whether attention must return column sums."""
         return any(watched.needs_sums for watched in self._watched)
 
     def note(
@@ -127,7 +127,7 @@ class AttentionStatisticsStep:
         query: Tensor,
         column_sums: Tensor | None,
     ) -> None:
-        """Add what a layer's slots got; `layer` is counted inside the group."""
+        """Add the attention of a layer's slots; `layer` is its index in the group."""
         for watched in self._watched:
             if watched.needs_sums and column_sums is not None:
                 backend.tally(watched.tally_of(layer), watched.rows[layer], column_sums)
@@ -149,18 +149,18 @@ class AttentionStatisticsStep:
             for w in watched
         ]
         for part in chunk_weights(query[start : start + tokens], pages, row, slots, math):
-            for one, own in zip(watched, sums, strict=True):
-                added = one.counted(part.weights, part.seen)
-                own[part.kv_head, :, : added.shape[1]] += added
-        for one, own in zip(watched, sums, strict=True):
+            for statistic, total in zip(watched, sums, strict=True):
+                added = statistic.counted(part.weights, part.seen)
+                total[part.kv_head, :, : added.shape[1]] += added
+        for statistic, total in zip(watched, sums, strict=True):
             table_row = int(self._batch.rows[row])
-            _put_chunk(one.tally_of(layer), table_row, slots, tokens, own.flatten(0, 1))
+            _put_chunk(statistic.tally_of(layer), table_row, slots, tokens, total.flatten(0, 1))
 
 
 def _put_chunk(
     tally: AttentionStatistic, row: int, slots: list[int], tokens: int, sums: Tensor
 ) -> None:
-    """Put one row's numbers [heads, slots] into its pages."""
+    """Write one row's numbers [heads, slots] into its pages."""
     heads, page_tokens = tally.numbers.shape[1:3]
     for lane, held in enumerate(slots):
         slot = torch.arange(held, device=sums.device)
@@ -171,7 +171,7 @@ def _put_chunk(
 
 def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) -> Watched:
     statistic = place.statistic
-    assert isinstance(statistic, OfWeights), "made from weights"
+    assert isinstance(statistic, OfWeights), "expected a statistic of attention weights"
     active = place.active_rows(batch)
     linear = isinstance(statistic, AttentionSum) and statistic.reduction != MAX
     summed = active & ((batch.shape.tokens == 1) | linear)
@@ -179,12 +179,12 @@ def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) 
         place=place,
         count=COUNTS[type(statistic)],
         heads=statistic.reduction,
-        rows=_look_rows(place, batch, slots, np.flatnonzero(summed)),
+        rows=_statistic_rows(place, batch, slots, np.flatnonzero(summed)),
         again=active & ~summed,
     )
 
 
-def _look_rows(
+def _statistic_rows(
     place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32], rows: NDArray[np.int64]
 ) -> tuple[StatisticRows, ...]:
     device, layers = place.numbers.device, len(place.group.layers)
@@ -201,23 +201,23 @@ def _look_rows(
 
 # ---- chunk weights -------------------------------------------------------------------------------
 
-# Attention weights of a chunk of a prompt, computed again: each query's own, not their sum.
+# Recomputed attention weights of a prefill chunk, per query instead of summed over queries.
 #
-# What is not linear in the weights (a maximum over heads, squares, a threshold) needs each query's
-# row. Queries go in blocks, KV heads one by one, so that the weights never take more than a bounded
-# scratch: `BLOCK_NUMBERS` of them, or one query's where a lane is longer than that.
+# Measures that are not linear in the weights (maximum over heads, squares, threshold) need the row
+# of each query. Queries are processed in blocks, KV heads one by one, so the weights need a bounded
+# scratch: `BLOCK_NUMBERS` weights, or those of one query if a lane is longer.
 
 BLOCK_NUMBERS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class LaneWeights:
-    """Weights of some queries of one row in one KV head.
+    """Attention weights of some queries of one row in one KV head.
 
     Attributes:
-        kv_head: of the layer.
-        weights: float32; 0 where a query does not see a slot.
-        seen: slots that each query saw, its own included.
+        kv_head: index of the KV head in the layer.
+        weights: float32; 0 for masked slots.
+        seen: number of slots that each query attends to, its own included.
     """
 
     kv_head: int
@@ -232,14 +232,14 @@ def chunk_weights(
     slots: list[int],
     math: AttentionMath,
 ) -> Iterator[LaneWeights]:
-    """Weights of one row's newest queries, block by block, KV head by KV head.
+    """Yield the weights of one row's newest queries, KV head by KV head, block by block.
 
     Args:
-        query: of the row, after RoPE; the last slots are theirs.
-        pages: of the layer, without a window.
-        row: of the step.
+        query: queries of the row after RoPE; the last slots of each lane are their tokens.
+        pages: pages of the layer, which has no window.
+        row: index of the row in the step.
         slots: live slots of each of the layer's lanes.
-        math: scale and extras.
+        math: scale and other attention options.
     """
     heads = pages.key.shape[1]
     group = query.shape[1] // (pages.num_lanes * heads)
@@ -267,7 +267,7 @@ def chunk_weights(
 
 
 def _write_promoted(key: Tensor, pages: LayerPages, place: ChunkLane, head: int) -> None:
-    """Keys [1, 1, slots, head_dim] of a lane's head, those of important tokens finer."""
+    """Overwrite keys [1, 1, slots, head_dim] of promoted tokens with their finer codes, decoded."""
     promoted = pages.promoted
     if promoted is None:
         return
@@ -279,13 +279,13 @@ def _write_promoted(key: Tensor, pages: LayerPages, place: ChunkLane, head: int)
 
 
 def _causal(queries: int, slots: int, device: torch.device) -> Tensor:
-    """[queries, slots]: the last slots are the queries' own."""
+    """Return the causal mask [queries, slots]; the last slots are the queries' own."""
     own = torch.arange(slots - queries, slots, device=device)[:, None]
     return torch.arange(slots, device=device) <= own
 
 
 def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tensor:
-    """Float32 keys [1, 1, slots, head_dim] of a lane's live slots."""
+    """Return the float32 keys [1, 1, slots, head_dim] of a lane's live slots."""
     columns = -(-slots // pages.page_tokens)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns].long()
     if pages.coded is None:

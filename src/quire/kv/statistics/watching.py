@@ -1,4 +1,4 @@
-"""Everything that a step writes down about the rows of one lane group."""
+"""Recording of all attention statistics of one lane group in a step."""
 
 from typing import Protocol, runtime_checkable
 
@@ -26,35 +26,35 @@ QUERY_STEPS: dict[type[Statistic], type[RingStep] | type[MomentsStep]] = {
     QueryRing: RingStep,
     QueryMoments: MomentsStep,
 }
-SUMS_ALIGNMENT = 16  # numbers of a cache line
+SUMS_ALIGNMENT = 16  # float32 numbers in a cache line
 
 
 @runtime_checkable  # for the shape checks in tests
 class Unrotates(Protocol):
-    """Takes RoPE off queries."""
+    """Undoes RoPE on queries."""
 
     def unrotate(
         self, rotated: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
     ) -> Float[Tensor, "token head head_dim"]:
-        """The queries as they were before, float32."""
+        """Return the queries before RoPE, float32."""
         ...
 
 
 class SumsScratch:
-    """Memory for column sums, used again by every layer."""
+    """Scratch memory for column sums, reused by every layer."""
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.empty(0, device=device)
 
     @property
     def num_bytes(self) -> int:
-        """How large it has become."""
+        """Bytes of the scratch memory."""
         return self._numbers.nbytes
 
     def sums(self, batch: FlatBatch, num_heads: int, slots: int) -> Tensor:
-        """Column sums [rows, num_heads, slots or a few more], as `AttentionBackend.attend` wants.
+        """Return memory for column sums [rows, num_heads, slots rounded up to SUMS_ALIGNMENT].
 
-        What was there before is gone.
+        `AttentionBackend.attend` takes it. Earlier sums are overwritten.
         """
         width = -(-slots // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         shape = (len(batch.rows), num_heads, width)
@@ -67,12 +67,12 @@ class SumsScratch:
 
 
 class GroupWatch:
-    """What one lane group's rows have remembered of one step.
+    """Records the attention statistics of one lane group in one step.
 
     Args:
-        places: statistics of the group that some row of the step has, at least one.
-        batch: the step.
-        slots: [rows, lanes] of the group, the step's tokens included.
+        places: pages of the statistics that some row of the step uses, at least one.
+        batch: batch of the step.
+        slots: [rows, lanes] live slots of the group, the step's tokens included.
         lengths: logical lengths of all rows, the step's tokens included.
     """
 
@@ -92,7 +92,7 @@ class GroupWatch:
             for place in places
             if type(place.statistic) in QUERY_STEPS
         ]
-        self._shifts = [
+        self._residual_similarity = [
             ResidualSimilarityStep(place, batch)
             for place in places
             if isinstance(place.statistic, ResidualSimilarity)
@@ -102,11 +102,11 @@ class GroupWatch:
 
     @property
     def wants_residual_similarity(self) -> bool:
-        """Whether `note_residual_similarity` is to be called."""
-        return bool(self._shifts)
+        """Whether the model must call `note_residual_similarity`."""
+        return bool(self._residual_similarity)
 
     def room_for_sums(self, num_heads: int, scratch: SumsScratch) -> Tensor | None:
-        """Where attention is to put column sums; None where nobody needs them."""
+        """Return memory for the column sums of attention; None if no statistic needs them."""
         if self._slot_attention is None or not self._slot_attention.needs_sums:
             return None
         return scratch.sums(self._batch, num_heads, self._most_slots)
@@ -121,7 +121,7 @@ class GroupWatch:
         column_sums: Tensor | None,
         rotary: Unrotates | None,
     ) -> None:
-        """Write down what a layer did; `layer` is counted inside the group."""
+        """Record the statistics of a layer's attention; `layer` is its index in the group."""
         if self._slot_attention is not None:
             self._slot_attention.note(layer, backend, pages, math, query, column_sums)
         if self._queries:
@@ -133,12 +133,12 @@ class GroupWatch:
         if not self._needs_pre_rope_keys:
             return None
         if rotary is None:
-            raise InvariantError("queries before RoPE are asked of a model that cannot give them")
+            raise InvariantError("query moments need queries before RoPE, which the model lacks")
         return rotary.unrotate(query, self._positions)
 
     def note_residual_similarity(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
-        """Write down how much attention changed the residual stream."""
-        for step in self._shifts:
+        """Record how much attention changed the residual stream."""
+        for step in self._residual_similarity:
             step.note(layer, cosines)
 
 
@@ -148,6 +148,6 @@ def watch_group(
     slots: NDArray[np.int32],
     lengths: NDArray[np.int64],
 ) -> GroupWatch | None:
-    """The watch of a step; None where no row of it has statistics of this group."""
+    """Return the recorder of a step; None if no row of the step uses statistics of this group."""
     active = [place for place in places if place.active_rows(batch).any()]
     return GroupWatch(active, batch, slots, lengths) if active else None

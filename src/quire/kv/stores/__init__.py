@@ -1,1 +1,1 @@
-"""How pages are given to lanes: one strategy a file, found by name."""
+"""KV stores: strategies that allocate pages to lanes, one per file, found by name."""

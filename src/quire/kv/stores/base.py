@@ -1,8 +1,8 @@
-"""The seam of stores: where a lane's next page comes from, and where a page it lets go of goes.
+"""The seam of stores: allocation and freeing of the pages of lanes.
 
-Whatever the store, KV lies in pages and page tables name them, so every attention backend reads
-every store. What differs is which page numbers a lane gets, what is kept aside for it, and what
-has to be copied when it grows.
+In every store, KV is in pages and page tables list them, so every attention backend reads every
+store. Stores differ in the page numbers that a lane gets, the pages that are reserved for it, and
+the data that must be copied when it grows.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +23,12 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one lane group needs before some rows can take more tokens.
+    """Pages that one lane group needs before some rows can grow.
 
     Attributes:
-        table: the group's.
+        table: page table of the group.
         rows: [rows] row numbers.
-        new: [rows, lanes] pages to append.
+        new: [rows, lanes] number of pages to append.
         shared: [rows, lanes] whether the lane's last page must be copied before it is written.
     """
 
@@ -39,36 +39,36 @@ class Demand:
 
     @property
     def page_class(self) -> PageClass:
-        """What the pages hold."""
+        """Page class of the group."""
         return self.table.group.page_class
 
     @property
     def num_pages(self) -> int:
-        """Pages to give, copies included."""
+        """Pages to allocate, copies included."""
         return int(self.new.sum()) + int(self.shared.sum())
 
 
 class Placement(ABC):
-    """Gives pages of one arena to the lanes of all sequences.
+    """Base class of stores: allocates pages of one arena to the lanes of all sequences.
 
-    A page that is kept aside for a lane (reserved: no table names it, nobody else gets it) has one
-    reference, so `used + free == total` holds for every store.
+    A page that is reserved for a lane (in no page table and not free) has one reference, so
+    `used + free == total` holds for every store.
 
     Args:
-        arena: the bytes.
-        pools: the pages of each class in it.
+        arena: the arena.
+        pools: page pool of each page class.
 
     Attributes:
-        num_copies: lanes that were copied to another place because they grew.
-        copied_bytes: bytes of those copies.
-        copying_peak_bytes: most bytes of pages in use while lanes were copied.
-        longest_tokens: of a sequence; None where only the arena bounds it.
-        border_slabs: slabs that the pages of one class may lie in beyond those that they fill.
+        num_copies: number of lanes that were copied because they grew.
+        copied_bytes: bytes of these copies.
+        copying_peak_bytes: peak bytes of pages in use while lanes were copied.
+        longest_tokens: maximum tokens of a sequence; None if only the arena limits it.
+        border_slabs: slabs that the pages of one class may occupy beyond those that they fill.
     """
 
-    shares: bool  # a page can have several holders: forks share, prefixes are lent
-    drops_pages: bool  # a page can leave from the front or the middle of a lane
-    reserves: bool  # pages are kept aside for lanes
+    shares: bool  # a page can have several holders: forks and cached prefixes share pages
+    drops_pages: bool  # a page can be freed at the beginning or in the middle of a lane
+    reserves: bool  # pages are reserved for lanes
 
     def __init__(self, arena: Arena, pools: Mapping[PageClass, CountedPages]) -> None:
         self.arena, self.pools = arena, dict(pools)
@@ -79,14 +79,14 @@ class Placement(ABC):
         self.border_slabs = 0
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
-        """Whether so many pages of each class can be given at once, wherever they lie."""
+        """Return whether this many pages of each class can be allocated, contiguous or not."""
         return self._slabs_needed(pages) <= self.arena.num_free_slabs
 
     def _slabs_needed(self, pages: Mapping[PageClass, int]) -> int:
         return sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
 
     def shortage(self, pages: Mapping[PageClass, int]) -> str:
-        """What pages of each class that do not fit lack, in whole slabs: for errors."""
+        """Return an error text for pages that do not fit: needed and free bytes in whole slabs."""
         slab_bytes, free = self.arena.slab_bytes, self.arena.num_free_slabs
         return (
             f"{self._slabs_needed(pages) * slab_bytes:,} B more in slabs of {slab_bytes:,} B are "
@@ -97,76 +97,76 @@ class Placement(ABC):
 
     @abstractmethod
     def can_give(self, demands: Sequence[Demand]) -> bool:
-        """Whether `reserve` would succeed."""
+        """Return whether `reserve` would succeed."""
 
     @abstractmethod
     def reserve(self, demands: Sequence[Demand], page_bytes: PageBytes) -> None:
-        """See to it that `give` can serve these demands, all or nothing; may move lanes.
+        """Ensure that `give` can serve these demands, all or none; may move lanes.
 
         Raises:
-            OutOfPages: nothing was changed.
+            OutOfPages: too few free pages; nothing changed.
         """
 
     @abstractmethod
     def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
-        """The next `counts` [rows, lanes] pages of these lanes, row by row, lane by lane."""
+        """Allocate the next `counts` [rows, lanes] pages of lanes, row by row, lane by lane."""
 
     # ---- shrinking lanes -----------------------------------------------------------------------
 
     @abstractmethod
     def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
-        """Take pages that a lane no longer names, from its end, or from anywhere if `drops_pages`.
+        """Free pages that were removed from a lane's end, or from anywhere if `drops_pages`.
 
         Args:
-            table: which no longer names them.
-            pages: their numbers.
+            table: page table from which the pages were removed.
+            pages: page numbers.
         """
 
     @abstractmethod
     def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
-        """Take the pages of one lane that have fallen behind its window; needs `drops_pages`."""
+        """Free pages of one lane that are outside its window; requires `drops_pages`."""
 
     @abstractmethod
     def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
-        """Take everything that rows hold, of which the table named `pages`."""
+        """Free all pages of rows: `pages`, which were in the table, and reserved pages."""
 
     # ---- what is held --------------------------------------------------------------------------
 
     @abstractmethod
     def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
-        """Pages [rows, lanes] kept aside for lanes beyond those their table names."""
+        """Return the number of reserved pages [rows, lanes], which are not in the table."""
 
     @abstractmethod
     def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
-        """The numbers of those pages, row by row, lane by lane."""
+        """Return the page numbers of the reserved pages, row by row, lane by lane."""
 
     @abstractmethod
     def peak_pages(
         self, group: LaneGroup, tokens: NDArray[np.int64], most_slots: int
     ) -> NDArray[np.int64]:
-        """Pages a lane holds at its peak, reserved ones and what a move needs included.
+        """Return the peak pages of a lane, reserved pages and pages needed for a move included.
 
         Args:
-            group: the lane's.
-            tokens: it must hold at most, of whole sequences or what eviction leaves; any shape.
-            most_slots: where eviction or a window bound what a lane of the group must hold.
+            group: lane group of the lane.
+            tokens: maximum tokens of the lane, of whole sequences or after eviction; any shape.
+            most_slots: maximum slots of a lane of the group due to eviction or a window.
         """
 
     @abstractmethod
     def check(self, table: LaneTable) -> None:
-        """Prove that what is kept aside fits what the table names.
+        """Check that reserved pages are consistent with the page table.
 
         Raises:
-            InvariantError: it does not.
+            InvariantError: they are not.
         """
 
 
-# from lane groups, bytes of the arena and most sequences at once
+# arguments: layout, bytes of the arena, maximum number of sequences
 PlacementMaker = Callable[[CacheLayout, int, int], Placement]
 
 
 def pages_by_class(demands: Sequence[Demand]) -> dict[PageClass, int]:
-    """Pages of each class, copies included."""
+    """Sum the demanded pages of each class, copies included."""
     pages: dict[PageClass, int] = {}
     for demand in demands:
         pages[demand.page_class] = pages.get(demand.page_class, 0) + demand.num_pages

@@ -1,14 +1,14 @@
-"""Contiguous: the pages of a lane have consecutive numbers, so its KV is one piece of memory.
+"""The contiguous stores: the pages of a lane have consecutive numbers, so its KV is contiguous.
 
-    run of a lane   | page page page . . . . . |     named by the table, then reserved for it
+    run of a lane   | page page page . . . . . |     pages in the table, then reserved pages
 
-A lane that outgrows its run gets a longer one and is copied there, which is counted. A run goes
-back as a whole when its sequence ends, so free memory breaks into gaps.
+A lane that outgrows its run is copied to a longer run; these copies are counted. A run is freed as
+a whole when its sequence ends, so free memory becomes fragmented.
 
-Pages stay the grain in which tables name and kernels read it; a run of n pages of t tokens is what
-a tensor [n * t, heads, dim] would be. No page has two holders (a copy would have to lie elsewhere),
-and none leaves from the front or the middle: a fork copies the row, a window's lane keeps all its
-tokens.
+Page tables and kernels still use pages; a run of n pages of t tokens corresponds to a tensor
+[n * t, heads, dim]. Pages are not shared (two lanes cannot both be contiguous through one page) and
+are not freed at the beginning or in the middle of a lane: a fork copies the row, and a window lane
+retains all its tokens.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(slots=True)
 class LaneRuns:
-    """The runs of a group: int32 [rows, lanes] first pages, and lengths, 0 where there is none."""
+    """The runs of a group: int32 [rows, lanes] first pages, and lengths (0 for no run)."""
 
     first: NDArray[np.int32]
     length: NDArray[np.int32]
@@ -40,7 +40,7 @@ class LaneRuns:
 
 @dataclass(frozen=True, slots=True)
 class LongerRuns:
-    """Lanes of a group that need a longer run: [lanes] each."""
+    """Lanes of a group that need a longer run; each array is [lanes]."""
 
     table: LaneTable
     row: Rows
@@ -51,16 +51,16 @@ class LongerRuns:
 
 @final
 class Contiguous(Placement):
-    """One run a lane.
+    """A store with one run per lane.
 
     Args:
         layout: lane groups of every sequence.
-        total_bytes: the arena.
-        max_rows: sequences that can exist at once.
-        lengths: how long runs are.
+        total_bytes: size of the arena.
+        max_rows: maximum number of concurrent sequences.
+        lengths: determines the lengths of runs.
 
     Raises:
-        ConfigError: the arena does not hold the runs of one sequence.
+        ConfigError: the arena cannot hold the runs of one sequence.
     """
 
     shares, drops_pages, reserves = False, False, True
@@ -90,7 +90,7 @@ class Contiguous(Placement):
             pages[group.page_class] += lane_pages * group.num_lanes
         if not self.fits(pages):
             raise ConfigError(
-                f"no room for the runs of one sequence: {self.shortage(pages)}; lower "
+                f"the runs of one sequence do not fit: {self.shortage(pages)}; lower "
                 "--kv-store-tokens, raise --kv-memory or use the store 'paged'"
             )
 
@@ -105,13 +105,14 @@ class Contiguous(Placement):
         """See `Placement`: lanes that outgrow their run move to a longer one."""
         longer = self._longer_runs(demands)
         if longer is None:
-            raise OutOfPages("a lane would be longer than the runs of this store ever are")
+            raise OutOfPages("a lane would be longer than the longest run of this store")
         places = self._places(longer)
         if places is None:
             requested = sum(int(runs.length.sum()) for runs in longer)
             free = self.arena.total_bytes - sum(pool.used_bytes for pool in self.pools.values())
             raise OutOfPages(
-                f"runs of {requested} pages in all asked for, {free:,} B free in pieces"
+                f"expected free runs of {requested} pages in total, got {free:,} B free in "
+                "shorter runs"
             )
         for runs, starts in zip(longer, places, strict=True):
             self._runs_pools[runs.table.group.page_class].take_runs(starts, runs.length)
@@ -121,7 +122,7 @@ class Contiguous(Placement):
             self._move(runs, starts, page_bytes)
 
     def _longer_runs(self, demands: Sequence[Demand]) -> list[LongerRuns] | None:
-        """Lanes whose run is too short; None where no run can be long enough."""
+        """Return the lanes whose run is too short; None if no run can be long enough."""
         longer = []
         for demand in demands:
             table = demand.table
@@ -136,7 +137,7 @@ class Contiguous(Placement):
         return longer
 
     def _places(self, longer: Sequence[LongerRuns]) -> list[PageNumbers] | None:
-        """First pages for all runs, beside all that is held now; None where they do not fit."""
+        """Find first pages for all runs in addition to all held pages; None if they do not fit."""
         by_class: dict[PageClass, list[int]] = {}
         for i, runs in enumerate(longer):
             by_class.setdefault(runs.table.group.page_class, []).append(i)
@@ -176,18 +177,20 @@ class Contiguous(Placement):
     # ---- shrinking lanes -----------------------------------------------------------------------
 
     def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
-        """See `Placement`: they stay in the lanes' runs, reserved."""
+        """See `Placement`: the pages stay reserved in the lanes' runs."""
 
     def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
-        """Never asked: no page leaves from the front of a run.
+        """Refuse the call: no page is freed at the beginning of a run.
 
         Raises:
             InvariantError: always.
         """
-        raise InvariantError(f"pages of group {table.group.name!r} left the front of a run")
+        raise InvariantError(
+            f"pages of group {table.group.name!r} were removed from the beginning of a run"
+        )
 
     def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
-        """See `Placement`: runs go back as a whole."""
+        """See `Placement`: runs are freed as a whole."""
         held = self._runs[table.group.name]
         runs = spans(held.first[rows].reshape(-1), held.length[rows].reshape(-1))
         self.pools[table.group.page_class].release(runs)
@@ -220,4 +223,4 @@ class Contiguous(Placement):
         expected = held.first[:, :, None] + column
         named = column < table.num_pages[:, :, None]
         if (table.num_pages > held.length).any() or (table.pages != expected)[named].any():
-            raise InvariantError(f"a lane of group {table.group.name!r} does not lie in its run")
+            raise InvariantError(f"a lane of group {table.group.name!r} has pages outside its run")

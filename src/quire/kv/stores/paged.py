@@ -1,6 +1,6 @@
-"""Paged: a lane takes a page when it needs one, from anywhere, and gives it back when it is done.
+"""The paged store: pages are allocated one by one on demand, anywhere in the arena.
 
-Waste is the empty part of each lane's last page. Pages behind a window return.
+Waste is the empty part of each lane's last page. Pages outside a window are freed.
 
 Source: PagedAttention (Kwon et al. 2023); papers/001, "Paged allocation".
 """
@@ -22,16 +22,16 @@ from quire.layout.pages import CacheLayout, LaneGroup
 
 @final
 class Paged(Placement):
-    """Pages one by one.
+    """The paged store.
 
     Args:
         layout: lane groups of every sequence.
-        total_bytes: the arena.
-        max_rows: sequences that can exist at once.
-        arena: where the pages lie, if not in an arena of their own.
+        total_bytes: size of the arena.
+        max_rows: maximum number of concurrent sequences.
+        arena: arena that provides the slabs; None to create one.
 
     Raises:
-        ConfigError: the arena holds not one page.
+        ConfigError: the arena cannot hold one page.
     """
 
     shares, drops_pages, reserves = True, True, False
@@ -81,14 +81,14 @@ class Paged(Placement):
         return bounded_pages(group, tokens, most_slots)
 
     def check(self, table: LaneTable) -> None:
-        """See `Placement`: nothing is kept aside."""
+        """See `Placement`: no pages are reserved."""
 
 
 def require_pages(placement: Placement, demands: Sequence[Demand]) -> None:
-    """Refuse demands that cannot be served.
+    """Refuse demands for which there are too few free pages.
 
     Raises:
-        OutOfPages: with the bytes asked for and the bytes free.
+        OutOfPages: too few free pages; the message gives the needed and free bytes.
     """
     if not placement.can_give(demands):
         raise OutOfPages(placement.shortage(pages_by_class(demands)))
@@ -97,6 +97,6 @@ def require_pages(placement: Placement, demands: Sequence[Demand]) -> None:
 def bounded_pages(
     group: LaneGroup, tokens: NDArray[np.int64], most_slots: int
 ) -> NDArray[np.int64]:
-    """Pages of a lane that holds what it must and no more."""
+    """Return the pages of a lane that holds at most `most_slots` slots."""
     pages: NDArray[np.int64] = -(-np.minimum(tokens, most_slots) // group.page_class.tokens)
     return pages

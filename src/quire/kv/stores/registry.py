@@ -1,8 +1,8 @@
-"""Stores by name, and tables of what each cannot do, and of what no store does together.
+"""The registry of stores, and tables of unsupported combinations.
 
-What is missing in the table goes together. A fork copies the row where pages have one holder each;
-eviction frees slots for the tokens that follow, but no bytes of a run; lanes that evict are never
-those that go round.
+Combinations that are not in a table are supported. In stores without page sharing a fork copies the
+row. In stores with runs eviction frees slots for later tokens, but no bytes. In the ring store,
+lanes with eviction are never ring lanes.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ LOSSY_CODEC = "lossy_codec"
 
 @dataclass(frozen=True, slots=True)
 class Unsound:
-    """Why a store and a feature do not go together, and what to use instead."""
+    """The reason why a store and a feature cannot be combined, and the alternative."""
 
     reason: str
     instead: str
@@ -36,21 +36,21 @@ class Unsound:
 
 
 _ONE_HOLDER = Unsound(
-    "a page of a contiguous run has one holder: a cached prefix would keep a whole run alive and "
-    "could not be named by another lane",
+    "pages of a contiguous run cannot be shared: a cached prefix would keep a whole run allocated "
+    "and could not be part of another lane's run",
     "to share prefixes use the store 'paged'",
 )
-_NO_WINDOW = Unsound("no layer has a sliding window, so no lane could go round", "use 'paged'")
+_NO_WINDOW = Unsound("no layer has a sliding window, so no lane could be a ring", "use 'paged'")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """A store that can be named.
+    """A registered store.
 
     Attributes:
-        summary: one sentence.
-        placement: makes its `Placement`.
-        run_lengths: of stores that lay lanes out in runs, how long those are.
+        summary: short description.
+        placement: creates the store's `Placement`.
+        run_lengths: creates the `RunLengths` of a store with runs; None for other stores.
     """
 
     summary: str
@@ -60,19 +60,21 @@ class StoreInfo:
 
 STORES: Mapping[str, StoreInfo] = MappingProxyType(
     {
-        "paged": StoreInfo("pages one by one, from anywhere; pages behind a window return", Paged),
+        "paged": StoreInfo(
+            "pages allocated one by one, not contiguous; pages outside a window are freed", Paged
+        ),
         "contiguous_max": StoreInfo(
-            "one run a lane, as long as the longest sequence, from its first token on; never moves",
+            "one contiguous run per lane, as long as the longest sequence; never copied",
             Contiguous,
             MaximumLength,
         ),
         "contiguous_growing": StoreInfo(
-            "one run a lane, twice as long each time it is full; the lane is copied there",
+            "one contiguous run per lane; a full run is copied to one of twice its length",
             Contiguous,
             Doubling,
         ),
         "ring": StoreInfo(
-            "lanes of sliding windows go round in their own pages, the others are paged",
+            "sliding-window lanes are ring buffers of their own pages; other lanes are paged",
             Ring,
         ),
     }
@@ -90,25 +92,25 @@ UNSOUND: Mapping[tuple[str, str], Unsound] = MappingProxyType(
 UNSOUND_TOGETHER: Mapping[tuple[str, str], Unsound] = MappingProxyType(
     {
         (PRE_ROPE, PREFIX_CACHE): Unsound(
-            "keys are stored before RoPE, for streams, and a stream parts from every other at its "
-            "first eviction: no prefix behind its cap could be shared",
+            "keys are stored before RoPE for streams, and the KV of streams differs after their "
+            "first eviction, so no prefix longer than the cap could be shared",
             "to share prefixes use 'sinks'",
         ),
         (PRE_ROPE, LOSSY_CODEC): Unsound(
-            "keys before RoPE are turned as plain numbers whenever they are attended, and codes "
-            "would have to be read and turned at every look",
+            "keys before RoPE are rotated unquantized in every attention, and codes would have to "
+            "be decoded and rotated each time",
             "use a plain codec, or 'sinks'",
         ),
     }
 )
-"""Features that exclude each other whatever the store."""
+"""Features that cannot be combined in any store."""
 
 
 def store_info(name: str) -> StoreInfo:
-    """A store by its name.
+    """Return a store by its name.
 
     Raises:
-        UnknownName: there is none.
+        UnknownName: no store has this name.
     """
     if name not in STORES:
         raise UnknownName("KV store", name, STORES)
@@ -116,7 +118,7 @@ def store_info(name: str) -> StoreInfo:
 
 
 def run_lengths(name: str, limits: LaneLimits) -> RunLengths | None:
-    """How long the runs of a store are; None where lanes do not lie in runs.
+    """Return the run lengths of a store; None if the store has no runs.
 
     Raises:
         UnknownName: no store has this name.
@@ -126,7 +128,7 @@ def run_lengths(name: str, limits: LaneLimits) -> RunLengths | None:
 
 
 def placement_maker(name: str, limits: LaneLimits) -> PlacementMaker:
-    """What `KVMemory` makes its placement with.
+    """Return the function with which `KVMemory` creates its placement.
 
     Raises:
         UnknownName: no store has this name.
@@ -136,19 +138,19 @@ def placement_maker(name: str, limits: LaneLimits) -> PlacementMaker:
 
 
 def unsound(name: str, feature: str) -> Unsound | None:
-    """Why a store and a feature do not go together; None where they do."""
+    """Return why a store and a feature cannot be combined; None if they can."""
     return UNSOUND.get((name, feature))
 
 
 def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
-    """Refuse what a store cannot do.
+    """Refuse unsupported combinations of a store and features.
 
     Args:
-        name: of the store.
-        features: which of the features above are asked for.
+        name: name of the store.
+        features: whether each of the features above is requested.
 
     Raises:
-        UnsoundCombination: with the reason and the alternative.
+        UnsoundCombination: a combination is unsupported; the message gives reason and alternative.
     """
     for feature, requested in features.items():
         why = unsound(name, feature)
@@ -160,7 +162,10 @@ def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
 
 
 def features_of(layout: CacheLayout, *, enable_prefix_caching: bool) -> dict[str, bool]:
-    """What a configuration asks of a store. Ask for no prefix cache where one may be left out."""
+    """Return the features that a configuration requests of a store.
+
+    `enable_prefix_caching` must be False if the prefix cache is optional.
+    """
     return {
         PREFIX_CACHE: enable_prefix_caching,
         NO_WINDOW: all(group.window is None for group in layout.groups),

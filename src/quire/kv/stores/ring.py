@@ -1,18 +1,18 @@
-"""Ring: a sliding window's lane goes round in its own pages; lanes of full attention stay paged.
+"""The ring store: sliding-window lanes are ring buffers of their own pages; other lanes are paged.
 
     window of 8 tokens, pages of 4    table  [a b c]     slots 0..11
-    token 12 pushes page a out               [b c | a]   a is the new tail: slots 12..15
+    token 12 reuses page a                   [b c | a]   a is the new last page: slots 12..15
 
-The ring is what decoding needs, window and one page's rest. After the first time round such a lane
-takes no page from the pool and returns none, so its memory is constant and decoding cannot run out
-in it. A chunk of a prompt that is longer takes more pages for its time.
+The ring holds the window and the rest of one page, which is what decoding needs. Once the ring is
+full, the lane neither allocates nor frees pages during decode, so its memory is constant and decode
+cannot run out of pages in it. A longer prefill chunk temporarily allocates more pages.
 
-The table is turned as pages pass, so slots stay in position order and `page_positions` says where a
-page stands after it has wrapped: no attention backend needs to know of rings.
+Reused pages move to the end of the page table, so slots stay in position order and `page_positions`
+gives the new positions of a reused page. Attention backends need no special case for rings.
 
-Source: rolling buffer cache (Mistral 7B, Jiang et al. 2023, section 2). Differs: pages go round
-instead of single slots, which costs at most one page more, and prompts are read in chunks of any
-size.
+Source: rolling buffer cache (Mistral 7B, Jiang et al. 2023, section 2). Differs: the ring consists
+of pages instead of single slots, which costs at most one page more, and prompts are prefilled in
+chunks of any size.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ from quire.layout.pages import CacheLayout, LaneGroup
 
 @final
 class Ring(Placement):
-    """Pages one by one, except that window lanes keep theirs.
+    """The ring store: pages one by one, but window lanes reuse their pages.
 
     Args:
         layout: lane groups of every sequence.
-        total_bytes: the arena.
-        max_rows: sequences that can exist at once.
+        total_bytes: size of the arena.
+        max_rows: maximum number of concurrent sequences.
 
     Raises:
-        ConfigError: the arena holds not one page.
+        ConfigError: the arena cannot hold one page.
     """
 
     shares, drops_pages, reserves = True, True, True
@@ -49,8 +49,8 @@ class Ring(Placement):
     def __init__(self, layout: CacheLayout, total_bytes: int, max_rows: int) -> None:
         arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         super().__init__(arena, {c: PagePool(arena, c) for c in layout.page_classes})
-        # [rows, lanes] the page that waits to be a lane's tail: named or not, a window takes all
-        # pages of its ring but one
+        # [rows, lanes] the page reserved as the lane's next last page: between steps the window
+        # needs all pages of its ring but one
         self._spare = {
             group.name: np.full((max_rows, group.num_lanes), NO_PAGE, dtype=np.int32)
             for group in layout.groups
@@ -70,7 +70,7 @@ class Ring(Placement):
         require_pages(self, demands)
 
     def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
-        """See `Placement`: from the lane's own pages first."""
+        """See `Placement`: reuse the lane's reserved page first."""
         pool, spare = self.pools[table.group.page_class], self._spare.get(table.group.name)
         if spare is None:
             return pool.allocate(int(counts.sum()))
@@ -88,7 +88,7 @@ class Ring(Placement):
         self.pools[table.group.page_class].release(pages)
 
     def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
-        """See `Placement`: the lane keeps what its ring lacks, unless somebody else reads it."""
+        """See `Placement`: reserve one unshared page for the lane if its ring lacks a page."""
         pool, spare = self.pools[table.group.page_class], self._spare[table.group.name]
         alone = np.flatnonzero(pool.ref_counts[pages] == 1)[:1]
         complete = table.num_pages[row, lane] >= ring_pages(table.group)
@@ -124,7 +124,7 @@ class Ring(Placement):
     def peak_pages(
         self, group: LaneGroup, tokens: NDArray[np.int64], most_slots: int
     ) -> NDArray[np.int64]:
-        """See `Placement`: a ring is never larger than what reading a prompt needs."""
+        """See `Placement`: a ring never needs more pages than prefill."""
         return bounded_pages(group, tokens, most_slots)
 
     def check(self, table: LaneTable) -> None:
@@ -136,5 +136,5 @@ class Ring(Placement):
 
 
 def ring_pages(group: LaneGroup) -> int:
-    """Pages of a lane that decodes: its window, the new token, and one page's rest behind it."""
+    """Return the pages of a lane in decode: window, new token, and the rest of one page."""
     return group.page_class.pages_for(group.slots_at_most(1 << 60, 1))

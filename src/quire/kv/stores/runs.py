@@ -1,9 +1,10 @@
-"""Runs: pages of one class with consecutive numbers, taken first fit.
+"""Runs: consecutive page numbers of one page class, allocated first fit.
 
-    pages  | A A A A | . . | B B B | . . . . . . |      a run of 5 goes behind B: the first gap that
-                                                        holds it, and the gap of 2 stays
+    pages  | A A A A | . . | B B B | . . . . . . |      a run of 5 is allocated after B: the first
+                                                        gap that is large enough
 
-Page numbers go through the whole arena and no slab border cuts a page, so a run may cross slabs.
+Page numbers are consecutive over the whole arena and no slab border cuts a page, so a run can cross
+slabs.
 """
 
 import itertools
@@ -25,10 +26,9 @@ Counts = NDArray[np.int64]
 
 @final
 class RunPool(CountedPages):
-    """The pages of one class in an arena whose slabs hold whole pages.
+    """A page pool that allocates runs, in an arena whose slabs hold whole pages.
 
-    Finding a run costs O(pages of the arena), however many runs are asked for at once: stores that
-    lay lanes out in runs do so seldom.
+    `find` costs O(pages of the arena) for any number of runs; stores with runs call it rarely.
     """
 
     def __init__(self, arena: Arena, page_class: PageClass) -> None:
@@ -37,12 +37,12 @@ class RunPool(CountedPages):
 
     @property
     def held_slabs(self) -> frozenset[int]:
-        """Slabs this pool holds."""
+        """Numbers of the slabs that this pool holds."""
         return frozenset(np.flatnonzero(self._used_in_slab).tolist())
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of held slabs that no page covers: none."""
+        """Bytes of held slabs that no whole page covers: always 0."""
         return 0
 
     @property
@@ -55,13 +55,13 @@ class RunPool(CountedPages):
         """Pages of the longest free run."""
         return int(self.free_runs()[1].max(initial=0))
 
-    # ---- looking -------------------------------------------------------------------------------
+    # ---- finding -------------------------------------------------------------------------------
 
     def free_runs(self, without: frozenset[int] = frozenset()) -> tuple[Counts, Counts]:
-        """Starts and lengths of all runs of free pages, ascending.
+        """Return the starts and lengths of all free runs, ascending.
 
         Args:
-            without: slabs not to count on.
+            without: free slabs to exclude.
         """
         ours = self._used_in_slab > 0
         ours[list(self._arena.free_slabs - without)] = True
@@ -70,11 +70,11 @@ class RunPool(CountedPages):
         return edges[::2], edges[1::2] - edges[::2]
 
     def find(self, lengths: Counts, without: frozenset[int] = frozenset()) -> PageNumbers | None:
-        """First page of a run of each length, first fit in this order; None where they do not fit.
+        """Find a run of each length, first fit in this order; return first pages, None if no fit.
 
         Args:
-            lengths: [runs].
-            without: slabs not to count on.
+            lengths: [runs] lengths in pages.
+            without: free slabs to exclude.
         """
         starts, left = self.free_runs(without)
         found = [
@@ -85,16 +85,16 @@ class RunPool(CountedPages):
         return places if len(places) == len(lengths) else None
 
     def slabs_of(self, starts: PageNumbers, lengths: Counts) -> frozenset[int]:
-        """Slabs that runs lie in."""
+        """Return the slabs that contain the runs."""
         return frozenset((spans(starts, lengths) // self.pages_per_slab).tolist())
 
-    # ---- taking --------------------------------------------------------------------------------
+    # ---- allocating ----------------------------------------------------------------------------
 
     def allocate(self, num_pages: int) -> PageNumbers:
-        """Give the first `num_pages` free pages, each with one reference.
+        """Allocate the first `num_pages` free pages, each with one reference.
 
         Raises:
-            OutOfPages: the arena cannot; nothing was changed.
+            OutOfPages: the arena has too few free slabs; nothing changed.
         """
         self._require_slabs(num_pages)
         free = spans(*self.free_runs())
@@ -102,7 +102,7 @@ class RunPool(CountedPages):
         return self._take(np.concatenate([free[held], free[~held]])[:num_pages])
 
     def take_runs(self, starts: PageNumbers, lengths: Counts) -> None:
-        """Take runs that `find` has found. Every page gets one reference."""
+        """Allocate runs returned by `find`; every page gets one reference."""
         self._take(spans(starts, lengths))
 
     def _take(self, pages: PageNumbers) -> PageNumbers:
@@ -122,10 +122,10 @@ class RunPool(CountedPages):
             self._arena.give_slab(slab)
 
     def check(self) -> None:
-        """Prove that the counts of used and shared pages are those of the references.
+        """Check the counts of used and shared pages against the reference counts.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a count is wrong.
         """
         used = np.flatnonzero(self.ref_counts)
         by_slab = np.bincount(used // self.pages_per_slab, minlength=self._arena.num_slabs)
@@ -136,14 +136,14 @@ class RunPool(CountedPages):
         ):
             raise InvariantError(
                 f"pool of {self.page_class.page_bytes} B pages: {len(used)} referenced and "
-                f"{shared} shared, {self.num_used} and {self.num_shared} noted"
+                f"{shared} shared, counters say {self.num_used} and {self.num_shared}"
             )
 
 
 def _first_fit(starts: Counts, left: Counts, length: int, count: int) -> Counts:
-    """Places for up to `count` runs of one length; shortens the free runs they are cut from."""
-    room = left // length
-    taken = np.minimum(room, np.maximum(0, count - (np.cumsum(room) - room)))
+    """Find up to `count` runs of one length; shorten the free runs that they are taken from."""
+    fitting = left // length
+    taken = np.minimum(fitting, np.maximum(0, count - (np.cumsum(fitting) - fitting)))
     places = np.repeat(starts, taken) + length * offsets(taken)
     starts += taken * length
     left -= taken * length
@@ -152,19 +152,20 @@ def _first_fit(starts: Counts, left: Counts, length: int, count: int) -> Counts:
 
 # ---- run lengths ---------------------------------------------------------------------------------
 
-# How long a run is: as long as a lane can get, or twice as long each time it is full.
+# Run lengths: the maximum length of a lane, or doubled whenever a run is full.
 
 GROWTH_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLimits:
-    """How long lanes can get: what a store that reserves ahead must know.
+    """Maximum lane lengths, for stores that reserve pages in advance.
 
     Attributes:
-        max_tokens: of the longest sequence.
-        evicting_slots: of the longest lane that evicts.
-        ragged: whether slots move between the heads of a layer: one may hold what is all of theirs.
+        max_tokens: tokens of the longest sequence.
+        evicting_slots: slots of the longest lane with eviction.
+        ragged: whether a budget moves slots between the heads of a layer, so that one head may hold
+            the slots of all.
     """
 
     max_tokens: int
@@ -173,15 +174,15 @@ class LaneLimits:
 
     @classmethod
     def of(cls, max_tokens: int, eviction: EvictionSpec) -> "LaneLimits":
-        """Of sequences of up to `max_tokens` tokens; without pressure nothing leaves."""
+        """Compute the limits of sequences of up to `max_tokens` tokens."""
         caps = eviction.lane_caps or (eviction.cap,)
         longest = max(eviction.lane_peak_tokens(cap, max_tokens, None) for cap in caps)
-        if eviction.when == PRESSURE:
+        if eviction.when == PRESSURE:  # without memory pressure no token is evicted
             longest = max_tokens
         return cls(max_tokens=max_tokens, evicting_slots=longest, ragged=eviction.ragged)
 
     def most_pages(self, group: LaneGroup) -> int:
-        """Pages of the longest lane of a group. A window changes nothing: a run has no holes."""
+        """Return the pages of the longest lane of a group; windows do not shorten runs."""
         slots = group.slots_of(self.max_tokens)
         if not group.ordered and group.fixed_slots is None:
             lanes = group.lanes_per_layer if self.ragged else 1
@@ -190,36 +191,39 @@ class LaneLimits:
 
 
 class RunLengths(ABC):
-    """Decides how long the run of a lane is."""
+    """Determines the length of a lane's run."""
 
     moves: ClassVar[bool]  # lanes that outgrow their run are copied to a longer one
 
     @property
     @abstractmethod
     def longest_tokens(self) -> int | None:
-        """Tokens of the longest sequence; None where only the arena bounds it."""
+        """Maximum tokens of a sequence; None if only the arena limits it."""
 
     def border_slabs(self, num_classes: int) -> int:
-        """Slabs that a class's runs may lie in beyond those that they fill.
+        """Return the slabs that a class's runs may occupy beyond those that they fill.
 
-        Other classes may hold the slabs behind its runs: longer runs then begin a slab of their
-        own, and the end of the last slab is left free.
+        Other classes may hold the slabs after its runs. Longer runs then start in another slab, and
+        the end of the last slab stays empty.
         """
         return int(self.moves and num_classes > 1)
 
     @abstractmethod
     def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
-        """Pages of the runs of lanes that need `needed` pages, or less: a lane is never longer."""
+        """Return the run lengths in pages of lanes that need `needed` pages.
+
+        A length below `needed` means that no run of the store can be long enough.
+        """
 
     @abstractmethod
     def peak_pages(self, group: LaneGroup, needed: Counts) -> Counts:
-        """Most pages they hold on the way there, the run before included while it is copied."""
+        """Return the peak pages of lanes that grow to `needed`, with the old run during a copy."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MaximumLength(RunLengths):
-    """Every run is as long as the longest lane: nothing ever moves.
+    """Run lengths equal to the longest lane: runs are never copied.
 
     Source: the KV tensors of FasterTransformer and Orca; papers/001, "Contiguous allocation".
     """
@@ -244,13 +248,14 @@ class MaximumLength(RunLengths):
 @final
 @dataclass(frozen=True, slots=True)
 class Doubling(RunLengths):
-    """A run is the smallest power of two of pages that holds the lane, at most the longest lane.
+    """Run lengths that are powers of two of pages, at most the longest lane.
 
-    Each page is copied less than twice, over the life of a lane, and a run is at least half full.
+    Over the life of a lane each page is copied less than twice on average, and a run is at least
+    half full.
 
-    Source: dynamic arrays (Cormen et al., "Dynamic tables"). Differs from caches that are
-    concatenated anew for every token, such as Transformers' DynamicCache: those copy every token at
-    every step.
+    Source: dynamic arrays (Cormen et al., "Dynamic tables"). Differs from caches that concatenate a
+    new tensor for every token, such as Transformers' DynamicCache: those copy every token at every
+    step.
     """
 
     moves: ClassVar[bool] = True
@@ -273,26 +278,26 @@ class Doubling(RunLengths):
 
 
 def _power_of_two(needed: Counts) -> Counts:
-    """The smallest power of the growth factor that is at least `needed`; 0 for 0."""
+    """Return the smallest power of the growth factor that is at least `needed`; 0 for 0."""
     power: Counts = GROWTH_FACTOR ** np.ceil(np.log2(np.maximum(needed, 1))).astype(np.int64)
     return np.where(needed > 0, power, 0)
 
 
 # ---- spans ---------------------------------------------------------------------------------------
 
-# Many ranges of integers in one array.
+# Concatenated integer ranges.
 
 Integers = NDArray[np.int32] | NDArray[np.int64]
 
 
 def offsets(counts: Integers) -> NDArray[np.int64]:
-    """0 .. counts[0]-1, then 0 .. counts[1]-1, and so on: int64 [counts.sum()]."""
+    """Return 0 .. counts[0]-1, then 0 .. counts[1]-1, and so on: int64 [counts.sum()]."""
     ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 def spans(starts: Integers, counts: Integers) -> NDArray[np.int32]:
-    """`counts[i]` integers from `starts[i]` on, range after range: int32 [counts.sum()]."""
+    """Return `counts[i]` integers from `starts[i]` on, range after range: int32 [counts.sum()]."""
     first: NDArray[np.int64] = np.repeat(starts.astype(np.int64), counts)
     numbers: NDArray[np.int32] = (first + offsets(counts)).astype(np.int32)
     return numbers

@@ -20,7 +20,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import plan_compaction
 from quire.kv.memory import KVMemory
-from quire.kv.sharing import borrow, fork, reference_pages, release_reference
+from quire.kv.sharing import fork, reference_pages, release_reference, start_from_references
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_log import ClockMarks
 from quire.kv.store import PageStore
@@ -303,7 +303,7 @@ def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
         # layers with a window lend what a query still sees: nothing is dropped yet
         cached_references.append(reference_pages(one.memory, lender, 0, 8))
     rows = [
-        borrow(one.memory, [cached_reference])
+        start_from_references(one.memory, [cached_reference])
         for one, cached_reference in zip((kv, whole), cached_references, strict=True)
     ]
 
