@@ -65,7 +65,7 @@ def test_a_request_longer_than_its_run_is_refused_and_says_why():
 def test_a_store_that_shares_nothing_says_that_the_prefix_cache_is_off(store):
     engine = engine_of("llama", store, room=2.0)
 
-    assert "prefix cache off: a page of a contiguous run has one holder" in engine.pool.explanation
+    assert "prefix cache off: pages of a contiguous run cannot be shared" in engine.pool.explanation
     for _ in range(2):
         engine.submit(GenerationRequest([7] * 30, greedy(2)))
         while engine.has_work:

@@ -61,7 +61,7 @@ def test_a_prefix_cache_that_is_off_by_default_is_noted_once(model, caplog):
 
     [record] = [r for r in caplog.records if "prefix cache is off" in r.getMessage()]
     assert record.levelno == logging.INFO
-    assert "one holder" in record.getMessage()
+    assert "pages of a contiguous run cannot be shared" in record.getMessage()
 
 
 def test_page_tables_are_counted_before_they_are_allocated(model, monkeypatch):

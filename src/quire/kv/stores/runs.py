@@ -3,8 +3,7 @@
     pages  | A A A A | . . | B B B | . . . . . . |      a run of 5 is allocated after B: the first
                                                         gap that is large enough
 
-Page numbers are consecutive over the whole arena and no slab border cuts a page, so a run can cross
-slabs.
+Page numbers span the whole arena and no slab border cuts a page, so a run can cross slabs.
 """
 
 import itertools
@@ -203,17 +202,13 @@ class RunLengths(ABC):
     def border_slabs(self, num_classes: int) -> int:
         """Return the slabs that a class's runs may occupy beyond those that they fill.
 
-        Other classes may hold the slabs after its runs. Longer runs then start in another slab, and
-        the end of the last slab stays empty.
+        If another class holds the next slab, a longer run starts in another slab.
         """
         return int(self.moves and num_classes > 1)
 
     @abstractmethod
     def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
-        """Return the run lengths in pages of lanes that need `needed` pages.
-
-        A length below `needed` means that no run of the store can be long enough.
-        """
+        """Return the run lengths in pages of lanes that need `needed`; less if none is so long."""
 
     @abstractmethod
     def peak_pages(self, group: LaneGroup, needed: Counts) -> Counts:

@@ -336,7 +336,7 @@ def test_what_would_read_or_move_a_front_is_refused():
         lambda: plan_compaction(kv.memory, "full", row, keep),
         lambda: kv.memory.truncate(row, 5),
     ):
-        with pytest.raises(ConfigError, match=r"first 2 pages .* are on the host; bring them back"):
+        with pytest.raises(ConfigError, match=r"first 2 pages .* are in CPU memory; load them"):
             refused()
     kv.memory.check()
     kv.offload.prefixes.load_back(row)
