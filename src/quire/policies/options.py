@@ -14,16 +14,16 @@ T = TypeVar("T")
 Nested = Mapping[type, Callable[[str], object]]  # parsers of options that are rules themselves
 
 
-def check_options(what: str, made: type, *, taken: tuple[str, ...], nested: Nested) -> None:
+def check_options(what: str, cls: type, *, taken: tuple[str, ...], nested: Nested) -> None:
     """Refuse a class whose fields cannot be options.
 
     Raises:
         ConfigError: the class is not a dataclass, a field has no default of an option type, or a
             field uses a reserved name.
     """
-    if "__dataclass_fields__" not in vars(made):
+    if "__dataclass_fields__" not in vars(cls):
         raise ConfigError(f"{what} is not a dataclass: write @register above @dataclass")
-    for declared in fields(made):
+    for declared in fields(cls):
         if declared.name in taken:
             raise ConfigError(
                 f"option {declared.name!r} of {what} is reserved for the schedule; rename the field"
@@ -34,13 +34,13 @@ def check_options(what: str, made: type, *, taken: tuple[str, ...], nested: Nest
 
 
 def make_with_options(
-    what: str, made: type[T], options: Mapping[str, str], *, others: tuple[str, ...], nested: Nested
+    what: str, cls: type[T], options: Mapping[str, str], *, others: tuple[str, ...], nested: Nested
 ) -> T:
     """Build a rule or budget from options given as text.
 
     Args:
         what: name for messages, such as "policy 'h2o'".
-        made: a dataclass that `check_options` accepts.
+        cls: a dataclass that `check_options` accepts.
         options: options of this class only.
         others: options that are handled elsewhere, offered as suggestions in errors.
         nested: parsers of options that are rules.
@@ -49,13 +49,13 @@ def make_with_options(
         UnknownName: an option is not known; lists the nearest names.
         ConfigError: a value has the wrong type, or the class refuses it.
     """
-    declared: dict[str, Field[Any]] = {f.name: f for f in fields(made)}  # type: ignore[arg-type]
+    declared: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     values = {}
     for key, value in options.items():
         if key not in declared:
             raise UnknownName(f"option of {what}", key, (*declared, *others))
         values[key] = _convert(key, value, declared[key].default, nested)
-    return made(**values)
+    return cls(**values)
 
 
 def _convert(key: str, value: str, default: object, nested: Nested) -> object:

@@ -79,8 +79,10 @@ class RKV(ScorePolicy):
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         keys = view.keys
-        alike = mean_similarity(keys, view.live, threshold=self.threshold, block_tokens=self.block)
-        redundancy = softmax_over(alike[:, None], view.live[:, None])[:, 0]
+        similarity = mean_similarity(
+            keys, view.live, threshold=self.threshold, block_tokens=self.block
+        )
+        redundancy = softmax_over(similarity[:, None], view.live[:, None])[:, 0]
         importance = self._importance(view, keys)
         return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
 

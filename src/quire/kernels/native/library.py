@@ -174,17 +174,17 @@ def unfit_reason(path: Path) -> str | None:
     Args:
         path: path of the library; the build's digest is next to it.
     """
-    beside = path.with_name(path.name + DIGEST_SUFFIX)
+    digest_path = path.with_name(path.name + DIGEST_SUFFIX)
     try:
         content = path.read_bytes()
     except OSError as error:
         return f"it cannot be read ({error.strerror}); {_REMEDY}"
     try:
-        built = json.loads(beside.read_bytes())
+        built = json.loads(digest_path.read_bytes())
     except FileNotFoundError:
-        return f"{beside.name}, which the build writes, is missing; {_REMEDY}"
+        return f"{digest_path.name}, which the build writes, is missing; {_REMEDY}"
     except (OSError, ValueError) as error:
-        return f"{beside.name} cannot be read ({error}); {_REMEDY}"
+        return f"{digest_path.name} cannot be read ({error}); {_REMEDY}"
     if not isinstance(built, dict) or built.get("sha256") != hashlib.sha256(content).hexdigest():
         return f"its content does not match the build, it is truncated or altered; {_REMEDY}"
     if built.get("machine") != platform.machine():

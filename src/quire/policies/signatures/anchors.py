@@ -154,11 +154,11 @@ def _anchor(
         assert nearest is not None, "the first anchor is the mean"
         far = np.where(signatures.grouped, nearest, -1).argmax(axis=1)
         return np.take_along_axis(signatures.words, far[:, None, None], axis=1)
-    bits = _made(signatures, kind, number, 1 if kind == FARTHEST else count, seed)
+    bits = _anchor_bits(signatures, kind, number, 1 if kind == FARTHEST else count, seed)
     return pack(bits[:, :, None])
 
 
-def _made(
+def _anchor_bits(
     signatures: Signatures, kind: str, number: int, count: int, seed: int
 ) -> NDArray[np.bool_]:
     """Return the bits of an anchor, [layer, bit]."""
@@ -171,8 +171,8 @@ def _made(
         lots = lots_of(seed, numbers, torch.from_numpy(number * width + places))
         drawn: NDArray[np.bool_] = (lots % 2 == 1).numpy()
         return drawn
-    made = {ALTERNATING: places % 2 == 1, ZEROS: places < 0, ONES: places >= 0}
-    same: NDArray[np.bool_] = made[kind][None].repeat(layers, axis=0)
+    patterns = {ALTERNATING: places % 2 == 1, ZEROS: places < 0, ONES: places >= 0}
+    same: NDArray[np.bool_] = patterns[kind][None].repeat(layers, axis=0)
     return same
 
 
