@@ -232,8 +232,12 @@ def test_the_ledger_names_the_codecs():
         ("kivi4", ConfigError, "groups of 32 do not divide head_dim 16"),
         ("int8_channel", ConfigError, "needs constants that are measured .* or use int8"),
         ("int4+sink=3", UnknownName, "unknown option of a KV codec 'sink': did you mean sinks"),
-        ("int4+residual=few", ConfigError, "residual needs a whole number from 0 .*, got 'few'"),
-        ("none+sinks=4", ConfigError, "stores plain numbers, beside which none need be kept"),
+        (
+            "int4+residual=few",
+            ConfigError,
+            "expected residual to be an integer from 0 .*, got 'few'",
+        ),
+        ("none+sinks=4", ConfigError, "is unquantized: remove sinks"),
         ("int4+plain=float16", ConfigError, "the model computes in float32, .* --dtype float16"),
     ],
 )
@@ -245,12 +249,12 @@ def test_a_codec_that_cannot_be_is_refused_at_the_start(codec, error, message):
 @pytest.mark.parametrize(
     ("codec", "kv", "message"),
     [
-        ("int4_page/int4", {"evict": "recent:cap=24,every=6"}, "share their scales, .* use gran"),
-        ("int8/int4_page", {"evict": "h2o:cap=24,every=6,granularity=chunk"}, "share their scales"),
+        ("int4_page/int4", {"evict": "recent:cap=24,every=6"}, "share scales, .* use gran"),
+        ("int8/int4_page", {"evict": "h2o:cap=24,every=6,granularity=chunk"}, "share scales"),
         (
             "int4_page",
             {"evict": "h2o:cap=64,every=16,granularity=page", "store": "contiguous_max"},
-            "in a run slots move .* use --kv-store paged",
+            "eviction in a run .* use --kv-store paged",
         ),
         ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}, "use sinks=... and residual"),
     ],
@@ -267,7 +271,7 @@ def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():
     engine.submit(
         GenerationRequest([5] * 60, greedy(), evict="h2o:cap=40,every=8,granularity=page")
     )
-    with pytest.raises(RequestError, match="the tokens of a page share their scales"):
+    with pytest.raises(RequestError, match="the tokens of a page share scales"):
         engine.submit(GenerationRequest([5] * 60, greedy(), evict="h2o:cap=40,every=8"))
 
 

@@ -193,8 +193,11 @@ def test_records_are_counted_in_the_bytes_of_a_request():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"codec": CODEC}, "nothing evicts; use --evict with a rule that scores"),
-        ({"codec": CODEC, "evict": "h2o:cap=30,every=9"}, "before an eviction .*; use residual="),
+        ({"codec": CODEC}, "eviction is off; use --evict with a rule that scores"),
+        (
+            {"codec": CODEC, "evict": "h2o:cap=30,every=9"},
+            "before the rule scores them.*; use residual=",
+        ),
     ],
 )
 def test_what_cannot_choose_is_refused_at_the_start(options, reason):

@@ -1,9 +1,9 @@
-"""The codecs there are, and how they are written.
+"""The registered codecs, and the syntax of codec names.
 
-Like a policy, `name:option=value`; codecs of keys and of values are parted by a slash, and some
-pairs have a name of their own:
+A codec is written `name:option=value`, like a policy. A slash separates the codecs of keys and of
+values; some pairs have a name:
 
-    int8                        both
+    int8                        keys and values in int8
     int8/int4:group=32          keys in int8, values in int4
     kivi4                       int4_page/int4:group=32
 """
@@ -16,7 +16,7 @@ from quire.errors import ConfigError, UnknownName
 from quire.layout.codecs import GROUP, PAGE, VECTOR, CodecSpec
 from quire.layout.eviction import parse_policy
 
-AS_COMPUTED = "none"  # which codec that is, only the model knows
+AS_COMPUTED = "none"  # unquantized, in the type that the model computes in
 
 
 def _plain(name: str, bits: int) -> CodecSpec:
@@ -109,28 +109,28 @@ CODECS: Mapping[str, CodecSpec] = MappingProxyType(
 OPTIONS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(
     {"group": (int, 1, 1 << 16), "percent": (float, 0.0, 50.0), "equalise": (int, 1, 1)}
 )
-"""What can be written behind a name: type, least and largest value, of which none is 0."""
+"""Codec options: type, smallest and largest value; 0 is not allowed."""
 
 PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"kivi4": ("int4_page", "int4:group=32"), "kivi2": ("int2_page", "int2:group=32")}
 )
-"""Codecs of keys and values that have a name together."""
+"""Names of pairs of a key codec and a value codec."""
 
 
 def codec_spec(text: str) -> CodecSpec:
-    """The byte arithmetic of a codec.
+    """Parse one codec.
 
     Raises:
         UnknownName: no codec has this name, or it has no such option.
-        ConfigError: an option's value cannot be, or nothing can stand behind this name.
+        ConfigError: an option's value is invalid, or the codec has no options.
     """
     if text in CODECS:
         return CODECS[text]
     name, _, rest = text.partition(":")
     if name in PAIRS:
         raise ConfigError(
-            f"codec {text!r}: {name} stands for {'/'.join(PAIRS[name])}, keys and values together; "
-            "write these two out to change one of them"
+            f"codec {text!r}: {name} is the pair {'/'.join(PAIRS[name])} of key and value codecs; "
+            "write both codecs to change one of them"
         )
     if name not in CODECS and (name != AS_COMPUTED or not rest):
         raise UnknownName("codec", name, (AS_COMPUTED, *CODECS, *PAIRS))
@@ -149,14 +149,14 @@ def codec_spec(text: str) -> CodecSpec:
 
 
 def codec_pair(text: str) -> tuple[CodecSpec, CodecSpec]:
-    """The codecs of keys and of values.
+    """Parse the codecs of keys and of values.
 
     Args:
         text: a codec for both, or `keys/values`, or the name of a pair.
 
     Raises:
-        UnknownName: one of them is not known.
-        ConfigError: an option's value cannot be, or there are more than two.
+        UnknownName: a codec or an option is unknown.
+        ConfigError: an option's value is invalid, or there are more than two codecs.
     """
     if text in PAIRS:
         key, value = PAIRS[text]
@@ -173,7 +173,7 @@ def _number(text: str, option: str, value: str) -> int | float:
         number = kind(value)
     except ValueError:
         raise ConfigError(
-            f"option {option} of codec {text!r} needs a number, got {value}"
+            f"option {option} of codec {text!r}: expected a number, got {value}"
         ) from None
     if not low <= number <= high or not number:
         raise ConfigError(

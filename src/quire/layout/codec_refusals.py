@@ -1,4 +1,4 @@
-"""What codecs exclude, why, and what to use instead: one declared table."""
+"""Unsupported combinations with codecs, in one table: reason and alternative of each."""
 
 import re
 from collections.abc import Callable
@@ -10,15 +10,16 @@ from quire.layout.kv_format import PLAIN, KVFormat, fill_plain, read_format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storing:
-    """What is asked of pages.
+    """A requested configuration of pages.
 
     Attributes:
-        form: what they hold.
-        evicts: tokens leave lanes.
-        by_page: and whole pages of them only.
-        in_runs: the store lays lanes out in runs, in which slots move where pages would leave.
-        scores: the rules by which tokens leave say how important each is.
-        every: most tokens that come between two evictions.
+        form: codecs of keys and values, and full-precision tokens.
+        evicts: whether tokens are evicted.
+        by_page: whether eviction removes only whole pages.
+        in_runs: whether the store uses contiguous runs, in which eviction moves slots instead of
+            freeing pages.
+        scores: whether all eviction rules score tokens.
+        every: maximum number of tokens between two evictions.
     """
 
     form: KVFormat
@@ -31,14 +32,14 @@ class Storing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excluded:
-    """Something that cannot be stored.
+    """An unsupported combination.
 
     Attributes:
-        codecs: the kind of codec, for the documents.
-        beside: what it does not go with.
-        meets: whether it is asked for.
-        reason: why not.
-        instead: what to use.
+        codecs: the kind of codec, for the documentation.
+        beside: the feature with which the codec cannot be combined.
+        meets: returns whether a configuration requests the combination.
+        reason: why the combination is not supported.
+        instead: what to use instead.
     """
 
     codecs: str
@@ -56,29 +57,29 @@ EXCLUDED: tuple[Excluded, ...] = (
         meets=lambda requested: (
             requested.form.per_page and requested.evicts and not requested.by_page
         ),
-        reason="the tokens of a page share their scales, so none of them can leave or move alone",
-        instead="granularity=page, or a codec that encodes each token by itself, as int4_outliers",
+        reason="the tokens of a page share scales, so single tokens cannot be evicted or moved",
+        instead="granularity=page, or a codec that encodes single tokens, such as int4_outliers",
     ),
     Excluded(
         codecs=_OF_PAGES,
         beside="eviction in a store of runs (`contiguous_max`, `contiguous_growing`, `ring`)",
         meets=lambda requested: requested.form.per_page and requested.evicts and requested.in_runs,
-        reason="in a run slots move where pages would leave, and the slots of a page share scales",
-        instead="--kv-store paged, or a codec that encodes each token by itself, as int4_outliers",
+        reason="eviction in a run moves single slots, and the slots of a page share scales",
+        instead="--kv-store paged, or a codec that encodes single tokens, such as int4_outliers",
     ),
     Excluded(
         codecs="`plain_layers`",
         beside="eviction",
         meets=lambda requested: requested.form.plain_layers > 0 and requested.evicts,
-        reason="tokens leave all layers' lanes together, and the plain layers' are of another kind",
-        instead="sinks=... and residual=..., which keep tokens of all layers as they were made",
+        reason="eviction applies to all layers together, and plain layers are another lane group",
+        instead="sinks=... and residual=..., which keep tokens of all layers in full precision",
     ),
     Excluded(
         codecs="`promoted`",
         beside="no eviction",
         meets=lambda requested: requested.form.promoted is not None and not requested.evicts,
-        reason="which tokens are important is what an evicting rule says, and nothing evicts",
-        instead="--evict with a rule that scores tokens, as h2o, or a finer codec for all tokens",
+        reason="the scores of an eviction rule select promoted tokens, and eviction is off",
+        instead="--evict with a rule that scores tokens, such as h2o, or a finer codec",
     ),
     Excluded(
         codecs="`promoted`",
@@ -86,8 +87,8 @@ EXCLUDED: tuple[Excluded, ...] = (
         meets=lambda requested: (
             requested.form.promoted is not None and requested.evicts and not requested.scores
         ),
-        reason="the rule chooses tokens without a score by which some are more important",
-        instead="a rule that scores tokens, as h2o, average or keydiff",
+        reason="scores select promoted tokens, and the eviction rule does not score tokens",
+        instead="a rule that scores tokens, such as h2o, average or keydiff",
     ),
     Excluded(
         codecs="`promoted`",
@@ -97,21 +98,21 @@ EXCLUDED: tuple[Excluded, ...] = (
             and requested.evicts
             and requested.form.residual < requested.every
         ),
-        reason="tokens would leave the residual window before an eviction has looked at them",
+        reason="tokens would leave the residual window before the rule scores them",
         instead="residual=... of at least the rule's every=..., or a smaller every",
     ),
 )
 
 
 def refuse_excluded(text: str, requested: Storing) -> None:
-    """Refuse what cannot be stored.
+    """Refuse unsupported combinations.
 
     Args:
-        text: as written, for the message.
-        requested: the same, read.
+        text: the KV codec as text, for the message.
+        requested: the parsed configuration.
 
     Raises:
-        UnsoundCombination: says why and what to use instead.
+        UnsoundCombination: a combination is unsupported; the message gives reason and alternative.
     """
     for row in EXCLUDED:
         if row.meets(requested):
@@ -121,27 +122,27 @@ def refuse_excluded(text: str, requested: Storing) -> None:
 
 
 def _as_written(text: str) -> str:
-    """Without what `fill_plain` has added."""
+    """Remove the option that `fill_plain` adds."""
     return re.sub(rf"\s*\+\s*{PLAIN}=[^+]*", "", text)
 
 
 def stored_codec(text: str, dtype: str) -> str:
-    """The codec of an engine, nothing left to a default.
+    """Return the KV codec of an engine with all defaults filled in.
 
     Args:
-        text: as `read_format` reads it; `none`, also for one of two, is what the model computes in.
-        dtype: that.
+        text: KV codec in the syntax of `read_format`; `none`, for keys, values or both, is `dtype`.
+        dtype: type that the model computes in.
 
     Raises:
-        UnknownName: a codec is not known.
-        ConfigError: an option's value cannot be, or a plain codec is not the model's own.
+        UnknownName: a codec is unknown.
+        ConfigError: an option's value is invalid, or an unquantized codec is not `dtype`.
     """
     written = fill_plain(text, dtype)
     form = read_format(written)
     for codec in (form.key, form.value, *([form.plain] if form.plain else [])):
         if codec.is_plain and codec.name != dtype:
             raise ConfigError(
-                f"KV codec {text!r}: the model computes in {dtype}, and plain KV is attended as it "
-                f"is stored; use none, a codec that compresses, or --dtype {codec.name}"
+                f"KV codec {text!r}: the model computes in {dtype}, and unquantized KV must have "
+                f"the same type; use none, a quantizing codec, or --dtype {codec.name}"
             )
     return written

@@ -1,6 +1,6 @@
-"""How pages store numbers, as far as bytes go: which planes a codec needs, and how wide they are.
+"""Byte layout of codecs: the planes that a codec stores and their widths.
 
-Which codecs there are says `quire.layout.codec_names`, and what becomes of a vector `quire.codecs`.
+`quire.layout.codec_names` lists the codecs; `quire.codecs` implements encoding and decoding.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 NONE, VECTOR, GROUP, PAGE = "none", "vector", "group", "page"
 WIDEST_GROUP = 64
-NARROW_INDEX_DIM = 256  # channels that one byte tells apart
+NARROW_INDEX_DIM = 256  # channels that a one-byte index can address
 ELEMENT_BYTES = MappingProxyType(
     {"uint8": 1, "int8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "float32": 4}
 )
@@ -19,13 +19,13 @@ ELEMENT_BYTES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Numbers of one kind that a codec stores.
+    """One kind of data that a codec stores.
 
     Attributes:
-        name: what they are: `codes`, `scales`, `zeros`, `outlier_indices`, `outlier_values`.
-        dtype: of one number.
-        width: numbers of a record.
-        per_page: one record for each head of a page; else one for each head and slot.
+        name: `numbers`, `codes`, `scales`, `zeros`, `outlier_indices` or `outlier_values`.
+        dtype: type of an element.
+        width: elements of a record.
+        per_page: whether there is one record per head of a page; otherwise per head and slot.
     """
 
     name: str
@@ -45,22 +45,23 @@ class Plane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """What of a vector is stored, and in how many bytes.
+    """The parameters of a codec, which determine its planes and bytes.
 
     Attributes:
-        name: as it is written, options included.
-        rule: the registered name.
+        name: codec text, options included.
+        rule: registered name.
         summary: one sentence.
         code_bits: bits of one code.
-        codes: type of a code, or of the bytes that several are packed into.
-        scaled: which numbers share a scale: NONE, VECTOR (a head's numbers of one token), GROUP
-            (neighbours among them), PAGE (one channel of all tokens of a page).
-        has_zeros: whether the smallest of these numbers is stored beside the scale.
-        group: numbers of a group; 0: the most up to 64 that divide head_dim.
-        percent: of a vector's numbers are kept as they are, at least one; 0: none.
-        equalise: 1: channels are brought to like size by measured numbers before all else.
-        constants: names of what is measured once for a model, and kept beside it.
-        options: attributes that can be written behind the name.
+        codes: type of a code, or of the bytes into which codes are packed.
+        scaled: elements that share a scale: NONE, VECTOR (a head's elements of one token), GROUP
+            (a group of consecutive channels of a vector), PAGE (one channel of all tokens of a
+            page).
+        has_zeros: whether the minimum of these elements (the zero) is stored with the scale.
+        group: channels of a group; 0 for the largest divisor of head_dim up to 64.
+        percent: percentage of a vector's elements stored unquantized, at least one; 0 for none.
+        equalise: 1 to scale channels to equal magnitude with measured factors before encoding.
+        constants: names of constants that are measured once per model and stored with the model.
+        options: attributes that can be set as options in the codec text.
     """
 
     name: str
@@ -78,16 +79,16 @@ class CodecSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether numbers are stored as they are, in a type that models compute in."""
+        """Whether elements are stored unquantized, in a type that models compute in."""
         return self.code_bits >= 16
 
     @property
     def per_page(self) -> bool:
-        """Whether a page is encoded as a whole, so that its tokens stay or leave together."""
+        """Whether a page is encoded as a whole, so its tokens can only be evicted together."""
         return self.scaled == PAGE
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """What is stored of vectors of so many numbers; codes first.
+        """Return the planes for vectors of `head_dim` elements, codes first.
 
         Raises:
             ConfigError: codes do not fill whole bytes, or groups do not divide head_dim.
@@ -108,10 +109,10 @@ class CodecSpec:
         return tuple(planes)
 
     def group_of(self, head_dim: int) -> int:
-        """Numbers of a group.
+        """Return the channels of a group.
 
         Raises:
-            ConfigError: they do not divide head_dim.
+            ConfigError: the group size does not divide head_dim.
         """
         if not self.group:
             return max(g for g in range(1, WIDEST_GROUP + 1) if head_dim % g == 0)
@@ -124,28 +125,28 @@ class CodecSpec:
         return self.group
 
     def num_groups(self, head_dim: int) -> int:
-        """Groups of a vector."""
+        """Return the number of groups of a vector."""
         return head_dim // self.group_of(head_dim)
 
     def num_outliers(self, head_dim: int) -> int:
-        """Numbers of a vector that are kept as they are."""
+        """Return the number of a vector's elements that are stored unquantized."""
         return max(1, ceil(self.percent * head_dim / 100)) if self.percent else 0
 
     def vector_bytes(self, head_dim: int, page_tokens: int) -> float:
-        """Bytes of a vector and its part of what the page holds once."""
+        """Return the bytes of a vector, with its share of per-page records."""
         planes = self.planes(head_dim)
         return sum(plane.num_bytes(1, page_tokens) for plane in planes) / page_tokens
 
     def effective_bits(self, head_dim: int, page_tokens: int) -> float:
-        """Bits of a stored number, all that is stored beside the codes counted."""
+        """Return the bits per element, including scales, zeros and outliers."""
         return self.vector_bytes(head_dim, page_tokens) * 8 / head_dim
 
     def _codes_width(self, head_dim: int) -> int:
-        # parts of a byte come from as many stretches of a vector, which must be equally long
-        stretches = {2: 4, 3: 8, 4: 2, 8: 1}[self.code_bits]
-        if head_dim % stretches:
+        # the codes packed into one byte come from segments of the vector of equal length
+        segments = {2: 4, 3: 8, 4: 2, 8: 1}[self.code_bits]
+        if head_dim % segments:
             raise ConfigError(
-                f"codec {self.name!r} packs codes of {self.code_bits} bits into whole bytes, which "
-                f"needs a head_dim that {stretches} divides, got {head_dim}; use int8"
+                f"codec {self.name!r} packs codes of {self.code_bits} bits into whole bytes: "
+                f"expected head_dim to be a multiple of {segments}, got {head_dim}; use int8"
             )
         return head_dim * self.code_bits // 8

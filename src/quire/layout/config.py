@@ -1,6 +1,6 @@
-"""Reading a config.json: one place for its many spellings and for what is wrong with it.
+"""Reader of config.json files, with key aliases and validation of types and ranges.
 
-The reader knows keys and types. What the values mean lives in `model`, `windows` and `mixture`.
+The reader handles keys and types. The meaning of values is defined in `model` and `layers`.
 """
 
 import json
@@ -14,7 +14,7 @@ from quire.layout.families import DEFAULTS
 
 _NESTED = ("text_config", "language_config", "llm_config")
 LARGEST_INTEGER = 2**31 - 1
-"""Of any size in a config.json: indices of kernels are 32 bits wide."""
+"""Largest size in a config.json: kernels use 32-bit indices."""
 
 SIZES = (
     ("hidden_size", "n_embd", "n_embed", "d_model"),
@@ -29,20 +29,20 @@ SIZES = (
 """Keys of sizes that are 1 or more in every model, with their aliases."""
 
 ROTARY_FRACTIONS = ("partial_rotary_factor", "rotary_pct")
-"""Keys of the fraction of a head that RoPE rotates; a table of so many cosines is built from it."""
+"""Keys of the fraction of a head that RoPE rotates; it determines the size of the cosine table."""
 
 MOST_LAYERS = 10_000
-"""Of one model; far above the deepest that exist."""
+"""Largest number of layers of a model; far above that of existing models."""
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """The config.json of a model folder.
+    """Read the config.json of a model folder.
 
     Args:
         folder: a local folder in Hugging Face format.
 
     Raises:
-        ModelError: no folder, no config.json in it, or not a JSON object.
+        ModelError: the folder or its config.json does not exist, or is not a JSON object.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -53,10 +53,10 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in a file of a model folder.
+    """Read the JSON object in a file of a model folder.
 
     Raises:
-        ModelError: the file cannot be read, is not JSON, is nested too deeply, or holds no object.
+        ModelError: the file cannot be read, is not JSON, is nested too deeply, or is not an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -74,10 +74,11 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def check_sizes(config: Mapping[str, object]) -> None:
-    """Refuse sizes and types that no model can have, before Transformers reads the config.
+    """Refuse invalid sizes and types before Transformers reads the config.
 
     Raises:
-        ModelError: a size is not a positive integer, or the dtype has no name; says which.
+        ModelError: a size is not a positive integer, a fraction is not from 0 to 1, or the dtype is
+            not a name; the message names the key.
     """
     reader = ConfigReader(config)
     for names in SIZES:
@@ -93,8 +94,9 @@ def check_sizes(config: Mapping[str, object]) -> None:
 class ConfigReader:
     """Typed access to one config.json, with aliases, nested text models and family defaults.
 
-    A model with several modalities keeps its decoder under `text_config`; that part is read, and
-    only what belongs to the whole (`tie_word_embeddings`, the dtype) may come from the outside.
+    The config of a multimodal model has its decoder under `text_config`; that part is read. Only
+    `tie_word_embeddings`, the dtype and other keys of the whole model are also read from the
+    enclosing config.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
@@ -108,18 +110,18 @@ class ConfigReader:
         self._defaults = DEFAULTS.get(self.model_type, {})
 
     def missing(self, *names: str) -> ModelError:
-        """The error for a key that is not there."""
+        """Return the error for a missing key."""
         also = f" (also looked for {', '.join(names[1:])})" if names[1:] else ""
         return ModelError(
             f"config.json of this {self.model_type} model has no {names[0]!r}{also}: add the key"
         )
 
     def is_null(self, name: str) -> bool:
-        """Whether the key is written, and null: a statement, where an absent key is none."""
+        """Return whether the key is present and null, which differs from an absent key."""
         return name in self._config and self._config[name] is None
 
     def find(self, *names: str) -> object:
-        """The first value that is not null, or None; a dot steps into a nested object."""
+        """Return the first value that is not null, or None; a dot separates nested keys."""
         return self._named(*names)[1]
 
     def _named(self, *names: str) -> tuple[str, object]:
@@ -131,12 +133,12 @@ class ConfigReader:
         return names[0], None
 
     def outer(self, name: str) -> object:
-        """Like `find`, then the same key of the enclosing configuration."""
+        """Return the value of a key as `find` does, else that of the enclosing configuration."""
         value = self.find(name)
         return self._outer.get(name) if value is None else value
 
     def integer(self, *names: str) -> int:
-        """A required positive integer under the first of these names.
+        """Return a required positive integer under the first of these names.
 
         Raises:
             ModelError: the key is missing, or its value is not a positive integer.
@@ -147,15 +149,15 @@ class ConfigReader:
         return value
 
     def positive_integer(self, *names: str) -> int | None:
-        """An integer of 1 or more, or None when the key is missing or null.
+        """Return an integer of 1 or more, or None if the key is missing or null.
 
         Raises:
-            ModelError: the value is 0 or of another kind.
+            ModelError: the value is 0 or of another type.
         """
         return self._integer(names, at_least=1)
 
     def num_layers(self) -> int | None:
-        """The number of layers, or None when the key is missing or null.
+        """Return the number of layers, or None if the key is missing or null.
 
         Raises:
             ModelError: not a positive integer, or more than `MOST_LAYERS`.
@@ -170,18 +172,18 @@ class ConfigReader:
         return value
 
     def optional_integer(self, *names: str) -> int | None:
-        """An integer of 0 or more, or None when the key is missing or null.
+        """Return an integer of 0 or more, or None if the key is missing or null.
 
         Raises:
-            ModelError: the value is of another kind.
+            ModelError: the value is of another type.
         """
         return self._integer(names, at_least=0)
 
     def sequence(self, *names: str) -> list[object] | None:
-        """A list, or None when the key is missing or null.
+        """Return a list, or None if the key is missing or null.
 
         Raises:
-            ModelError: the value is of another kind.
+            ModelError: the value is of another type.
         """
         name, value = self._named(*names)
         if value is not None and not isinstance(value, list | tuple):
@@ -189,10 +191,10 @@ class ConfigReader:
         return None if value is None else list(value)
 
     def integers(self, name: str) -> Collection[int]:
-        """A list of integers; empty when the key is missing or null.
+        """Return a list of integers, empty if the key is missing or null.
 
         Raises:
-            ModelError: the value is of another kind.
+            ModelError: the value is of another type.
         """
         value = self.find(name)
         if value is None:
@@ -215,10 +217,10 @@ class ConfigReader:
         return value
 
     def fraction(self, name: str) -> float | None:
-        """A number from 0 to 1, or None when the key is missing or null.
+        """Return a number from 0 to 1, or None if the key is missing or null.
 
         Raises:
-            ModelError: the value is of another kind.
+            ModelError: the value is of another type or out of range.
         """
         value = self.find(name)
         if value is None:
@@ -228,10 +230,10 @@ class ConfigReader:
         return float(value)
 
     def dtype(self) -> str | None:
-        """The name of the weights' dtype, also from the enclosing configuration.
+        """Return the name of the weights' dtype, also from the enclosing configuration.
 
         Raises:
-            ModelError: the value is no name.
+            ModelError: the value is not a name.
         """
         for name in ("dtype", "torch_dtype"):
             value = self.outer(name)
@@ -244,10 +246,10 @@ class ConfigReader:
         return None
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """A boolean, also from the enclosing configuration.
+        """Return a boolean, also from the enclosing configuration.
 
         Raises:
-            ModelError: the value is of another kind.
+            ModelError: the value is of another type.
         """
         value = self.outer(name)
         if value is None:
@@ -258,7 +260,7 @@ class ConfigReader:
 
 
 def shown(value: object) -> str:
-    """A value of a config in a message, at most 200 characters: a path keeps its end."""
+    """Format a config value for a message, at most 200 characters; long text keeps its end."""
     text = reprlib.repr(value) if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= 200 else f"{text[:120]}...{text[-77:]}"
 
@@ -277,20 +279,20 @@ def _step(source: Mapping[str, object], name: str) -> object:
 
 # ---- dtypes --------------------------------------------------------------------------------------
 
-# The number formats a model can be held in, and their size.
+# The types of model weights, and their sizes.
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes per value of each format, by its PyTorch name."""
+"""Bytes per value of each type, by its PyTorch name."""
 
 
 def dtype_bytes(name: str) -> int:
-    """Bytes of one value.
+    """Return the bytes of one value.
 
     Args:
         name: a key of `DTYPE_BYTES`, with or without the prefix `torch.`.
 
     Raises:
-        UnknownName: no such format; the message offers the nearest ones.
+        UnknownName: the type is unknown; the message suggests the nearest names.
     """
     try:
         return DTYPE_BYTES[name.removeprefix("torch.")]

@@ -1,23 +1,23 @@
-"""How an eviction policy is written, and when and to what it runs.
+"""The syntax of eviction policies, and the schedules on which they evict.
 
-`name:option=value,option=value`, parentheses nest. The same text works on the command line, in
-TOML, in a request body and in Python:
+A policy is `name:option=value,option=value`; parentheses nest. The same text works on the command
+line, in TOML, in a request body and in Python:
 
-    full                                          keep everything
-    recent:cap=512,every=64,sinks=4               at most 512 tokens a lane, 64 leave at a time
-    h2o:cap=25%,when=prefill_end,recent=64        a quarter of the prompt, once, when it is read
-    snapkv:cap=2MiB,budget=(pyramid:beta=20)      bytes of a sequence, more for the first layers
+    full                                          no eviction
+    recent:cap=512,every=64,sinks=4               at most 512 tokens per lane, evict 64 at a time
+    h2o:cap=25%,when=prefill_end,recent=64        25% of the prompt, evict once after prefill
+    snapkv:cap=2MiB,budget=(pyramid:beta=20)      bytes per sequence, more for the first layers
 
-`cap`, `every`, `when`, `budget` and `granularity` say how much stays and when the rule runs; all
-else belongs to the rule. `every` defaults to `default_every(cap)`: an eighth of the cap, 64 at
-most.
+`cap`, `every`, `when`, `budget` and `granularity` set how many tokens are retained and when the
+rule runs. All other options belong to the rule. Default of `every`: `default_every(cap)`, an eighth
+of the cap, at most 64.
 
-when                  prompt                                  answer
-prefill_and_decode    first block up to the cap, then `every` tokens leave before `every` are read
-                                                              `every` leave before one is too many
-prefill_end           read whole, then down to the cap        grows
-decode                read whole                              down to cap - every, as above
-pressure              as prefill_and_decode, but only while the pool is above its watermark
+when                  prefill                                 decode
+prefill_and_decode    first block up to the cap, then evict   evict `every` tokens before a lane
+                      `every` tokens before each `every`      would exceed the cap
+prefill_end           whole prompt, then evict to the cap     no eviction
+decode                whole prompt                            evict to cap - every, as above
+pressure              as prefill_and_decode, but only while pool use is above its watermark
 
 Source: Batch-Max (Metel et al. 2025), Algorithm 1 for prefill_and_decode.
 """
@@ -30,9 +30,9 @@ from quire.layout.statistics import Statistic
 
 MOST_DEFAULT_EVERY = 64
 OF_CAP = -1
-"""`EvictionSpec.every` where it is `default_every(cap)`."""
+"""Value of `EvictionSpec.every` that selects `default_every(cap)`."""
 
-MOST_CHARACTERS = 1000  # requests carry these texts
+MOST_CHARACTERS = 1000  # bounds untrusted texts in requests
 _SUCH_AS = {
     "policy": "recent:cap=512,sinks=4",
     "budget": "pyramid:beta=20",
@@ -41,13 +41,13 @@ _SUCH_AS = {
 
 
 def default_every(cap: int) -> int:
-    """Tokens that leave at a time under a cap of so many tokens, unless `every` is set."""
+    """Return the number of tokens evicted at a time under a cap if `every` is unset."""
     return max(1, min(MOST_DEFAULT_EVERY, cap // 8))
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyText:
-    """A parsed policy: a name and its options, values still text."""
+    """A parsed policy: name, and options with unparsed values."""
 
     name: str
     options: Mapping[str, str]
@@ -57,16 +57,16 @@ def parse_policy(text: str, what: str = "policy") -> PolicyText:
     """Split a policy text into its name and options.
 
     Args:
-        text: as it is written.
-        what: it is a text of, for messages: a policy, a codec or a budget.
+        text: the policy text.
+        what: what the text describes, for messages: "policy", "codec" or "budget".
 
     Raises:
-        ConfigError: no name, an option without a value or given twice, unbalanced parentheses, or
-            a text so long that it may nest without end.
+        ConfigError: the name is missing, an option has no value or is given twice, parentheses do
+            not match, or the text is longer than `MOST_CHARACTERS` (it could nest too deeply).
     """
     if len(text) > MOST_CHARACTERS:
         raise ConfigError(
-            f"a {what} is written in {MOST_CHARACTERS} characters at most, got {len(text)}"
+            f"expected a {what} of at most {MOST_CHARACTERS} characters, got {len(text)}"
         )
     name, _, rest = text.strip().partition(":")
     if not name.isidentifier():
@@ -78,7 +78,7 @@ def parse_policy(text: str, what: str = "policy") -> PolicyText:
         if not equals or not key or not value:
             raise ConfigError(f"expected option=value in {what} {text!r}, got {part!r}")
         if key in options:
-            raise ConfigError(f"option {key!r} stands twice in {what} {text!r}")
+            raise ConfigError(f"option {key!r} is given twice in {what} {text!r}")
         options[key] = value
     return PolicyText(name, options)
 
@@ -109,16 +109,16 @@ SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionSpec:
-    """What an eviction means to who plans memory and steps: numbers only, for one request.
+    """The parameters of one request's eviction that memory planning and scheduling need.
 
     Attributes:
-        cap: most tokens of a lane on average, everything counted; None keeps all (no eviction).
-        every: tokens that leave at a time, p in the paper. Default: `default_every(cap)`.
+        cap: maximum tokens of a lane, averaged over lanes; None for no eviction.
+        every: number of tokens evicted at a time, p in the paper. Default: `default_every(cap)`.
         when: one of SCHEDULES.
-        lane_caps: the cap of each lane (layer-major, then KV head) where a budget splits the total
-            unequally and knows how before anything is read; None: `cap` for each.
-        ragged: whether a budget may move slots between the heads of a layer while it runs.
-        statistics: what the policy has remembered.
+        lane_caps: cap of each lane (layer-major, then KV head) if a budget splits the total
+            unequally and the split is known before prefill; None: `cap` for every lane.
+        ragged: whether a budget may move slots between the heads of a layer during generation.
+        statistics: attention statistics that the policy uses.
     """
 
     cap: int | None = None
@@ -139,31 +139,32 @@ class EvictionSpec:
         if self.when != PREFILL_END and not 1 <= self.every < self.least_cap:
             raise ConfigError(
                 f"expected 1 <= every < cap, got every={self.every}, cap={self.least_cap}; "
-                "`every` tokens leave a lane at a time and some must stay"
+                "`every` tokens are evicted from a lane at a time and some must remain"
             )
 
     @property
     def least_cap(self) -> int:
-        """Cap of the smallest lane; 0 where there is none."""
+        """Cap of the smallest lane; 0 without eviction."""
         return min(self.lane_caps, default=0) if self.lane_caps else self.cap or 0
 
     @property
     def leaving(self) -> int:
-        """Tokens by which a lane is under its cap after an eviction."""
+        """Number of tokens that a lane is below its cap after an eviction."""
         return 0 if self.when == PREFILL_END else self.every
 
     @property
     def prefills_in_blocks(self) -> bool:
-        """Whether a prompt over the cap is read block by block, each behind an eviction."""
+        """Whether a prompt over the cap is prefilled in blocks with an eviction before each."""
         return self.cap is not None and self.when == PREFILL_AND_DECODE
 
     def exact_tokens(self, prompt_tokens: int) -> int:
-        """Tokens a sequence can hold before any of them leaves.
+        """Return the number of tokens a sequence can hold before the first eviction.
 
-        Under pressure nobody knows: what has left is asked of the sequence itself.
+        With `when=pressure` this cannot be predicted; the result is UNLIMITED, and the sequence's
+        own state shows whether it has evicted tokens.
 
         Args:
-            prompt_tokens: of its prompt.
+            prompt_tokens: tokens of the prompt.
         """
         if self.cap is None or self.when == PRESSURE:
             return UNLIMITED
@@ -174,27 +175,27 @@ class EvictionSpec:
         return UNLIMITED if prompt_tokens <= self.least_cap else prompt_tokens
 
     def keeps_all(self, prompt_tokens: int, tokens: int) -> bool:
-        """Whether a sequence that grows to `tokens` never loses any.
+        """Return whether a sequence that grows to `tokens` tokens never evicts a token.
 
         Args:
-            prompt_tokens: of its prompt.
-            tokens: of the sequence at its end.
+            prompt_tokens: tokens of the prompt.
+            tokens: final length of the sequence.
         """
         if self.when == PRESSURE:
             return self.cap is None or tokens <= self.least_cap
         return tokens <= self.exact_tokens(prompt_tokens)
 
     def peak_tokens(self, tokens: int, prompt_tokens: int | None = None) -> int:
-        """Most tokens a lane of the common cap holds while a sequence grows to `tokens`.
+        """Return the peak tokens of a lane with cap `cap` while a sequence grows to `tokens`.
 
         Args:
-            tokens: of the sequence at its end.
-            prompt_tokens: of which so many are its prompt; None: all.
+            tokens: final length of the sequence.
+            prompt_tokens: tokens of the prompt; None if all tokens are prompt tokens.
         """
         return self.lane_peak_tokens(self.cap, tokens, prompt_tokens)
 
     def lane_peak_tokens(self, cap: int | None, tokens: int, prompt_tokens: int | None) -> int:
-        """The same for a lane with a cap of its own."""
+        """Return the peak tokens of a lane with the given cap; see `peak_tokens`."""
         if cap is None:
             return tokens
         prompt = tokens if prompt_tokens is None else min(prompt_tokens, tokens)
@@ -211,23 +212,23 @@ KEEP_ALL = EvictionSpec()
 
 # ---- cap -----------------------------------------------------------------------------------------
 
-# A cap as a user writes it: tokens, a share of the prompt, or bytes; resolved at admission.
+# A cap in tokens, as a fraction of the prompt, or in bytes; resolved to tokens at admission.
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 
 MOST = 1 << 40
-"""More tokens or bytes than any cap needs; a number below it fits wherever numbers are kept."""
+"""Largest cap in tokens or bytes; smaller numbers cannot overflow the integers that hold them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """One of three.
+    """The cap of a policy; exactly one attribute is set.
 
     Attributes:
-        tokens: of a lane.
-        share: of the prompt's tokens, above 0.
-        num_bytes: of a whole sequence in the layers that evict, in whole pages, positions and
-            what a rule remembers included.
+        tokens: tokens of a lane.
+        share: fraction of the prompt's tokens (above 0, at most 1).
+        num_bytes: bytes of a sequence in the layers with eviction, in whole pages, with positions
+            and the rule's statistics.
     """
 
     tokens: int | None = None
@@ -236,10 +237,10 @@ class Cap:
 
     @classmethod
     def parse(cls, text: str) -> "Cap":
-        """Read `512`, `25%`, `0.25` or `2MiB`.
+        """Parse `512`, `25%`, `0.25` or `2MiB`.
 
         Raises:
-            ConfigError: neither.
+            ConfigError: the text has another form, or the number is out of range.
         """
         text = text.strip()
         unit = next((unit for unit in ("%", *_UNITS) if text.endswith(unit)), "")
@@ -259,22 +260,21 @@ class Cap:
     def _of_share(cls, share: float, text: str) -> "Cap":
         if not 0 < share <= 1:
             raise ConfigError(
-                f"a cap of {text} is no part of the prompt: expected more than 0 and up to 100%, "
-                "or whole tokens such as 512"
+                f"expected a cap above 0 and up to 100% of the prompt, or whole tokens such as "
+                f"512, got {text}"
             )
         return cls(share=share)
 
     def resolve(
         self, prompt_tokens: int, *, page_tokens: int, page_bytes: int, fixed_bytes: int
     ) -> int:
-        """Tokens of a lane; 0 where bytes hold not one page of every lane.
+        """Return the cap in tokens of a lane; 0 if the bytes cannot hold one page of every lane.
 
         Args:
-            prompt_tokens: of the request.
+            prompt_tokens: tokens of the prompt.
             page_tokens: slots of a page.
-            page_bytes: of one page in each lane that evicts, with those of what is remembered of
-                its slots.
-            fixed_bytes: of what is remembered of a sequence however long it is.
+            page_bytes: bytes of one page in every lane with eviction, with its per-slot statistics.
+            fixed_bytes: bytes of statistics that do not depend on the length of the sequence.
         """
         if self.tokens is not None:
             return self.tokens
@@ -285,7 +285,7 @@ class Cap:
 
 
 def _number(text: str, unit: str) -> int | float:
-    """Tokens or bytes, whole; a share as a float."""
+    """Parse tokens or bytes as an int, a fraction as a float."""
     if unit == "%":
         return float(text) / 100
     if unit:

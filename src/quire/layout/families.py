@@ -1,4 +1,4 @@
-"""What a `model_type` implies where its config.json is silent. Data only.
+"""Defaults that a `model_type` implies for keys missing in its config.json. Data only.
 
 The values are those of the configuration classes of Transformers; a test compares both.
 """
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "smollm3": {"use_sliding_window": False},
     "vaultgemma": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
 }
-"""Keys whose absence means this value."""
+"""Values of missing keys, by model type."""
 
 TIED_BY_DEFAULT = frozenset(
     {
@@ -44,7 +44,7 @@ TIED_BY_DEFAULT = frozenset(
         "openai-gpt", "opt", "smollm3", "starcoder2", "vaultgemma", "xglm",
     }
 )  # fmt: skip
-"""Input and output embeddings are one matrix unless `tie_word_embeddings` says otherwise."""
+"""Families whose `tie_word_embeddings` is true by default."""
 
 UNGATED = frozenset(
     {
@@ -53,7 +53,7 @@ UNGATED = frozenset(
         "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm",
     }
 )  # fmt: skip
-"""The MLP is up and down, without a gate; its width is 4 * hidden where it is not written."""
+"""Families whose MLP has no gate; the default of its width is 4 * hidden size."""
 
 LEARNED_POSITIONS: Mapping[str, int] = {
     "biogpt": 2,
@@ -63,10 +63,10 @@ LEARNED_POSITIONS: Mapping[str, int] = {
     "openai-gpt": 0,
     "opt": 2,
 }
-"""Families with a table of position embeddings, and its rows beyond the context."""
+"""Families with learned position embeddings, and the rows of the table beyond the context."""
 
 WINDOW_IGNORED = frozenset({"llama"})
-"""Families whose attention takes no notice of a stray `sliding_window`."""
+"""Families whose attention ignores `sliding_window`."""
 
 REFUSED: Mapping[str, str] = {
     "kv_lora_rank": "its attention caches a latent, not keys and values per head",
@@ -76,7 +76,7 @@ REFUSED: Mapping[str, str] = {
     "per_layer_config": "its layers have different shapes",
     "num_kv_shared_layers": "some of its layers use the keys and values of other layers",
     "cross_attention_layers": "it has cross-attention layers",
-    "attention_chunk_size": "it attends in chunks, which are not sliding windows",
+    "attention_chunk_size": "its attention is chunked, which is not a sliding window",
     "is_encoder_decoder": "it has an encoder",
     "type_vocab_size": "it is an encoder",
     "conv_L_cache": "it mixes attention with convolutions",
@@ -88,4 +88,4 @@ REFUSED: Mapping[str, str] = {
     "linear_num_key_heads": "it mixes attention with recurrent layers",
     "state_size": "it is recurrent and has no keys and values",
 }
-"""Keys that, when set, mean that KV cannot be counted as layers x heads x tokens; and why."""
+"""Keys that, if set, mean that KV is not layers x heads x tokens, with the reason."""

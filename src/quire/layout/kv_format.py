@@ -1,13 +1,13 @@
-"""How the KV of a model is stored: codecs, and what of it stays as the model made it.
+"""The KV format of a model: codecs, full-precision tokens and layers, mixed precision.
 
-    int4_outliers+residual=64           the newest 64 tokens are attended as they were made
-    kivi4+sinks=4+residual=128          and the first 4
-    int8+plain_layers=2                 the first two layers and the last two hold plain numbers
-    int2+residual=64+promoted=32:int8  32 tokens of a lane, which eviction found important, in int8
+    int4_outliers+residual=64           the newest 64 tokens in full precision (residual window)
+    kivi4+sinks=4+residual=128          also the first 4 tokens in full precision
+    int8+plain_layers=2                 the first two and the last two layers unquantized
+    int2+residual=64+promoted=32:int8   the 32 tokens of a lane with the highest scores in int8
 
-What stays as it was stands beside the codes, in pages of a sequence's own: every token is encoded
-when it is written, once, and nothing has to be done when it leaves the window. Important tokens
-are encoded once more, from what they were made as, before they leave it.
+Full-precision tokens are stored in addition to their codes, in private pages of the sequence. Every
+token is encoded once, when it is written, so no work is needed when it leaves the window. Promoted
+tokens are encoded a second time, from full precision, before they leave the window.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ MOST_TOKENS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFormat:
-    """What pages of a model hold.
+    """The storage format of a model's KV.
 
     Attributes:
-        key, value: codecs.
-        sinks: so many of the first tokens of a sequence are kept as they were made.
-        residual: so many of the newest ones.
-        plain_layers: so many of the first layers, and of the last, hold plain numbers.
-        plain: the codec of what is kept as it was made.
-        promoted: records for tokens that eviction finds important; None for none.
+        key, value: codecs of keys and of values.
+        sinks: number of first tokens of a sequence in full precision.
+        residual: number of newest tokens in full precision (residual window).
+        plain_layers: number of first layers, and of last layers, that are unquantized.
+        plain: codec of full-precision tokens and unquantized layers.
+        promoted: records of promoted (mixed-precision) tokens; None for none.
     """
 
     key: CodecSpec
@@ -45,52 +45,52 @@ class KVFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all numbers are stored as they are."""
+        """Whether keys and values are unquantized."""
         return self.key.is_plain and self.value.is_plain
 
     @property
     def per_page(self) -> bool:
-        """Whether pages are encoded as a whole."""
+        """Whether a codec encodes whole pages."""
         return self.key.per_page or self.value.per_page
 
     def recent(self, page_tokens: int) -> int:
-        """How many of the newest tokens are kept as they were made, encoded or not.
+        """Return the number of newest tokens to keep in full precision.
 
-        Where pages are encoded as a whole, a page but one token has to wait for its last one.
+        With a codec of whole pages, up to `page_tokens - 1` tokens wait until their page is full.
         """
         return max(self.residual, page_tokens - 1 if self.per_page else 0)
 
     @property
     def needs_plain(self) -> bool:
-        """Whether anything is kept as it was made."""
+        """Whether any token or layer is stored in full precision."""
         return self.per_page or any(getattr(self, name) for name in COUNTS)
 
     @property
     def required_plain(self) -> CodecSpec:
-        """The codec of what is kept as it was made.
+        """The codec of full-precision tokens and unquantized layers.
 
         Raises:
-            ConfigError: the text does not say what the model computes in.
+            ConfigError: `plain` is unset.
         """
         if self.plain is None:
             raise ConfigError(
-                "a KV format that keeps tokens as they were made needs +plain=float32"
+                "a KV format with full-precision tokens needs their type, such as +plain=float32"
             )
         return self.plain
 
 
 def read_format(text: str) -> KVFormat:
-    """Read `codec+option=value+option=value`.
+    """Parse `codec+option=value+option=value`.
 
     Args:
-        text: a codec as `codec_pair` reads it, and what is kept plain: sinks, residual,
-            plain_layers; `plain` says in which type. `promoted` is how many records, and behind a
-            colon their codec.
+        text: a codec in the syntax of `codec_pair`, and the options `sinks`, `residual` and
+            `plain_layers` (counts), `plain` (type of full-precision data) and `promoted` (number of
+            records, colon, their codec).
 
     Raises:
-        UnknownName: a codec or an option is not known.
-        ConfigError: a value cannot be, an option stands twice, plain numbers would be kept beside
-            plain numbers, or nothing is kept that records could be encoded from.
+        UnknownName: a codec or an option is unknown.
+        ConfigError: a value is invalid, an option is given twice, the codec is unquantized and so
+            needs no full-precision tokens, or `promoted` is given without `residual`.
     """
     codecs, *options = (part.strip() for part in text.split("+"))
     key, value = codec_pair(codecs)
@@ -100,23 +100,25 @@ def read_format(text: str) -> KVFormat:
     counts = {name: _count(text, name, given.get(name, "0")) for name in COUNTS}
     found = KVFormat(key=key, value=value, plain=plain, promoted=promoted, **counts)
     if found.is_plain and (any(counts.values()) or promoted is not None):
-        raise ConfigError(f"KV codec {text!r} stores plain numbers, beside which none need be kept")
+        raise ConfigError(
+            f"KV codec {text!r} is unquantized: remove sinks, residual, plain_layers and promoted"
+        )
     if promoted is not None:
         if not found.residual:
             raise ConfigError(
-                f"KV codec {text!r}: {PROMOTED} tokens are encoded from the residual window, and "
-                "there is none; add residual=64, or as much as the eviction rule's every="
+                f"KV codec {text!r}: {PROMOTED} tokens are encoded from the residual window, which "
+                "is unset; add residual=64, or at least the eviction rule's every="
             )
         check_finer(text, promoted, (key, value))
     return found
 
 
 def fill_plain(text: str, plain: str) -> str:
-    """A KV codec without anything left to the model: what is plain has a name.
+    """Replace `none` by the model's type in a KV codec, and add `plain` if it is needed.
 
     Args:
-        text: as `read_format` reads it, with `none` for one codec or both.
-        plain: the plain codec of the model's numbers.
+        text: KV codec in the syntax of `read_format`, with `none` for one codec or both.
+        plain: the unquantized codec of the type that the model computes in.
     """
     codecs, *options = (part.strip() for part in text.split("+"))
     sides = [plain if side.strip() == AS_COMPUTED else side.strip() for side in codecs.split("/")]
@@ -129,7 +131,7 @@ def fill_plain(text: str, plain: str) -> str:
 
 
 def without_records(text: str) -> str:
-    """A KV codec for sequences that lose no tokens: none of them is important."""
+    """Remove `promoted` from a KV codec, for sequences without eviction."""
     parts = text.split("+")
     return "+".join(part for part in parts if part.partition("=")[0].strip() != PROMOTED)
 
@@ -141,18 +143,18 @@ def _options(text: str, parts: list[str]) -> dict[str, str]:
         if name not in (*COUNTS, PLAIN, PROMOTED):
             raise UnknownName("option of a KV codec", name, (*COUNTS, PROMOTED))
         if name in options:
-            raise ConfigError(f"KV codec {text!r}: {name} stands twice; say it once")
+            raise ConfigError(f"KV codec {text!r}: {name} is given twice; give it once")
         options[name] = given
     return options
 
 
 def _plain(text: str, given: str) -> CodecSpec:
-    """What is kept as the model made it is copied, so codes cannot hold it."""
+    """Parse `plain`, which must be unquantized: full-precision tokens are copied, not encoded."""
     plain = codec_spec(given)
     if not plain.is_plain:
         raise ConfigError(
-            f"KV codec {text!r}: {PLAIN} needs a type that models compute in, such as float32, got "
-            f"{given!r}; leave it out"
+            f"KV codec {text!r}: expected {PLAIN} to be a type that models compute in, such as "
+            f"float32, got {given!r}; remove it"
         )
     return plain
 
@@ -160,6 +162,7 @@ def _plain(text: str, given: str) -> CodecSpec:
 def _count(text: str, name: str, given: str) -> int:
     if not given.isdecimal() or int(given) > MOST_TOKENS:
         raise ConfigError(
-            f"KV codec {text!r}: {name} needs a whole number from 0 to {MOST_TOKENS}, got {given!r}"
+            f"KV codec {text!r}: expected {name} to be an integer from 0 to {MOST_TOKENS}, got "
+            f"{given!r}"
         )
     return int(given)

@@ -1,8 +1,9 @@
-"""Layers of a model by its config: windows, experts of a mixture, parameters that are vectors.
+"""Layers of a model from its config: sliding windows, experts, and vector parameters.
 
-Configurations say it in five ways, read here in this order: `use_sliding_window: false`, a list
-`layer_types`, GPT-Neo's `attention_types`, a period `sliding_window_pattern` whose last layer is
-full, and `max_window_layers` below which all are full. Else `sliding_window` is for all layers.
+A config specifies windows in five ways, read in this order: `use_sliding_window: false`; the list
+`layer_types`; GPT-Neo's `attention_types`; the period `sliding_window_pattern`, whose last layer
+has full attention; `max_window_layers`, below which all layers have full attention. Otherwise
+`sliding_window` applies to all layers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from quire.errors import ModelError, UnsupportedModel
 from quire.layout.config import MOST_LAYERS, ConfigReader, shown
 from quire.layout.families import WINDOW_IGNORED
 
-# Which layers of a model see everything and which see a sliding window.
+# Layers with full attention and layers with a sliding window.
 
 _KINDS = {
     "full_attention": False,
@@ -24,13 +25,13 @@ _KINDS = {
 
 
 def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer in tokens; None where a layer is full.
+    """Return the sliding window of each layer in tokens; None for full attention.
 
-    A window W means that a query at position p sees the positions > p - W, itself included.
+    With a window W, a query at position p attends to positions > p - W, its own included.
 
     Raises:
-        ModelError: the list of layers has another length, or a window layer has no window.
-        UnsupportedModel: a layer that is neither full nor sliding-window attention.
+        ModelError: the list of layers has another length, or the window size is missing.
+        UnsupportedModel: a layer has neither full nor sliding-window attention.
     """
     if not reader.flag("use_sliding_window", default=True):
         return (None,) * num_layers
@@ -44,7 +45,7 @@ def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...
 def _window(reader: ConfigReader) -> int | None:
     if reader.model_type in WINDOW_IGNORED:
         return None
-    # null is "no window", an absent key is the family's default; 0 is how old files wrote null
+    # null: no window; absent key: the family's default; 0: null in old files
     if reader.is_null("sliding_window"):
         return None
     return reader.optional_integer("sliding_window", "window_size") or None
@@ -55,7 +56,7 @@ def _sliding(reader: ConfigReader, num_layers: int, *, windowed: bool) -> Sequen
     if kinds is not None:
         if len(kinds) != num_layers:
             raise ModelError(
-                f"config.json names the attention of {len(kinds)} layers, but the model has"
+                f"config.json lists the attention types of {len(kinds)} layers, but the model has"
                 f" {num_layers}: make 'layer_types' and 'num_hidden_layers' agree"
             )
         return [_slides(kind) for kind in kinds]
@@ -87,7 +88,7 @@ def _repeated(pair: object) -> Iterator[object]:
         case _:
             raise ModelError(
                 f"config.json: 'attention_types' holds {shown(pair)}, expected pairs of a list of "
-                "layer types and how often it repeats"
+                "layer types and its number of repetitions"
             )
 
 
@@ -98,26 +99,26 @@ def _listed(cycle: object) -> Iterable[object]:
 def _slides(kind: object) -> bool:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UnsupportedModel(
-            f"a layer of type {kind!r}: Quire holds the KV of {', '.join(_KINDS)} layers only"
+            f"a layer of type {kind!r}: Quire supports only layers of type {', '.join(_KINDS)}"
         )
     return _KINDS[kind]
 
 
 # ---- mixture -------------------------------------------------------------------------------------
 
-# Mixture-of-experts layers: how many weights there are, and how many one token uses.
+# Mixture-of-experts layers: number of weights, and number of weights that one token uses.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSpec:
-    """The expert layers of a model, all alike.
+    """The expert layers of a model; all have the same shape.
 
     Attributes:
-        num_layers: layers with experts; the others have a dense MLP.
+        num_layers: number of layers with experts; the others have a dense MLP.
         num_experts: routed experts per layer.
-        experts_per_token: routed experts that one token goes through.
-        expert_size: width of one expert, in neurons.
-        shared_size: width of the part every token goes through; 0 for none.
+        experts_per_token: routed experts per token.
+        expert_size: intermediate size of one expert.
+        shared_size: intermediate size of the shared experts; 0 for none.
     """
 
     num_layers: int
@@ -128,10 +129,10 @@ class MixtureSpec:
 
 
 def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
-    """The experts of a model, or None for a dense one.
+    """Return the experts of a model, or None for a dense model.
 
     Raises:
-        ModelError: there are experts, but not how many of them a token uses.
+        ModelError: the config has experts but not the number of experts per token.
     """
     num_experts = reader.optional_integer(
         "num_local_experts",
@@ -176,9 +177,9 @@ def _expert_layers(reader: ConfigReader, num_layers: int) -> int:
 
 # ---- vectors -------------------------------------------------------------------------------------
 
-# Parameters of a layer that are vectors: biases, gains of norms and attention sinks.
+# Vector parameters of a layer: biases, norm weights and attention sinks.
 #
-# They are about 0.1 % of a large model's parameters and several percent of a small one's.
+# They are about 0.1 % of the parameters of a large model and several percent of a small one's.
 
 PER_HEAD = "head"
 PER_PROJECTION = "projection"
@@ -186,19 +187,19 @@ PER_PROJECTION = "projection"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorSpec:
-    """Which vectors a layer has; the default is Llama's: two norms, no bias.
+    """The vector parameters of a layer; the default is Llama's: two norms, no bias.
 
     Attributes:
         qkv_bias: the query, key and value projections have biases.
         output_bias: the output projection of attention has a bias.
         mlp_bias: the matrices of the MLP have biases.
         router_bias: the router of a mixture of experts has a bias.
-        norm_bias: norms have a bias beside their gain.
+        norm_bias: norms have a bias in addition to their weight.
         head_bias: the output embedding has a bias.
-        layer_norms: norms of one layer, each as wide as the hidden size.
-        query_key_norm: gains for queries and keys: "" (none), "head" (one for all heads), or
-            "projection" (as wide as the projection).
-        sinks: attention has one learned sink for each query head.
+        layer_norms: number of norms of one layer, each as wide as the hidden size.
+        query_key_norm: norm of queries and keys: "" (none), "head" (one weight for all heads), or
+            "projection" (weight as wide as the projection).
+        sinks: attention has a learned sink logit for each query head.
     """
 
     qkv_bias: bool = False
@@ -212,14 +213,14 @@ class VectorSpec:
     sinks: bool = False
 
     def attention_parameters(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        """Numbers of one layer's attention that are not in a matrix, the output bias left out."""
+        """Return the vector parameters of one layer's attention, without the output bias."""
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
         norms = {PER_HEAD: 2 * head_dim, PER_PROJECTION: queries + keys}.get(self.query_key_norm, 0)
         biases = queries + 2 * keys if self.qkv_bias else 0
         return biases + norms + (num_heads if self.sinks else 0)
 
     def norm_parameters(self, hidden_size: int) -> int:
-        """Numbers of one norm of the residual stream."""
+        """Return the parameters of one norm of the residual stream."""
         return hidden_size * (2 if self.norm_bias else 1)
 
 
@@ -257,7 +258,7 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
     "stablelm": {"norm_bias": True},
     "starcoder2": _ALL_BIASES,
 }
-# Keys of config.json and the vectors each of them switches.
+# Keys of config.json and the vectors that each key enables or disables.
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("qkv_bias", "output_bias"),
     "qkv_bias": ("qkv_bias",),
@@ -271,10 +272,10 @@ _WITHOUT_SWITCHES = frozenset({"phi", "phi3", "qwen2"})
 
 
 def read_vectors(reader: ConfigReader) -> VectorSpec:
-    """The vectors of a layer, by the model type and the switches in its config.
+    """Return the vector parameters of a layer, from the model type and the flags in its config.
 
     Raises:
-        ModelError: a switch is neither true nor false.
+        ModelError: a flag is neither true nor false.
     """
     fields = dict(_IMPLIED.get(reader.model_type, {}))
     switches = {} if reader.model_type in _WITHOUT_SWITCHES else _SWITCHES

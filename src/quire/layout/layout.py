@@ -1,4 +1,4 @@
-"""From a model's shape, and what is to be remembered of it, to the lane groups of its sequences."""
+"""Lane groups of a model's sequences, from the model's shape, KV format and statistics."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -24,19 +24,20 @@ def layout_for(
     rotated: bool = True,
     statistics: Collection[Statistic] = (),
 ) -> CacheLayout:
-    """One group for all layers with full attention, one for each sliding window, and statistics.
+    """Build the layout: a lane group for full attention, one per sliding window, and statistics.
 
     Args:
         model: heads, dims and windows.
-        codec: how keys and values are stored, as `read_format` reads it.
+        codec: KV codec in the syntax of `read_format`.
         page_tokens: slots in a page.
-        evicting: lanes of full attention will lose tokens one by one: they give up slot order and
-            carry positions. Window lanes stay ordered; they are bounded by their window already.
-        heads_apart: the KV heads of an evicting layer keep sets of tokens of their own, so each
-            gets a lane of one-head pages.
-        rotated: whether keys are stored after RoPE; all layers alike.
-        statistics: what is remembered of layers with full attention, for the sequences whose
-            policy asks for it; a private group each.
+        evicting: whether single tokens are evicted from full-attention lanes. Their slots are then
+            unordered and their pages store positions. Window lanes stay ordered, because the
+            window already limits them.
+        heads_apart: whether the KV heads of a layer with eviction retain different tokens; each KV
+            head then has a lane of one-head pages.
+        rotated: whether keys are stored after RoPE, in all layers.
+        statistics: attention statistics of full-attention layers; each is a private group, used by
+            the sequences whose policy needs it.
     """
     groups: list[LaneGroup] = []
     form = read_format(codec)
@@ -64,7 +65,7 @@ def layout_for(
         if part.window is None:
             groups.extend(_statistics_groups(model, group, statistics))
         if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
-            groups.append(_kept_group(group, form))
+            groups.append(_full_precision_group(group, form))
         if loses_order and form.promoted is not None:
             groups.append(_promoted_group(group, form.promoted))
     return CacheLayout(tuple(groups))
@@ -72,7 +73,7 @@ def layout_for(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Layers that share a lane group: they look back equally far, and store alike."""
+    """Layers that share a lane group: same window, same codecs."""
 
     name: str
     layers: tuple[int, ...]
@@ -94,10 +95,10 @@ def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
             yield _Part(f"{name}.plain", kept, window, (form.required_plain,) * 2)
 
 
-def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
-    """Tokens of a group as the model made them, beside their codes: one page a lane."""
+def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
+    """Build the group of a group's full-precision tokens: one page per lane."""
     page_tokens = group.page_class.tokens
-    if group.window is not None:  # what is behind it, no query sees
+    if group.window is not None:  # no query attends to tokens outside the window
         form = replace(form, residual=min(form.residual, group.window))
     kept = FullPrecisionTokens(
         of=group.name,
@@ -124,7 +125,7 @@ def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
 
 
 def _promoted_group(group: LaneGroup, records: Records) -> LaneGroup:
-    """Tokens of a group in a finer codec, each with its position: one page a lane."""
+    """Build the group of a group's promoted tokens, with their positions: one page per lane."""
     return LaneGroup(
         name=f"{group.name}.promoted",
         page_class=PageClass(
@@ -166,26 +167,26 @@ def _statistics_groups(
 
 
 def statistics_name(group: str, statistic: Statistic) -> str:
-    """Name of the lane group that holds a statistic of a group of KV."""
+    """Return the name of the lane group that holds a statistic of a KV group."""
     return f"{group}.{statistic.name}"
 
 
 def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
-    """Bytes of one page in every lane that can lose tokens, and of what is there at any length.
+    """Return the bytes of one page in every lane with eviction, and the length-independent bytes.
 
     Args:
-        layout: of sequences with these statistics and no others.
+        layout: layout with exactly the statistics that the sequences use.
 
     Returns:
-        of pages, those of statistics of their slots included; of statistics with fixed slots, and
-        of tokens that are kept, or in a finer codec, beside the codes of these lanes.
+        Bytes of one page in every lane with eviction, with its per-slot statistics; and bytes of
+        statistics with fixed slots, full-precision tokens and promoted tokens of these lanes.
     """
     page_bytes = fixed_bytes = 0
     in_order = {group.name for group in layout.groups if group.ordered}
     for group in layout.groups:
         lanes_bytes = group.num_lanes * group.page_class.page_bytes
         if group.kept is not None and group.kept.of in in_order:
-            continue  # of a window, which loses no tokens to a rule
+            continue  # a window group: no rule evicts its tokens
         if group.fixed_slots is not None:
             fixed_bytes += lanes_bytes
         elif not group.ordered:
@@ -194,10 +195,10 @@ def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
 
 
 def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> frozenset[str]:
-    """Names of the private groups of a sequence for which these are remembered.
+    """Return the names of the private groups of a sequence that uses these statistics.
 
-    What `KVMemory.start` is told. A layout without layers to evict from has none; tokens that are
-    kept as the model made them, or in a finer codec, are among them whatever is asked.
+    The result is an argument of `KVMemory.start`. Groups of full-precision and promoted tokens are
+    always included. A layout without layers with eviction has no statistics groups.
     """
     wanted = {
         statistics_name(group.name, statistic)
@@ -206,24 +207,24 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
         for statistic in statistics
     }
     private = {group.name for group in layout.groups if group.private}
-    beside = {g.name for g in layout.groups if g.kept is not None or g.promoted is not None}
-    return frozenset(wanted & private | beside)
+    always = {g.name for g in layout.groups if g.kept is not None or g.promoted is not None}
+    return frozenset(wanted & private | always)
 
 
 # ---- offloadable ---------------------------------------------------------------------------------
 
-# Which lane groups KV offload can take, and how many bytes of a token that is.
+# Lane groups that KV offload supports, and their bytes per token.
 
-SLOTS = 2  # of a staging: one layer is read from one while the other is filled
+SLOTS = 2  # staging slots: attention reads one while the other is filled for the next layer
 
 
 def offloaded_token_bytes(layout: CacheLayout) -> int:
-    """Bytes that one token of an offloaded prefix takes, in all lanes that can have one."""
+    """Return the bytes of one token of an offloaded prefix, in all lanes that support offload."""
     groups = [group for group in layout.groups if can_be_offloaded(group)]
     per_page = [(g.num_lanes * g.page_class.page_bytes, g.page_class.tokens) for g in groups]
     return sum(-(-page_bytes // tokens) for page_bytes, tokens in per_page)
 
 
 def can_be_offloaded(group: LaneGroup) -> bool:
-    """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
+    """Return whether the first pages of a group's lanes can be offloaded and this frees memory."""
     return not group.private and group.window is None and len(group.layers) > SLOTS

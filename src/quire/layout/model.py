@@ -1,7 +1,6 @@
-"""ModelSpec: the shape of a decoder, read from its config.json, and the bytes that follow from it.
+"""ModelSpec: the shape of a decoder, read from its config.json, and the bytes derived from it.
 
-No weights are read and no tensor library is loaded: the same arithmetic serves planning, admission
-and the tests of both.
+No weights are read and torch is not imported: planning and admission use the same arithmetic.
 """
 
 import math
@@ -26,14 +25,14 @@ class LayerSpec:
     """One layer's attention.
 
     Attributes:
-        window: sliding window W in tokens: a query at position p sees positions > p - W.
-            None: it sees everything before it.
+        window: sliding window W in tokens: a query at position p attends to positions > p - W.
+            None: full attention.
     """
 
     window: int | None = None
 
     def held_tokens(self, tokens: int) -> int:
-        """How many of a sequence's tokens this layer still needs."""
+        """Return how many of a sequence's tokens this layer still needs."""
         return tokens if self.window is None else min(tokens, self.window)
 
 
@@ -46,7 +45,7 @@ class ModelSpec:
         num_layers: attention layers, each with its own keys and values.
         num_heads: query heads.
         num_kv_heads: key and value heads (GQA: fewer than query heads; MQA: one).
-        head_dim: values per head.
+        head_dim: elements per head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the dense MLP.
         vocab_size: rows of the embedding.
@@ -54,13 +53,14 @@ class ModelSpec:
         tied_embeddings: input and output embeddings are one matrix.
         gated_mlp: the MLP has a gate (three matrices instead of two).
         layers: one LayerSpec per layer.
-        learned_positions: rows of a table of position embeddings; 0 where positions are rotary.
-        embedding_size: width of the embeddings where it is not the hidden size (OPT-350M).
+        learned_positions: rows of the table of position embeddings; 0 for RoPE.
+        embedding_size: width of the embeddings if it is not the hidden size (OPT-350M).
         mixture: the expert layers of a mixture of experts; None for a dense model.
         vectors: biases, norms and sinks of a layer.
 
     Raises:
-        ConfigError: head counts do not divide, or the layers are not `num_layers` many.
+        ConfigError: `num_heads` is not a multiple of `num_kv_heads`, or `layers` does not have
+            `num_layers` entries.
     """
 
     architecture: str
@@ -84,21 +84,22 @@ class ModelSpec:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of"
-                f" num_kv_heads={self.num_kv_heads}: every KV head serves equally many query heads"
+                f" num_kv_heads={self.num_kv_heads}: every KV head must serve the same number of"
+                " query heads"
             )
         if len(self.layers) != self.num_layers:
             raise ConfigError(f"expected {self.num_layers} layers, got {len(self.layers)}")
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> "ModelSpec":
-        """Read a config.json of any decoder whose KV is layers x heads x tokens.
+        """Create the spec from the config.json of a decoder whose KV is layers x heads x tokens.
 
         Args:
-            config: the parsed file; a nested `text_config` is followed.
+            config: the parsed file; a nested `text_config` is read.
 
         Raises:
-            ModelError: a key is missing or has a value that cannot be; the message names it.
-            UnsupportedModel: the KV of this architecture cannot be held in pages; says why.
+            ModelError: a key is missing or has an invalid value; the message names the key.
+            UnsupportedModel: the architecture's KV cannot be stored in pages; the message says why.
         """
         reader = ConfigReader(config)
         _refuse(reader)
@@ -131,20 +132,20 @@ class ModelSpec:
 
     @property
     def kv_values_per_layer_token(self) -> int:
-        """Numbers one layer stores for one token: a key and a value per KV head."""
+        """Elements that one layer stores per token: a key and a value per KV head."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers all layers store for one token: 2 * layers * kv_heads * head_dim."""
+        """Elements that all layers store per token: 2 * layers * kv_heads * head_dim."""
         return self.num_layers * self.kv_values_per_layer_token
 
     def kv_bytes_per_token(self, bytes_per_value: int | float) -> int:
-        """Bytes one more token adds while no window is full."""
+        """Return the bytes of one token in all layers, ignoring windows."""
         return math.ceil(self.kv_values_per_token * bytes_per_value)
 
     def kv_bytes(self, tokens: int, bytes_per_value: int | float) -> int:
-        """Bytes of one sequence's KV, with window layers holding at most their window.
+        """Return the bytes of one sequence's KV; window layers hold at most their window.
 
         Args:
             tokens: length of the sequence.
@@ -154,39 +155,39 @@ class ModelSpec:
             ConfigError: a negative length.
         """
         if tokens < 0:
-            raise ConfigError(f"tokens={tokens}: a sequence has 0 tokens or more")
+            raise ConfigError(f"expected tokens of 0 or more, got {tokens}")
         slots = sum(layer.held_tokens(tokens) for layer in self.layers)
         return math.ceil(slots * self.kv_values_per_layer_token * bytes_per_value)
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model, experts, biases and norms included."""
+        """Number of parameters, experts, biases and norms included."""
         experts = self.mixture.num_experts if self.mixture else 0
         return self._parameters(experts)
 
     @property
     def num_active_parameters(self) -> int:
-        """Weights that one token goes through: of the routed experts only its own."""
+        """Number of parameters that one token uses: of the routed experts only the active ones."""
         experts = self.mixture.experts_per_token if self.mixture else 0
         return self._parameters(experts)
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of all decoder layers, experts included."""
+        """Number of parameters of all decoder layers, experts included."""
         return self.num_parameters - self._other_parameters
 
     def weight_bytes(self, bytes_per_value: int | float) -> int:
-        """Bytes of all weights in one number format."""
+        """Return the bytes of all weights in one type."""
         return math.ceil(self.num_parameters * bytes_per_value)
 
     @property
     def embedding_parameters(self) -> int:
-        """Numbers of one embedding matrix, vocabulary x width."""
+        """Number of parameters of one embedding matrix, vocabulary x width."""
         return self.vocab_size * (self.embedding_size or self.hidden_size)
 
     @property
     def lookup_parameters(self) -> int:
-        """Weights of which a step reads a few rows only: tables that multiply nothing."""
+        """Number of parameters of lookup tables, of which a step reads only a few rows."""
         table = 0 if self.tied_embeddings else self.embedding_parameters
         return table + self.learned_positions * self.hidden_size
 
@@ -202,7 +203,7 @@ class ModelSpec:
 
     @property
     def _other_parameters(self) -> int:
-        """Of no layer: embeddings, positions, projections, head, the last norm."""
+        """Number of parameters outside layers: embeddings, positions, projections, head, norm."""
         embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         projections = 2 * (self.embedding_size or 0) * self.hidden_size
         if self.embedding_size == self.hidden_size:
@@ -247,7 +248,7 @@ def _max_positions(reader: ConfigReader) -> int:
 
 
 def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
-    # Falcon writes num_kv_heads always, but its older architecture takes no notice of it
+    # Falcon configs always have num_kv_heads, but the older architecture ignores it
     regular = not reader.flag("multi_query", default=False)
     if regular or reader.flag("new_decoder_architecture", default=False):
         given = reader.positive_integer(

@@ -1,12 +1,12 @@
-"""Options: dataclass fields that know their help, their unit, their group and their choices.
+"""Options: dataclass fields with help, unit, group and choices.
 
-Flags, `--help`, the TOML file, the docs table and error messages are all made from these fields,
-so everything about an option stands in one place:
+Flags, `--help`, the TOML file, the docs table and error messages are all generated from these
+fields, so an option is defined in one place:
 
     dtype: Dtype = option("auto", help="format of the weights", common=True)
 
-A field that is a `Literal` shows its choices and refuses other values. A field of a `Parsed` type
-is given as text or a number and holds what it means: `memory="64MiB"` holds 67108864.
+A field of a `Literal` type lists its choices and refuses other values. A field of a `Parsed` type
+accepts text or a number and holds the parsed value: `memory="64MiB"` holds 67108864.
 `check_options` does both, once, in `__post_init__`.
 """
 
@@ -22,10 +22,10 @@ Held = TypeVar("Held")
 
 
 class Parsed(Generic[Given, Held]):
-    """Annotates a field that is given as one type and holds another.
+    """Annotation of a field that accepts one type and holds another.
 
-    Type checkers take it for a descriptor: `KVConfig(memory="64MiB")` and `kv.memory + 1` are both
-    right. At run time it is an annotation only; the field's `parse` does the work.
+    Type checkers treat it as a descriptor, so `KVConfig(memory="64MiB")` and `kv.memory + 1` are
+    both valid. At run time it is only an annotation; the field's `parse` converts the value.
     """
 
     def __get__(self, instance: object, owner: type | None = None) -> Held:
@@ -45,15 +45,15 @@ Fraction = Parsed[float | str | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """What a person should know about a field.
+    """Metadata of an option.
 
     Attributes:
-        help: one sentence; empty where the class documents its attributes.
-        unit: of the number, "" for names and counts that need none.
-        flag: name on the command line where it differs from the field's.
-        group: heading in `--help`; empty: the heading of the whole config.
-        common: whether `--help` shows it; `--help-all` shows every option.
-        parse: turns what is given into what the field holds; takes what it returns, too.
+        help: one sentence; empty if the class documents its attributes.
+        unit: unit of the number; "" for names and counts.
+        flag: name on the command line if it differs from the field's name.
+        group: heading in `--help`; empty for the heading of the whole config.
+        common: whether `--help` shows the option; `--help-all` shows every option.
+        parse: converts a given value to the field's value; also accepts converted values.
     """
 
     help: str = ""
@@ -74,18 +74,18 @@ def option(
     common: bool = False,
     parse: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A dataclass field with a default and what `OptionInfo` says about it."""
+    """Create a dataclass field with a default and the metadata of `OptionInfo`."""
     info = OptionInfo(help=help, unit=unit, flag=flag, group=group, common=common, parse=parse)
     return field(default=default, metadata={"option": info})
 
 
 def config_of(annotation: Any) -> type | None:
-    """The config dataclass that a field holds; None for any other field."""
+    """Return the config dataclass that a field holds; None for any other field."""
     return annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The values of a `Literal`; empty for any other type."""
+    """Return the values of a `Literal`; empty for any other type."""
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
@@ -93,8 +93,8 @@ def check_options(config: Any) -> None:
     """Parse and check every field of a config dataclass.
 
     Raises:
-        ConfigError: a value that cannot be parsed, of another type, or none of the choices; names
-            the option.
+        ConfigError: a value cannot be parsed, has another type or is not among the choices; the
+            message names the option.
     """
     for f in fields(config):
         value, choices = getattr(config, f.name), choices_of(f.type)
@@ -109,7 +109,7 @@ def check_options(config: Any) -> None:
 
 
 def option_values(config: Any) -> dict[str, object]:
-    """The fields of a config dataclass as JSON values; a codec is its name."""
+    """Return the fields of a config dataclass as JSON values; a codec becomes its name."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     return {name: _json_value(value) for name, value in values.items()}
 
@@ -124,16 +124,16 @@ def parse_named(parse: Callable[[Any], Held], name: str, value: object) -> Held:
     """Parse the value of an option; its errors begin with the option.
 
     Args:
-        parse: such as `quire.layout.sizes.parse_size`.
-        name: of the option, without the leading dashes.
-        value: as it was given.
+        parse: parser, such as `quire.layout.sizes.parse_size`.
+        name: name of the option, without the leading dashes.
+        value: the given value.
 
     Raises:
         ConfigError: `parse` refuses the value.
     """
     try:
         return parse(value)
-    except UnknownName:  # names what is unknown
+    except UnknownName:  # its message already names the unknown value
         raise
     except ConfigError as error:
         raise ConfigError(f"--{name}: {error}") from error
@@ -143,12 +143,12 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Check that a value is one of an option's choices.
 
     Args:
-        name: of the option, such as "kv-store".
-        value: what a caller gave.
-        choices: what is allowed.
+        name: name of the option, such as "kv-store".
+        value: the given value.
+        choices: the allowed values.
 
     Raises:
-        ConfigError: another value; offers the nearest choices.
+        ConfigError: the value is not among the choices; the message suggests the nearest ones.
     """
     known = tuple(choices)
     if value not in known:
@@ -158,10 +158,10 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def require_type(name: str, value: object, *kinds: type) -> None:
-    """Check what a caller gave. An int passes for a float, a bool for nothing else.
+    """Check the type of a value; an int is accepted as a float, a bool only as a bool.
 
     Raises:
-        ConfigError: a value of another type.
+        ConfigError: the value has another type.
     """
     allowed = (*kinds, int) if float in kinds else kinds
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):

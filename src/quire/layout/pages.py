@@ -1,18 +1,18 @@
-"""What a page holds and how many bytes it takes. The only place where page bytes are computed.
+"""Page classes: the contents of a page and its bytes. Page bytes are computed only here.
 
-A page of `tokens` slots lies in memory as planes, one behind the other:
+A page of `tokens` slots consists of consecutive planes:
 
     | keys [heads, tokens, head_dim] | values [heads, tokens, head_dim] | positions [tokens] |
-      codec `key`                      codec `value` (may be absent)      int32, if kept
+      codec `key`                      codec `value` (may be absent)      int32, if stored
     and padding to a multiple of 64 bytes and of a vector
 
-Codecs that compress store codes there, and what decodes them behind the codes of both:
+Quantizing codecs store codes there, followed by the data that decodes them:
 
     | codes of keys | codes of values | scales, zeros, outliers of keys | of values | positions |
 
-so that the codes of a head and token lie in one piece, those of a head's tokens side by side, and
-all scales of a page together. Full-precision sinks, an INT4 body, heads of unequal length,
-statistics: each is one `PageClass`; nothing else in Quire asks what is inside a page.
+The codes of one head and token are contiguous, the codes of a head's tokens are adjacent, and all
+scales of a page are together. Full-precision sinks, an INT4 body, lanes per KV head, statistics:
+each is one `PageClass`. No other part of Quire depends on the contents of a page.
 """
 
 import math
@@ -33,12 +33,12 @@ def _round_up(num_bytes: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPlane:
-    """A plane of a page.
+    """A plane of a page with its location.
 
     Attributes:
-        plane: what it holds.
-        offset_bytes: where it starts in a page, a multiple of its numbers' size.
-        shape: [heads, records, numbers].
+        plane: the plane.
+        offset_bytes: offset in the page, a multiple of the element size.
+        shape: [heads, records, elements].
     """
 
     plane: Plane
@@ -47,27 +47,27 @@ class PlacedPlane:
 
     @property
     def end_bytes(self) -> int:
-        """Where it ends."""
+        """Offset of the byte after the plane."""
         heads, records, _ = self.shape
         return self.offset_bytes + heads * records * self.plane.record_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageClass:
-    """Pages that are alike: same planes, same bytes, one pool.
+    """A class of pages with the same planes and the same bytes; each class has one page pool.
 
     Attributes:
         key: codec of the first plane.
         value: codec of the second plane; None for one-plane pages (statistics).
-        head_dim: numbers in a vector.
-        heads: heads in a page (all KV heads of a layer, or one for ragged heads).
+        head_dim: elements of a vector.
+        heads: heads in a page (all KV heads of a layer, or one for lanes per KV head).
         tokens: slots in a page.
-        positions: whether each slot carries its logical position (lanes whose slots lose order).
-        rotated: whether keys are stored after RoPE; before it they are as at position 0. Pages of
-            the two kinds are never mixed.
-        layers: pages of so many layers that are counted as one, where nobody asks what is in them.
-        page_bytes: of a whole page, padding included; follows from the others, as do
-        key_planes, value_planes: where the planes are.
+        positions: whether a page stores the logical position of each slot (unordered lanes).
+        rotated: whether keys are stored after RoPE; otherwise before RoPE. Pages of the two kinds
+            are never mixed.
+        layers: number of layers whose pages are counted as one page, for simulations without bytes.
+        page_bytes: bytes of a page, padding included; derived from the other attributes.
+        key_planes, value_planes: locations of the planes; derived.
     """
 
     key: CodecSpec
@@ -78,25 +78,25 @@ class PageClass:
     positions: bool = False
     rotated: bool = True
     layers: int = 1
-    page_bytes: int = field(init=False, repr=False, compare=False)  # asked for at every step
+    page_bytes: int = field(init=False, repr=False, compare=False)  # cached: read in every step
     key_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
     value_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "heads", "tokens", "layers"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"a page needs {name} >= 1, got {getattr(self, name)}")
+                raise ConfigError(f"expected a page with {name} >= 1, got {getattr(self, name)}")
         self._place_planes()
         end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
         page_bytes = self.layers * _round_up(end, self.alignment_bytes)
         object.__setattr__(self, "page_bytes", page_bytes)
 
     def __hash__(self) -> int:
-        """Of the numbers alone: pools are looked up by page class many times a step."""
+        """Hash only the numbers: every step looks up pools by page class many times."""
         return hash((self.head_dim, self.heads, self.tokens, self.positions, self.rotated))
 
     def _place_planes(self) -> None:
-        """Codes of keys and of values first, then what decodes them."""
+        """Place the codes of keys and values first, then scales, zeros and outliers."""
         sides = [codec.planes(self.head_dim) for codec in (self.key, self.value) if codec]
         placed: list[list[PlacedPlane]] = [[] for _ in sides]
         offset = 0
@@ -112,39 +112,38 @@ class PageClass:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all numbers are stored as they are."""
+        """Whether keys and values are unquantized."""
         return self.key.is_plain and (self.value is None or self.value.is_plain)
 
     @property
     def per_page(self) -> bool:
-        """Whether slots share what decodes them, so that none can move or leave alone."""
+        """Whether slots share decoding data, so single slots cannot be moved or evicted."""
         return self.key.per_page or (self.value is not None and self.value.per_page)
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of keys, all that is stored beside their codes counted."""
+        """Bytes of a page's keys, with scales, zeros and outliers."""
         return (
             sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.key_planes) * self.layers
         )
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of values, likewise."""
+        """Bytes of a page's values, with scales, zeros and outliers."""
         one = sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.value_planes)
         return one * self.layers
 
     @property
     def positions_offset_bytes(self) -> int:
-        """Where the positions start: on a multiple of their own size."""
+        """Offset of the positions, a multiple of their size."""
         end = max(p.end_bytes for p in (*self.key_planes, *self.value_planes))
         return _round_up(end, POSITION_BYTES)
 
     @property
     def alignment_bytes(self) -> int:
-        """What page_bytes is a multiple of: a cache line and, for plain keys, a vector.
+        """Alignment of page_bytes: a cache line and, for unquantized KV, a vector.
 
-        So the arena, seen as vectors of head_dim numbers, has one at the start of every page.
-        One-plane pages have none that are read so: there a wide record would only waste room.
+        Every page is then aligned in a view of the arena as vectors; one-plane pages have no need.
         """
         if self.value is None or not self.is_plain:
             return PAGE_ALIGNMENT_BYTES
@@ -152,38 +151,39 @@ class PageClass:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what one slot holds, padding of the page not included."""
+        """Bytes of one slot, without the padding of the page."""
         position_bytes = POSITION_BYTES * self.layers if self.positions else 0
         return (self.key_bytes + self.value_bytes) // self.tokens + position_bytes
 
     def pages_for(self, slots: int) -> int:
-        """Whole pages that hold `slots` slots."""
+        """Return the number of pages that hold `slots` slots."""
         return -(-slots // self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneGroup:
-    """Lanes of a sequence that share a page class and its rules.
+    """A group of lanes of a sequence with the same page class and rules.
 
-    A lane is what one page table describes: all KV heads of a layer (layer pages), or one KV head
-    of it (one-head pages). A group has `len(layers) * lanes_per_layer` lanes, layer-major.
+    A lane is the unit of a page table: all KV heads of a layer (layer pages), or one KV head of a
+    layer (one-head pages). A group has `len(layers) * lanes_per_layer` lanes, layer-major.
 
     Attributes:
-        name: unique in a layout.
-        page_class: what its pages hold.
+        name: unique name in a layout.
+        page_class: class of its pages.
         layers: model layers, ascending.
         lanes_per_layer: 1 for layer pages, the number of KV heads for one-head pages.
-        window: tokens a query can look back, itself included; None for all. Pages behind it return.
-        ordered: slots stay in position order (dropping whole pages, never moving slots).
-        private: never shared: copied on fork, absent from lent prefixes (statistics). A row can
-            do without such a group.
-        mirrors: name of the group whose slots these describe one to one: same lanes, same slots,
-            moved and freed with them. Such a group is private.
-        fixed_slots: records of a lane, there from the row's first token on and never more. Such a
-            group is private and has no order.
-        statistic: what its records are; of private groups only.
-        kept, promoted: what its records are, where they are tokens of another group: as the model
-            made them, or in a finer codec.
+        window: tokens that a query attends to, its own included; None for all. Pages outside the
+            window are freed.
+        ordered: whether slots stay in position order (whole pages are dropped, slots never move).
+        private: never shared: copied on fork, not part of cached prefixes (statistics). A row may
+            not use the group.
+        mirrors: name of the group whose slots this group describes one to one: same lanes, same
+            slots, moved and freed together. Such a group is private.
+        fixed_slots: fixed number of records per lane, allocated with the row's first token. Such a
+            group is private and unordered.
+        statistic: statistic in its records; only for private groups.
+        kept: set if its records are full-precision tokens of another group.
+        promoted: set if its records are promoted tokens of another group, in a finer codec.
     """
 
     name: str
@@ -211,7 +211,7 @@ class LaneGroup:
             )
         if not self.ordered and not self.page_class.positions and not self.private:
             raise ConfigError(
-                f"lane group {self.name!r}: slots without order must carry their positions; "
+                f"lane group {self.name!r}: unordered lanes need pages with positions; "
                 "set PageClass(positions=True)"
             )
 
@@ -220,32 +220,33 @@ class LaneGroup:
         no_slots = self.fixed_slots is not None and self.fixed_slots < 1
         if both or no_slots or self.window is not None:
             raise ConfigError(
-                f"lane group {self.name!r} mirrors slots or has 1 or more fixed ones, and has no "
-                f"window; got mirrors={self.mirrors!r}, fixed_slots={self.fixed_slots}, "
+                f"lane group {self.name!r}: expected either mirrors or fixed_slots of 1 or more, "
+                f"and no window; got mirrors={self.mirrors!r}, fixed_slots={self.fixed_slots}, "
                 f"window={self.window}"
             )
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of one sequence in this group."""
+        """Number of lanes of one sequence in this group."""
         return len(self.layers) * self.lanes_per_layer
 
     def slots_of(self, tokens: int) -> int:
-        """Slots of a lane that has taken `tokens` tokens and lost none."""
+        """Return the slots of a lane with `tokens` tokens and no evictions."""
         return tokens if self.fixed_slots is None else min(tokens, 1) * self.fixed_slots
 
     def slots_at_most(self, tokens: int, chunk_tokens: int) -> int:
-        """Slots a lane holds at its peak while `tokens` tokens pass in chunks of `chunk_tokens`.
+        """Return the peak slots of a lane while `tokens` tokens are processed in chunks.
 
-        A window lane keeps, when a chunk is written, the `window - 1` tokens before it, the chunk,
-        and up to a page of tokens that have left the window but share a page with one that has not.
+        When a chunk of `chunk_tokens` tokens is written, a window lane holds the `window - 1`
+        tokens before it, the chunk, and up to `page_tokens - 1` tokens outside the window that
+        share a page with a token inside it.
         """
         if self.window is None:
             return self.slots_of(tokens)
         return min(tokens, self.window - 1 + chunk_tokens + self.page_class.tokens - 1)
 
     def bytes_at_most(self, tokens: int, chunk_tokens: int) -> int:
-        """Bytes of all lanes at that peak, in whole pages."""
+        """Return the bytes of all lanes at the peak of `slots_at_most`, in whole pages."""
         pages = self.page_class.pages_for(self.slots_at_most(tokens, chunk_tokens))
         return pages * self.page_class.page_bytes * self.num_lanes
 
@@ -255,7 +256,7 @@ class CacheLayout:
     """All lane groups of a sequence.
 
     Attributes:
-        groups: each layer's KV stands in exactly one of them; statistics groups come on top.
+        groups: the KV of each layer is in exactly one group; private groups are additional.
     """
 
     groups: tuple[LaneGroup, ...]
@@ -263,14 +264,14 @@ class CacheLayout:
     def __post_init__(self) -> None:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names) or not names:
-            raise ConfigError(f"lane groups need unique names, got {names}")
+            raise ConfigError(f"expected lane groups with unique names, got {names}")
         by_name = {group.name: group for group in self.groups}
         for group in self.groups:
             if group.mirrors is not None:
                 _check_mirror(group, by_name.get(group.mirrors))
 
     def mirrors_of(self, name: str) -> tuple[LaneGroup, ...]:
-        """The groups that hold statistics of a group's slots."""
+        """Return the groups that hold per-slot statistics of a group."""
         return tuple(group for group in self.groups if group.mirrors == name)
 
     @property
@@ -280,7 +281,7 @@ class CacheLayout:
 
     @property
     def smallest_sequence_bytes(self) -> int:
-        """Bytes of a sequence of one token with all statistics there are."""
+        """Bytes of a sequence of one token with all statistics."""
         return sum(group.bytes_at_most(1, 1) for group in self.groups)
 
 

@@ -1,6 +1,6 @@
-"""What cannot be right in pages, why, and what to use instead: one declared table, by name.
+"""Unsupported model types, in one table: reason and alternative of each.
 
-Here and not beside the loader, so that a plan is refused as quickly as it is made.
+The table is separate from the loader so that `quire plan` can refuse a model without loading it.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from quire.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a kind of model is refused, and what its user can do."""
+    """The reason why a model type is unsupported, and the alternative."""
 
     reason: str
     instead: str
@@ -19,31 +19,31 @@ class Refusal:
 
 WITH_TRANSFORMERS = "run it with Transformers itself"
 ALIBI = Refusal(
-    reason="ALiBi adds a bias for each distance to attention, which paged attention has not",
+    reason="ALiBi adds a distance bias to attention, which paged attention does not support",
     instead="use a model with rotary positions, such as Llama, Qwen or Mistral",
 )
 LATENT = Refusal(
-    reason="its attention keeps one latent vector per token, not keys and values per head (MLA)",
+    reason="its attention caches one latent vector per token, not keys and values per head (MLA)",
     instead="use a model with grouped-query attention, such as Llama or Qwen",
 )
 RECURRENT = Refusal(
-    reason="some of its layers carry a state from token to token, which has no keys and no pages",
-    instead="use a model whose layers all attend, such as Llama, Mistral or Qwen 2 and 3",
+    reason="some of its layers are recurrent: their state has no keys and values",
+    instead="use a model with attention in all layers, such as Llama, Mistral or Qwen 2 and 3",
 )
 ENCODER_DECODER = Refusal(
     reason="it has an encoder, whose keys and values do not grow token by token",
     instead="use a decoder-only model, or " + WITH_TRANSFORMERS,
 )
 ENCODER = Refusal(
-    reason="it is an encoder: its tokens see those after them",
+    reason="it is an encoder: its tokens attend to later tokens",
     instead="use a causal language model",
 )
 MULTIMODAL = Refusal(
-    reason="it takes images, sound or video, and Quire takes text",
-    instead="use its text-only checkpoint, where one is published (for example gemma3_text)",
+    reason="it is multimodal (images, audio or video), and Quire supports only text",
+    instead="use its text-only checkpoint if one is published (for example gemma3_text)",
 )
 CHUNKED = Refusal(
-    reason="some layers attend within fixed chunks of positions, which are not sliding windows",
+    reason="some layers use chunked attention, which is not a sliding window",
     instead="use a model with full or sliding-window attention",
 )
 SHARED_KV = Refusal(
@@ -51,27 +51,27 @@ SHARED_KV = Refusal(
     instead="use Gemma 2 or Gemma 3 text models",
 )
 OWN_ATTENTION = Refusal(
-    reason="its layers compute attention themselves, not through Transformers' attention interface",
+    reason="its layers do not use Transformers' attention interface",
     instead=WITH_TRANSFORMERS + ", or use Llama, Qwen, Mistral or GPT-NeoX models",
 )
 OWN_MASK = Refusal(
-    reason="its attention depends on a mask or bias that it learns",
+    reason="its attention depends on a learned mask or bias",
     instead=WITH_TRANSFORMERS,
 )
 REPEATED = Refusal(
-    reason="its layers attend several times for each token, and pages hold one key and value",
-    instead="use a model whose layers attend once, such as Llama or Qwen",
+    reason="its layers compute attention several times per token, and a slot holds one key",
+    instead="use a model with one attention per layer, such as Llama or Qwen",
 )
 MIXED_HEADS = Refusal(
-    reason="experts choose the query heads of each token",
+    reason="a router selects the query heads of each token",
     instead="use a mixture with experts in its MLPs only, such as Mixtral or Qwen 3 MoE",
 )
 SPARSE = Refusal(
-    reason="an indexer chooses which tokens each query sees",
+    reason="an indexer selects the tokens that each query attends to",
     instead="use a model with full or sliding-window attention",
 )
 LENGTH_DEPENDENT_ROPE = Refusal(
-    reason="its rotary scale follows the longest sequence of the batch, so companions change it",
+    reason="its RoPE scale depends on the longest sequence of the batch",
     instead="use Phi-3 or Mixtral models",
 )
 
@@ -122,15 +122,15 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def refuse_model_type(model_type: str) -> None:
-    """Refuse a kind of model by its name.
+    """Refuse an unsupported model type.
 
     Raises:
-        UnsupportedModel: with the reason and what to use instead.
+        UnsupportedModel: the model type is unsupported; the message gives reason and alternative.
     """
     if model_type in REFUSED:
         raise refused(model_type, REFUSED[model_type])
 
 
 def refused(name: str, refusal: Refusal) -> UnsupportedModel:
-    """The error for a model, a family or a class that `refusal` is about."""
+    """Return the error for an unsupported model, family or class."""
     return UnsupportedModel(f"{name} is not supported: {refusal.reason}; {refusal.instead}")

@@ -13,20 +13,20 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
 _LEAST_WITHOUT_UNIT = 1024
-"""Fewer bytes than any memory here has: such a bare number was meant in another unit."""
+"""Smallest size without a unit: no memory is smaller, so the unit of such a number is missing."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
 def parse_size(text: object) -> int:
-    """Bytes of a size.
+    """Parse a size; return bytes.
 
     Args:
         text: an integer of bytes, or digits with a unit: B, kB, MB, GB, TB (powers of 1000),
-            KiB, MiB, GiB, TiB (powers of 1024). Case does not matter. A part of a byte is dropped.
-            A text of digits alone is refused from 1 to 1023: vLLM's --swap-space 4 is 4 GiB.
+            KiB, MiB, GiB, TiB (powers of 1024), case-insensitive. Fractions of a byte are dropped.
+            Text of digits alone from 1 to 1023 is refused: vLLM's --swap-space 4 means 4 GiB.
 
     Raises:
-        ConfigError: negative, not a size, or a small number without its unit.
+        ConfigError: the size is negative, not a size, or a small number without a unit.
     """
     if isinstance(text, bool):
         raise _not_a_size(text)
@@ -50,7 +50,7 @@ def parse_size(text: object) -> int:
 
 
 def parse_size_or(word: str) -> Callable[[object], int | None]:
-    """A function that parses sizes, and gives None for a word or None."""
+    """Return a parser of sizes that returns None for a given word or None."""
 
     def parse(text: object) -> int | None:
         if text is None or text == word:
@@ -64,10 +64,10 @@ def parse_size_or(word: str) -> Callable[[object], int | None]:
 
 
 def parse_fraction(text: object) -> float | None:
-    """A number from 0 to 1; 0 for `off`, None for `auto` and None.
+    """Parse a fraction (0 to 1); return 0 for `off`, None for `auto` and None.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the value has another form or is out of range.
     """
     if text is None or text == "auto":
         return None
@@ -85,7 +85,7 @@ def _is_number(value: object) -> TypeGuard[str | float]:
 
 
 def format_size(size_bytes: int) -> str:
-    """A size for people: `1.50 GiB`; whole bytes below 1 KiB."""
+    """Format a size for display: `1.50 GiB`; whole bytes below 1 KiB."""
     if abs(size_bytes) < 1024:
         return f"{size_bytes} B"
     value = float(size_bytes)

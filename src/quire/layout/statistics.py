@@ -1,12 +1,12 @@
-"""What an eviction policy can have remembered, and how many float32 numbers that takes.
+"""Attention statistics that eviction policies use, and their sizes in float32 numbers.
 
-Statistics live in private pages of the sequence, in the fixed pool, and count in its bytes:
+Statistics are stored in private pages of the sequence, in the arena, and count in its bytes:
 
     per slot    one record for each token of a lane, moved, copied and freed with its slot
-    per lane    a fixed number of records for each lane, whatever its length: rings and moments
+    per lane    a fixed number of records for each lane, independent of its length
 
-A lane here is one KV head of one layer. Only queries of the request's own tokens count, never pads;
-all sums are float32. What is written when is in `quire.kv.statistics`, one file a statistic.
+A lane here is one KV head of one layer. Only queries of the request's own tokens count, never
+padding. All sums are float32. `quire.kv.statistics` records the statistics.
 """
 
 from dataclasses import dataclass, replace
@@ -17,16 +17,16 @@ from quire.layout.model import ModelSpec
 
 MEAN, MAX, SUM = "mean", "max", "sum"
 REDUCTIONS = (MEAN, MAX, SUM)
-"""How the query heads that share a KV head become one number: in each query's row, before sums."""
+"""Reductions over the query heads that share a KV head, applied per query, before summation."""
 APART = "apart"
-"""They do not: each keeps its own."""
+"""No reduction: each query head has its own number."""
 
 
 def check_reduction(heads: str) -> None:
-    """Refuse a reduction that is none.
+    """Check the name of a reduction.
 
     Raises:
-        ConfigError: with the names there are.
+        ConfigError: the name is unknown; the message lists the names.
     """
     if heads not in REDUCTIONS:
         raise ConfigError(f"expected heads to be one of {', '.join(REDUCTIONS)}, got {heads!r}")
@@ -34,36 +34,36 @@ def check_reduction(heads: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """Something remembered. Subclasses are frozen; equal ones are one statistic."""
+    """Base class of statistics. Subclasses are frozen; equal instances are the same statistic."""
 
     per_slot: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
-        """Unique with its options; names the lane group of its pages."""
+        """Unique name, options included; part of the name of its lane group."""
         raise NotImplementedError
 
     def num_slots(self, model: ModelSpec) -> int:
-        """Records of a lane, for those that are not per slot."""
+        """Return the number of records of a lane, for statistics that are not per slot."""
         raise NotImplementedError
 
     def width(self, model: ModelSpec) -> int:
-        """float32 numbers of a record."""
+        """Return the float32 numbers of a record."""
         return 1
 
     def heads_each(self, model: ModelSpec) -> int:
-        """Records that a KV head has of each slot: one, or one for each of its query heads."""
+        """Return the records of a KV head per slot: one, or one for each of its query heads."""
         del model
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class OfWeights(Statistic):
-    """One number a slot, made from the attention weights it gets; or one for each query head.
+    """Base class of per-slot statistics of attention weights.
 
     Attributes:
-        heads: how the query heads of a KV head are reduced, in each query's row.
-        apart: they are not: a record has a number for each (for signatures).
+        heads: reduction over the query heads of a KV head, applied per query.
+        apart: no reduction: one number for each query head (for signatures).
     """
 
     heads: str = MEAN
@@ -74,20 +74,20 @@ class OfWeights(Statistic):
 
     @property
     def reduction(self) -> str:
-        """What becomes of the query heads of a KV head, in a word."""
+        """Name of the reduction over query heads, or APART."""
         return APART if self.apart else self.heads
 
     def heads_each(self, model: ModelSpec) -> int:
         return model.num_heads // model.num_kv_heads if self.apart else 1
 
     def each(self) -> "OfWeights":
-        """The same with a number for each query head."""
+        """Return the same statistic with a number for each query head."""
         return replace(self, heads=MEAN, apart=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSum(OfWeights):
-    """Sum of the weights a slot got from all queries since it was cached, its own among them."""
+    """Sum of a slot's attention weights over all queries since it was cached, its own included."""
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ class AttentionSum(OfWeights):
 
 @dataclass(frozen=True, slots=True)
 class SquareSum(OfWeights):
-    """Sum of their squares."""
+    """Sum of squares of a slot's attention weights over the same queries."""
 
     @property
     def name(self) -> str:
@@ -105,7 +105,7 @@ class SquareSum(OfWeights):
 
 @dataclass(frozen=True, slots=True)
 class LowAttentionCount(OfWeights):
-    """Queries that gave a slot less than 1 / (keys that query saw)."""
+    """Number of queries whose weight on a slot was below 1 / (keys that the query attended to)."""
 
     @property
     def name(self) -> str:
@@ -117,10 +117,10 @@ MOST_SIGNATURE_BITS = 24  # whole numbers that float32 holds exactly
 
 @dataclass(frozen=True, slots=True)
 class SignatureBits(Statistic):
-    """What the query heads of a KV head said of a token, a bit each; written when tokens leave.
+    """One bit per query head of a KV head for each token; written when tokens are evicted.
 
-    Bit g of a whole number is that of the group's head g. Slots at positions that `SignedUntil` has
-    not passed hold anything.
+    The bits are stored as an integer; bit g belongs to query head g of the group. Slots at
+    positions from `SignedUntil` on are undefined.
     """
 
     @property
@@ -131,15 +131,15 @@ class SignatureBits(Statistic):
         group = model.num_heads // model.num_kv_heads
         if group > MOST_SIGNATURE_BITS:
             raise ConfigError(
-                f"signatures are kept for {MOST_SIGNATURE_BITS} query heads of a KV head at most, "
-                f"got {group}; use signatures=recomputed"
+                f"expected at most {MOST_SIGNATURE_BITS} query heads per KV head for stored "
+                f"signatures, got {group}; use signatures=recomputed"
             )
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class SignedUntil(Statistic):
-    """One record a lane: the position before which every token it holds has its `SignatureBits`."""
+    """One record per lane: all retained tokens before this position have `SignatureBits`."""
 
     per_slot: ClassVar[bool] = False
 
@@ -155,12 +155,12 @@ class SignedUntil(Statistic):
 class QueryRing(Statistic):
     """The newest queries, after RoPE, for each query head.
 
-    A record: `group * head_dim` numbers of one query (group = query heads of a KV head), then its
-    logical position + 1 as a number (0: nothing here yet; float32 is exact below 2 ** 24). The
-    query at position p stands in record p % window.
+    A record has `group * head_dim` elements of one query (group = query heads of a KV head), then
+    its logical position + 1 (0: empty record; float32 is exact below 2 ** 24). The query at
+    position p is in record p % window.
 
     Attributes:
-        window: queries remembered.
+        window: number of queries stored.
     """
 
     per_slot: ClassVar[bool] = False
@@ -168,7 +168,7 @@ class QueryRing(Statistic):
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ConfigError(f"expected a window of 1 query or more, got {self.window}")
+            raise ConfigError(f"expected a window of at least 1 query, got {self.window}")
 
     @property
     def name(self) -> str:
@@ -185,11 +185,11 @@ class QueryRing(Statistic):
 class QueryMoments(Statistic):
     """Count, sum and sum of outer products of all queries before RoPE, for each query head.
 
-    One record a lane: for each head of the group count (1), sum (head_dim), products
-    (head_dim * head_dim), one head behind the other.
+    One record per lane. For each head of the group in order: count (1), sum (head_dim), outer
+    products (head_dim * head_dim).
 
     Attributes:
-        skip: queries at positions below this do not count (sinks).
+        skip: queries at positions below this are not counted (sinks).
     """
 
     per_slot: ClassVar[bool] = False
@@ -209,10 +209,10 @@ class QueryMoments(Statistic):
 
 @dataclass(frozen=True, slots=True)
 class ResidualSimilarity(Statistic):
-    """How much attention changes the residual stream of a layer: for SqueezeAttention.
+    """Cosine similarity of the residual stream before and after attention, for SqueezeAttention.
 
-    One record for each lane of a layer, all alike: sum over tokens of the cosine between the
-    residual stream before and after attention was added, and the number of tokens.
+    One record per lane, equal in all lanes of a layer: sum over tokens of the cosine between the
+    residual stream before and after attention is added, and the number of tokens.
     """
 
     per_slot: ClassVar[bool] = False

@@ -1,13 +1,13 @@
-"""Tokens in a finer precision than the codes of their lane: as the model made them, or promoted.
+"""Tokens in higher precision than the codes of their lane: full-precision and promoted tokens.
 
-A sequence has some records of its own in each lane:
+A sequence has private full-precision records in each lane:
 
-    record    0 .. sinks - 1             the tokens at these positions
-              sinks + (p - sinks) % recent   the newest tokens, each at its position p
+    record    0 .. sinks - 1                 the tokens at these positions
+              sinks + (p - sinks) % recent   the newest tokens; p is the position of a token
 
-A query at position t attends to them in place of their codes where a position p is below `sinks`,
-or is one of the newest, p > t - residual, or where its page is encoded as a whole and was not full
-when the query came. So it does not matter how a prompt is cut into chunks.
+A query at position t reads the full-precision record of position p instead of its codes if p is
+below `sinks`, if p > t - residual, or if p's page is encoded as a whole and was not full at the
+time of the query. Results therefore do not depend on the chunking of a prompt.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from quire.errors import ConfigError
 from quire.layout.codec_names import codec_pair
 from quire.layout.codecs import CodecSpec
 
-# Tokens that are kept as the model made them, beside pages that hold them in codes.
+# Full-precision tokens, stored in addition to the pages that hold their codes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullPrecisionTokens:
-    """Which tokens are kept, and which of them are attended.
+    """The full-precision tokens of a lane group.
 
     Attributes:
-        of: name of the group whose tokens they are: same lanes.
-        sinks: first tokens.
-        residual: newest tokens that are attended as they were made, the query's own included.
-        recent: newest tokens that are kept; at least `residual`.
-        page_tokens: of the pages that are encoded as a whole; 1 where each token is by itself.
+        of: name of the group that holds the tokens' codes; it has the same lanes.
+        sinks: number of first tokens.
+        residual: number of newest tokens that a query reads in full precision, its own included.
+        recent: number of newest tokens that are stored; at least `residual`.
+        page_tokens: tokens of a page if the codec encodes whole pages; otherwise 1.
     """
 
     of: str
@@ -40,32 +40,31 @@ class FullPrecisionTokens:
 
     @property
     def records(self) -> int:
-        """Tokens of a lane."""
+        """Number of records of a lane."""
         return self.sinks + self.recent
 
 
 # ---- promoted tokens -----------------------------------------------------------------------------
 
-# Tokens in a finer codec than the others of their lane, because eviction found them important.
+# Promoted tokens: tokens with high eviction scores, stored in a finer codec (mixed precision).
 #
-# A sequence has some records of its own in each lane, beside pages that hold all its tokens in the
-# codec of the body. When tokens are evicted, of those that stay and are about to leave the residual
-# window the ones with the highest scores get a free record, encoded from what the model made them
-# as. They keep it until they leave the lane; what gets none stays in the codec of the body for
-# good.
+# A sequence has private records in each lane, in addition to the pages that hold all its tokens in
+# the main codec. At an eviction, consider the retained tokens that are about to leave the residual
+# window: those with the highest scores are encoded into free records, from full precision. A token
+# keeps its record until it is evicted. Tokens without a record stay in the main codec.
 
 PROMOTED = "promoted"
 MOST_RECORDS = 1 << 16
-_COMPARED = 128  # channels of a vector and slots of a page for which codecs are compared
+_COMPARED = 128  # head_dim and page tokens for which the bits of codecs are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """What is asked for.
+    """The `promoted` option of a KV codec.
 
     Attributes:
-        count: records of a lane.
-        key, value: how they hold a token.
+        count: number of records of a lane.
+        key, value: codecs of the records.
     """
 
     count: int
@@ -75,71 +74,72 @@ class Records:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromotedTokens:
-    """Records of a lane group.
+    """The promoted tokens of a lane group.
 
     Attributes:
-        of: name of the group whose tokens they hold: same lanes.
-        count: of a lane.
+        of: name of the group that holds all tokens; it has the same lanes.
+        count: number of records of a lane.
     """
 
     of: str
     count: int
 
     def quota(self, candidates: int, kept: int) -> int:
-        """How many of a lane's candidates may have a record, so that later ones find some too.
+        """Return how many of a lane's candidates may be promoted, so that records remain for later.
 
         Args:
-            candidates: tokens that stay and are about to leave the residual window.
-            kept: all tokens that stay.
+            candidates: number of retained tokens that are about to leave the residual window.
+            kept: number of all retained tokens.
         """
         return -(-self.count * candidates // max(1, kept))
 
 
 def read_records(text: str, given: str) -> Records:
-    """Read `COUNT:CODEC`, such as `32:int8`.
+    """Parse `COUNT:CODEC`, such as `32:int8`.
 
     Args:
         text: the KV codec, for messages.
-        given: what stands behind `promoted=`.
+        given: value of `promoted=`.
 
     Raises:
-        UnknownName: no such codec.
-        ConfigError: not of this form, or a codec that no single token can be encoded in.
+        UnknownName: the codec is unknown.
+        ConfigError: the value has another form, or the codec cannot encode single tokens.
     """
     count, _, codecs = given.partition(":")
     if not count.isdecimal() or not 1 <= int(count) <= MOST_RECORDS or not codecs:
         raise ConfigError(
-            f"KV codec {text!r}: {PROMOTED} needs a number of records, from 1 to {MOST_RECORDS}, "
-            f"and their codec, such as {PROMOTED}=32:int8, got {given!r}"
+            f"KV codec {text!r}: expected {PROMOTED} to be a number of records, from 1 to "
+            f"{MOST_RECORDS}, and their codec, such as {PROMOTED}=32:int8, got {given!r}"
         )
     key, value = codec_pair(codecs)
     for codec in (key, value):
         if codec.is_plain:
             raise ConfigError(
-                f"KV codec {text!r}: records of important tokens hold codes, got {codec.name!r}; "
-                "sinks= and residual= keep tokens as they were made"
+                f"KV codec {text!r}: expected a quantizing codec for promoted tokens, got "
+                f"{codec.name!r}; sinks= and residual= keep tokens in full precision"
             )
         if codec.per_page or codec.constants:
             raise ConfigError(
-                f"KV codec {text!r}: each important token is encoded by itself, without measured "
-                f"constants, which {codec.name!r} is not; use int8"
+                f"KV codec {text!r}: expected a codec for promoted tokens that encodes tokens one "
+                f"by one, without measured constants, got {codec.name!r}; use int8"
             )
     return Records(count=int(count), key=key, value=value)
 
 
 def check_finer(text: str, records: Records, body: Sequence[CodecSpec]) -> None:
-    """Refuse records that hold no more of a token than the pages do.
+    """Refuse promoted codecs that are not finer than the main codecs.
 
     Raises:
-        ConfigError: with the bits of both.
+        ConfigError: a codec has fewer bits, or both have equal bits; the message gives the bits.
     """
     own = [_bits(codec) for codec in (records.key, records.value)]
     others = [_bits(codec) for codec in body]
     coarser = any(mine < other for mine, other in zip(own, others, strict=True))
     if coarser or own == others:
         raise ConfigError(
-            f"KV codec {text!r}: important tokens need more bits than the others, which have "
-            f"{others[0]:g} for keys and {others[1]:g} for values, got {own[0]:g} and {own[1]:g}"
+            f"KV codec {text!r}: expected promoted tokens with more bits than the others, which "
+            f"have {others[0]:g} for keys and {others[1]:g} for values, got {own[0]:g} and "
+            f"{own[1]:g}"
         )
 
 

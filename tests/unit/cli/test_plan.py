@@ -181,7 +181,7 @@ def test_a_model_the_engine_refuses_is_not_planned(tmp_path: Path):
     result = quire_plan(str(tmp_path), "--memory", "1GiB")
 
     assert result.exit_code == 2
-    assert "deepseek_v3 is not supported: its attention keeps one latent vector" in result.stderr
+    assert "deepseek_v3 is not supported: its attention caches one latent vector" in result.stderr
 
 
 def test_the_largest_step_is_the_engines_where_nothing_is_said():

@@ -100,7 +100,7 @@ def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
         (("--trace-format", "azur"), "did you mean azure"),
         (("--trace-tenants", "somebody"), "expected tenants as"),
         (("--efficiency", "2"), "efficiency"),
-        (("--kv-codec", "int4+residual=64+promoted=8:int8"), "and nothing evicts; use --evict"),
+        (("--kv-codec", "int4+residual=64+promoted=8:int8"), "and eviction is off; use --evict"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_2(trace: Path, arguments, says):

@@ -75,7 +75,7 @@ def test_every_listener_of_a_broadcast_hears_everything_and_a_broken_one_no_more
     assert isinstance(events, PrefixListener)
     assert [batch["events"][0]["type"] for batch in batches] == ["BlockStored", "BlockRemoved"]
     assert [record.message for record in caplog.records] == [
-        "Broken hears of no more prefixes: it raised"
+        "prefix listener Broken raised and was removed"
     ]
 
 

@@ -110,13 +110,13 @@ def test_every_pair_is_made_of_codecs():
         ("kivi3", "unknown codec 'kivi3': did you mean kivi"),
         ("int4:grup=32", "unknown option of codec 'int4' 'grup': did you mean group"),
         ("fp8:group=32", "codec 'fp8:group=32': fp8 has no options, got 'group=32'; write fp8"),
-        ("int4:group=no", "option group of codec 'int4:group=no' needs a number, got no"),
+        ("int4:group=no", "option group of codec 'int4:group=no': expected a number, got no"),
         ("int4:group=0", "at most 65536, got 0"),
         ("int4_outliers:percent=60", "above 0 and at most 50, got 60"),
         ("int4_outliers:percent=nan", "above 0 and at most 50, got nan"),
         ("int4:group", "expected option=value in codec 'int4:group', got 'group'"),
         ("int4:group=", "expected option=value in codec 'int4:group=', got 'group='"),
-        ("int4:group=8,group=8", "option 'group' stands twice in codec 'int4:group=8,group=8'"),
+        ("int4:group=8,group=8", "option 'group' is given twice in codec 'int4:group=8,group=8'"),
     ],
 )
 def test_what_is_written_wrong_is_said(text, message):

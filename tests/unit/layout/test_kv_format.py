@@ -71,14 +71,22 @@ def test_so_many_newest_tokens_are_kept(text, page_tokens, recent):
     [
         ("int4+sink=2", UnknownName, "did you mean sinks"),
         ("int4+", UnknownName, "unknown option of a KV codec"),
-        ("int4+sinks", ConfigError, "sinks needs a whole number from 0 to 65536, got ''"),
+        ("int4+sinks", ConfigError, "expected sinks to be an integer from 0 to 65536, got ''"),
         ("int4+sinks=-1", ConfigError, "got '-1'"),
         ("int4+residual=70000", ConfigError, "got '70000'"),
-        ("float16+residual=4", ConfigError, "beside which none need be kept"),
-        ("int4+sinks=4+sinks=8", ConfigError, "sinks stands twice"),
-        ("int8+sinks=4+plain=int8", ConfigError, "such as float32, got 'int8'; leave it out"),
-        ("kivi4:group=16", ConfigError, "kivi4 stands for int4_page/int4:group=32, .* two out"),
-        ("int8/kivi2", ConfigError, "kivi2 stands for int2_page/int2:group=32, .* two out"),
+        ("float16+residual=4", ConfigError, "is unquantized: remove sinks"),
+        ("int4+sinks=4+sinks=8", ConfigError, "sinks is given twice"),
+        ("int8+sinks=4+plain=int8", ConfigError, "such as float32, got 'int8'; remove it"),
+        (
+            "kivi4:group=16",
+            ConfigError,
+            "kivi4 is the pair int4_page/int4:group=32 .* write both codecs",
+        ),
+        (
+            "int8/kivi2",
+            ConfigError,
+            "kivi2 is the pair int2_page/int2:group=32 .* write both codecs",
+        ),
         ("none:group=4", ConfigError, "none has no options, got 'group=4'; write none"),
         ("fp8:group=4", ConfigError, "fp8 has no options, got 'group=4'; write fp8"),
         ("nome", UnknownName, "did you mean none?"),
@@ -90,7 +98,7 @@ def test_what_cannot_be_is_said(text, error, message):
 
 
 def test_a_layout_must_be_told_what_plain_numbers_are():
-    with pytest.raises(ConfigError, match=r"needs \+plain=float32"):
+    with pytest.raises(ConfigError, match=r"needs their type, such as \+plain=float32"):
         layout_for(MODEL, codec="kivi4", page_tokens=32)
 
 
@@ -163,16 +171,16 @@ def test_nothing_that_evicts_has_no_records():
         ("int4+residual=9+promoted=0:int8", "from 1 to 65536, and their codec"),
         ("int4+residual=9+promoted=int8", "such as promoted=32:int8"),
         ("int4+residual=9+promoted=3", "such as promoted=32:int8"),
-        ("int4+residual=9+promoted=3:float16", r"sinks= and residual= keep tokens as"),
-        ("int4+residual=9+promoted=3:int8/int4_page", "encoded by itself"),
+        ("int4+residual=9+promoted=3:float16", r"sinks= and residual= keep tokens in full"),
+        ("int4+residual=9+promoted=3:int8/int4_page", "encodes tokens one by one"),
         ("int4+residual=9+promoted=3:int8_channel", "without measured constants"),
         ("int4+residual=9+promoted=3:int4", "4.5 for keys and 4.5 for values, got 4.5 and 4.5"),
-        ("int8+residual=9+promoted=3:int4", "need more bits than the others"),
-        ("int8/int2+residual=9+promoted=3:int4", "need more bits than the others"),
-        ("float32+promoted=3:int8", "stores plain numbers"),
-        ("int4+promoted=3:int8", "there is none; add residual=64"),
-        ("int4+sinks=4+promoted=3:int8", "there is none; add residual=64"),
-        ("int4+promoted=3:int8+promoted=3:int8", "stands twice"),
+        ("int8+residual=9+promoted=3:int4", "promoted tokens with more bits than the others"),
+        ("int8/int2+residual=9+promoted=3:int4", "promoted tokens with more bits than the others"),
+        ("float32+promoted=3:int8", "is unquantized"),
+        ("int4+promoted=3:int8", "is unset; add residual=64"),
+        ("int4+sinks=4+promoted=3:int8", "is unset; add residual=64"),
+        ("int4+promoted=3:int8+promoted=3:int8", "given twice"),
     ],
 )
 def test_records_that_cannot_be_are_refused(text, reason):
@@ -200,7 +208,7 @@ def test_a_window_keeps_no_more_as_it_was_made_than_it_sees():
 
 def test_messages_show_the_codec_as_it_was_written():
     text = f"{MIXED}+plain=float32"
-    with pytest.raises(ConfigError, match=rf"KV codec '{MIXED.replace('+', '.')}': which"):
+    with pytest.raises(ConfigError, match=rf"KV codec '{MIXED.replace('+', '.')}': the scores"):
         refuse_excluded(text, Storing(form=read_format(text)))
 
 
@@ -228,12 +236,12 @@ def test_all_layers_may_be_plain():
 @pytest.mark.parametrize(
     ("text", "requested", "reason"),
     [
-        ("int8/int4_page", {"evicts": True}, "share their scales"),
-        ("int8/int4_page", {"evicts": True, "by_page": True, "in_runs": True}, "in a run"),
-        ("int8+plain_layers=1", {"evicts": True}, "leave all layers' lanes together"),
-        (MIXED, {}, "nothing evicts"),
-        (MIXED, {"evicts": True, "scores": False}, "without a score"),
-        (MIXED, {"evicts": True, "every": 65}, "before an eviction has looked at them"),
+        ("int8/int4_page", {"evicts": True}, "share scales"),
+        ("int8/int4_page", {"evicts": True, "by_page": True, "in_runs": True}, "eviction in a run"),
+        ("int8+plain_layers=1", {"evicts": True}, "eviction applies to all layers together"),
+        (MIXED, {}, "eviction is off"),
+        (MIXED, {"evicts": True, "scores": False}, "the eviction rule does not score tokens"),
+        (MIXED, {"evicts": True, "every": 65}, "before the rule scores them"),
     ],
 )
 def test_every_row_of_the_table_is_reached(text, requested, reason):

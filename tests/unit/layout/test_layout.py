@@ -180,7 +180,7 @@ def page_class(*, tokens=4, value=True, positions=False):
     ],
 )
 def test_a_group_of_statistics_is_of_one_kind(rules):
-    with pytest.raises(ConfigError, match="mirrors slots or has 1 or more fixed ones"):
+    with pytest.raises(ConfigError, match="expected either mirrors or fixed_slots of 1 or more"):
         LaneGroup(name="x", page_class=page_class(value=False), layers=(0,), **rules)
 
 

@@ -336,7 +336,7 @@ def test_window_layers_hold_at_most_their_window():
     assert model.kv_bytes(3, 0.5) == 3 * 24
     assert model.kv_bytes(0, 2) == 0
     assert model.weight_bytes(2) == 2 * model.num_parameters
-    with pytest.raises(ConfigError, match="tokens=-1"):
+    with pytest.raises(ConfigError, match="0 or more, got -1"):
         model.kv_bytes(-1, 2)
 
 

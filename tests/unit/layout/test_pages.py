@@ -135,7 +135,7 @@ def test_an_unknown_codec_offers_near_names():
 
 
 def test_slots_without_order_must_carry_positions():
-    with pytest.raises(ConfigError, match="must carry their positions"):
+    with pytest.raises(ConfigError, match="need pages with positions"):
         LaneGroup(name="kv", page_class=page_class(), layers=(0,), ordered=False)
 
     LaneGroup(name="sums", page_class=page_class(), layers=(0,), ordered=False, private=True)

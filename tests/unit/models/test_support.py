@@ -68,12 +68,12 @@ def test_configs_of_refused_families_are_refused(
     [
         ("alibi", True, "ALiBi"),
         ("kv_lora_rank", 16, "MLA"),
-        ("attention_chunk_size", 64, "chunks"),
+        ("attention_chunk_size", 64, "chunked"),
         ("num_kv_shared_layers", 1, "other layers"),
         ("index_topk", 8, "indexer"),
-        ("mamba_d_state", 16, "state from token to token"),
-        ("layer_types", ["full_attention", "linear_attention"], "state from token to token"),
-        ("layer_types", ["full_attention", "chunked_attention"], "chunks"),
+        ("mamba_d_state", 16, "layers are recurrent"),
+        ("layer_types", ["full_attention", "linear_attention"], "layers are recurrent"),
+        ("layer_types", ["full_attention", "chunked_attention"], "chunked"),
     ],
 )
 def test_a_new_family_is_refused_by_what_its_config_says(
@@ -89,7 +89,7 @@ def test_a_new_family_is_refused_by_what_its_config_says(
 def test_bidirectional_attention_is_refused() -> None:
     config = Gemma3TextConfig(use_bidirectional_attention=True)
 
-    with pytest.raises(UnsupportedModel, match="see those after them"):
+    with pytest.raises(UnsupportedModel, match="attend to later tokens"):
         refuse_config(config)
 
 

@@ -97,7 +97,7 @@ def test_full_evicts_nothing() -> None:
         ("recent:cap=99,budjet=ada", UnknownName, "did you mean budget?"),
         ("recent:cap", ConfigError, "expected option=value"),
         ("recent:cap=", ConfigError, "expected option=value"),
-        ("recent:cap=99,cap=98", ConfigError, "option 'cap' stands twice"),
+        ("recent:cap=99,cap=98", ConfigError, "option 'cap' is given twice"),
         ("recent:cap=99,budget=(ada", ConfigError, "parentheses do not match"),
         ("recent:cap=99,budget=ada)", ConfigError, "parentheses do not match"),
         ("H2O:cap=99", UnknownName, "did you mean h2o?"),
@@ -115,10 +115,26 @@ def test_full_evicts_nothing() -> None:
         ("expected_attention:future=99999999,cap=99", ConfigError, "expected future from 1 to"),
         ("recent:cap=-5", ConfigError, "expected a cap from 1 to"),
         (f"recent:cap={MOST + 1}", ConfigError, "expected a cap from 1 to"),
-        ("recent:cap=0%", ConfigError, "a cap of 0% is no part of the prompt"),
-        ("recent:cap=101%", ConfigError, "a cap of 101% is no part of the prompt"),
-        ("recent:cap=nan%", ConfigError, "a cap of nan% is no part of the prompt"),
-        ("recent:cap=1.5", ConfigError, "a cap of 1.5 is no part of the prompt"),
+        (
+            "recent:cap=0%",
+            ConfigError,
+            "up to 100% of the prompt, or whole tokens such as 512, got 0%",
+        ),
+        (
+            "recent:cap=101%",
+            ConfigError,
+            "up to 100% of the prompt, or whole tokens such as 512, got 101%",
+        ),
+        (
+            "recent:cap=nan%",
+            ConfigError,
+            "up to 100% of the prompt, or whole tokens such as 512, got nan%",
+        ),
+        (
+            "recent:cap=1.5",
+            ConfigError,
+            "up to 100% of the prompt, or whole tokens such as 512, got 1.5",
+        ),
         ("recent:cap=0.4B", ConfigError, "expected a cap from 1 to"),
         ("recent:cap=infMiB", ConfigError, "expected a cap such as 512"),
         ("recent:cap=nanMiB", ConfigError, "expected a cap such as 512"),
@@ -132,7 +148,7 @@ def test_full_evicts_nothing() -> None:
             ConfigError,
             "cap of 'h2o:cap=9' cannot be set inside",
         ),
-        ("recent:cap=99,sinks=" + "1" * MOST_CHARACTERS, ConfigError, "1000 characters at most"),
+        ("recent:cap=99,sinks=" + "1" * MOST_CHARACTERS, ConfigError, "at most 1000 characters"),
     ],
 )
 def test_a_text_that_says_nothing_sensible_is_refused(text, error, says) -> None:

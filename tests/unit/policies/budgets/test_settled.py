@@ -267,7 +267,7 @@ def test_what_a_head_keeps_recovers_the_share(received, share, cap, leaving) -> 
         ("squeeze:groups=1", "2 groups or more"),
         ("lazy:threshold=2", "0 <= threshold <= 1"),
         ("lazy:sinks=-1", "sinks >= 0"),
-        ("lazy:last=0", "window of 1 query or more"),
+        ("lazy:last=0", "window of at least 1 query"),
         ("fastgen:share=1.5", "0 < share <= 1"),
     ],
 )
