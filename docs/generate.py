@@ -146,7 +146,7 @@ def server_fields() -> str:
         for name, nothing in UNSUPPORTED.items()
     ]
     ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
-    table = _table(("unsupported field", "values that ask for nothing", "use instead"), rows)
+    table = _table(("unsupported field", "accepted values (no effect)", "use instead"), rows)
     return f"Ignored: {ignored}.\n\n{table.rstrip()}"
 
 

@@ -82,7 +82,7 @@ def test_one_refused_prompt_of_several_refuses_the_line(batch):
     assert result.exit_code == 1
     errors = {r["custom_id"]: r["error"]["message"] for r in read_records(target)}
     assert "token ids" in errors["a"]
-    assert "1025 prompts x 2 answers" in errors["b"]
+    assert "1025 prompts x 2 outputs" in errors["b"]
 
 
 def test_bad_lines_get_an_error_record_and_the_others_run(batch):
@@ -103,8 +103,10 @@ def test_a_line_that_never_fits_is_named_in_words(batch):
 
     errors = {record["line"]: record["error"] for record in read_records(target)}
     assert errors[1] is None
-    assert errors[2].startswith("line 2 ('long') does not fit: 300 prompt tokens and 6 to generate")
-    assert errors[3].startswith("line 3 does not fit: ")
+    assert errors[2].startswith(
+        "line 2 ('long') does not fit the KV memory: 300 prompt tokens and 6 to generate"
+    )
+    assert errors[3].startswith("line 3 does not fit the KV memory: ")
     assert not any("request-" in error for error in (errors[2], errors[3]))
 
 
@@ -209,7 +211,7 @@ def test_another_input_or_other_options_are_refused_until_told_to_start_over(bat
     assert "another input" in refused.stderr
     refused, _ = batch(prompts(3), "--temperature", "1")
     assert refused.exit_code == 2
-    assert "temperature: None then, 1.0 now" in refused.stderr
+    assert "temperature: None before, 1.0 now" in refused.stderr
     assert target.read_bytes() == before
 
     result, _ = batch(prompts(4), "--overwrite")
@@ -263,7 +265,7 @@ def test_lines_with_a_cache_salt_are_answered(batch):
 
     errors = {record["line"]: record["error"] for record in read_records(target)}
     assert [errors[number] for number in (1, 2, 3)] == [None] * 3
-    assert "expected a cache_salt of 128 characters at most, got 129" in errors[4]
+    assert "expected a cache_salt of at most 128 characters, got 129" in errors[4]
     assert "expected cache_salt to be a text, got 7" in errors[5]
 
 
@@ -385,7 +387,7 @@ def test_an_interrupt_keeps_what_is_answered_and_says_how_to_go_on(batch, monkey
     monkeypatch.undo()
 
     assert result.exit_code == 130
-    assert "run the same command to go on" in result.stderr
+    assert "run the same command to resume" in result.stderr
     done = len(read_records(target))
     assert 3 <= done < 12
 
@@ -411,8 +413,8 @@ def test_names_of_several_lines_are_warned_of_and_all_are_answered(batch):
 
     warnings = [line for line in result.stderr.splitlines() if line.startswith("warning")]
     assert warnings == [
-        "warning: custom_id 'c' of line 6 is that of line 3 too, and 1 more lines repeat one: "
-        "every line is answered; tell the records apart by `line`"
+        "warning: line 6 has the same custom_id 'c' as line 3; 1 more lines have a duplicate. "
+        "All lines run; use `line` to distinguish their records"
     ]
     assert len(read_records(target)) == 7
 

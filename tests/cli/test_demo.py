@@ -45,7 +45,7 @@ def test_the_demo_measures_memory_and_time(demo_result):
 
 
 def test_the_demo_shows_a_table_and_the_comparison(demo_result):
-    for text in ("most requests at once", "whole context reserved", "against plain Transformers"):
+    for text in ("peak running requests", "whole context reserved", "compared with Transformers"):
         assert text in demo_result.stdout
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_trial_answer_is_a_fault(monkeypatch):
 
     findings = {finding.name: finding for finding in doctor_module.examine()}
 
-    assert not findings["trial answer"].ok
+    assert not findings["test request"].ok
     assert findings["packaged model"].ok
 
 

@@ -27,14 +27,14 @@ def test_the_answer_goes_to_standard_output_and_its_cost_beside(quire, expected)
 
     assert result.exit_code == 0
     assert result.stdout == expected.text + "\n"
-    assert "5 new tokens" in result.stderr
+    assert "5 output tokens" in result.stderr
 
 
 def test_a_cap_above_the_prompt_evicts_nothing_and_says_so(quire, expected):
     capped = quire("generate", "--prompt", PROMPT, "--evict", "recent:cap=9000", *QUICK)
 
     assert capped.stdout == expected.text + "\n"
-    assert "0 tokens evicted: none had to leave under 'recent:cap=9000'" in capped.stderr
+    assert "0 tokens evicted (no eviction was needed under 'recent:cap=9000')" in capped.stderr
     assert "evicted" not in quire("generate", "--prompt", PROMPT, *QUICK).stderr
 
 
@@ -158,7 +158,7 @@ def test_a_chat_answers_every_line_and_forgets_when_told(quire):
 
     answers = [line for line in result.stdout.splitlines() if line]
     assert result.exit_code == 0
-    assert "forgotten" in result.stderr
+    assert "conversation cleared" in result.stderr
     assert len(answers) == 3
     assert answers[0] == answers[2]  # after /reset the same words get the same answer
 
@@ -284,7 +284,7 @@ def test_a_full_disk_for_events_loses_no_answer(quire, expected):
 
     assert result.exit_code == 2
     assert result.stdout == expected.text + "\n"
-    assert "5 new tokens" in result.stderr
+    assert "5 output tokens" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: KV events cannot be written to /dev/")
 
 
@@ -296,7 +296,8 @@ def test_a_prefix_cache_that_was_asked_for_and_cannot_be_is_refused(quire):
 
     assert result.exit_code == 2
     assert (
-        "--enable-prefix-caching has no effect: a page of a contiguous run has one" in result.stderr
+        "--enable-prefix-caching has no effect: pages of a contiguous run cannot be shared: "
+        in result.stderr
     )
 
 

@@ -19,7 +19,7 @@ def start(path):
         [sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True
     )
     said = store.stdout.readline()
-    assert said.startswith("Keeping 4.00 MiB of prefixes in"), said
+    assert said.startswith("Storing up to 4.00 MiB of prefixes in"), said
     host, port = said.rsplit(maxsplit=1)[1].split(":")
     return store, NetworkTier(host, int(port), tries=1)
 

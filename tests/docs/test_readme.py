@@ -33,11 +33,11 @@ def test_the_numbers_of_the_readme_are_those_of_the_kept_run() -> None:
     first, _, _ = README.partition("![")
     words = " ".join(first.split())
 
-    assert f"answers {claims['requests']} prompts in" in words
+    assert f"runs {claims['requests']} prompts in" in words
     assert f"in {claims['kv_total_bytes'] / 2**20:g} MiB" in words
     assert f"up to {claims['most_running']} of them at once" in words
     assert f"takes {claims['crowd_contiguous_bytes'] / 2**20:.0f} MiB" in words
-    assert f"the {claims['exactness_checked']} answers it compares" in words
+    assert f"the {claims['exactness_checked']} outputs it compares" in words
     assert claims["exactness_equal"] == claims["exactness_checked"]
     assert run["commit"]
     assert run["versions"]["torch"]

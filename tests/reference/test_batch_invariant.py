@@ -218,7 +218,10 @@ def test_without_the_option_bits_do_change():
         ({"evict": "average:cap=48"}, "adds up a statistic"),
         ({"evict": "sinks:cap=48,when=pressure"}, "the other requests decide .* use another when="),
         ({"evict": "streaming:cap=48"}, "needs native attention, got unrotated"),
-        ({"codec": "int8+residual=16"}, "encodes tokens behind a window; use --kv-codec none"),
+        (
+            {"codec": "int8+residual=16"},
+            "keeps a full-precision window of recent tokens; use --kv-codec none",
+        ),
         ({"attention": "gathered"}, "--attention gathered"),
         ({"offload_memory": "1MiB"}, "KV offload"),
     ],

@@ -278,7 +278,7 @@ def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():
 def test_fp8_without_its_type_is_refused_at_the_start(monkeypatch):
     monkeypatch.delattr(torch, "float8_e4m3fn")
 
-    with pytest.raises(ConfigError, match="'fp8' cannot run here: this build of torch has no"):
+    with pytest.raises(ConfigError, match="'fp8' cannot run on cpu: this build of torch has no"):
         Engine(load(MODEL), KVConfig(memory="1MiB", codec="fp8"), ScheduleConfig())
 
 

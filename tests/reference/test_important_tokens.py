@@ -209,7 +209,7 @@ def test_records_that_cannot_be_decoded_here_are_refused_at_the_start(monkeypatc
     monkeypatch.setattr(Float8, "why_not", classmethod(lambda cls, device: "no such type"))
     codec = CODEC.replace("int8", "int8/fp8")
 
-    with pytest.raises(ConfigError, match="cannot run here: no such type; use int8"):
+    with pytest.raises(ConfigError, match="cannot run on cpu: no such type; use int8"):
         Engine(load("qwen3"), KVConfig(memory="8MiB", codec=codec, evict=RULE), ScheduleConfig())
 
 

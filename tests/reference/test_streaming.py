@@ -352,8 +352,8 @@ def test_an_answer_of_no_said_length_is_as_long_as_a_context():
     assert stream.context_tokens(1000) > 1 << 40
     assert stream.context_tokens(1000, "full") == ends.context_tokens(10) == 48
     for prompt_tokens in (10, 1000):
-        assert Service(stream, ServerConfig()).room_tokens(prompt_tokens) == 48
-    assert Service(ends, ServerConfig()).room_tokens(10) == 38
+        assert Service(stream, ServerConfig()).available_tokens(prompt_tokens) == 48
+    assert Service(ends, ServerConfig()).available_tokens(10) == 38
 
 
 # ---- what does not go together -------------------------------------------------------------------

@@ -43,7 +43,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"top_p": 0}, "top_p", "top_p"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 1_000}, "n", "less than or equal to 128"),
-        ({"n": 128, "prompt": [[3]] * 17}, "prompt", "more than 2048"),
+        ({"n": 128, "prompt": [[3]] * 17}, "prompt", "exceed the limit of 2048"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
         ({"logit_bias": {"5000": 1}}, "logit_bias", "vocabulary ends at 2047"),
@@ -211,7 +211,7 @@ def test_the_ends_of_the_ranges_are_answered(complete, options):
     ("options", "message"),
     [
         ({"n": 1_000}, "n: expected a number less than or equal to 128, got 1000"),
-        ({"n": True}, "n: expected no true or false, got true"),
+        ({"n": True}, "n: expected a value other than true or false, got true"),
         ({"metadata": {"a": 1}}, "metadata.a: expected a valid string, got 1"),
         ({"metadata": []}, "metadata: expected a valid dictionary, got a list"),
         ({"deadline_s": "soon"}, 'deadline_s: expected a valid number, got "soon"'),

@@ -154,7 +154,9 @@ def test_fields_of_stream_options_and_messages_are_checked_too(post):
 def test_many_unknown_fields_are_refused_before_each_is_compared(post):
     many = {f"field-{number}": 1 for number in range(MOST_EXTRA_FIELDS + 1)}
 
-    assert "65 fields are unknown" in refused(post(COMPLETIONS, prompt="a", **many), None)
+    assert "expected at most 64 unknown fields, got 65" in refused(
+        post(COMPLETIONS, prompt="a", **many), None
+    )
 
 
 def test_bad_token_ids_are_never_generated(complete, llm):
@@ -382,5 +384,5 @@ def test_a_negative_length_is_named_as_the_body_names_it(post, path):
 def test_fields_inside_an_object_of_a_client_are_refused(post, field):
     message = refused(post(CHATS, **ASKED[CHATS], **{field: {"top_k": 1}}), field)
 
-    assert "into the body itself" in message
+    assert "at the top level of the body" in message
     assert post(CHATS, **ASKED[CHATS], **{field: {}}).status_code == 200

@@ -140,7 +140,7 @@ def test_a_large_body_is_refused_like_a_small_one(serve, path, wrong):
         (f'{{"user": "{PAD}", "seed": {"9" * 5_000}}}', "more than 4,300 digits"),
         ("[" * len(PAD) * 2, "nested too deep"),
         (f'["{PAD}"]', "valid dictionary"),
-        (json.dumps({f"field-{n}": n for n in range(9_000)}), "may be unknown at most"),
+        (json.dumps({f"field-{n}": n for n in range(9_000)}), "at most 64 may be unknown"),
         (json.dumps({"prompt": "a", "x": [[]] * 140_000}), "more than 131,072 arrays"),
         (json.dumps({"prompt": "a", "x": dict.fromkeys(map(str, range(140_000)))}), "131,072"),
     ],

@@ -14,5 +14,5 @@ def test_a_host_that_has_no_address_is_refused(host):
 
 
 def test_an_empty_host_does_not_stand_for_all_addresses():
-    with pytest.raises(ConfigError, match=r"expected a host to listen on, got an empty text"):
+    with pytest.raises(ConfigError, match=r"expected a host address, got an empty string"):
         ServerConfig(host="")

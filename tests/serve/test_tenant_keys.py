@@ -20,7 +20,7 @@ def test_a_key_says_who_asks():
 
 @pytest.mark.parametrize("header", ["Bearer nobody", "Bearer", "", f"Basic {KEY_A}", KEY_A, "ü x"])
 def test_a_key_that_nobody_has_is_refused(header):
-    with pytest.raises(Unauthorized, match="not known here"):
+    with pytest.raises(Unauthorized, match="unknown API key"):
         TenantKeys(KEYS).tenant_of(header)
 
 
@@ -30,7 +30,7 @@ def test_without_keys_the_header_says_nothing():
 
 @pytest.mark.parametrize("specs", [(), parse_tenants("a;b")])
 def test_who_sends_no_key_is_refused_unless_there_is_a_default_tenant(specs):
-    with pytest.raises(Unauthorized, match="is needed"):
+    with pytest.raises(Unauthorized, match="missing API key"):
         TenantKeys(KEYS, specs).tenant_of(None)
 
     assert TenantKeys(KEYS, parse_tenants("a;b;default")).tenant_of(None) == "default"
@@ -53,7 +53,7 @@ def test_keys_that_cannot_be_are_refused(keys, error, message):
 
 @pytest.mark.parametrize("keys", [None, {}, {"a": ()}])
 def test_tenants_nobody_can_speak_for_are_refused(keys):
-    with pytest.raises(ConfigError, match="give --tenant-keys FILE, or name 'default'"):
+    with pytest.raises(ConfigError, match="give --tenant-keys FILE, or add tenant 'default'"):
         TenantKeys(keys, parse_tenants("a;b"))
 
 
@@ -66,7 +66,11 @@ def test_a_file_of_keys(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a = ", "no TOML"), ("a = 5", "an API key or a list"), ("a = [1]", "an API key or a list")],
+    [
+        ("a = ", "not a TOML file"),
+        ("a = 5", "an API key or a list"),
+        ("a = [1]", "an API key or a list"),
+    ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, text, message):
     path = tmp_path / "keys.toml"

@@ -1,1 +1,1 @@
-"""Commands: arguments become a configuration and one call. Nothing heavy is loaded for `--help`."""
+"""Commands: parse arguments into a configuration and run. `--help` does not import torch."""

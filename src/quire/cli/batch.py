@@ -1,4 +1,4 @@
-"""`quire batch`: a file of requests answered into a file of records, whatever happens meanwhile."""
+"""`quire batch`: runs a file of requests and writes a file of records; resumes after a kill."""
 
 import hashlib
 import json
@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from quire.engine.stats import EngineStats
 
 _SEED_BITS = 62
+_LABELS = {
+    "requests_answered_before": ("completed in earlier runs", "requests"),
+    "requests_answered": ("completed in this run", "requests"),
+    "requests_with_errors": ("failed in this run", "requests"),
+    "prompt_tokens": ("prompt", "tokens"),
+    "completion_tokens": ("output", "tokens"),
+    "run_s": ("run time", "s"),
+    "completion_tokens_per_s": ("output throughput", "tokens/s"),
+    "kv_total_bytes": ("KV memory", "bytes"),
+    "kv_peak_bytes": ("peak KV memory in use", "bytes"),
+    "preemptions": ("preemptions", ""),
+}
+"""Label and unit of each row of the printed table."""
 
 
 @with_settings(defaults={"max-tokens": 128}, model_required=True)
@@ -33,57 +46,56 @@ def batch(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="File of requests, one a line, as JSON.")
+        Path, typer.Argument(metavar="INPUT", help="File of requests, one JSON object per line.")
     ],
     target: Annotated[
         Path,
         typer.Argument(
             metavar="OUTPUT",
-            help="File for the records, one a line, in the order in which requests finish.",
+            help="File for the records, one JSON object per line, in the order of completion.",
         ),
     ],
     prompt_key: Annotated[
         str,
         typer.Option(
-            help="Key of the prompt in a plain line; other keys are left alone.", hidden=True
+            help="Key of the prompt in a plain line; other keys are ignored.", hidden=True
         ),
     ] = "prompt",
     prefix: Annotated[
         str,
-        typer.Option(help="Text put before every text prompt, such as '<|doc|>'.", hidden=True),
+        typer.Option(help="Text prepended to every text prompt, such as '<|doc|>'.", hidden=True),
     ] = "",
     with_prompt: Annotated[
         bool,
         typer.Option(
-            "--with-prompt", help="Repeat the prompt in records of plain lines.", hidden=True
+            "--with-prompt", help="Include the prompt in records of plain lines.", hidden=True
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Throw away what is in OUTPUT.")
+        bool, typer.Option("--overwrite", help="Discard existing records in OUTPUT.")
     ] = False,
     retry_failed: Annotated[
         bool,
         typer.Option(
             "--retry-failed",
-            help="Try lines with error records again, such as after giving more memory.",
+            help="Run lines with error records again, for example with more memory.",
         ),
     ] = False,
     kv_events: KVEventsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a file of requests, each exactly once.
+    """Run a file of requests, each exactly once.
 
     A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
-    sampling options. Lines with a cache_salt share KV only with those of the same one. A broken
-    line gets an error record and the others run. Killed at any moment and started again with the
-    same arguments, it goes on where it was. In bfloat16, answers that were missing may then differ
-    from those of an unbroken run, except with --batch-invariant. Exit code 1 when OUTPUT has
-    error records at the end.
+    sampling options. A line with a cache_salt shares KV only with lines of the same cache_salt. An
+    invalid line gets an error record; the other lines run. A killed batch resumes if it is started
+    again with the same arguments. In bfloat16, the remaining outputs may then differ from those of
+    an uninterrupted run, except with --batch-invariant. Exit code 1 if OUTPUT has error records.
     """
     settings.refuse_other_tenants()
     if overwrite and retry_failed:
         raise ConfigError(
-            "--overwrite answers every line again, so --retry-failed has no effect: leave one out"
+            "--overwrite runs every line again, so --retry-failed has no effect: leave one out"
         )
     task = BatchTask(
         source=source,
@@ -111,7 +123,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
 def _exit_if_failed(failed: int, requests: int) -> None:
     if failed:
         typer.echo(
-            f"error records: {failed} of {requests} lines; --retry-failed tries them again",
+            f"error records: {failed} of {requests} lines; --retry-failed runs them again",
             err=True,
         )
         raise typer.Exit(1)
@@ -119,14 +131,14 @@ def _exit_if_failed(failed: int, requests: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What one pass over the input tells.
+    """Summary of the input file, from one pass over it.
 
     Attributes:
-        sha256: of the whole file.
-        lines: all of them.
-        requests: lines that are not blank.
-        repeated: a name of several lines; None where each has its own.
-        num_repeated: lines with a name that an earlier line has.
+        sha256: hash of the whole file.
+        lines: number of lines.
+        requests: number of lines that are not blank.
+        repeated: the first duplicate name; None if all names are unique.
+        num_repeated: number of lines with the name of an earlier line.
     """
 
     sha256: str
@@ -138,7 +150,7 @@ class _Survey:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What a run did, the engine's numbers (None where nothing was left), and how long it took."""
+    """Tally of a run, its duration, and the engine's statistics (None if no line was left)."""
 
     tally: BatchTally
     stats: "EngineStats | None"
@@ -146,11 +158,11 @@ class _Result:
 
 
 def _refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
-    """Refuse to write two things into one file, or over the input; nothing was written."""
+    """Refuse output files that are equal to each other or to the input, before writing."""
     if target.is_dir():
         raise ConfigError(
-            f"expected a file for the records, got {target}: it is a folder; name a file in it, "
-            f"such as {target / 'records.jsonl'}"
+            f"expected a file for the records, got folder {target}: name a file in it, such as "
+            f"{target / 'records.jsonl'}"
         )
     if _is_same(target, source):
         raise ConfigError(f"{target} is the input; give another file for the records")
@@ -161,12 +173,12 @@ def _refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None)
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Whether two paths name one file, there or not; links followed."""
+    """Whether two paths name the same file, existing or not; follows links."""
     try:
         if one.exists() and other.exists():
             return one.samefile(other)
         return one.resolve() == other.resolve()
-    except OSError:  # who opens it says what is wrong
+    except OSError:  # opening the file reports the error
         return False
 
 
@@ -174,7 +186,7 @@ def _survey(source: Path) -> _Survey:
     digest, lines, requests, names = hashlib.sha256(), 0, 0, Names()
     try:
         if not source.is_file():
-            wrong = "it is no regular file" if source.exists() else "there is no such file"
+            wrong = "not a regular file" if source.exists() else "no such file"
             raise ConfigError(f"expected a file of requests, got {source}: {wrong}")
         with source.open("rb") as file:
             for line in file:
@@ -192,10 +204,10 @@ def _warn_of_repeated(survey: _Survey) -> None:
     if found is None:
         return
     more = survey.num_repeated - 1
-    others = f", and {more:,} more lines repeat one" if more else ""
+    others = f"; {more:,} more lines have a duplicate" if more else ""
     typer.echo(
-        f"warning: {found.key} {found.name!r} of line {found.line} is that of line {found.earlier} "
-        f"too{others}: every line is answered; tell the records apart by `line`",
+        f"warning: line {found.line} has the same {found.key} {found.name!r} as line "
+        f"{found.earlier}{others}. All lines run; use `line` to distinguish their records",
         err=True,
     )
 
@@ -223,10 +235,10 @@ def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
 def _run(
     settings: Settings, task: BatchTask, output: BatchOutput, left: int, watch: KVWatch
 ) -> _Result:
-    """Answer the lines that are left; where none is, no model is loaded."""
+    """Run the remaining lines; without remaining lines no model is loaded."""
     if not left:
         return _Result(BatchTally(), None, 0.0)
-    # loaded here: they bring torch
+    # imported here: they import torch
     from quire.cli.batch_run import BatchRun
     from quire.cli.progress import LiveProgress
 
@@ -239,7 +251,7 @@ def _run(
             run.run()
         except KeyboardInterrupt:
             typer.echo(
-                f"{left - run.tally.answered} requests are left: run the same command to go on",
+                f"{left - run.tally.answered} requests remaining: run the same command to resume",
                 err=True,
             )
             raise
@@ -271,11 +283,13 @@ def _show(target: Path, claims: Mapping[str, int | float]) -> None:
 
     table = Table(title=str(target), show_header=False, title_justify="left")
     for name, value in claims.items():
-        table.add_row(name.replace("_", " "), _shown(name, value))
+        label, unit = _LABELS[name]
+        table.add_row(label, _shown(value, unit))
     Console().print(table)
 
 
-def _shown(name: str, value: int | float) -> str:
-    if name.endswith("_bytes"):
+def _shown(value: int | float, unit: str) -> str:
+    if unit == "bytes":
         return format_size(int(value))
-    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+    number = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+    return f"{number} {unit}".rstrip()

@@ -1,11 +1,11 @@
-"""The lines of `quire batch`: from a line of the input to a request, and from an answer to a line.
+"""Input lines of `quire batch`: parses a line into a request.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "..."}}
     {"id": "a", "prompt": "...", "max_tokens": 8}         plain: a prompt or messages, and options
 
-Lines in OpenAI's batch format are answered in its output format, plain lines plainly. Both kinds of
-answer carry `line`, the number of the input line: this is how a run that was killed knows what is
-done. Nothing here needs torch or knows where lines are kept.
+A line in OpenAI's batch format gets a record in OpenAI's output format, a plain line a plain
+record. Both have `line`, the number of the input line; a resumed run skips lines with a record.
+This module does not import torch and does not access files.
 """
 
 import json
@@ -23,9 +23,9 @@ from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
 LineKind = Literal["plain", "completions", "chat"]
 
 _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
-_REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # what a record has no place for
+_REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # records have no such fields
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
-_OF_ENGINE = OPTION_KINDS.keys() - {"tenant", "request_id"}  # a batch is one tenant's
+_OF_ENGINE = OPTION_KINDS.keys() - {"tenant", "request_id"}  # a batch belongs to one tenant
 _PASSED_OVER = IGNORED | {"model", "do_sample"}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **UNSUPPORTED,
@@ -33,14 +33,14 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "stream_options": (),
     "logprobs": (False,),
 }
-"""Members that are not answered in a batch, with the values that ask for nothing."""
+"""Unsupported members of a batch line, with the values that are accepted as no request."""
 
 
 class BatchError(QuireError):
-    """A line that is no request. It gets an error record; the others run.
+    """An invalid line. It gets an error record; the other lines run.
 
     Attributes:
-        head: what is known of the line, for its record.
+        head: identity of the line, for its record.
     """
 
     def __init__(self, message: str, head: "LineHead") -> None:
@@ -50,12 +50,12 @@ class BatchError(QuireError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineHead:
-    """Which line a record belongs to.
+    """Identity of an input line.
 
     Attributes:
-        number: of the input line, from 1.
-        kind: decides the shape of its record.
-        name: its `custom_id` or `id`; None where it has none.
+        number: number of the input line, from 1.
+        kind: determines the format of the record.
+        name: `custom_id` or `id` of the line; None without one.
     """
 
     number: int
@@ -65,16 +65,16 @@ class LineHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """One request.
+    """The request of one line.
 
     Attributes:
-        head: which line.
-        prompt: text or token ids, the first of several; None when there are messages.
-        more_prompts: those after the first, of a line for /v1/completions.
-        messages: a chat; None when there is a prompt.
-        sampling: options this line sets, by the names of SamplingParams.
-        options: those of a `GenerationRequest` that this line sets. Priorities count among the
-            lines that have been read, and deadlines from then on.
+        head: identity of the line.
+        prompt: first prompt, text or token ids; None for a chat.
+        more_prompts: further prompts of a line for /v1/completions.
+        messages: messages of a chat; None for a prompt.
+        sampling: sampling options set by this line, by the names of SamplingParams.
+        options: options of `GenerationRequest` set by this line. Priorities apply among submitted
+            lines, and deadlines count from submission.
     """
 
     head: LineHead
@@ -86,18 +86,18 @@ class BatchLine:
 
     @property
     def prompts(self) -> tuple[str | list[int] | None, ...]:
-        """All its prompts; one None where it has messages."""
+        """All prompts; a single None for a chat."""
         return (self.prompt, *self.more_prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFormat:
-    """How plain lines are read.
+    """Format of plain lines.
 
     Attributes:
-        prompt_key: where the prompt stands. Anything but "prompt" makes lines data rows, of which
-            only this key and `id` are read.
-        prefix: put before every text prompt.
+        prompt_key: key of the prompt. Any key other than "prompt" makes lines data rows: only this
+            key and `id` are read.
+        prefix: text prepended to every text prompt.
     """
 
     prompt_key: str = "prompt"
@@ -106,13 +106,13 @@ class LineFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTask:
-    """What is to be run.
+    """A batch to run.
 
     Attributes:
         source: the input file.
-        form: how its plain lines are read.
-        sampling: of lines that say nothing else.
-        with_prompt: repeat prompts in the records of plain lines.
+        form: format of plain lines.
+        sampling: default sampling options of lines.
+        with_prompt: include prompts in the records of plain lines.
     """
 
     source: Path
@@ -122,20 +122,20 @@ class BatchTask:
 
 
 def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
-    """Read one line of the input.
+    """Parse one line of the input.
 
     Args:
-        raw: the line, with or without its end.
-        number: of the line, from 1.
-        form: how plain lines are read.
+        raw: the line, with or without its line break.
+        number: number of the line, from 1.
+        form: format of plain lines.
 
     Raises:
-        BatchError: it is no request; says why.
+        BatchError: the line is not a valid request; gives the reason.
     """
     head = LineHead(number=number)
     try:
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except json.JSONDecodeError as error:  # its own text counts lines and would name line 1 or 2
+    except json.JSONDecodeError as error:  # str(error) has a line number relative to this line
         message = f"the line is not JSON: {error.msg} at character {error.pos + 1}"
         raise BatchError(message, head) from error
     except (ValueError, RecursionError) as error:
@@ -167,7 +167,7 @@ def _openai_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Bat
     if value.get("method", "POST") != "POST":
         raise BatchError(f"expected method POST, got {value['method']!r}", head)
     if not isinstance(name, str) or not name:
-        raise BatchError(f"expected a text as custom_id, got {name!r}", head)
+        raise BatchError(f"expected a string as custom_id, got {name!r}", head)
     if not isinstance(body, dict):
         raise BatchError(f"expected a JSON object as body, got {body!r}", head)
     requested: Literal["messages", "prompt"] = "messages" if kind == "chat" else "prompt"
@@ -184,7 +184,7 @@ def _line(
     line = BatchLine(
         head=head,
         sampling=_sampling(others, head),
-        options=_options(body, head),  # what they may be is checked by the engine
+        options=_options(body, head),  # the engine checks their values
     )
     try:
         if requested == "messages":
@@ -193,7 +193,7 @@ def _line(
     except RequestError as error:
         raise BatchError(str(error), head) from None
     if more and line.options.get("record_evictions"):
-        raise BatchError("expected one prompt beside record_evictions, got a list of several", head)
+        raise BatchError("expected one prompt with record_evictions, got a list of several", head)
     return replace(line, prompt=prompt, more_prompts=tuple(more))
 
 
@@ -214,12 +214,12 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
         if key in _NEUTRAL or key in _REPORTS:
             other = INSTEAD.get(key)
             instead = f"use {other}" if other in SAMPLING_FIELDS else "leave it out"
-            raise BatchError(f"{key}={shown(value)} is not answered in a batch: {instead}", head)
+            raise BatchError(f"{key}={shown(value)} is not supported in a batch: {instead}", head)
         name = "max_tokens" if key == "max_completion_tokens" else key  # OpenAI's newer name
         if name not in SAMPLING_FIELDS:
             raise BatchError(str(UnknownName("member", key, (*SAMPLING_FIELDS, *_OF_ENGINE))), head)
         if name == key and name in found:
-            continue  # the newer name goes first where both are given
+            continue  # max_completion_tokens takes precedence over max_tokens
         found[name] = _token_keys(value) if key == "logit_bias" else value
     if "do_sample" in body:
         found |= _greedy(body, head)
@@ -235,7 +235,7 @@ def _greedy(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
-    # 0 is not False here: logprobs=0 asks for the chosen token's
+    # 0 is not False here: logprobs=0 requests the log-probability of the sampled token
     return any(
         isinstance(value, bool) == isinstance(idle, bool) and value == idle
         for idle in _NEUTRAL.get(key, ())
@@ -243,7 +243,7 @@ def _asks_nothing(key: str, value: Any) -> bool:
 
 
 def _token_keys(value: Any) -> Any:
-    # JSON has text keys only; whatever is no number is refused with the other options
+    # JSON keys are strings; keys that are not numbers are refused with the other options
     if not isinstance(value, dict):
         return value
     return {int(k) if k.isdecimal() and k.isascii() else k: v for k, v in value.items()}
@@ -258,10 +258,10 @@ def _plain_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Batc
         name = str(name)
     head = LineHead(number=number, name=name if isinstance(name, str) else None)
     if name is not None and head.name is None:
-        raise BatchError(f"expected a text or a whole number as id, got {shown(name)}", head)
+        raise BatchError(f"expected a string or an integer as id, got {shown(name)}", head)
     if form.prompt_key != "prompt":
         if form.prompt_key not in value:
-            raise BatchError(f"the line has no {form.prompt_key!r}, which --prompt-key names", head)
+            raise BatchError(f"the line has no key {form.prompt_key!r} (--prompt-key)", head)
         try:
             return BatchLine(head=head, prompt=read_prompt(value[form.prompt_key], form.prefix))
         except RequestError as error:

@@ -1,4 +1,4 @@
-"""Names of the lines of a batch: which of them are not unique."""
+"""Finds duplicate names (`custom_id` or `id`) of the lines of a batch."""
 
 import json
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ _KEYS = ("custom_id", "id")
 
 @dataclass(frozen=True, slots=True)
 class RepeatedName:
-    """A name that two lines have.
+    """A duplicate name.
 
     Attributes:
         key: custom_id or id.
-        name: its value.
-        earlier: number of the first line with it.
-        line: number of the second.
+        name: value of the key.
+        earlier: number of the first line with the name.
+        line: number of the second line with the name.
     """
 
     key: str
@@ -24,11 +24,11 @@ class RepeatedName:
 
 
 class Names:
-    """The names of all lines that have been added.
+    """The names of all added lines.
 
     Attributes:
-        first: the first repeated name; None where each line has its own.
-        num_repeated: lines with a name that an earlier line has.
+        first: the first duplicate name; None if all names are unique.
+        num_repeated: number of lines with the name of an earlier line.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Names:
         self._lines: dict[tuple[str, str | int], int] = {}
 
     def add(self, raw: bytes, number: int) -> None:
-        """Note the name of a line; a line that is no request has none."""
+        """Record the name of a line; an invalid line has no name."""
         if b'id"' not in raw:
             return
         try:
             value = json.loads(raw.decode("utf-8-sig"))
-        except (ValueError, RecursionError):  # gets an error record when it is its turn
+        except (ValueError, RecursionError):  # the line gets an error record when it is run
             return
         for key in _KEYS if isinstance(value, dict) else ():
             name = value.get(key)

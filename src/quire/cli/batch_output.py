@@ -1,10 +1,10 @@
-"""The output of `quire batch`: whole lines only, each input line once, whenever it is killed.
+"""The output file of `quire batch`: one record per input line, resumable after a kill.
 
     OUT.jsonl         records, appended in groups: one write, then fsync
-    OUT.jsonl.state   which input and which options they belong to, written before the first record
+    OUT.jsonl.state   input and options of the run, written before the first record
 
-A kill can only leave a half last line; the next start cuts it off. What is answered is read from
-the records themselves, so there is no second book that could disagree.
+A kill can leave an incomplete last line; the next start truncates it. Completed lines are read from
+the records themselves, so that no second file can contradict them.
 """
 
 import json
@@ -23,19 +23,19 @@ if sys.platform != "win32":
     import fcntl
 
 STATE_SUFFIX = ".state"
-_START_OVER = "give --overwrite to start over, or another output"
+_START_OVER = "use --overwrite to start over, or another output file"
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What a run is of: equal states may share an output.
+    """Identity of a run: a run may resume an output with an equal state.
 
     Attributes:
-        input_sha256: of the whole input file.
-        input_lines: lines of it.
-        config: every option that changes answers, JSON values.
-        seed: of the lines that set none; line n draws with seed + n. A run that is continued goes
-            on with the seed it began with.
+        input_sha256: hash of the whole input file.
+        input_lines: number of its lines.
+        config: every option that changes outputs, as JSON values.
+        seed: seed of lines without one; line n samples with seed + n. A resumed run keeps the seed
+            of its first start.
     """
 
     input_sha256: str
@@ -53,38 +53,38 @@ class RunState:
         return whole
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        """What makes another state's records not ours; None where nothing does."""
-        mine = self._content()
-        if mine["input_sha256"] != other.get("input_sha256"):
-            return "it was made from another input, or the input has changed since"
-        theirs = other.get("config")
-        theirs = theirs if isinstance(theirs, dict) else {}
+        """Describe how another state differs; None if its records belong to this run."""
+        content = self._content()
+        if content["input_sha256"] != other.get("input_sha256"):
+            return "the records belong to another input, or the input has changed"
+        current, earlier = content["config"], other.get("config")
+        earlier = earlier if isinstance(earlier, dict) else {}
         changed = [
-            f"{key}: {theirs.get(key)!r} then, {mine['config'].get(key)!r} now"
-            for key in sorted(mine["config"].keys() | theirs.keys())
-            if mine["config"].get(key) != theirs.get(key)
+            f"{key}: {earlier.get(key)!r} before, {current.get(key)!r} now"
+            for key in sorted(current.keys() | earlier.keys())
+            if current.get(key) != earlier.get(key)
         ]
-        return f"it was made with other options ({'; '.join(changed)})" if changed else None
+        return f"other options ({'; '.join(changed)})" if changed else None
 
 
 class BatchOutput:
     """An output file, open for appending and locked against a second writer.
 
-    Use as a context manager; leaving it writes what is still held back.
+    Use as a context manager; its exit writes the buffered records.
 
     Args:
-        path: of the records.
-        state: of this run.
-        overwrite: throw away what is there.
-        retry_failed: throw away records of errors, so that their lines are tried again.
+        path: file of the records.
+        state: state of this run.
+        overwrite: discard existing records.
+        retry_failed: discard error records, so that their lines run again.
 
     Attributes:
-        answered: numbers of the input lines that have a record.
-        failed: of them, those whose record tells of an error.
-        seed: of this run, from its first start.
+        answered: numbers of the input lines with a record.
+        failed: numbers of the input lines with an error record.
+        seed: seed of this run, from its first start.
 
     Raises:
-        ConfigError: it belongs to another run, is damaged, in use, or cannot be written.
+        ConfigError: the file belongs to another run, is damaged, in use, or cannot be written.
     """
 
     def __init__(
@@ -112,20 +112,20 @@ class BatchOutput:
             raise
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Hold records back until `flush`."""
+        """Buffer records until `flush`."""
         self.failed |= {record["line"] for record in records if record.get("error") is not None}
         self._held += [json.dumps(record).encode() + b"\n" for record in records]
 
     @property
     def num_held(self) -> int:
-        """Records that a kill would lose."""
+        """Number of buffered records, which a kill would lose."""
         return len(self._held)
 
     def flush(self) -> None:
-        """Bring all records to the disk.
+        """Write all buffered records to disk.
 
         Raises:
-            ConfigError: the disk is full or gone; what was written before stays good.
+            ConfigError: the disk is full or not available; earlier records stay valid.
         """
         if not self._held:
             return
@@ -156,10 +156,10 @@ class BatchOutput:
 
     def _open(self, *, overwrite: bool) -> None:
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-            raise ConfigError(f"{self.path} is no regular file, so a run could not be continued")
+            raise ConfigError(f"{self.path} is not a regular file, so a run could not be resumed")
         self._lock()
         if overwrite:
-            # emptied before its state changes: no record ever stands under a foreign state
+            # truncated before the state changes: records must never appear with another run's state
             self._file.truncate(0)
         if not self._file.seek(0, os.SEEK_END):
             write_atomically(self._state_path, self._state.as_json())
@@ -184,7 +184,7 @@ class BatchOutput:
             found = json.loads(self._state_path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ConfigError(
-                f"{self.path} is there already and is no output of quire batch "
+                f"{self.path} exists and is not an output of quire batch "
                 f"({self._state_path.name} is missing); {_START_OVER}"
             ) from error
         except (OSError, ValueError) as error:
@@ -194,7 +194,7 @@ class BatchOutput:
         found = found if isinstance(found, dict) else {}
         difference = self._state.difference(found)
         if difference:
-            raise ConfigError(f"{self.path} cannot be continued: {difference}; {_START_OVER}")
+            raise ConfigError(f"{self.path} cannot be resumed: {difference}; {_START_OVER}")
         seed = found.get("seed")
         self.seed = seed if isinstance(seed, int) else self.seed
 
@@ -222,19 +222,19 @@ class BatchOutput:
         last = self._state.input_lines
         if not isinstance(number, int) or not 1 <= number <= last or number in answered:
             raise ConfigError(
-                f"{self.path} is damaged: its line {count} is no record of a line that has none "
-                f"before; remove that line to have it answered again, or {_START_OVER}"
+                f"{self.path} is damaged: line {count} is not a record, or a second record of an "
+                f"input line; remove line {count} to run the input line again, or {_START_OVER}"
             )
         if error is not None:
             self.failed.add(number)
         return number
 
     def _drop_failed(self) -> None:
-        """Put the other records in the place of all: at once, so that a kill loses none of them."""
+        """Remove error records by replacing the file atomically: a kill loses no other record."""
         with self.path.open("rb") as lines:
-            kept = [line for line in lines if json.loads(line)["line"] not in self.failed]
-        replace_atomically(self.path, b"".join(kept))
-        self._file.close()  # it was the old file, and so was its lock
+            retained = [line for line in lines if json.loads(line)["line"] not in self.failed]
+        replace_atomically(self.path, b"".join(retained))
+        self._file.close()  # file and lock of the replaced file
         self._file = self.path.open("ab+", buffering=0)
         self._lock()
         self.answered -= self.failed
@@ -242,28 +242,28 @@ class BatchOutput:
 
 
 def state_path(path: Path) -> Path:
-    """Where the state of an output lies: beside it."""
+    """Path of the state file of an output file, in the same folder."""
     return path.with_name(path.name + STATE_SUFFIX)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file of text; see `replace_atomically`."""
+    """Replace a text file; see `replace_atomically`."""
     replace_atomically(path, text.encode())
 
 
 def replace_atomically(path: Path, content: bytes) -> None:
-    """Replace a file by a whole new one: whoever reads it sees the old or the new, never a part.
+    """Replace a file atomically: readers see the old or the new content, never a partial one.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
-    beside = path.with_name(path.name + ".new")
+    temporary = path.with_name(path.name + ".new")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -1,4 +1,4 @@
-"""The prompts and messages of a line of `quire batch`."""
+"""Parses the prompts and messages of a line of `quire batch`."""
 
 from typing import Any
 
@@ -8,51 +8,52 @@ _MOST_CHARACTERS = 80
 
 
 def read_prompts(value: Any, prefix: str, *, several: bool) -> list[str | list[int]]:
-    """The prompts of a line, each a text or token ids.
+    """Parse the prompts of a line, each a text or token ids.
 
     Args:
         value: a prompt, or a list of prompts.
-        prefix: put before every text.
-        several: whether a list of prompts may stand there: only in a line for /v1/completions.
+        prefix: text prepended to every text prompt.
+        several: whether a list of prompts is allowed: only in a line for /v1/completions.
 
     Raises:
-        RequestError: it is no prompt, or a list of prompts where one is expected.
+        RequestError: not a prompt, or a list of prompts that is not allowed.
     """
     is_list = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     if not is_list:
         return [read_prompt(value, prefix)]
     if not several:
         raise RequestError(
-            "expected a prompt, got a list of prompts: write a line for each, or a line with url "
-            "/v1/completions and a body"
+            "expected one prompt, got a list of prompts: write one line per prompt, or a line with "
+            "url /v1/completions and a body"
         )
     if len({isinstance(prompt, str) for prompt in value}) > 1:
         raise RequestError(
-            f"expected a prompt list of texts or of lists of token ids, got {shown(value)}"
+            "expected a prompt or a list of prompts of one kind, texts or lists of token ids, got "
+            f"{shown(value)}"
         )
     return [read_prompt(prompt, prefix) for prompt in value]
 
 
 def read_prompt(value: Any, prefix: str) -> str | list[int]:
-    """One prompt.
+    """Parse one prompt.
 
     Raises:
-        RequestError: it is neither text nor token ids, or empty.
+        RequestError: neither text nor token ids, or empty.
     """
     if isinstance(value, str) and (prefix or value):
         return prefix + value
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return value
     raise RequestError(
-        f"expected a prompt, a text or a list of token ids that is not empty, got {shown(value)}"
+        f"expected a prompt: a text or a list of token ids, not empty, got {shown(value)}"
     )
 
 
 def read_messages(value: Any) -> list[dict[str, str]]:
-    """The messages of a chat, the content of each as one text.
+    """Parse the messages of a chat, with the content of each as one text.
 
     Raises:
-        RequestError: it is no list of messages with a role and text.
+        RequestError: not a list of messages with a role and text.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"expected a list of messages, got {shown(value)}")
@@ -76,6 +77,6 @@ def _is_text_part(part: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut where it is too long."""
+    """Format a value for an error message, truncated to 80 characters."""
     text = repr(value)
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

@@ -1,4 +1,4 @@
-"""The records of `quire batch`: what is written for an answer or an error, and a count of both."""
+"""The records of `quire batch` for outputs and errors, and their tally."""
 
 import time
 from dataclasses import asdict, dataclass, field
@@ -15,13 +15,13 @@ Record = dict[str, Any]
 
 @dataclass(slots=True)
 class BatchTally:
-    """What a run has done so far.
+    """Tally of the records of a run.
 
     Attributes:
-        answered: records of this run, errors included.
-        errors: of them.
-        prompt_tokens, completion_tokens, preemptions: summed over its answers.
-        finish_reasons: how often each.
+        answered: records of this run, including error records.
+        errors: error records of this run.
+        prompt_tokens, completion_tokens, preemptions: sums over the outputs.
+        finish_reasons: number of records by finish reason.
     """
 
     answered: int = 0
@@ -31,33 +31,33 @@ class BatchTally:
     preemptions: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
-    def add(self, record: Record, answer: "RequestOutput | None") -> None:
+    def add(self, record: Record, output: "RequestOutput | None") -> None:
         """Count a record."""
         self.answered += 1
         self.errors += is_error(record)
-        reason = "error" if answer is None else answer.finish_reason
+        reason = "error" if output is None else output.finish_reason
         self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
-        if answer is not None:
-            self.prompt_tokens += answer.usage.prompt_tokens
-            self.completion_tokens += answer.usage.completion_tokens
-            self.preemptions += answer.usage.preemptions
+        if output is not None:
+            self.prompt_tokens += output.usage.prompt_tokens
+            self.completion_tokens += output.usage.completion_tokens
+            self.preemptions += output.usage.preemptions
 
 
-def answer_record(
-    line: BatchLine, answer: "RequestOutput", *, model: str, with_prompt: bool = False
+def output_record(
+    line: BatchLine, output: "RequestOutput", *, model: str, with_prompt: bool = False
 ) -> Record:
-    """What is written for an answered line.
+    """Build the record of a line with an output.
 
     Args:
-        line: what was asked.
-        answer: of the engine.
+        line: the line.
+        output: output of the engine.
         model: name of the model, for OpenAI's format.
-        with_prompt: repeat the prompt of a plain line.
+        with_prompt: include the prompt of a plain line.
     """
-    if answer.error is not None:
-        return error_record(line.head, answer.error)
+    if output.error is not None:
+        return error_record(line.head, output.error)
     if line.head.kind != "plain":
-        return _openai_record(line.head, 200, _body(line, answer, model), None)
+        return _openai_record(line.head, 200, _body(line, output, model), None)
     requested: Record = {}
     if with_prompt:
         requested = {"messages": line.messages} if line.messages else {"prompt": line.prompt}
@@ -65,23 +65,23 @@ def answer_record(
         "id": _name(line.head),
         "line": line.head.number,
         **requested,
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        **_all_texts(answer),
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        **_all_texts(output),
         **echoed_options(line.options),
-        "usage": asdict(answer.usage),
+        "usage": asdict(output.usage),
         "error": None,
     }
 
 
-def _all_texts(answer: "RequestOutput") -> Record:
-    if len(answer.choices) == 1:
+def _all_texts(output: "RequestOutput") -> Record:
+    if len(output.choices) == 1:
         return {}
-    return {"choices": [{"text": c.text, "finish_reason": c.finish_reason} for c in answer.choices]}
+    return {"choices": [{"text": c.text, "finish_reason": c.finish_reason} for c in output.choices]}
 
 
 def error_record(head: LineHead, message: str) -> Record:
-    """What is written for a line that has no answer."""
+    """Build the record of a line that failed."""
     if head.kind != "plain":
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return _openai_record(
@@ -98,7 +98,7 @@ def error_record(head: LineHead, message: str) -> Record:
 
 
 def is_error(record: Record) -> bool:
-    """Whether a record tells of an error."""
+    """Whether a record is an error record."""
     return record["error"] is not None
 
 
@@ -116,16 +116,16 @@ def _openai_record(head: LineHead, status: int, body: Record, error: Record | No
     }
 
 
-def _body(line: BatchLine, answer: "RequestOutput", model: str) -> Record:
+def _body(line: BatchLine, output: "RequestOutput", model: str) -> Record:
     head = line.head
     chat = head.kind == "chat"
-    usage = answer.usage
+    usage = output.usage
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{head.number}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [_choice(choice, chat=chat) for choice in answer.choices],
+        "choices": [_choice(choice, chat=chat) for choice in output.choices],
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,

@@ -1,6 +1,6 @@
-"""The loop of `quire batch`: unanswered lines of the input go in, records go out.
+"""The loop of `quire batch`: runs input lines without a record and writes their records.
 
-Loads torch through the engine: the command imports this module when it runs.
+Imports torch through the engine: the command imports this module when it runs.
 """
 
 import time
@@ -10,7 +10,7 @@ from dataclasses import replace
 from quire.api.llm import LLM
 from quire.cli.batch_io import BatchError, BatchLine, BatchTask, parse_line
 from quire.cli.batch_output import BatchOutput
-from quire.cli.batch_records import BatchTally, Record, answer_record, error_record
+from quire.cli.batch_records import BatchTally, Record, error_record, output_record
 from quire.cli.drive import Driver, Job
 from quire.config.generation_request import GenerationRequest
 from quire.errors import NeverFits, RequestError
@@ -19,20 +19,20 @@ from quire.serve.config import MAX_ANSWERS
 
 GROUP_RECORDS = 32
 GROUP_S = 0.5
-"""A group is written when it has so many records, or when so much time has passed."""
+"""A group is written when it has `GROUP_RECORDS` records, or after `GROUP_S` seconds."""
 
 WINDOW_PER_RUNNING = 4
 _SEED_RANGE = 2**63
 
 
 class BatchRun:
-    """Answers the lines of one input that have no record yet.
+    """Runs the lines of an input file that have no record yet.
 
     Args:
-        llm: idle.
-        task: what is to be run.
-        output: where records go, and which lines have one.
-        on_step: called after every step with what is done.
+        llm: an idle LLM.
+        task: the batch to run.
+        output: output file, with the numbers of completed lines.
+        on_step: called after every step with the tally.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class BatchRun:
         )
 
     def run(self) -> BatchTally:
-        """Run to the end; every line has a record on the disk then.
+        """Run all remaining lines and write their records to disk.
 
         Raises:
-            ConfigError: the output cannot be written any more.
+            ConfigError: the output can no longer be written.
         """
         for job, result in self._driver.run(self._jobs()):
             line = self._lines[job.key]
@@ -61,26 +61,26 @@ class BatchRun:
             parts[job.part] = result
             if len(parts) == len(line.prompts):
                 del self._lines[job.key], self._parts[job.key]
-                self._answer(line, [parts[number] for number in sorted(parts)])
+                self._finish(line, [parts[number] for number in sorted(parts)])
         self._output.flush()
         return self.tally
 
-    def _answer(self, line: BatchLine, results: list[RequestOutput | RequestError]) -> None:
-        """Write the record of a line whose prompts have all ended."""
-        answers: list[RequestOutput] = []
+    def _finish(self, line: BatchLine, results: list[RequestOutput | RequestError]) -> None:
+        """Write the record of a line after all its prompts have finished."""
+        outputs: list[RequestOutput] = []
         for result in results:
             if isinstance(result, RequestError):
                 self._put(error_record(line.head, _refusal_text(line, result)), None)
                 return
-            answers.append(result)
-        answer = merged(answers)
-        record = answer_record(
-            line, answer, model=self._llm.model.name, with_prompt=self._task.with_prompt
+            outputs.append(result)
+        output = merged(outputs)
+        record = output_record(
+            line, output, model=self._llm.model.name, with_prompt=self._task.with_prompt
         )
         if line.options.get("record_evictions"):
-            trace = self._llm.engine.eviction_trace(answer.request_id)
-            record["evictions"] = [kept.as_dict() for kept in trace]
-        self._put(record, answer)
+            trace = self._llm.engine.eviction_trace(output.request_id)
+            record["evictions"] = [retained.as_dict() for retained in trace]
+        self._put(record, output)
 
     def _jobs(self) -> Iterator[Job]:
         with self._task.source.open("rb") as lines:
@@ -104,8 +104,8 @@ class BatchRun:
         params = replace(self._task.sampling, **own)
         if len(line.prompts) * params.num_sequences > MAX_ANSWERS:
             raise RequestError(
-                f"{len(line.prompts)} prompts x {params.num_sequences} answers are more than "
-                f"{MAX_ANSWERS}: write several lines"
+                f"{len(line.prompts)} prompts x {params.num_sequences} outputs exceed the limit of "
+                f"{MAX_ANSWERS} outputs per line: write several lines"
             )
         return [
             Job(
@@ -117,8 +117,8 @@ class BatchRun:
             for part, prompt in enumerate(line.prompts)
         ]
 
-    def _put(self, record: Record, answer: RequestOutput | None) -> None:
-        self.tally.add(record, answer)
+    def _put(self, record: Record, output: RequestOutput | None) -> None:
+        self.tally.add(record, output)
         self._output.write([record])
         waited_s = time.monotonic() - self._written_s
         if self._output.num_held >= GROUP_RECORDS or waited_s >= GROUP_S:
@@ -135,8 +135,8 @@ class BatchRun:
 
 
 def _refusal_text(line: BatchLine, refusal: RequestError) -> str:
-    """What a refused line is told; one that does not fit is named: its text stands for itself."""
+    """Error text of a refused line; with number and name if the request never fits."""
     if not isinstance(refusal, NeverFits):
         return str(refusal)
     name = "" if line.head.name is None else f" ({line.head.name!r})"
-    return f"line {line.head.number}{name} does not fit: {refusal}"
+    return f"line {line.head.number}{name} does not fit the KV memory: {refusal}"

@@ -1,4 +1,4 @@
-"""`quire bench`: how fast a model answers on this machine, as throughput and as latency."""
+"""`quire bench`: measures throughput and latency of a model on this machine."""
 
 import json
 from collections.abc import Mapping
@@ -12,19 +12,20 @@ from quire.cli.common import AsJson
 from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
+from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.profile.bench import BenchRun
 
-InputLen = Annotated[int, typer.Option(min=1, help="Random tokens of each prompt.")]
-OutputLen = Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.", hidden=True)]
+InputLen = Annotated[int, typer.Option(min=1, help="Length of each random prompt, in tokens.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Output tokens per prompt.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured iterations.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Warmup iterations.", hidden=True)]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the random prompts.", hidden=True)]
 
 
 class _Shape(NamedTuple):
-    """As `BenchShape`, which comes with torch."""
+    """Same fields as `BenchShape`, without importing torch."""
 
     requests: int
     input_tokens: int
@@ -38,7 +39,7 @@ class _Shape(NamedTuple):
 def throughput(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests submitted at once.")] = 32,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 32,
     input_len: InputLen = 512,
     output_len: OutputLen = 64,
     num_iters: Repeats = 5,
@@ -46,14 +47,14 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     prompt_seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure requests and tokens per second for a set of requests that are submitted at once."""
+    """Measure requests/s and tokens/s of requests that are submitted at once."""
     shape = _Shape(num_prompts, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
     run = _run(settings, shape)
     claims = run.throughput()
     typer.echo(
         f"Throughput: {claims['requests_per_s']:.2f} requests/s, "
         f"{claims['total_tokens_per_s']:,.1f} total tokens/s, "
-        f"{claims['output_tokens_per_s']:,.1f} output tokens/s (medians of {num_iters} rounds)"
+        f"{claims['output_tokens_per_s']:,.1f} output tokens/s (median of {num_iters} iterations)"
     )
     _finish("throughput", settings, run, claims, as_json=as_json)
 
@@ -62,7 +63,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
 def latency(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests per batch.")] = 8,
     input_len: InputLen = 32,
     output_len: OutputLen = 128,
     num_iters: Repeats = 10,
@@ -70,15 +71,15 @@ def latency(  # noqa: PLR0913 - one parameter per option
     prompt_seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how long one batch of requests takes from submission to its last token."""
+    """Measure the latency of one batch of requests, from submission to its last token."""
     shape = _Shape(batch_size, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
     run = _run(settings, shape)
     claims = run.latency()
     typer.echo(
-        f"Latency of a batch: mean {claims['latency_mean_s']:.3f} s, "
+        f"Batch latency: mean {claims['latency_mean_s']:.3f} s, "
         f"p50 {claims['latency_p50_s']:.3f} s, p99 {claims['latency_p99_s']:.3f} s; "
-        f"time to first token p50 {claims['first_token_p50_s']:.3f} s, "
-        f"time per output token p50 {claims['token_p50_s'] * 1e3:.1f} ms"
+        f"time to first token (TTFT) p50 {claims['first_token_p50_s'] * 1e3:,.1f} ms, "
+        f"time per output token (TPOT) p50 {claims['token_p50_s'] * 1e3:,.1f} ms"
     )
     _finish("latency", settings, run, claims, as_json=as_json)
 
@@ -86,7 +87,7 @@ def latency(  # noqa: PLR0913 - one parameter per option
 def _run(settings: Settings, shape: _Shape) -> "BenchRun":
     settings.refuse_other_tenants()
     llm = settings.open_llm()
-    from quire.profile.bench import BenchShape, run_bench  # with torch, which is loaded by now
+    from quire.profile.bench import BenchShape, run_bench  # imports torch
 
     return run_bench(llm, BenchShape(**shape._asdict()), settings.sampling)
 
@@ -100,7 +101,8 @@ def _finish(
     as_json: bool,
 ) -> None:
     typer.echo(
-        f"Peak KV memory: {claims['kv_peak_bytes']:,} of {claims['kv_total_bytes']:,} B; "
+        f"Peak KV memory: {format_size(int(claims['kv_peak_bytes']))} of "
+        f"{format_size(int(claims['kv_total_bytes']))}; "
         f"{claims['preemptions']} preemptions, {claims['evicted_tokens']} tokens evicted"
     )
     if as_json:

@@ -1,4 +1,4 @@
-"""`quire calibrate`: measure what some codecs need of a model, and keep it beside the model."""
+"""`quire calibrate`: measures the constants that some KV codecs need and stores them."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from quire.eviction.calibration import LayerVectors
     from quire.models.loader import LoadedModel
 
-MOST_TOKENS = 1 << 20  # queries, keys and values of all of them are held at once
-LONGEST_TOKEN_CHARACTERS = 16  # more of a text would not be read
+MOST_TOKENS = 1 << 20  # queries, keys and values of all tokens are in memory at once
+LONGEST_TOKEN_CHARACTERS = 16  # bounds the text that is tokenized
 
 
 def calibrate(
@@ -24,29 +24,29 @@ def calibrate(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="File with a text like those it will read. Default: books in the package."
+            help="Text file with calibration data. Default: excerpts of books in the package."
         ),
     ] = None,
     kv_codec: Annotated[
         str,
         typer.Option(
-            help="Codecs as --kv-codec has them, one after another with semicolons; those that "
-            "need nothing measured are shown to compare with."
+            help="KV codecs, as in --kv-codec, separated by semicolons; codecs without constants "
+            "are measured for comparison."
         ),
     ] = "int4; int4:equalise=1; int8_channel; kvquant4",
     tokens: Annotated[
-        int, typer.Option(min=64, max=MOST_TOKENS, help="Of the text that are read.")
+        int, typer.Option(min=64, max=MOST_TOKENS, help="Tokens of the text to use.")
     ] = 4096,
     output: Annotated[
-        Path | None, typer.Option(help="Folder to write to. Default: the model's.")
+        Path | None, typer.Option(help="Output folder. Default: the model's folder.")
     ] = None,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the constants that some codecs need of a model, once, and store them beside it.
+    """Measure the constants that some KV codecs need and store them in the model's folder.
 
-    Scales and ranges of channels and codebooks come from three quarters of the text; shown is what
-    each codec does to the other quarter: to products of queries and keys, and to values.
+    Channel scales, channel ranges and codebooks are fitted to three quarters of the text. The
+    printed relative errors of query-key products and of values are measured on the other quarter.
     """
     from quire.eviction.calibration import read_vectors
     from quire.layout.kv_format import fill_plain, read_format
@@ -56,8 +56,10 @@ def calibrate(
     use_threads(threads)
     texts = [part.strip() for part in kv_codec.split(";") if part.strip()]
     if not texts:
-        raise ConfigError("expected --kv-codec with one codec or more, got none; leave it out")
-    for part in texts:  # before a model is read
+        raise ConfigError(
+            "expected --kv-codec with one or more codecs, got none; leave it out for the default"
+        )
+    for part in texts:  # before the model is loaded
         read_format(fill_plain(part, "float32"))
     loaded = load_model(model)
     folder = output or loaded.folder
@@ -81,7 +83,7 @@ def calibrate(
 def _one(
     text: str, loaded: "LoadedModel", vectors: "list[LayerVectors]", folder: Path | None
 ) -> dict[str, float]:
-    """Measure, store and show one codec; its errors over all layers."""
+    """Measure one codec, store its constants and print its mean errors over all layers."""
     from quire.eviction.calibration import errors_of, measure
     from quire.kv.coded_layers import write_constants
     from quire.layout.kv_format import fill_plain, read_format
@@ -91,7 +93,7 @@ def _one(
     errors = errors_of(vectors, form, measured)
     product = sum(error.product for error in errors) / len(errors)
     value = sum(error.value for error in errors) / len(errors)
-    typer.echo(f"{text}: error of products {product:.4f}, of values {value:.4f}")
+    typer.echo(f"{text}: relative error of query-key products {product:.4f}, of values {value:.4f}")
     if measured.layers and folder is not None:
         notes = {"model": loaded.name, "tokens": str(vectors[0].key.shape[1])}
         for path in write_constants(folder, form, measured, notes):
@@ -103,7 +105,7 @@ def _token_ids(loaded: "LoadedModel", text: Path | None, tokens: int) -> list[in
     from quire.evals.tasks.fillers import book_text
 
     if loaded.tokenizer is None:
-        raise ConfigError(f"{loaded.name} has no tokenizer, which a text needs")
+        raise ConfigError(f"{loaded.name} has no tokenizer, which --text needs")
     try:
         written = book_text() if text is None else text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quire.api.llm import LLM
     from quire.sampling.outputs import OutputDelta
 
-_GREETING = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_GREETING = "/reset clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops a response"
 
 
 @with_settings(defaults={"max-tokens": 512})
@@ -23,31 +23,31 @@ def chat(
     settings: Settings,
     *,
     system: Annotated[
-        str | None, typer.Option("--system", help="A system message that opens the conversation.")
+        str | None, typer.Option("--system", help="System message of the conversation.")
     ] = None,
 ) -> None:
-    """Talk to a model; it needs a chat template."""
+    """Chat with a model; the model needs a chat template."""
     if settings.sampling.n > 1:
-        raise RequestError(f"a conversation goes on from one answer, got n={settings.sampling.n}")
+        raise RequestError(f"a chat needs one response per message, got n={settings.sampling.n}")
     conversation = Conversation(settings, system)
     typer.echo(f"{conversation.llm.model.name}: {_GREETING}", err=True)
     while True:
-        said = _ask()
-        if said is None or said == "/exit":
+        message = _read_message()
+        if message is None or message == "/exit":
             return
-        if said == "/reset":
+        if message == "/reset":
             conversation.reset()
-            typer.echo("(forgotten)", err=True)
-        elif said:
-            conversation.answer(said)
+            typer.echo("(conversation cleared)", err=True)
+        elif message:
+            conversation.respond(message)
 
 
 class Conversation:
-    """Messages so far, and the model that continues them.
+    """Messages of a chat, and the model that generates responses.
 
     Args:
-        settings: of the model and of every answer.
-        system: content of the first message; None for none.
+        settings: options of the model and of sampling.
+        system: system message; None for none.
     """
 
     def __init__(self, settings: Settings, system: str | None) -> None:
@@ -58,12 +58,12 @@ class Conversation:
         self.llm: LLM = settings.open_llm()
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Delete all messages except the system message."""
         self._messages = list(self._opening)
 
-    def answer(self, said: str) -> None:
-        """Print the answer to a message while it is made; a refused message is forgotten."""
-        self._messages.append({"role": "user", "content": said})
+    def respond(self, message: str) -> None:
+        """Generate and stream the response to a message; a refused message is deleted."""
+        self._messages.append({"role": "user", "content": message})
         try:
             text = self._stream()
         except RequestError as error:
@@ -78,7 +78,7 @@ class Conversation:
         if len(token_ids) >= context:
             raise RequestError(
                 f"with this message the conversation has {len(token_ids)} tokens, the model's "
-                f"context {context}: /reset to start over, or say it shorter"
+                f"context {context}: use /reset to start over, or send a shorter message"
             )
         text = ""
         deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, self._sampling))
@@ -90,13 +90,16 @@ class Conversation:
                     break
         typer.echo()
         if len(token_ids) + self._sampling.max_tokens > context:
-            typer.echo(f"(the context of {context} tokens is nearly full: /reset)", err=True)
+            typer.echo(
+                f"(the context of {context} tokens is nearly full: use /reset to start over)",
+                err=True,
+            )
         return text
 
 
 @contextmanager
 def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    # Ctrl-C ends an answer between two steps, never inside one: the engine goes on being used
+    # Ctrl-C ends a response between two steps, not within a step: the engine is used again
     presses: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: presses.append(number))
     try:
@@ -112,7 +115,7 @@ def _show(delta: "OutputDelta") -> None:
         raise RequestError(delta.error)
 
 
-def _ask() -> str | None:
+def _read_message() -> str | None:
     try:
         if sys.stdin.isatty():
             return input("> ").strip()

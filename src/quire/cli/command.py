@@ -1,7 +1,6 @@
-"""How a command is added to the program: its help, `--help-all`, and MODEL as its first argument.
+"""Registration of commands: help texts, `--help-all`, and checks of positional arguments.
 
-Options that a command declares with `hidden=True` are the rare ones: `--help` leaves them out and
-`--help-all` shows them.
+Rare options are declared with `hidden=True`: only `--help-all` shows them.
 """
 
 import inspect
@@ -19,15 +18,15 @@ from quire.errors import ConfigError, nearest
 
 Command = Callable[..., None]
 UsageError: Any = typer.BadParameter.__base__
-"""A command line that cannot be read: click's, which typer brings along and does not export."""
+"""Click's exception for an invalid command line, which typer does not export."""
 _OLD_MODEL_OPTIONS = ("--model", "-m")
 
 
 class QuireCommand(TyperCommand):
-    """A command whose arguments, when they are out of place, are refused with what to type."""
+    """A command that explains missing or misplaced arguments with an example."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line.
+        """Parse a command line.
 
         Raises:
             ConfigError: the model is given as an option, or an argument is missing.
@@ -40,7 +39,7 @@ class QuireCommand(TyperCommand):
                 raise
             raise ConfigError(self._missing(ctx)) from error
         except UsageError as error:
-            error.ctx, error.cmd = ctx, self  # which an option without its value does not know
+            error.ctx, error.cmd = ctx, self  # not set in the error of an option without its value
             raise
 
     def _refuse_model_option(self, ctx: Any, args: list[str]) -> None:
@@ -57,7 +56,7 @@ class QuireCommand(TyperCommand):
                 )
 
     def _missing(self, ctx: Any) -> str:
-        """What to type where an argument is missing; the model is the one people leave out."""
+        """Error text for a missing argument; in most cases the model is missing."""
         values = [ctx.params.get(parameter.name) for parameter in self._arguments()]
         given = shlex.join(str(value) for value in values if value is not None)
         if len(given) == 0 or values.count(None) > 1:
@@ -82,7 +81,7 @@ def _names_a_model(value: object) -> bool:
 
 
 def usage_error_text(error: Any) -> str:
-    """One line for a command line that cannot be read.
+    """One-line description of an invalid command line.
 
     Args:
         error: click's `UsageError`.
@@ -102,12 +101,12 @@ def usage_error_text(error: Any) -> str:
 
 
 def _parameter_error(error: Any, parameter: Any) -> str:
-    """Which option or argument is missing, or what its value should have been."""
+    """Describe a missing option or argument, or an invalid value."""
     name = next((flag for flag in parameter.opts if flag.startswith("--")), parameter.metavar)
     if not error.message:
         command = error.ctx.command_path
-        return f"expected {name}, which {command} cannot do without; see {command} --help"
-    # of pydantic, which reads the values
+        return f"expected {name}, which {command} requires; see {command} --help"
+    # errors of pydantic, which parses the values
     wrong: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     got = f", got {wrong[0]['input']!r}" if wrong else ""
     expected = error.message.removeprefix("Input should be ").partition(",")[0]
@@ -126,8 +125,8 @@ def register(app: typer.Typer, command: Command, name: str | None = None) -> Non
 
     Args:
         app: the program or the group.
-        command: its docstring becomes the help; options that are hidden need `--help-all`.
-        name: where it differs from the function's.
+        command: function of the command; its docstring is the help text.
+        name: name of the command; default: the name of the function.
     """
     signature = inspect.signature(command)
     hidden = sum(_is_hidden(parameter) for parameter in signature.parameters.values())
@@ -153,7 +152,7 @@ def _is_hidden(parameter: inspect.Parameter) -> bool:
     return any(getattr(info, "hidden", False) for info in get_args(parameter.annotation)[1:])
 
 
-@no_type_check  # what comes is click's Context, of which typer.Context is only the marker
+@no_type_check  # the argument is click's Context; typer.Context is only a marker
 def _show_all(ctx: typer.Context, value: bool) -> None:  # noqa: FBT001 - click calls it
     if not value:
         return
@@ -178,6 +177,6 @@ _HELP_ALL = inspect.Parameter(
 
 
 def reflowed(docstring: str) -> str:
-    """A docstring with its paragraphs on one line each, for `--help` to wrap."""
+    """Join the lines of each paragraph of a docstring, so that `--help` can wrap them."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

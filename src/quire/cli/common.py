@@ -1,4 +1,4 @@
-"""Options that many commands share, each with one name and one sentence."""
+"""Options shared by several commands."""
 
 import os
 from typing import Annotated
@@ -10,26 +10,24 @@ from quire.errors import ConfigError
 
 PACKAGED_MODEL = "quire-tiny"
 ABOUT_MODEL = (
-    "A model folder in Hugging Face format, a hub name, or quire-tiny, which is in this package."
+    "Model folder in Hugging Face format, name on the Hugging Face Hub, or quire-tiny (packaged)."
 )
 
 _MOST_THREADS_PER_CPU = 8
 _LEAST_LIMIT = 64
 
 AsJson = Annotated[
-    bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    bool, typer.Option("--json", help="Print the result as JSON in the last line of output.")
 ]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")]
-Attention = Annotated[
-    AttentionName, typer.Option(help="Backend that computes attention over pages.")
-]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: PyTorch's default.")]
+Attention = Annotated[AttentionName, typer.Option(help="Attention backend.")]
 
 
 def use_threads(threads: int) -> None:
-    """Let torch take so many threads; 0 leaves it alone.
+    """Set the number of PyTorch threads; 0 keeps PyTorch's default.
 
     Raises:
-        ConfigError: a negative number, or many more threads than this machine has CPUs.
+        ConfigError: a negative number, or far more threads than CPUs.
     """
     import torch
 
@@ -37,7 +35,7 @@ def use_threads(threads: int) -> None:
     most = max(_LEAST_LIMIT, _MOST_THREADS_PER_CPU * num_cpus)
     if not 0 <= threads <= most:
         raise ConfigError(
-            f"expected --threads from 0 (as many as torch takes) to {most}, got {threads}: this "
+            f"expected --threads from 0 (PyTorch's default) to {most}, got {threads}: this "
             f"machine has {num_cpus} CPUs"
         )
     if threads:
@@ -45,10 +43,10 @@ def use_threads(threads: int) -> None:
 
 
 def refuse_no_name(model: str | None) -> None:
-    """Refuse a model without a name; None stands for the command's default.
+    """Refuse an empty model name; None means the command's default.
 
     Raises:
-        ConfigError: an empty text, such as of a variable that is not set.
+        ConfigError: an empty name, for example from an unset shell variable.
     """
     if model is not None and not model.strip():
         raise ConfigError(

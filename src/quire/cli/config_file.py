@@ -1,15 +1,15 @@
-"""The TOML file of `--config`: the same names as the flags, flat or in tables.
+"""The TOML file of `--config`: options by the names of their flags, flat or in tables.
 
 model = "quire-tiny"
-kv-memory = "64MiB"        # flat: the flag's name
+kv-memory = "64MiB"        # flat: the name of the flag
 
 [kv]
-codec = "none"             # in a table: the flag's name or the field's
+codec = "none"             # in a table: the name of the flag or of the field
 
 [kv.offload]
 kv_memory = "1GiB"         # in a table of a nested config: likewise
 
-Where there is a table [model], the model stands in it as `name`: TOML takes a word once.
+With a table [model], the model is given in it as `name`, because TOML refuses duplicate keys.
 """
 
 import tomllib
@@ -27,11 +27,11 @@ def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
     """Read a file of options.
 
     Returns:
-        The model it names, or None; and its values by `OptionField.parameter`.
+        The model of the file, or None; and the values by `OptionField.parameter`.
 
     Raises:
-        ConfigError: no such file, not TOML, a value of the wrong type, an option given twice.
-        UnknownName: a key that is no option; offers the nearest ones.
+        ConfigError: no such file, not TOML, a value of the wrong type, or a duplicate option.
+        UnknownName: an unknown option; suggests the most similar names.
     """
     content = _read_toml(path)
     model: str | None = None
@@ -57,7 +57,7 @@ def _read_table(
     names: tuple[str, ...],
     table: Mapping[str, object],
 ) -> None:
-    """Read a table, and the tables in it: [kv.offload] holds the fields of `KVConfig.offload`."""
+    """Read a table and its sub-tables: [kv.offload] has the fields of `KVConfig.offload`."""
     inside = [found for found in options if found.path[: len(names) - 1] == names[1:]]
     inner_tables = {found.path[len(names) - 1] for found in inside if len(found.path) > len(names)}
     for name, value in table.items():
@@ -74,7 +74,7 @@ def _read_table(
 
 def _model_name(path: Path, key: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{path}: {key!r} must be a text, got {value!r}")
+        raise ConfigError(f"{path}: {key!r} must be a string, got {value!r}")
     return value
 
 
@@ -106,15 +106,15 @@ def _put(values: dict[str, object], path: Path, found: OptionField, value: objec
 
 
 _EXPECTED: Mapping[object, str] = {
-    str: "a text",
-    int: "a whole number",
+    str: "a string",
+    int: "an integer",
     float: "a number",
     bool: "true or false",
 }
 
 
 def _checked(path: Path, found: OptionField, value: object) -> object:
-    expected = _EXPECTED.get(found.kind, "a text or a list of texts")
+    expected = _EXPECTED.get(found.kind, "a string or a list of strings")
     if found.sized:
         expected = "a number of bytes or a size such as '64MiB'"
     if not _fits(found, value):

@@ -1,4 +1,4 @@
-"""`quire demo`: the main job on real prompts in a small KV memory, in less than a minute."""
+"""`quire demo`: runs real prompts in a small KV memory, in less than a minute."""
 
 import json
 from dataclasses import asdict
@@ -13,25 +13,26 @@ from quire.cli.report import envelope
 from quire.cli.settings import Settings
 from quire.config.kv_config import KVConfig
 
-_CHECKED = 8  # answers compared with Transformers: seven questions and one checkable prompt
+_CHECKED = 8  # outputs compared with Transformers: seven questions and one retrieval prompt
 
 
 def demo(
     *,
-    kv_memory: Annotated[str, typer.Option(metavar="SIZE", help="KV memory.")] = "8MiB",
-    requests: Annotated[int, typer.Option(help="Prompts, 1 to 64.")] = 56,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 48,
+    kv_memory: Annotated[str, typer.Option(metavar="SIZE", help="Size of KV memory.")] = "8MiB",
+    requests: Annotated[int, typer.Option(help="Number of requests, 1 to 64.")] = 56,
+    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens per request.")] = 48,
     threads: Annotated[
-        int, typer.Option(help="CPU threads; so small a model is quickest with 1.")
+        int, typer.Option(help="CPU threads; 1 is fastest for such a small model.")
     ] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Answer real prompts in a small KV memory and show what that took.
+    """Run real prompts in a small KV memory and print memory use and speed.
 
-    Runs quire-tiny, a small model inside this package that continues text and finds records in it;
-    it knows no arithmetic. Exit code 1 where an answer differs from Transformers'.
+    The model is quire-tiny, a small model inside this package. It continues text and retrieves
+    records from its context, but cannot calculate. Exit code 1 if an output differs from
+    Transformers.
     """
-    # loaded here: they bring torch
+    # imported here: they import torch
     from quire.cli.demo_run import DemoRun
     from quire.cli.demo_view import show_demo
     from quire.cli.exactness import compare_with_generate
@@ -43,9 +44,9 @@ def demo(
     typer.echo("loading quire-tiny ...", err=True)
     llm = settings.open_llm()
     prompts = demo_prompts(requests, max_tokens, lambda text: len(llm.encode(text)))
-    typer.echo(f"answering {requests} prompts in {kv_memory} of KV ...", err=True)
+    typer.echo(f"running {requests} requests in {kv_memory} of KV memory ...", err=True)
     result = DemoRun(llm, prompts).run()
-    typer.echo("asking Transformers the same ...", err=True)
+    typer.echo("comparing with Transformers ...", err=True)
     exactness = compare_with_generate(settings.model, result.answers[:_CHECKED])
     claims = result.claims() | {
         "exactness_checked": exactness.checked,

@@ -1,6 +1,6 @@
-"""The run of `quire demo`: all prompts through one small KV memory, measured on the way.
+"""The run of `quire demo`: runs all prompts in one small KV memory and measures them.
 
-Loads torch through the engine: the command imports this module when it runs.
+Imports torch through the engine: the command imports this module when it runs.
 """
 
 import time
@@ -22,13 +22,13 @@ from quire.sampling.outputs import RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """The moment when most requests ran at once.
+    """KV memory at the step with the most running requests.
 
     Attributes:
-        running: requests with KV.
-        used_bytes: of pages then.
-        reserved_bytes: the same requests with prompt and max_tokens reserved ahead.
-        contiguous_bytes: the same requests with the whole context reserved.
+        running: number of running requests.
+        used_bytes: bytes of pages in use.
+        reserved_bytes: bytes if prompt and max_tokens of these requests were reserved in advance.
+        contiguous_bytes: bytes if the whole context were reserved for each of these requests.
     """
 
     running: int = 0
@@ -39,14 +39,14 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demo measured.
+    """Result of the demo.
 
     Attributes:
-        prompts: what was asked.
-        answers: in the prompts' order.
-        crowd: the fullest moment.
-        stats: the engine's numbers at the end.
-        seconds: of the run, loading not counted.
+        prompts: the prompts.
+        answers: the outputs, in the order of the prompts.
+        crowd: KV memory at the step with the most running requests.
+        stats: statistics of the engine at the end.
+        seconds: run time, without model loading.
     """
 
     prompts: Sequence[DemoPrompt]
@@ -57,12 +57,12 @@ class DemoResult:
 
     @property
     def facts(self) -> list[bool]:
-        """Whether each checkable answer is right."""
+        """Whether the output of each retrieval prompt is correct."""
         pairs = zip(self.prompts, self.answers, strict=True)
         return [a.text.startswith(p.answer) for p, a in pairs if p.answer is not None]
 
     def claims(self) -> dict[str, int | float]:
-        """The numbers, flat."""
+        """The results as a flat mapping, for JSON."""
         new_tokens = sum(a.usage.completion_tokens for a in self.answers)
         first_s = [a.usage.first_token_s for a in self.answers]
         token_s = [_token_s(a) for a in self.answers if a.usage.completion_tokens > 1]
@@ -98,11 +98,11 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 class DemoRun:
-    """Runs prompts and watches the engine.
+    """Runs prompts and samples the engine's memory use.
 
     Args:
-        llm: idle.
-        prompts: all submitted at once.
+        llm: an idle LLM.
+        prompts: prompts, all submitted at once.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt]) -> None:
@@ -111,10 +111,10 @@ class DemoRun:
         self._crowd = Crowd()
 
     def run(self) -> DemoResult:
-        """Answer all prompts.
+        """Run all prompts.
 
         Raises:
-            RequestError: a prompt that this memory or model cannot take.
+            RequestError: a prompt exceeds the KV memory or the context.
         """
         start_s = time.monotonic()
         with LiveProgress("demo", len(self._prompts)) as progress:

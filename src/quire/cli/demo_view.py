@@ -1,4 +1,4 @@
-"""What `quire demo` prints: two answers, a table, and the comparison with Transformers."""
+"""Output of `quire demo`: two examples, a table, and the comparison with Transformers."""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def show_demo(result: DemoResult, claims: Mapping[str, int | float], exactness: Exactness) -> None:
-    """Print all of it on standard output."""
+    """Print the result of the demo on standard output."""
     console = Console()
     for prompt, answer in _examples(result):
         console.print(_example(prompt, answer))
@@ -39,7 +39,7 @@ def _example(prompt: DemoPrompt, answer: RequestOutput) -> str:
     if prompt.answer is None:
         return f"...{end} -> {text}"
     right = answer.text.startswith(prompt.answer)
-    verdict = "[green]right[/]" if right else f"[red]wrong, it is {prompt.answer}[/]"
+    verdict = "[green]correct[/]" if right else f"[red]wrong, expected {prompt.answer}[/]"
     return f"...{end} -> {text} ({verdict})"
 
 
@@ -48,29 +48,30 @@ def _rows(claims: Mapping[str, int | float]) -> Iterator[tuple[str, str]]:
     yield "requests", f"{claims['requests']} in {claims['run_s']:.1f} s"
     yield (
         "tokens",
-        f"{claims['prompt_tokens']:,} read, {claims['completion_tokens']:,} generated, "
-        f"{claims['completion_tokens_per_s']:,.0f} generated a second",
+        f"{claims['prompt_tokens']:,} prompt, {claims['completion_tokens']:,} output",
+    )
+    yield "output throughput", f"{claims['completion_tokens_per_s']:,.0f} tokens/s"
+    yield (
+        "time to first token, with queueing",
+        f"p50 {1000 * claims['first_token_p50_s']:,.0f} ms, "
+        f"p99 {1000 * claims['first_token_p99_s']:,.0f} ms",
     )
     yield (
-        "to the first token, waiting included",
-        f"p50 {claims['first_token_p50_s']:.2f} s, p99 {claims['first_token_p99_s']:.2f} s",
-    )
-    yield (
-        "from token to token",
+        "time per output token",
         f"p50 {1000 * claims['token_p50_s']:.0f} ms, p99 {1000 * claims['token_p99_s']:.0f} ms",
     )
     yield "KV memory", f"{_size(claims['kv_total_bytes'])}, peak {_size(claims['kv_peak_bytes'])}"
-    yield "most requests at once", f"{most}, in {_size(claims['crowd_used_bytes'])} of pages"
+    yield "peak running requests", f"{most}, {_size(claims['crowd_used_bytes'])} of pages in use"
     yield (
-        f"  the same {most}, prompt + max_tokens reserved",
+        f"  for these {most}: prompt + max_tokens reserved",
         _size(claims["crowd_reserved_bytes"]),
     )
     yield (
-        f"  the same {most}, whole context reserved",
+        f"  for these {most}: whole context reserved",
         _size(claims["crowd_contiguous_bytes"]),
     )
     yield "preemptions", f"{claims['preemptions']}"
-    yield "records found", f"{claims['facts_right']} of {claims['facts_asked']}"
+    yield "records retrieved", f"{claims['facts_right']} of {claims['facts_asked']}"
 
 
 def _size(size_bytes: int | float) -> str:
@@ -78,8 +79,8 @@ def _size(size_bytes: int | float) -> str:
 
 
 def _comparison(exactness: Exactness) -> str:
-    same = f"{exactness.equal} of {exactness.checked} answers are the same, token for token"
+    same = f"{exactness.equal} of {exactness.checked} outputs are equal token by token"
     if exactness.ties:
-        same += f", {exactness.ties} but for a tie (two logits within {TIE_LOGITS:g})"
+        same += f", {exactness.ties} up to a tie (two logits within {TIE_LOGITS:g})"
     style = "green" if exactness.passed else "bold red"
-    return f"[{style}]against plain Transformers, float32: {same}[/]"
+    return f"[{style}]compared with Transformers in float32: {same}[/]"

@@ -1,4 +1,4 @@
-"""What `quire demo` asks: questions people wrote, and prompts whose answer can be checked."""
+"""Prompts of `quire demo`: GSM8K questions, and retrieval prompts with a known answer."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NUM_QUESTIONS = 64
 FACT_TASKS = ("kv", "niah")
 FACT_TOKENS = 256
 FACT_SHARE = 8
-"""One prompt in so many has an answer that can be checked."""
+"""One in `FACT_SHARE` prompts is a retrieval prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,9 @@ class DemoPrompt:
     """A prompt of the demo.
 
     Attributes:
-        text: what the model reads.
-        max_tokens: of its answer.
-        answer: what the continuation must begin with; None where nobody can say.
+        text: the prompt.
+        max_tokens: maximum output tokens.
+        answer: expected beginning of the output; None for a question without a check.
     """
 
     text: str
@@ -32,15 +32,15 @@ class DemoPrompt:
 
 
 def demo_prompts(count: int, max_tokens: int, measure: Measure) -> list[DemoPrompt]:
-    """Prompts, the same on every machine.
+    """Create the prompts of the demo; they are equal on every machine.
 
     Args:
-        count: how many; one in eight asks for a record that stands in its context.
-        max_tokens: of an answer to a question.
-        measure: tokens of a text.
+        count: number of prompts; one in eight asks for a record in its context.
+        max_tokens: maximum output tokens for a question.
+        measure: returns the number of tokens of a text.
 
     Raises:
-        ConfigError: more than there are questions, or less than one.
+        ConfigError: the count is below 1 or above the number of questions.
     """
     if not 1 <= count <= NUM_QUESTIONS:
         raise ConfigError(f"expected 1 to {NUM_QUESTIONS} requests, got {count}")
@@ -60,7 +60,7 @@ def questions() -> list[str]:
 
 
 def fact_prompt(index: int, measure: Measure) -> DemoPrompt:
-    """A prompt that asks for a record in its own context; equal numbers make equal prompts."""
+    """Create a prompt that asks for a record in its context; deterministic for an index."""
     name = FACT_TASKS[index % len(FACT_TASKS)]
     task = make(name, index, FACT_TOKENS, filler=haystack(), measure=measure)
     answer = task.queries[0].answer

@@ -1,4 +1,4 @@
-"""`quire doctor`: what is here, what is used, and whether it works."""
+"""`quire doctor`: shows versions, hardware and selected backends, and runs self-tests."""
 
 import json
 import platform
@@ -25,12 +25,12 @@ _SCRATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: what.
-        value: what was found, or what is wrong.
-        ok: whether it is as it should be.
+        name: name of the check.
+        value: what was found, or the error.
+        ok: whether the check passed.
     """
 
     name: str
@@ -42,7 +42,10 @@ def doctor(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, hardware and choices, and try the packaged model; exit code 1 on a fault."""
+    """Show versions, hardware and backends, and test the packaged model.
+
+    Exit code 1 if a check fails.
+    """
     findings = list(examine())
     _show(findings)
     healthy = all(finding.ok for finding in findings)
@@ -55,7 +58,7 @@ def doctor(
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything, the cheap things first."""
+    """Run all checks, the cheap ones first."""
     for name, version in versions().items():
         yield Finding(name, version or "not installed", ok=version is not None)
     yield from _machine()
@@ -66,7 +69,7 @@ def examine() -> Iterator[Finding]:
 
 
 def cpu_features(cpuinfo: str) -> list[str]:
-    """Instruction sets that matter here, from the text of /proc/cpuinfo."""
+    """Instruction sets that Quire's kernels can use, from the text of /proc/cpuinfo."""
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -96,9 +99,9 @@ def _torch() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(0)
         device = f"cuda: {properties.name}, {format_size(properties.total_memory)}"
     else:
-        device = "cpu (torch sees no CUDA device)"
+        device = "cpu (PyTorch finds no CUDA device)"
     yield Finding("device", device)
-    yield Finding("threads", f"{torch.get_num_threads()}, --threads changes it")
+    yield Finding("threads", f"{torch.get_num_threads()} (option --threads)")
 
 
 def _attention() -> Iterator[Finding]:
@@ -113,14 +116,14 @@ def _attention() -> Iterator[Finding]:
                 name, device, dtype=torch.float32, head_dim=64, scratch_bytes=_SCRATCH_BYTES
             )
         except QuireError as error:
-            yield Finding(f"attention {name}", f"not here: {error}", ok=name != "auto")
+            yield Finding(f"attention {name}", f"not available: {error}", ok=name != "auto")
         else:
             chosen = f"{choice.backend.name}: " if name == "auto" else ""
             yield Finding(f"attention {name}", f"{chosen}{choice.reason}")
 
 
 def _disk() -> Iterator[Finding]:
-    def keep() -> str:
+    def check_tier() -> str:
         from quire.offload.tiers.disk import DiskTier
 
         with TemporaryDirectory() as folder:
@@ -130,11 +133,11 @@ def _disk() -> Iterator[Finding]:
             tier.read("trial", memoryview(found))
             tier.close()
         if bytes(found) != written:
-            raise InvariantError("what a disk tier gave back is not what was written")
-        how = "past the page cache" if tier.direct else "through the page cache"
-        return f"prefixes can be kept on disk, {how} in {gettempdir()}"
+            raise InvariantError("data read from a disk tier differ from the data written")
+        how = "direct I/O" if tier.direct else "through the page cache"
+        return f"prefixes can be stored on disk, {how} in {gettempdir()}"
 
-    yield _tried("disk tier", keep)
+    yield _tried("disk tier", check_tier)
 
 
 def _model() -> Iterator[Finding]:
@@ -145,23 +148,23 @@ def _model() -> Iterator[Finding]:
 
         model = load_model("quire-tiny", dtype="float32", device="cpu", verify=True)
         loaded.append(model)
-        return f"{format_size(model.weight_bytes)} of weights, logits equal Transformers' own"
+        return f"{format_size(model.weight_bytes)} of weights, logits equal to Transformers"
 
     yield _tried("packaged model", load)
     if loaded:
-        yield _tried("weights brought", lambda: _brought(loaded[0].weight_bytes // 2))
-        yield _tried("trial answer", lambda: _trial_answer(loaded[0]))
+        yield _tried("weight offload", lambda: _offloaded(loaded[0].weight_bytes // 2))
+        yield _tried("test request", lambda: _test_request(loaded[0]))
 
 
-def _brought(budget_bytes: int) -> str:
-    """Let the packaged model run with half of its weights brought, on the device there is."""
+def _offloaded(budget_bytes: int) -> str:
+    """Load the packaged model with half of its weights offloaded, on the default device."""
     from quire.models.loader import load_model
     from quire.offload.weights.placement import place_beyond
 
     half = load_model("quire-tiny", dtype="float32", placer=place_beyond(budget_bytes))
-    assert half.place is not None, "a memory was given"
+    assert half.place is not None, "a placer was given"
     text = half.place.text.removeprefix("weights: ")
-    return f"{text}, logits equal Transformers' own"
+    return f"{text}, logits equal to Transformers"
 
 
 def _tried(name: str, action: Callable[[], str]) -> Finding:
@@ -171,8 +174,8 @@ def _tried(name: str, action: Callable[[], str]) -> Finding:
         return Finding(name, f"{type(error).__name__}: {error}", ok=False)
 
 
-def _trial_answer(model: "LoadedModel") -> str:
-    """Let the packaged model look for a record in its context; compare, and count the pages."""
+def _test_request(model: "LoadedModel") -> str:
+    """Run a retrieval prompt; compare with Transformers and check that all pages are freed."""
     from quire.api.llm import LLM
     from quire.cli.demo_work import fact_prompt
     from quire.cli.exactness import compare_with_generate
@@ -182,14 +185,16 @@ def _trial_answer(model: "LoadedModel") -> str:
     llm = LLM(model, kv=KVConfig(memory="8MiB"))
     prompt = fact_prompt(0, lambda text: len(llm.encode(text)))
     params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)
-    (answer,) = llm.generate(prompt.text, params)
+    (output,) = llm.generate(prompt.text, params)
     llm.engine.check()
-    if not compare_with_generate(model.name, [answer]).passed:
-        raise InvariantError(f"Transformers does not say {answer.text!r} to the trial prompt")
-    usage = answer.usage
+    if not compare_with_generate(model.name, [output]).passed:
+        raise InvariantError(
+            f"output {output.text!r} of the test request differs from Transformers"
+        )
+    usage = output.usage
     return (
-        f"the same as Transformers': {answer.text!r} after {usage.prompt_tokens} tokens, in "
-        f"{usage.total_s:.2f} s and {format_size(usage.kv_peak_bytes)} of KV; every page is back"
+        f"output {output.text!r} equal to Transformers: {usage.prompt_tokens} prompt tokens, "
+        f"{1000 * usage.total_s:,.0f} ms, {format_size(usage.kv_peak_bytes)} of KV; all pages freed"
     )
 
 
@@ -200,6 +205,6 @@ def _show(findings: list[Finding]) -> None:
 
     table = Table(show_header=False, box=None)
     for finding in findings:
-        mark = "[green]ok[/]" if finding.ok else "[bold red]FAULT[/]"
+        mark = "[green]ok[/]" if finding.ok else "[bold red]FAIL[/]"
         table.add_row(mark, finding.name, escape(finding.value))
     Console().print(table)

@@ -1,6 +1,6 @@
-"""Keeps an engine fed from a stream of jobs: a bounded number is submitted at any time.
+"""Runs a stream of jobs through an engine, with a bounded number of submitted requests.
 
-Loads torch through the engine: commands import this module when they run.
+Imports torch through the engine: commands import this module when they run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ OnStep = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request to be run.
+    """One request to run.
 
     Attributes:
-        key: the caller's number of it.
-        part: which of the caller's prompts under that number.
+        key: the caller's number of the job.
+        part: index of the prompt among the caller's prompts with that number.
         request: the prompt and its options.
-        messages: a chat, each {"role", "content"}, in place of the request's prompt.
+        messages: a chat, each {"role", "content"}, instead of the request's prompt.
     """
 
     key: int
@@ -32,11 +32,11 @@ class Job:
 
 
 class Driver:
-    """Runs jobs through an engine, `window` of them submitted at most.
+    """Runs jobs through an engine, with at most `window` submitted at any time.
 
     Args:
-        llm: idle; its engine is used directly, so that one refused job stops no other.
-        window: jobs submitted and not yet answered, at most.
+        llm: an idle LLM; its engine is used directly, so that a refused job does not end others.
+        window: maximum number of unfinished jobs in the engine.
         on_step: called after every step of the engine.
     """
 
@@ -45,7 +45,7 @@ class Driver:
         self._open: dict[str, tuple[Job, OutputBuilder]] = {}
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, RequestOutput | RequestError]]:
-        """Answer jobs as they finish, in no order; a refused one comes with its refusal."""
+        """Yield each job with its output in order of completion; a refused job with its error."""
         exhausted = False
         while self._open or not exhausted:
             while not exhausted and len(self._open) < self._window:
@@ -78,8 +78,8 @@ class Driver:
             return
         for delta in self._llm.engine.step():
             job, builder = self._open[delta.request_id]
-            answer = builder.add(delta)
-            if answer is not None:
+            output = builder.add(delta)
+            if output is not None:
                 del self._open[delta.request_id]
-                yield job, answer
+                yield job, output
         self._on_step()

@@ -1,4 +1,4 @@
-"""`quire eval`: measures of quality. The gate asks whether a model may judge eviction rules."""
+"""`quire eval`: quality checks. `gate` checks that a model is fit to evaluate eviction rules."""
 
 import json
 from dataclasses import asdict, replace
@@ -23,12 +23,12 @@ QUICK_CASES = (
     GateCase(task="niah", tokens=512, n=5),
 )
 
-eval_app = typer.Typer(no_args_is_help=True, help="Measure quality.")
+eval_app = typer.Typer(no_args_is_help=True, help="Run quality checks.")
 
 
 @eval_app.callback()
 def _group() -> None:
-    # a callback keeps `quire eval gate` a command of its own while it is the only one
+    # with a callback, `gate` stays a subcommand although it is the only one
     pass
 
 
@@ -37,12 +37,15 @@ def gate(
     settings: Settings,
     *,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Ask whether a model reads its context, and only its context; exit code 1 where not."""
+    """Check that a model retrieves records from its context, and only from its context.
+
+    Accuracy must be high with full KV and low after the records are evicted. Exit code 1 if not.
+    """
     if settings.kv.evict != "full":
-        raise ConfigError("the gate chooses what stays itself: leave --evict out")
+        raise ConfigError("the gate sets its own eviction rules: leave --evict out")
     judge = Judge(settings)
     cases = QUICK_CASES if quick else GATE_CASES
     report = run_gate(judge.answer, measure=judge.measure, cases=cases, seed=seed)
@@ -56,10 +59,10 @@ def gate(
 
 
 class Judge:
-    """A model that answers the gate's prompts under any policy; its weights are loaded once.
+    """Runs the gate's prompts under any eviction policy; the weights are loaded once.
 
     Args:
-        settings: of the model and its KV memory; `evict` is replaced.
+        settings: options of the model and its KV memory; `evict` is replaced.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -68,23 +71,23 @@ class Judge:
         self._evicting: tuple[str, LLM] | None = None
 
     def answer(self, prompts: list[str], evict: str, max_tokens: int) -> list[str]:
-        """Greedy continuations, in the prompts' order.
+        """Generate greedy outputs, in the order of the prompts.
 
         Raises:
-            RequestError: a prompt is longer than the model's context or the KV memory.
+            RequestError: a prompt exceeds the model's context or the KV memory.
         """
         from quire.config.sampling_params import SamplingParams
 
         llm = self._llm if evict == "full" else self._llm_with(evict)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        return [answer.text for answer in llm.generate(prompts, params)]
+        return [output.text for output in llm.generate(prompts, params)]
 
     def measure(self, text: str) -> int:
-        """Tokens of a text; an empty one has none."""
+        """Number of tokens of a text; 0 for an empty text."""
         return len(self._llm.encode(text)) if text else 0
 
     def _llm_with(self, evict: str) -> "LLM":
-        # one at a time: each takes a KV memory of its own
+        # one at a time: each allocates a KV memory
         from quire.api.llm import LLM
 
         if self._evicting is None or self._evicting[0] != evict:
@@ -102,7 +105,9 @@ def _show(report: GateReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("task", "tokens", "all kept", "old records, recent half kept", "verdict")
+    table = Table(
+        "task", "prompt tokens", "accuracy, full KV", "accuracy, records evicted", "result"
+    )
     for verdict in report.verdicts:
         table.add_row(
             verdict.task,

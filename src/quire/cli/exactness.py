@@ -1,7 +1,7 @@
-"""Compares answers with plain Transformers: the same tokens, or a tie between two likeliest ones.
+"""Compares outputs with Transformers: equal tokens, or a tie between the two top logits.
 
-Two programs that add the same numbers in another order may choose differently where two logits are
-equal up to rounding. Such a place is a tie, and the comparison of that answer ends there.
+Two programs that sum the same numbers in a different order may select different tokens if two
+logits are equal up to rounding. Such a position is a tie; the comparison of that output ends there.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from quire.sampling.outputs import RequestOutput
 
 TIE_LOGITS = 1e-4
-"""Two logits nearer than this may change places by rounding alone, in float32."""
+"""Largest difference of two float32 logits that counts as a tie: rounding can swap them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """How answers compare.
+    """Result of the comparison.
 
     Attributes:
-        checked: answers compared.
-        equal: token for token the same.
-        ties: different only from a tie on.
+        checked: number of compared outputs.
+        equal: number of outputs with equal tokens.
+        ties: number of outputs that are equal up to a tie.
     """
 
     checked: int
@@ -36,16 +36,16 @@ class Exactness:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing but ties differs."""
+        """Whether all outputs are equal or equal up to a tie."""
         return self.equal + self.ties == self.checked
 
 
 def compare_with_generate(model_path: str, answers: "Sequence[RequestOutput]") -> Exactness:
-    """Generate greedily with Transformers in float32 on the CPU, one prompt at a time.
+    """Compare with `generate` of Transformers: greedy, float32, on the CPU, one prompt at a time.
 
     Args:
-        model_path: what the engine was given as its model.
-        answers: greedy ones, computed in float32.
+        model_path: model of the engine.
+        answers: greedy outputs, computed in float32.
     """
     import torch
     from transformers import AutoConfig
@@ -78,12 +78,10 @@ def _verdict(model: "PreTrainedModel", folder: Path, answer: "RequestOutput") ->
     ours = list(answer.token_ids)
     if theirs == ours:
         return "equal"
-    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-    if place is None:
-        raise InvariantError(
-            f"{folder}: one answer is the beginning of the other: {ours}, {theirs}"
-        )
+    index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if index is None:
+        raise InvariantError(f"{folder}: one output is a prefix of the other: {ours}, {theirs}")
     with torch.inference_mode():
-        logits = model(whole[:, : prompt.shape[1] + place]).logits[0, -1]
-    gap = float(logits[theirs[place]] - logits[ours[place]])
+        logits = model(whole[:, : prompt.shape[1] + index]).logits[0, -1]
+    gap = float(logits[theirs[index]] - logits[ours[index]])
     return "tie" if abs(gap) <= TIE_LOGITS else "different"

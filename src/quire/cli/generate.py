@@ -1,4 +1,4 @@
-"""`quire generate`: one prompt, its answer as it is made."""
+"""`quire generate`: streams the output of one prompt."""
 
 import json
 import shlex
@@ -13,6 +13,7 @@ from quire.cli.common import PACKAGED_MODEL, AsJson
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
+from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.sampling.outputs import RequestOutput, Usage
@@ -36,12 +37,15 @@ def generate(
     ] = None,
     prompt_option: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="The prompt, in place of the argument."),
+        typer.Option("--prompt", "-p", help="The prompt, instead of the argument."),
     ] = None,
     kv_events: KVEventsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one prompt; the text goes to standard output, what it took to standard error."""
+    """Generate from one prompt.
+
+    The text goes to standard output; token counts, times and KV memory to standard error.
+    """
     text = _prompt(settings, prompt, prompt_option)
     with watching(kv_events) as watch:
         answer = _stream(settings, text, watch)
@@ -53,14 +57,14 @@ def generate(
 
 
 def usage_line(usage: "Usage", evict: str) -> str:
-    """What an answer took, on one line; under a rule also that nothing left, where nothing did."""
+    """Token counts, times and KV memory of a request on one line; evictions if a rule is set."""
     evicted = "" if evict.strip() == "full" else f", {usage.evicted_tokens} tokens evicted"
     if evicted and not usage.evicted_tokens:
-        evicted += f": none had to leave under {evict!r}"
+        evicted += f" (no eviction was needed under {evict!r})"
     return (
-        f"[{usage.prompt_tokens} prompt + {usage.completion_tokens} new tokens, first after "
-        f"{usage.first_token_s:.2f} s, all in {usage.total_s:.2f} s, "
-        f"{usage.kv_peak_bytes:,} B of KV{evicted}]"
+        f"[{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} output tokens, "
+        f"time to first token {1000 * usage.first_token_s:,.0f} ms, total {usage.total_s:.2f} s, "
+        f"{format_size(usage.kv_peak_bytes)} of KV{evicted}]"
     )
 
 
@@ -77,10 +81,10 @@ def _prompt(settings: Settings, argument: str | None, option: str | None) -> str
 
 
 def _refuse_prompt_as_model(model: str) -> None:
-    """A name with spaces and no folder behind it is the prompt, given in the model's place."""
+    """Refuse a name with spaces that is not a folder: a prompt given instead of the model."""
     if len(model.split()) > 1 and not Path(model).exists():
         raise RequestError(
-            f"expected a model as the first argument, got {model!r}: type quire generate "
+            f"expected a model as the first argument, got {model!r}: use quire generate "
             f"{PACKAGED_MODEL} {shlex.quote(model)}"
         )
 
@@ -92,14 +96,14 @@ def _standard_input() -> str:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text: {error}") from error
-    return text.removesuffix("\n").removesuffix("\r")  # what echo and editors add
+    return text.removesuffix("\n").removesuffix("\r")  # added by echo and editors
 
 
 def _stream(settings: Settings, text: str, watch: KVWatch) -> "RequestOutput":
     settings.refuse_other_tenants()
     llm = settings.open_llm()
     watch.follow(llm)
-    from quire.sampling.outputs import OutputBuilder  # with torch, which is loaded by now
+    from quire.sampling.outputs import OutputBuilder  # imports torch
 
     token_ids = llm.encode(text)
     builder = OutputBuilder("generate", tuple(token_ids))
@@ -117,7 +121,7 @@ def _stream(settings: Settings, text: str, watch: KVWatch) -> "RequestOutput":
 
 
 def _side_by_side(answer: "RequestOutput | None") -> str:
-    """All choices, each under a line with its number and its score where there is one."""
+    """All choices, each after a line with its index and its score, if any."""
     parts = []
     for choice in () if answer is None else answer.choices:
         score = "" if choice.score is None else f", score {choice.score:.3f}"

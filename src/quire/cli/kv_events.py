@@ -1,4 +1,4 @@
-"""KV events for whoever watches a command: into a file, or published for routers."""
+"""KV event options of commands: events in a file, or published for routers."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ KVEventsFile = Annotated[
     typer.Option(
         "--kv-events",
         metavar="FILE.jsonl",
-        help="Append what happens to KV, one JSON object a line, as it happens.",
+        help="Append KV events to a file as they occur, one JSON object per line.",
         show_default=False,
         hidden=True,
     ),
@@ -28,7 +28,7 @@ KVEventsEndpoint = Annotated[
     typer.Option(
         "--kv-events-endpoint",
         metavar="ADDRESS",
-        help="Publish cached blocks over ZeroMQ as vLLM does, at an address such as tcp://*:5557.",
+        help="Publish vLLM's KV cache events over ZeroMQ at an address such as tcp://*:5557.",
         show_default=False,
         hidden=True,
     ),
@@ -37,13 +37,13 @@ KVEventsEndpoint = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class KVWatch:
-    """Who watches: open before a model is loaded, so that a wrong place is refused at once."""
+    """Open listeners of KV events; opened before the model is loaded, so that errors come early."""
 
     file: "EventFile | None"
     publisher: "BlockPublisher | None"
 
     def follow(self, llm: "LLM") -> None:
-        """Hear of everything from now on."""
+        """Subscribe to the events of an LLM."""
         from quire.engine.block_events import MEDIA, BlockEvents
 
         if self.file is not None:
@@ -56,16 +56,16 @@ class KVWatch:
 
 @contextmanager
 def watching(file: Path | None, endpoint: str | None = None) -> Iterator[KVWatch]:
-    """Open what was asked for, and close it at the end.
+    """Open the configured listeners, and close them at the end.
 
     Args:
-        file: for all events; None for no file.
-        endpoint: to publish cached blocks at; None to publish nothing.
+        file: file for all events; None for no file.
+        endpoint: address to publish cached blocks at; None for no publisher.
 
     Raises:
-        ConfigError: the file cannot be written, or nobody can listen at the endpoint.
+        ConfigError: the file cannot be written, or the endpoint cannot be bound.
     """
-    # loaded here: nothing of the engine is needed for --help
+    # imported here: --help does not need the engine
     from quire.engine.block_events import BlockPublisher
     from quire.engine.event_file import EventFile
 

@@ -1,4 +1,4 @@
-"""`quire kv-store`: a store for the cached prefixes of engines on other machines."""
+"""`quire kv-store`: a network store for cached prefixes of several engines."""
 
 import signal
 import threading
@@ -20,28 +20,31 @@ LEAST_BYTES = 1 << 20
 def kv_store(
     *,
     memory: Annotated[
-        str, typer.Option(help="Bytes to keep, such as 64GiB; the longest unused go first.")
+        str,
+        typer.Option(help="Capacity, such as 64GiB; least recently used blocks are evicted."),
     ],
     path: Annotated[
         Path | None,
-        typer.Option(help="Folder on disk, of this store alone. Default: in host memory."),
+        typer.Option(help="Folder on disk, used by this store only. Default: CPU memory."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8700,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to bind; 0 selects a free port.", min=0, max=65535)
+    ] = 8700,
 ) -> None:
-    """Keep cached prefixes for engines that run with --remote-kv HOST:PORT.
+    """Store cached prefixes for engines that run with --remote-kv HOST:PORT.
 
-    Whoever reaches the port can read and write all of it, prompts included: keep it inside a
-    network that you trust.
+    There is no authentication: every client that reaches the port can read and write all blocks,
+    including prompts. Run the store in a trusted network only.
     """
-    # loaded here: not needed for --help
+    # imported here: not needed for --help
     from quire.offload.tiers.newest import NewestTier
     from quire.offload.tiers.server import StoreServer
 
     if not host.strip():
         raise ConfigError(
-            "expected --host with an address such as 127.0.0.1, got an empty text, which would be "
-            "every address of this machine: say 0.0.0.0 for that"
+            "expected --host with an address such as 127.0.0.1, got an empty string; use 0.0.0.0 "
+            "for every address of this machine"
         )
     total_bytes = parse_named(parse_size, "memory", memory)
     if total_bytes < LEAST_BYTES:
@@ -54,9 +57,9 @@ def kv_store(
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    place, kept = f"{server.address[0]}:{server.address[1]}", format_size(tier.total_bytes)
-    where = "host memory" if path is None else str(path)
-    typer.echo(f"Keeping {kept} of prefixes in {where} at {place}")
+    address, size = f"{server.address[0]}:{server.address[1]}", format_size(tier.total_bytes)
+    location = "CPU memory" if path is None else str(path)
+    typer.echo(f"Storing up to {size} of prefixes in {location}, listening on {address}")
     ended.wait()
     server.close()
     tier.close()
@@ -67,6 +70,6 @@ def _tier(path: Path | None, total_bytes: int) -> "Tier":
         from quire.offload.tiers.disk import DiskTier
 
         return DiskTier(path, total_bytes)
-    from quire.offload.tiers.host import HostTier  # and with it torch
+    from quire.offload.tiers.host import HostTier  # imports torch
 
     return HostTier(total_bytes)

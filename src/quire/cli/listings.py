@@ -1,4 +1,4 @@
-"""`quire policies` and `quire codecs`: what can be named in `--evict` and how KV can be stored."""
+"""`quire policies` and `quire codecs`: list the eviction policies, budgets and KV codecs."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
     from quire.policies.budgets.base import Budget
 
-SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS = 128, 32  # of the vector whose bytes are shown, and its page
+SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS = 128, 32  # head size and page size of the shown vector sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class PolicyRow:
 
     Attributes:
         name: as in `--evict name:option=value`.
-        options: of the rule, name to default.
-        summary: what stays.
-        statistics: what it has remembered.
-        scope: `lane`, each KV head has its own kept set, or `layer`, its heads have one.
-        cost: beside reading the cache.
-        source: where the rule comes from.
+        options: options of the policy, name to default.
+        summary: which tokens are retained.
+        statistics: attention statistics that the policy records.
+        scope: `lane`: one retained set per KV head; `layer`: one per layer.
+        cost: computation in addition to attention.
+        source: origin of the policy, such as a paper.
     """
 
     name: str
@@ -44,16 +44,17 @@ class PolicyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRow:
-    """One way to divide a cap, with its default options.
+    """One budget, with its default options.
 
     Attributes:
         name: as in `budget=(name:option=value)`.
         options: name to default.
-        summary: who gets more.
-        statistics: what it has remembered beside what the rule needs.
-        needs: `never`, `once` when the prompt has been read, or `always`, at each eviction.
-        keeps_total: whether caps add up to lanes * cap.
-        source: where it comes from.
+        summary: which lanes get a larger cap.
+        statistics: statistics that it records in addition to those of the policy.
+        needs: when caps are computed from statistics: `never`, `once` after prefill, or `always`,
+            at each eviction.
+        keeps_total: whether the caps add up to lanes * cap.
+        source: origin of the budget, such as a paper.
     """
 
     name: str
@@ -66,7 +67,7 @@ class BudgetRow:
 
 
 def policies(*, as_json: AsJson = False) -> None:
-    """List the eviction policies and budgets: options, defaults, what they remember, sources."""
+    """List the eviction policies and budgets: options, defaults, recorded statistics, sources."""
     rules, budgets = policy_rows(), budget_rows()
     if as_json:
         found = {"policies": [asdict(row) for row in rules], "budgets": [*map(asdict, budgets)]}
@@ -74,20 +75,20 @@ def policies(*, as_json: AsJson = False) -> None:
         return
     for row in rules:
         _print_block(row, {"scope": row.scope, "cost": row.cost})
-    typer.echo("Budgets: how a cap is divided over layers and heads, budget=(pyramid:beta=20)\n")
+    typer.echo("Budgets divide a cap over layers and heads, as in budget=(pyramid:beta=20):\n")
     for budget in budgets:
-        total = "kept" if budget.keeps_total else "not kept: lanes may keep everything"
-        _print_block(budget, {"needs": budget.needs, "total": total})
+        total = "lanes * cap" if budget.keeps_total else "not bounded: a lane may retain all tokens"
+        _print_block(budget, {"needs statistics": budget.needs, "total": total})
     typer.echo(
-        f"Every policy but full also takes cap=TOKENS (must be given; or 25%, 2MiB), "
-        f"every= (default: cap / 8, at most {MOST_DEFAULT_EVERY}), when=, budget=, granularity=:\n"
-        "--evict 'recent:cap=512,sinks=4'"
+        f"Every policy except full also takes cap=TOKENS (required; or a share such as 25%, or a "
+        f"size such as 2MiB), every= (default: cap / 8, at most {MOST_DEFAULT_EVERY}), when=, "
+        "budget= and granularity=. Example:\n--evict 'recent:cap=512,sinks=4'"
     )
 
 
 def _print_block(row: PolicyRow | BudgetRow, more: dict[str, str]) -> None:
     listed = ", ".join(f"{name}={default}" for name, default in row.options.items())
-    facts = {"options": listed, "remembers": ", ".join(row.statistics), **more}
+    facts = {"options": listed, "statistics": ", ".join(row.statistics), **more}
     facts["source"] = row.source
     typer.echo(f"{row.name}\n{_indented(row.summary)}")
     for name, value in facts.items():
@@ -101,24 +102,24 @@ def _indented(text: str) -> str:
 
 
 def codecs(*, as_json: AsJson = False) -> None:
-    """List the formats KV can be stored in, and their bytes."""
+    """List the KV codecs and their size in bytes."""
     rows = codec_rows()
     if as_json:
         typer.echo(json.dumps({"name": "codecs", "codecs": rows}))
         return
     shown = [tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in r.values()) for r in rows]
-    header = ("codec", "bits", "effective bits", f"bytes of {SHOWN_HEAD_DIM} numbers", "options")
-    _print_table((*header, "stores"), shown)
+    header = ("codec", "bits", "effective bits", f"bytes per {SHOWN_HEAD_DIM} elements", "options")
+    _print_table((*header, "format"), shown)
     typer.echo(
-        "--kv-codec none, the default, stores KV in the model's own format; --kv-codec int8/int4 "
-        "stores keys\nand values apart"
+        "--kv-codec none (default) stores KV in the model's dtype; --kv-codec int8/int4 uses int8 "
+        "for keys\nand int4 for values"
     )
 
 
 def policy_rows() -> list[PolicyRow]:
     """`full` and all registered policies."""
     from quire.policies.base import LANE
-    from quire.policies.registry import FULL, registered  # brings torch
+    from quire.policies.registry import FULL, registered  # imports torch
 
     full = PolicyRow(
         name=FULL,
@@ -145,7 +146,7 @@ def _policy_row(name: str, policy: "EvictionPolicy") -> PolicyRow:
 
 
 def budget_rows() -> list[BudgetRow]:
-    """All registered budgets; those that divide nothing without options too."""
+    """All registered budgets."""
     from quire.policies.registry import registered_budgets
 
     return [_budget_row(name, budget) for name, budget in registered_budgets().items()]
@@ -165,7 +166,7 @@ def _budget_row(name: str, budget: "type[Budget]") -> BudgetRow:
 
 
 def _defaults(made: object) -> dict[str, object]:
-    """Options and their defaults; one that is a rule as its name."""
+    """Options and their defaults; a default that is a policy as its name."""
     from quire.policies.registry import registered
 
     names: dict[type, str] = {policy: name for name, policy in registered().items()}
@@ -177,7 +178,7 @@ def _defaults(made: object) -> dict[str, object]:
 
 
 def _source(made: object) -> str:
-    """The first paragraph of the docstring of the module that a rule or its class is from."""
+    """The first paragraph of the docstring of the module that defines a policy or budget."""
     return _first_paragraph(sys.modules[made.__module__].__doc__)
 
 
@@ -186,7 +187,7 @@ def _first_paragraph(docstring: str | None) -> str:
 
 
 def codec_rows() -> list[dict[str, object]]:
-    """All codecs with their byte arithmetic, scales and all that is beside codes counted."""
+    """All codecs with their sizes, including scales and other data stored with the codes."""
     from quire.layout.codec_names import CODECS
 
     return [

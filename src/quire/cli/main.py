@@ -1,4 +1,4 @@
-"""`quire`: the command line. Every command loads what it needs when it runs, not for `--help`."""
+"""`quire`: the command line. Commands import heavy modules when they run, not for `--help`."""
 
 import sys
 import traceback
@@ -27,17 +27,17 @@ from quire.errors import QuireError
 from quire.version import __version__
 
 ERROR_EXIT = 2
-INTERRUPT_EXIT = 130  # 128 + SIGINT, as shells count
+INTERRUPT_EXIT = 130  # 128 + SIGINT, the convention of shells
 
 
 class QuireGroup(TyperGroup):
-    """Turns what Quire raises on purpose into one line and an exit code."""
+    """Converts expected exceptions to one line of text and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options before the command.
+        """Parse the options before the command.
 
         Raises:
-            typer.Exit: with 2 for an option that there is not.
+            typer.Exit: 2 for an unknown option.
         """
         try:
             return super().parse_args(ctx, args)
@@ -49,13 +49,12 @@ class QuireGroup(TyperGroup):
         """Run a command.
 
         Raises:
-            typer.Exit: with 2 for an error of Quire's own, for a command line that cannot be read,
-                for a file or a stream that the system cannot write or read, and for memory that it
-                does not have; 130 for Ctrl-C.
+            typer.Exit: 2 for a Quire error, an invalid command line, a failed read or write of a
+                file or stream, or out of memory; 130 for Ctrl-C.
         """
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # the reader of a pipe has ended; click leaves quietly
+        except BrokenPipeError:  # the reader of the pipe has closed it; click exits silently
             raise
         except UsageError as error:
             _refuse_usage(error)
@@ -71,21 +70,21 @@ class QuireGroup(TyperGroup):
 
 
 def _refuse_usage(error: Any) -> None:
-    """Say on one line what is wrong; the help of a group without a command is left to click."""
+    """Report an invalid command line on one line; click prints the help of a group."""
     if type(error).__name__ != "NoArgsIsHelpError":
         typer.echo(f"error: {usage_error_text(error)}", err=True)
         raise typer.Exit(ERROR_EXIT) from error
 
 
 def error_text(error: QuireError | OSError | MemoryError) -> str:
-    """One line that says what went wrong."""
+    """One-line description of an error."""
     if isinstance(error, QuireError):
         return str(error)
     if isinstance(error, MemoryError):
         what = str(error) or "out of memory"
-        return f"this command needs more memory than there is: {what}; give smaller numbers"
+        return f"this command needs more memory than is available: {what}; use smaller sizes"
     where = "standard output, a file or a socket" if error.filename is None else error.filename
-    return f"{where} cannot be used: {error.strerror or error}; give another one, or make room"
+    return f"{where} cannot be used: {error.strerror or error}; use another one, or free disk space"
 
 
 app = typer.Typer(
@@ -115,7 +114,7 @@ def _show_version(value: bool) -> None:  # noqa: FBT001 - click calls it
 
 
 @app.callback()
-@no_type_check  # what comes is click's Context, of which typer.Context is only the marker
+@no_type_check  # the argument is click's Context; typer.Context is only a marker
 def options(
     ctx: typer.Context,
     *,
@@ -125,13 +124,13 @@ def options(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")] = False,
 ) -> None:
-    """Large language models in a KV memory that you fix in bytes."""
+    """Run large language models in a KV memory of fixed size."""
     ctx.meta[VERBOSE_KEY] = verbose
 
 
 def run() -> None:
     """The entry point `quire`."""
-    # answers may hold any character, whatever the terminal's encoding can show
+    # outputs may contain characters that the terminal's encoding cannot represent
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -1,8 +1,8 @@
-"""Options made from the fields of the config dataclasses: one place for a default and a sentence.
+"""Command line options, generated from the fields of the config dataclasses.
 
-A section is a dataclass whose fields become options. What `--help` shows of a field is in its
-metadata (`quire.layout.options.option`); SamplingParams has the sentences in its docstring. Flags
-and the TOML file share the names.
+A section is a dataclass whose fields become options. The help text of a field is in its metadata
+(`quire.layout.options.option`); for SamplingParams it is in the docstring. Flags and the TOML file
+use the same names.
 """
 
 import re
@@ -33,29 +33,31 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # run-time type checks in tests must not precede ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """How a model is loaded.
+    """Options of model loading.
 
     Attributes are options; see their help.
 
     Raises:
-        ConfigError: a value of the wrong type, or none of the choices.
+        ConfigError: a value of the wrong type or outside the choices.
     """
 
     dtype: Dtype = option(
-        "auto", help="number format of the weights; auto: as they are stored", common=True
+        "auto", help="dtype of the weights; auto: as stored in the checkpoint", common=True
     )
     device: str = option(
-        "auto", help="auto (CUDA where there is one), cpu, cuda or cuda:N", common=True
+        "auto", help="auto (CUDA if available, else CPU), cpu, cuda or cuda:N", common=True
     )
-    trust_remote_code: bool = option(False, help="run Python code that the model folder brings")
-    verify: bool = option(True, help="compare with Transformers' own attention at load")
+    trust_remote_code: bool = option(False, help="allow Python code from the model folder")
+    verify: bool = option(
+        True, help="compare logits with Transformers' attention when the model is loaded"
+    )
     weights_memory: MaybeSize = option(
         "all",
-        help="device memory for weights: bytes, a size, or all; layers beyond it stay in CPU "
-        "memory (with a CPU device: in a file) and are prefetched in every step",
+        help="device memory for weights: bytes, a size, or all; further layers are offloaded to "
+        "CPU memory (with a CPU device: to a file) and prefetched in every step",
         unit="bytes",
         group="Offloading",
         parse=parse_size_or("all"),
@@ -63,11 +65,11 @@ class ModelConfig:
     )
     threads: int = option(
         0,
-        help="CPU threads, 0: as many as torch takes; a small model on a busy machine wants 1",
+        help="CPU threads; 0: PyTorch's default. A small model is fastest with 1 on a busy machine",
     )
     return_memory: bool = option(
         False,
-        help="give freed CPU memory back to the system, which makes prompts slower on a CPU",
+        help="return freed CPU memory to the system; slower prefill on a CPU",
     )
 
     def __post_init__(self) -> None:
@@ -83,16 +85,16 @@ class OptionField:
     """One option of the command line and of the TOML file.
 
     Attributes:
-        section: name of the section it belongs to.
-        path: names of the field and of the configs that hold it, such as offload, kv_memory.
+        section: name of its section.
+        path: names of the enclosing configs and of the field, such as offload, kv_memory.
         flag: name on the command line, without the leading dashes.
-        kind: what the command line reads: str, int, float, bool or list[str].
-        sized: a whole number of bytes is as good as text.
-        choices: allowed values; empty where they are not listed.
-        default: of the field or of the command.
-        help: one sentence.
-        group: its heading in `--help`.
-        common: whether `--help` shows it.
+        kind: type on the command line: str, int, float, bool or list[str].
+        sized: whether the value may be an integer number of bytes.
+        choices: allowed values; empty without a list of choices.
+        default: default of the command, else of the field.
+        help: help text.
+        group: heading in `--help`.
+        common: whether `--help` shows the option; otherwise `--help-all` does.
     """
 
     section: str
@@ -113,12 +115,12 @@ class OptionField:
 
     @property
     def parameter(self) -> str:
-        """A Python name that is unique over all sections."""
+        """A Python name that is unique among all sections."""
         return "_".join((self.section, *self.path))
 
     @property
     def metavar(self) -> str | None:
-        """What stands for its value in `--help`; None: the name of the type."""
+        """Placeholder of the value in `--help`; None: the name of the type."""
         if self.choices:
             return f"[{'|'.join(self.choices)}]"
         return "SIZE" if self.sized else None
@@ -129,11 +131,11 @@ class Section:
     """A config dataclass whose fields are options.
 
     Attributes:
-        name: of the table in a TOML file.
-        title: above its options in `--help`.
+        name: name of the table in a TOML file.
+        title: heading of the options in `--help`.
         config: the dataclass.
-        only: flags of the fields that become options; None for all.
-        shown: whether `--help` shows its common options; otherwise `--help-all` does.
+        only: flags of the fields that become options; None: all fields.
+        shown: whether `--help` shows the common options; otherwise only `--help-all`.
     """
 
     name: str
@@ -143,22 +145,22 @@ class Section:
     shown: bool = True
 
     def options(self) -> Iterator[OptionField]:
-        """Its options in the order of the fields."""
+        """Yield the options in the order of the fields."""
         yield from _option_fields(self, self.config, (), self.title)
 
     def build(self, values: Mapping[tuple[str, ...], object]) -> Any:
-        """The config, made of the values of its options by their paths."""
+        """Create the config from the values of its options by path."""
         return _build(self.config, values)
 
 
 def options_of(
     sections: tuple[Section, ...], defaults: Mapping[str, object] | None = None
 ) -> tuple[OptionField, ...]:
-    """All options of some sections.
+    """All options of several sections.
 
     Args:
-        sections: in the order of `--help`.
-        defaults: flag to the default of this command, where it differs from the field's.
+        sections: sections in the order of `--help`.
+        defaults: defaults of the command that differ from those of the fields, by flag.
     """
     defaults = defaults or {}
     return tuple(
@@ -169,7 +171,7 @@ def options_of(
 
 
 def documented_attributes(docstring: str) -> dict[str, str]:
-    """The `Attributes:` of a Google docstring: name to its text on one line."""
+    """Parse the `Attributes:` of a Google-style docstring: name to its text on one line."""
     _, _, listed = docstring.partition("Attributes:\n")
     listed = re.split(r"\n\s*\n", listed, maxsplit=1)[0]
     found: dict[str, str] = {}
@@ -185,7 +187,7 @@ def documented_attributes(docstring: str) -> dict[str, str]:
 
 
 def configs_of(section: Section) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The config of a section and those that it holds, each under the path of its table."""
+    """Yield the config of a section and its nested configs, each with the path of its table."""
     yield (section.name,), section.config
     for field in fields(section.config):
         held = config_of(field.type)
@@ -196,7 +198,7 @@ def configs_of(section: Section) -> Iterator[tuple[tuple[str, ...], Any]]:
 def _option_fields(
     section: Section, config: Any, path: tuple[str, ...], group: str
 ) -> Iterator[OptionField]:
-    """Options of a config and of the configs that it holds."""
+    """Yield the options of a config and of its nested configs."""
     documented = documented_attributes(config.__doc__ or "")
     for field in fields(config):
         info = field.metadata.get("option", OptionInfo())
@@ -235,7 +237,7 @@ def _build(config: Any, values: Mapping[tuple[str, ...], object]) -> Any:
 
 
 def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
-    """What the command line reads for a field, and whether it is a size in bytes."""
+    """Type of a field on the command line, and whether it is a size in bytes."""
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = [member for member in get_args(annotation) if member is not type(None)]
     if get_origin(annotation) is Parsed:
@@ -261,7 +263,7 @@ SIMULATED_KV = Section(
         *("evict", "enable-prefix-caching"),
     ),
 )
-"""What a simulation reads of the KV memory: it has no bytes, links or kernels."""
+"""Options of the KV memory for a simulation, which has no data, transfers or kernels."""
 SIMULATED_SCHEDULE = Section(
     "schedule",
     "Scheduling",

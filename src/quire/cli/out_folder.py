@@ -1,4 +1,4 @@
-"""Files that a command leaves in a folder: each whole or not at all."""
+"""Writes the result files of a command to a folder, each atomically."""
 
 import importlib.util
 import os
@@ -10,26 +10,26 @@ from quire.errors import ConfigError
 
 
 def require_matplotlib(option: str) -> None:
-    """Say before the work that its pictures could not be drawn.
+    """Check that matplotlib is installed, before a long computation.
 
     Args:
-        option: of the command line that asks for them.
+        option: the option that draws pictures.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"{option} draws with matplotlib, which is not installed: pip install "
+            f"{option} needs matplotlib, which is not installed: pip install "
             f'"quire[report]", or leave {option} out'
         )
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a folder for results, before the work whose results it shall hold.
+    """Create a folder for results and check that it is writable, before a long computation.
 
     Raises:
-        ConfigError: it cannot be made, or nothing can be written there.
+        ConfigError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,10 +40,10 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files; whoever reads meanwhile sees the old or the new one, whole.
+    """Write files atomically: readers see the old or the new content of each file.
 
     Args:
-        folder: there already.
+        folder: an existing folder.
         files: name to content.
 
     Raises:
@@ -57,14 +57,14 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with open(handle, "wb") as file:
             file.write(content)
-        os.chmod(part, 0o644)  # a temporary file is its maker's alone
-        os.replace(part, path)
+        os.chmod(temporary, 0o644)  # only the owner can read a temporary file
+        os.replace(temporary, path)
     except OSError:
-        Path(part).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 

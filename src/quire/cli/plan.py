@@ -1,4 +1,4 @@
-"""`quire plan`: where memory would go and what would fit, before anything is loaded."""
+"""`quire plan`: estimates memory use and batch sizes of a model without loading it."""
 
 import json
 from dataclasses import asdict
@@ -29,79 +29,94 @@ def plan(  # noqa: PLR0913 - one parameter per option
     *,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory of the device, e.g. 16GiB. Default: this machine's."),
+        typer.Option(help="Device memory, e.g. 16GiB. Default: memory of this machine."),
     ] = None,
     kv_memory: Annotated[
-        str, typer.Option(help="Memory for KV, e.g. 64MiB; auto: what is left.")
+        str, typer.Option(help="KV memory, e.g. 64MiB; auto: all remaining memory.")
     ] = "auto",
     weights_memory: Annotated[
         str,
-        typer.Option(help="Memory for weights, e.g. 4GiB: layers beyond it are brought; or all."),
+        typer.Option(
+            help="Device memory for weights, e.g. 4GiB; further layers are offloaded. all: no "
+            "weight offload."
+        ),
     ] = ALL_WEIGHTS,
     disk_kv_memory: Annotated[
-        str, typer.Option(help="Room on disk for cached prefixes, e.g. 200GiB.")
+        str, typer.Option(help="Disk space for cached prefixes, e.g. 200GiB.")
     ] = "0",
     headroom: Annotated[
-        str | None, typer.Option(help="Memory left alone, e.g. 1GiB. Default: a tenth.")
+        str | None,
+        typer.Option(help="Memory to leave free, e.g. 1GiB. Default: 10% of the memory."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Weights: float32, float16, bfloat16; auto: as the model says.")
+        str,
+        typer.Option(
+            help="Dtype of the weights: float32, float16, bfloat16; auto: of config.json."
+        ),
     ] = "auto",
     kv_codec: Annotated[
         str | None,
         typer.Option(
-            help="Format of the KV, e.g. int8, or int8/int4 for keys and values apart. "
-            "Default: like the weights."
+            help="KV codec, e.g. int8, or int8/int4 for keys/values. Default: dtype of the weights."
         ),
     ] = None,
-    page_tokens: Annotated[int, typer.Option("--block-size", help="Tokens in a page.")] = 16,
+    page_tokens: Annotated[int, typer.Option("--block-size", help="Tokens per page.")] = 16,
     sequence_tokens: Annotated[
         int | None,
-        typer.Option(help="Length asked about, in tokens. Default: 2048 or the context."),
+        typer.Option(help="Sequence length in tokens. Default: 2048 or the model's context."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences wanted at once. Default: 8, or as many as can be.")
+        int | None,
+        typer.Option(
+            help="Batch size in sequences. Default: 8; with --maximize-batch the largest possible."
+        ),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of the largest step.")
+        int, typer.Option(help="Maximum tokens per step.")
     ] = STEP_TOKENS,
     activation_peak: Annotated[
-        str | None, typer.Option(help="A measured peak, e.g. 300MiB. Default: estimated.")
+        str | None,
+        typer.Option(help="Measured peak of activation memory, e.g. 300MiB. Default: estimated."),
     ] = None,
     workload: Annotated[
         str | None,
         typer.Option(
-            metavar="IN,OUT,BATCH", help="Say whether managing KV pays: tokens in, out, requests."
+            metavar="IN,OUT,BATCH",
+            help="Assess the benefit of KV management for a workload: input tokens, output "
+            "tokens, batch size.",
         ),
     ] = None,
     maximize_batch: Annotated[
         str | None,
         typer.Option(
             metavar="INPUT,OUTPUT",
-            help="Say which batch of rows of so many tokens fits for full KV, for eviction while "
-            "decoding and for eviction while prompts are read too, and its tokens a second.",
+            help="Compute the largest batch and its tokens/s for rows of INPUT and OUTPUT tokens: "
+            "with full KV, with eviction in decode, and with eviction in prefill and decode.",
         ),
     ] = None,
     evict: Annotated[
         str | None,
-        typer.Option(help="The rule asked about, as in h2o:cap=512,every=64. Default: average."),
+        typer.Option(
+            help="Eviction rule for --maximize-batch, as in h2o:cap=512,every=64. Default: average."
+        ),
     ] = None,
     cap: Annotated[
-        str | None, typer.Option(help="Its cap: tokens of a lane, 25% of the prompt, or 2MiB.")
+        str | None,
+        typer.Option(help="Cap of the rule: tokens per lane, 25% of the prompt, or 2MiB."),
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that leave at a time. Default: cap / 8, at most 64."),
+        typer.Option(min=1, help="Tokens per eviction. Default: cap / 8, at most 64."),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Time this model's steps now; else those of quire profile are used."
+            "--measure", help="Measure step times now. Default: use those of quire profile."
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show where memory would go and what would fit, before anything is loaded."""
+    """Estimate memory use, batch size and longest sequence of a model without loading it."""
     try:
         refuse_no_name(model)
         options = PlanOptions(
@@ -127,8 +142,8 @@ def plan(  # noqa: PLR0913 - one parameter per option
             maximize_batch, evict=evict, cap=cap, every=every, batch=batch, measure=measure
         )
         if requested is not None:
-            answer = maximize(folder, report, requested, page_tokens=page_tokens)
-            show(report, answer, as_json=as_json)
+            batches = maximize(folder, report, requested, page_tokens=page_tokens)
+            show(report, batches, as_json=as_json)
             return
     except QuireError as error:
         typer.echo(f"error: {error}", err=True)
@@ -139,10 +154,10 @@ def plan(  # noqa: PLR0913 - one parameter per option
 
 
 def parse_workload(text: str) -> Workload:
-    """Read `in,out,batch`.
+    """Parse `in,out,batch`.
 
     Raises:
-        ConfigError: not three numbers of 1 or more.
+        ConfigError: not three integers of at least 1.
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 3 or not all(part.isdecimal() for part in parts):
@@ -164,7 +179,7 @@ def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
 
 
 def _show(report: PlanReport) -> None:
-    # loaded here: nothing of it is needed for --help
+    # imported here: not needed for --help
     from rich.console import Console
 
     from quire.cli.plan_view import render

@@ -1,4 +1,4 @@
-"""The arithmetic behind `quire plan --maximize-batch`: which batches fit, and how fast they are."""
+"""Computes the largest batches and their predicted speed for `quire plan --maximize-batch`."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,29 +28,30 @@ from quire.scheduler.admission.need import Need
 from quire.scheduler.admission.peaks import Peaks
 
 LABELS = {
-    FULL: "full KV",
-    DECODE_ONLY: "decode only, to the cap",
-    EXTREME: "decode only, 2 tokens",
+    FULL: "none (full KV)",
+    DECODE_ONLY: "decode, to the cap",
+    EXTREME: "decode, to 2 tokens",
     BOTH_PHASES: "prefill and decode",
 }
+"""Phases in which a variant evicts."""
 
 Rates = Callable[[str], StepRates | NotUsable]
-"""Gives the step rates of a rule, or says why there are none."""
+"""Returns the step rates of a rule, or the reason why there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchQuestion:
-    """What is asked.
+    """Input of the computation.
 
     Attributes:
-        prompt_tokens, new_tokens: of each row.
-        kv_bytes: KV memory.
-        kv_codec: format of keys and values.
-        page_tokens: slots of a page.
-        evict: the rule; None: Batch-Max's own.
-        cap: in place of the rule's.
-        every: likewise.
-        batch: rows wanted, if they are fixed.
+        prompt_tokens, new_tokens: prompt and output length of each row.
+        kv_bytes: size of the KV memory.
+        kv_codec: KV codec.
+        page_tokens: tokens per page.
+        evict: eviction rule; None: the rule of Batch-Max.
+        cap: replaces the cap of the rule.
+        every: replaces the rule's `every`.
+        batch: fixed batch size; None: the largest possible.
     """
 
     prompt_tokens: int
@@ -66,16 +67,16 @@ class BatchQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmPlan:
-    """One way of evicting.
+    """The result for one eviction variant.
 
     Attributes:
         arm: one of `batch_verdict.ARMS`.
-        evict: as `--evict` takes it.
-        rows: that run side by side.
-        row_bytes: KV of a row at its peak, in whole pages, statistics included.
-        held_tokens: most tokens of a lane.
-        seconds: predicted, of a batch of so many rows; None where nothing was measured.
-        missing: why there is no prediction; empty where there is one.
+        evict: the rule in the syntax of `--evict`.
+        rows: largest batch in rows.
+        row_bytes: peak KV of a row, in whole pages, including statistics.
+        held_tokens: peak tokens of a lane.
+        seconds: predicted times of a batch of `rows` rows; None without measurements.
+        missing: reason for a missing prediction; empty if there is a prediction.
     """
 
     arm: str
@@ -88,18 +89,18 @@ class ArmPlan:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """New tokens a second, prefill counted."""
+        """Output tokens per second, including prefill time."""
         return None if self.seconds is None else self.seconds.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
-    """The answer of `quire plan --maximize-batch`.
+    """The result of `quire plan --maximize-batch`.
 
     Attributes:
-        question: what was asked.
-        arms: by arm.
-        verdict: whether evicting while prompts are read pays.
+        question: input of the computation.
+        arms: results by variant.
+        verdict: whether eviction in prefill improves throughput.
     """
 
     question: BatchQuestion
@@ -108,11 +109,11 @@ class BatchReport:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Why there are no predictions, each reason once."""
+        """Distinct reasons for missing predictions."""
         return tuple(dict.fromkeys(arm.missing for arm in self.arms if arm.missing))
 
     def claims(self) -> dict[str, int | float]:
-        """The numbers, flat; what was not measured is not there."""
+        """The results as a flat mapping; without predictions that are missing."""
         numbers: dict[str, int | float] = {}
         for arm in self.arms:
             numbers[f"{arm.arm}_batch"] = arm.rows
@@ -124,21 +125,21 @@ class BatchReport:
         return numbers
 
     def details(self) -> dict[str, object]:
-        """The parts, nested."""
+        """The results as nested mappings."""
         return {"batches": [asdict(arm) for arm in self.arms], "verdict": asdict(self.verdict)}
 
 
 def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> BatchReport:
-    """Count and predict every arm.
+    """Compute the largest batch and the predicted speed of every variant.
 
     Args:
-        model: the shape.
-        question: what is asked.
-        rates: of steps, by rule.
+        model: shape of the model.
+        question: input of the computation.
+        rates: step rates by rule.
 
     Raises:
-        ConfigError: a rule that cannot be, a row over the model's context, or a memory that holds
-            not one token.
+        ConfigError: an invalid rule, a row longer than the model's context, or a memory below one
+            token.
     """
     held = question.prompt_tokens + question.new_tokens
     if held > model.max_positions:
@@ -148,7 +149,7 @@ def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> Bat
         )
     texts = arm_rules(question.evict, cap=question.cap, every=question.every)
     counted = [_counted(model, question, arm, text) for arm, text in texts.items()]
-    # behind all refusals: rates may be measured only now
+    # after all checks: this may measure step rates
     arms = tuple(_predicted(question, arm, spec, rates) for arm, spec in counted)
     spec = next(spec for arm, spec in counted if arm.arm == BOTH_PHASES)
     verdict = judge_blocks(
@@ -168,15 +169,15 @@ def _rules(model: ModelSpec, question: BatchQuestion, evict: str, codec: str) ->
 def _counted(
     model: ModelSpec, question: BatchQuestion, arm: str, evict: str
 ) -> tuple[ArmPlan, EvictionSpec]:
-    # what keeps everything, or chooses by no score, finds no token important
+    # rules without scores promote no token to a higher precision
     unscored = arm in (FULL, EXTREME)
     codec = without_records(question.kv_codec) if unscored else question.kv_codec
     rules = _rules(model, question, evict, codec)
     prompt_tokens = question.prompt_tokens
-    tokens = prompt_tokens + question.new_tokens - 1  # the last one is never processed
+    tokens = prompt_tokens + question.new_tokens - 1  # the last token is never computed
     eviction = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default))
     spec = eviction.spec
-    # a row that never passes its cap remembers nothing
+    # a row that never exceeds its cap records no statistics
     held = KEEP_ALL if eviction.keeps_all(prompt_tokens, tokens) else spec
     layout = layout_for(
         model,
@@ -210,14 +211,14 @@ def _predicted(question: BatchQuestion, arm: ArmPlan, spec: EvictionSpec, rates:
 
 
 def stored_rates(ceilings: Ceilings | NotUsable, model: ModelSpec, *, dtype: str) -> Rates:
-    """Rates that `quire profile` stored for a model on this machine's processor."""
+    """Step rates that `quire profile` stored for a model on this machine."""
 
     def rates(evict: str) -> StepRates | NotUsable:
         if isinstance(ceilings, NotUsable):
             return ceilings
         key = steps_key(model_key(model, dtype=dtype, device="cpu"), evict)
         rule = key.rpartition("; ")[2]
-        again = f"steps of this model with {rule} were not measured: run `quire profile MODEL"
-        return ceilings.steps.get(key) or NotUsable(f"{again} --evict {rule}`")
+        why_not = f"steps of this model with {rule} were not measured: run `quire profile MODEL"
+        return ceilings.steps.get(key) or NotUsable(f"{why_not} --evict {rule}`")
 
     return rates

@@ -1,4 +1,4 @@
-"""What `quire plan --maximize-batch` prints: a row for each way of evicting, and the verdict."""
+"""Output of `quire plan --maximize-batch`: a table row per eviction variant, and the verdict."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -8,16 +8,16 @@ from quire.cli.plan_batches import LABELS, ArmPlan, BatchReport
 from quire.layout.sizes import format_size
 from quire.plan.batch_verdict import BlockVerdict
 
-_ANSWERS = {True: "yes", False: "no", None: "not known"}
+_VERDICTS = {True: "yes", False: "no", None: "unknown"}
 
 
 def render_batches(report: BatchReport) -> RenderableType:
-    """The whole answer for a terminal."""
+    """Render the whole result for a terminal."""
     requested = report.question
     title = Text(
-        f"Rows of {requested.prompt_tokens:,} tokens and {requested.new_tokens:,} new in "
-        f"{format_size(requested.kv_bytes)} of KV ({requested.kv_codec}, pages of "
-        f"{requested.page_tokens})",
+        f"Largest batch for {requested.prompt_tokens:,} input and {requested.new_tokens:,} output "
+        f"tokens in {format_size(requested.kv_bytes)} of KV memory (codec {requested.kv_codec}, "
+        f"{requested.page_tokens} tokens per page)",
         style="bold",
     )
     notes = [Text(f"tokens/s: {reason}") for reason in report.missing]
@@ -26,8 +26,8 @@ def render_batches(report: BatchReport) -> RenderableType:
 
 
 def batches_table(report: BatchReport) -> Table:
-    """Batches, bytes of a row and predicted tokens a second."""
-    table = Table("", "batch", "KV of a row", "prefill s", "decode s", "tokens/s")
+    """Batch size, KV bytes per row and predicted tokens per second."""
+    table = Table("eviction in", "batch", "KV per row", "prefill s", "decode s", "tokens/s")
     for column in table.columns[1:]:
         column.justify = "right"
     for arm in report.arms:
@@ -36,15 +36,15 @@ def batches_table(report: BatchReport) -> Table:
 
 
 def _rules_text(report: BatchReport) -> Text:
-    """What `--evict` takes for each arm, on lines of their own: no terminal is to cut a rule."""
+    """The rule of each variant on a separate line, so that no rule is truncated."""
     lines = [f"{LABELS[arm.arm]}: --evict '{arm.evict}'" for arm in report.arms]
     return Text("\n".join(lines), overflow="fold")
 
 
 def verdict_text(verdict: BlockVerdict) -> Text:
-    """Whether evicting while prompts are read pays, and why."""
-    text = Text("evicting while prompts are read pays: ")
-    text.append(_ANSWERS[verdict.pays], style="bold")
+    """Whether eviction in prefill improves throughput, with reasons."""
+    text = Text("eviction in prefill improves throughput: ")
+    text.append(_VERDICTS[verdict.pays], style="bold")
     for reason in verdict.reasons:
         text.append(f"\n  - {reason}")
     return text

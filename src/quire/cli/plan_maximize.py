@@ -1,4 +1,4 @@
-"""`quire plan --maximize-batch`: where its numbers come from, and what it prints."""
+"""`quire plan --maximize-batch`: options, step rates and output."""
 
 import json
 import os
@@ -25,13 +25,13 @@ MEASURED_REPEATS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaximizeOptions:
-    """What `--maximize-batch` is asked besides what every plan is.
+    """Options of `--maximize-batch` in addition to those of every plan.
 
     Attributes:
-        prompt_tokens, new_tokens: of each row.
+        prompt_tokens, new_tokens: prompt and output length of each row.
         evict, cap, every: see `quire.plan.batch_verdict.arm_rules`.
-        batch: rows wanted, if they are fixed.
-        measure: time the steps now; else what `quire profile` stored is used.
+        batch: fixed batch size; None: the largest possible.
+        measure: measure the step times now; otherwise use those of `quire profile`.
     """
 
     prompt_tokens: int
@@ -53,17 +53,17 @@ class MaximizeOptions:
         batch: int | None,
         measure: bool,
     ) -> "MaximizeOptions | None":
-        """What the command line says; None where it does not ask.
+        """Create the options from the command line; None without `--maximize-batch`.
 
         Raises:
-            ConfigError: lengths that are none, or other options without them.
+            ConfigError: invalid lengths, or other options without `--maximize-batch`.
         """
         if lengths is None:
             given = {"evict": evict, "cap": cap, "every": every, "measure": measure or None}
             names = [f"--{name}" for name, value in given.items() if value is not None]
             if names:
                 raise ConfigError(
-                    f"{', '.join(names)}: only with --maximize-batch; say for which lengths, such "
+                    f"{', '.join(names)} needs --maximize-batch with input and output tokens, such "
                     "as --maximize-batch 3584,512"
                 )
             return None
@@ -80,10 +80,10 @@ class MaximizeOptions:
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
-    """Read `input,output`.
+    """Parse `input,output`.
 
     Raises:
-        ConfigError: not two numbers of 1 or more.
+        ConfigError: not two integers of at least 1.
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
@@ -96,18 +96,18 @@ def parse_lengths(text: str) -> tuple[int, int]:
 def maximize(
     folder: Path, plan: PlanReport, options: MaximizeOptions, *, page_tokens: int
 ) -> "BatchReport":
-    """Answer the question for a planned model.
+    """Compute the largest batches of a planned model.
 
     Args:
-        folder: of the model; its weights are read only where steps are measured.
-        plan: its shape, formats and KV memory.
-        options: the question.
-        page_tokens: slots of a page.
+        folder: model folder; the weights are read only if steps are measured.
+        plan: shape, dtypes and KV memory of the model.
+        options: options of `--maximize-batch`.
+        page_tokens: tokens per page.
 
     Raises:
         ConfigError: see `quire.cli.plan_batches.batch_report`.
     """
-    # loaded here: rules compute with torch, and other plans need none
+    # imported here: rules import torch, which other plans do not need
     from quire.cli.plan_batches import BatchQuestion, batch_report
 
     question = BatchQuestion(
@@ -137,22 +137,22 @@ def _rates(folder: Path, plan: PlanReport, options: MaximizeOptions) -> "Rates":
 
 
 def load_for(folder: Path, dtype: str) -> "LoadedModel":
-    """The planned model on the CPU."""
+    """Load the planned model on the CPU."""
     from quire.models.loader import load_model
 
     return load_model(str(folder), dtype=dtype, device="cpu")
 
 
 class Stopwatch:
-    """Step rates of a model, timed when they are first asked for.
+    """Step rates of a model, measured on first use.
 
     Args:
-        load: gives the model; called once, if at all.
-        repeats: of each batch that is timed.
-        quick: a few small batches.
+        load: loads the model; called at most once.
+        repeats: measurements per batch.
+        quick: measure a few small batches only.
 
     Attributes:
-        found: what has been timed, by `steps_key`.
+        found: measured step rates by `steps_key`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Stopwatch:
         self.found: dict[str, StepRates] = {}
 
     def __call__(self, evict: str) -> StepRates:
-        """Rates under a rule; rules that differ by their numbers are timed once."""
+        """Step rates of a rule; rules that differ only in numbers share a measurement."""
         from quire.offload.swap.host_store import device_name
         from quire.profile import step_rates
 
@@ -174,7 +174,7 @@ class Stopwatch:
         key = model_key(model.spec, dtype=dtype, device=device_name(model.decoder.device))
         name = steps_key(key, evict)
         if name not in self.found:
-            typer.echo(f"timing steps under {name.rpartition('; ')[2]}", err=True)
+            typer.echo(f"measuring steps with {name.rpartition('; ')[2]}", err=True)
             most_tokens = model.spec.max_positions
             shapes = step_rates.usual_shapes(evict, most_tokens=most_tokens, quick=self._quick)
             self.found[name] = step_rates.measure_step_rates(model, shapes, repeats=self._repeats)
@@ -182,7 +182,7 @@ class Stopwatch:
 
 
 def show(plan: PlanReport, report: "BatchReport", *, as_json: bool) -> None:
-    """Print the answer; with `as_json` a line of JSON behind it."""
+    """Print the result; with `as_json` followed by a line of JSON."""
     from rich.console import Console
 
     from quire.cli.plan_batches_view import render_batches

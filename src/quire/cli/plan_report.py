@@ -1,4 +1,4 @@
-"""The arithmetic behind `quire plan`, as a function: a folder and options in, a report out."""
+"""Computes the memory plan of `quire plan` from a model folder and options."""
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,27 +29,27 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]
 _USUAL_SEQUENCE_TOKENS = 2048
-_TOKEN_ID_BYTES = 8  # stored beside its KV
+_TOKEN_ID_BYTES = 8  # stored with the KV of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What `quire plan` is asked.
+    """Options of `quire plan`.
 
     Attributes:
-        memory_bytes: of the device; None: this machine's.
-        kv_memory_bytes: the pool; None: what is left.
-        disk_kv_bytes: room on disk for cached prefixes.
-        headroom_bytes: left alone; None: a tenth of the memory.
-        dtype: of the weights; "auto": as config.json says.
-        kv_codec: of keys and values; None: like the weights.
-        page_tokens: tokens in a page.
-        sequence_tokens: the length asked about; None: 2048 or the model's context.
-        batch: sequences wanted at once, and rows sampled in a step.
-        max_num_batched_tokens: tokens of the largest step.
-        activation_peak_bytes: a measured peak; None: estimated.
-        workload: to be assessed; None: none.
-        weights_memory_bytes: of the device for weights; None: all are there.
+        memory_bytes: device memory; None: memory of this machine.
+        kv_memory_bytes: KV memory; None: all remaining memory.
+        disk_kv_bytes: disk space for cached prefixes.
+        headroom_bytes: memory to leave free; None: 10% of the memory.
+        dtype: dtype of the weights; "auto": dtype of config.json.
+        kv_codec: KV codec; None: dtype of the weights.
+        page_tokens: tokens per page.
+        sequence_tokens: sequence length; None: 2048 or the model's context.
+        batch: batch size in sequences, and rows sampled in a step.
+        max_num_batched_tokens: maximum tokens per step.
+        activation_peak_bytes: measured peak of activation memory; None: estimated.
+        workload: workload to assess; None: no assessment.
+        weights_memory_bytes: device memory for weights; None: no weight offload.
     """
 
     memory_bytes: int | None = None
@@ -69,22 +69,22 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The answer of `quire plan`.
+    """The result of `quire plan`.
 
     Attributes:
         model_name: name of the folder or on the hub.
-        model: its shape.
-        dtype: resolved format of the weights.
-        kv_codec: resolved format of the KV.
-        batch: sequences wanted at once.
-        memory: who gets which bytes.
-        capacity: what the KV memory holds.
-        kv_bytes_per_token: of all layers, windows not yet full.
-        disk_kv_bytes: room on disk for cached prefixes.
-        step: what a decode step of the batch reads.
+        model: shape of the model.
+        dtype: resolved dtype of the weights.
+        kv_codec: resolved KV codec.
+        batch: batch size in sequences.
+        memory: division of the device memory.
+        capacity: capacity of the KV memory.
+        kv_bytes_per_token: KV bytes of all layers, before sliding windows are full.
+        disk_kv_bytes: disk space for cached prefixes.
+        step: bytes read by a decode step of the batch.
         crossover_batch: the smallest batch whose KV reads exceed the weight reads.
-        verdict: on the workload, if one was given.
-        weights: where they lie.
+        verdict: assessment of the workload, if one was given.
+        weights: placement of the weights.
     """
 
     model_name: str
@@ -103,11 +103,11 @@ class PlanReport:
 
     @property
     def disk_tokens(self) -> int:
-        """Tokens of prefixes that the disk holds at most, each with its number."""
+        """Capacity of the disk tier in tokens, with their token ids."""
         return self.disk_kv_bytes // (self.kv_bytes_per_token + _TOKEN_ID_BYTES)
 
     def claims(self) -> dict[str, int | float]:
-        """The numbers, flat."""
+        """The results as a flat mapping, for JSON."""
         numbers: dict[str, int | float] = {
             "num_parameters": self.model.num_parameters,
             "weights_bytes": self.memory.weights_bytes,
@@ -133,7 +133,7 @@ class PlanReport:
         return numbers
 
     def arms(self) -> dict[str, object]:
-        """The parts, nested."""
+        """The results as nested mappings."""
         return {
             "memory": asdict(self.memory),
             "capacity": asdict(self.capacity),
@@ -145,17 +145,17 @@ class PlanReport:
 def plan_report(
     model_folder: Path, options: PlanOptions | None = None, *, name: str | None = None
 ) -> PlanReport:
-    """Plan a model's memory from its config.json alone.
+    """Plan a model's memory from its config.json; no weights are read.
 
     Args:
-        model_folder: in Hugging Face format; no weights are read.
+        model_folder: folder in Hugging Face format.
         options: see `PlanOptions`.
-        name: of the model in the report; None: the folder's.
+        name: name of the model in the report; None: name of the folder.
 
     Raises:
-        ModelError: no config.json, or one that cannot be read.
-        UnsupportedModel: no engine of Quire's would take this model.
-        ConfigError: an option is wrong, or nothing fits; the message gives the numbers.
+        ModelError: config.json is missing or cannot be read.
+        UnsupportedModel: Quire does not support this architecture.
+        ConfigError: an invalid option, or not enough memory; the message gives the numbers.
     """
     options = options or PlanOptions()
     if options.max_num_batched_tokens < 1:
@@ -172,7 +172,7 @@ def plan_report(
         model,
         page_tokens=options.page_tokens,
         codec=kv_codec,
-        # records of important tokens are where tokens can leave
+        # mixed precision (promoted tokens) exists only with eviction
         evicting=read_format(kv_codec).promoted is not None,
     )
     kv_bytes_per_value = bytes_per_value(model, layout)
@@ -257,12 +257,12 @@ def _verdict(
 ) -> Verdict | None:
     if workload is None:
         return None
-    more_bytes = weights.total_bytes - weights.device_bytes  # every step reads all weights
+    offloaded_bytes = weights.total_bytes - weights.device_bytes  # every step reads all weights
     return assess(
         model,
         replace(
             memory,
-            total_bytes=memory.total_bytes + more_bytes,
+            total_bytes=memory.total_bytes + offloaded_bytes,
             weights_bytes=weights.total_bytes,
         ),
         workload.input_tokens,

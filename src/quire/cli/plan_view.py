@@ -1,4 +1,4 @@
-"""What `quire plan` prints: a bar and a table of the memory, and what it means in sequences."""
+"""Output of `quire plan`: memory bar, memory table and capacity table."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,12 +17,12 @@ _STYLES = {
     "headroom": "magenta",
     "unassigned": "bright_black",
 }
-# letters, so that the bar can be read without colour too
+# letters make the bar readable without colour
 _LETTERS = {"weights": "W", "activations": "A", "KV": "K", "headroom": "H", "unassigned": "."}
 
 
 def render(report: PlanReport) -> RenderableType:
-    """The whole answer for a terminal."""
+    """Render the whole result for a terminal."""
     title = Text(
         f"{report.model_name}: {report.model.num_parameters:,} parameters,"
         f" {report.model.num_layers} layers, {report.model.num_kv_heads} KV heads of"
@@ -36,15 +36,15 @@ def render(report: PlanReport) -> RenderableType:
         capacity_table(report),
     ]
     if report.weights.offloaded_layers:
-        offloaded_layers = format_size(report.weights.host_bytes)
-        parts.append(Text(f"{report.weights.text}: {offloaded_layers} over the link in every step"))
+        size = format_size(report.weights.host_bytes)
+        parts.append(Text(f"{report.weights.text}: {size} transferred to the device per step"))
     if report.verdict is not None:
         parts.append(verdict_text(report.verdict))
     return Group(*parts)
 
 
 def memory_bar(memory: MemoryLayout) -> Text:
-    """One line of cells in proportion; a part that exists gets at least one."""
+    """One line of 64 cells in proportion; a part above 0 bytes gets at least one cell."""
     cells = {
         name: max(1, round(_BAR_CELLS * size / memory.total_bytes)) if size else 0
         for name, size in _parts(memory).items()
@@ -58,7 +58,7 @@ def memory_bar(memory: MemoryLayout) -> Text:
 
 
 def memory_table(memory: MemoryLayout) -> Table:
-    """Bytes and share of each part."""
+    """Size and share of each part of the device memory."""
     table = Table("memory", "", "bytes", "size", "share", title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -76,13 +76,13 @@ def memory_table(memory: MemoryLayout) -> Table:
 
 
 def capacity_table(report: PlanReport) -> Table:
-    """What the KV memory holds and when its reads dominate."""
+    """Capacity of the KV memory, and the batch at which KV reads dominate."""
     fits = report.capacity
     table = Table("KV", "", show_header=False)
     per_token = report.kv_bytes_per_token
     table.add_row("bytes per token", f"{per_token:,} ({format_size(per_token)})")
     table.add_row(
-        "page", f"{fits.page_bytes:,} B: {fits.page_tokens} tokens of one layer, all KV heads"
+        "page size", f"{fits.page_bytes:,} B: {fits.page_tokens} tokens of one layer, all KV heads"
     )
     table.add_row("pages", f"{fits.pool_pages:,}")
     table.add_row(
@@ -97,16 +97,16 @@ def capacity_table(report: PlanReport) -> Table:
         size = format_size(report.disk_kv_bytes)
         table.add_row("prefixes on disk", f"up to {report.disk_tokens:,} tokens in {size}")
     table.add_row(
-        "KV reads pass weight reads",
-        f"at batch {report.crossover_batch:,};"
-        f" at {report.batch:,} they are {report.step.kv_share:.1%} of a decode step",
+        "KV reads exceed weight reads",
+        f"from batch {report.crossover_batch:,}; at batch {report.batch:,} KV is"
+        f" {report.step.kv_share:.1%} of the bytes read by a decode step",
     )
     return table
 
 
 def verdict_text(verdict: Verdict) -> Text:
-    """The verdict on a workload and its reasons."""
-    text = Text("impact of KV management: ")
+    """The assessment of a workload with its reasons."""
+    text = Text("benefit of KV management: ")
     text.append(verdict.impact, style="bold")
     for reason in verdict.reasons:
         text.append(f"\n  - {reason}")
@@ -120,7 +120,7 @@ def _limit(report: PlanReport) -> str:
         case "memory":
             return "does not fit: limited by memory"
         case "context":
-            return f"impossible: the model's context is {report.model.max_positions:,} tokens"
+            return f"does not fit: the model's context is {report.model.max_positions:,} tokens"
 
 
 def _parts(memory: MemoryLayout) -> dict[str, int]:

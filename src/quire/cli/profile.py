@@ -1,4 +1,4 @@
-"""`quire profile`: measure what this machine reads, copies and multiplies at most, and keep it."""
+"""`quire profile`: measures the performance ceilings of this machine and stores them."""
 
 import json
 import os
@@ -28,34 +28,37 @@ def profile(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Also measure how fast this model reads prompts and decodes. "
-            "Default: only the machine is measured.",
+            help="Also measure prefill and decode of this model. Default: only the machine.",
             show_default=False,
         ),
     ] = None,
     *,
     output: Annotated[
         Path | None,
-        typer.Option(help="File to write. Default: quire/ceilings.json in the user's cache."),
+        typer.Option(help="Output file. Default: quire/ceilings.json in the user's cache folder."),
     ] = None,
     evict: Annotated[
         str | None,
         typer.Option(
-            help="Rules under which the model's steps are measured, one after another with "
-            "semicolons; caps do not matter. Default: average. Always measured: full and recent."
+            help="Eviction rules for which the model's steps are measured, separated by "
+            "semicolons; caps have no effect. Default: average. full and recent are always "
+            "measured."
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small buffers and shapes: tries it out, no ceilings.")
+        bool,
+        typer.Option(
+            "--quick", help="Smoke test with small buffers and shapes; the results are not stored."
+        ),
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the ceilings of this machine once and store them.
+    """Measure the performance ceilings of this machine once and store them.
 
-    Read and copy bandwidth, matrix products by shape, attention, swaps between the KV memory and
-    the host, and with a model how fast it reads prompts, decodes and evicts. A file holds for one
-    processor, number of threads and torch version.
+    Measures read and copy bandwidth, matrix products by shape, attention, and swaps between KV
+    memory and CPU memory; with a model also prefill, decode and eviction. The stored file is valid
+    for one processor, number of threads and PyTorch version.
     """
     import torch
 
@@ -65,16 +68,16 @@ def profile(
     refuse_no_name(model)
     if evict is not None and model is None:
         raise ConfigError(
-            f"--evict {evict!r} has no effect: rules are measured on a model: give MODEL "
+            f"--evict {evict!r} has no effect without a model: give MODEL "
             f"(quire profile MODEL --evict {evict!r}), or leave --evict out"
         )
     evict = DEFAULT_EVICT if evict is None else evict
-    # what a quick run finds are no ceilings: it never takes the place of those
+    # the results of a quick run are not ceilings and never replace stored ones
     path = default_path(os.environ) if output is None and not quick else output
     use_threads(threads)
     config = QUICK_PROFILE if quick else ProfileConfig()
     machine = this_machine(torch.get_num_threads())
-    # first: a wrong name takes no minutes
+    # the model first: a wrong name fails at once
     prefill, steps = _of_model(model, evict, config, quick=quick) if model else ({}, {})
     ceilings = measure_ceilings(config, machine, progress=typer.echo)
     ceilings = _with_known(ceilings, path, prefill, steps)
@@ -138,7 +141,7 @@ def _with_known(
     prefill: "dict[str, PrefillRates]",
     steps: "dict[str, StepRates]",
 ) -> "Ceilings":
-    """Add a model's rates, and those in the file about to be written as far as they hold here."""
+    """Add a model's rates, and the valid rates of the file that will be overwritten."""
     from quire.plan.ceilings import Ceilings, read_ceilings
 
     found = None if path is None else read_ceilings(path, ceilings.machine)

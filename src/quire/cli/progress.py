@@ -1,4 +1,4 @@
-"""A live line about a running engine: how far, how fast, how full. Silent where nobody looks."""
+"""Progress line of a running engine on standard error; disabled without a terminal."""
 
 import sys
 import time
@@ -21,11 +21,11 @@ _REFRESH_S = 0.2
 
 
 class LiveProgress:
-    """A progress line on standard error; nothing is shown where that is no terminal.
+    """A progress line on standard error; disabled if standard error is not a terminal.
 
     Args:
-        title: what is being done.
-        total: how many requests.
+        title: description of the task.
+        total: number of requests.
     """
 
     def __init__(self, title: str, total: int) -> None:
@@ -56,11 +56,11 @@ class LiveProgress:
         self._progress.stop()
 
     def show(self, done: int, read: Callable[[], EngineStats]) -> None:
-        """Show where the engine is; cheap enough for every step.
+        """Update the progress line; cheap enough to be called in every step.
 
         Args:
-            done: requests that are answered.
-            read: gives the engine's numbers; called a few times a second at most.
+            done: number of finished requests.
+            read: returns the engine's statistics; called at most every `_REFRESH_S` seconds.
         """
         now_s = time.monotonic()
         if self._progress.disable or now_s - self._shown_s < _REFRESH_S:
@@ -72,6 +72,6 @@ class LiveProgress:
         self._progress.update(
             self._task,
             completed=done,
-            numbers=f"{speed:,.0f} tokens/s, KV {used:.0f}%, "
-            f"{stats.num_running} running, {stats.num_waiting} waiting",
+            numbers=f"{speed:,.0f} tokens/s, KV memory {used:.0f}%, "
+            f"{stats.num_running} running, {stats.num_waiting} waiting requests",
         )

@@ -1,10 +1,10 @@
-"""The JSON object that every measuring command prints as the last line of its output.
+"""The JSON object that commands print as the last line of their output with `--json`.
 
     {"name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"}
 
-`claims` is flat, name to number; `arms` holds raw results; the rest says how they came about.
-A benchmark with `--quick` runs small shapes, whose numbers say nothing about the full ones: its
-`claims` are empty, and its numbers stand under `quick_figures`.
+`claims` is a flat mapping of name to number; `arms` has raw results; the other keys describe the
+run. A benchmark with `--quick` runs small shapes that are not representative: its `claims` are
+empty, and its numbers are in `quick_figures`.
 """
 
 import os
@@ -31,15 +31,15 @@ def envelope(
     seconds: int | float | None = None,
     quick: bool = False,
 ) -> dict[str, object]:
-    """Wrap results with what is needed to repeat them.
+    """Add to results the data needed to reproduce them.
 
     Args:
-        name: of the command.
-        claims: numbers that documents may refer to.
+        name: name of the command.
+        claims: numbers that documents may cite.
         arms: raw results, JSON values.
-        config: every option as resolved.
-        seconds: how long it took; by default since this process started.
-        quick: whether small shapes were run, which support no claims.
+        config: all resolved options.
+        seconds: run time; default: time since the start of this process.
+        quick: whether small shapes were run, whose numbers are no claims.
     """
     figures = {"claims": {}, "quick_figures": dict(claims)} if quick else {"claims": dict(claims)}
     return {
@@ -55,18 +55,18 @@ def envelope(
 
 
 def commit() -> str | None:
-    """The commit this code was checked out at; None outside a checkout or without git."""
+    """Git commit of this code; None outside a checkout or without git."""
     git = shutil.which("git")
     if git is None:
         return None
     here = Path(__file__)
-    # an installed copy inside somebody else's repository must not report that one's commit
+    # an installed copy inside another repository must not report the commit of that repository
     tracked = _git(git, here.parent, "ls-files", "--error-unmatch", here.name)
     return _git(git, here.parent, "rev-parse", "HEAD") if tracked else None
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, Quire and its libraries, from their metadata: nothing is imported."""
+    """Versions of Python, Quire and its libraries, from package metadata without imports."""
     from quire.version import __version__
 
     found: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
@@ -74,7 +74,7 @@ def versions() -> dict[str, str | None]:
 
 
 def hardware() -> dict[str, object]:
-    """Processor, cores this process may use, and memory in bytes."""
+    """Processor, number of cores of this process, and memory in bytes."""
     return {
         "cpu": cpu_model(),
         "cores": _cores(),
@@ -83,7 +83,7 @@ def hardware() -> dict[str, object]:
 
 
 def total_memory_bytes() -> int:
-    """Memory of this machine, or of the container this process is in."""
+    """Memory of this machine or of the container of this process."""
     limit_bytes = container_total_bytes()
     total_bytes = int(psutil.virtual_memory().total)
     return total_bytes if limit_bytes is None else min(total_bytes, limit_bytes)

@@ -15,8 +15,8 @@ def serve(
     kv_events: KVEventsFile = None,
     kv_events_endpoint: KVEventsEndpoint = None,
 ) -> None:
-    """Serve a model over HTTP."""
-    # loaded here: the web framework and torch are not needed for --help
+    """Serve a model over HTTP with an OpenAI-compatible API."""
+    # imported here: the web framework and torch are not needed for --help
     from quire.serve.app import run_server
     from quire.serve.connection import bind
     from quire.serve.tenant_keys import TenantKeys, read_tenant_keys
@@ -24,7 +24,7 @@ def serve(
     config = settings.server
     own = {} if config.tenant_keys is None else read_tenant_keys(Path(config.tenant_keys))
     keys = TenantKeys(own, parse_tenants(settings.schedule.tenants))
-    # the port first: to load a model takes long
+    # the port first: loading a model takes long
     with (
         bind(config.host, config.port) as bound,
         watching(kv_events, kv_events_endpoint) as watch,

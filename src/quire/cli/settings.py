@@ -1,4 +1,4 @@
-"""What a command was told, resolved: the command line over the TOML file over the defaults."""
+"""Resolved options of a command: command line, then TOML file, then defaults."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quire.api.llm import LLM
 
 VERBOSE_KEY = "quire.cli.verbose"
-"""Where the command line's context keeps whether tracebacks are wanted."""
+"""Key of the `--verbose` flag in the context of the command line."""
 
 PREFIX_CACHE = "kv_prefix_cache_enabled"
 """The parameter of --enable-prefix-caching."""
@@ -46,18 +46,18 @@ PREFIX_CACHE = "kv_prefix_cache_enabled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything a command needs to make an LLM, and how it samples.
+    """Resolved options of a command.
 
     Attributes:
         model: "quire-tiny", a folder or a hub name.
-        loading: how it is loaded.
-        kv: its KV memory.
-        schedule: its steps and queues.
-        sampling: of every request that says nothing else.
-        trace, machine: what a simulation runs, and on what.
-        server: its HTTP server.
-        given: parameters that the command line or the file gave, not the defaults.
-        verbose: say more on standard error.
+        loading: options of model loading.
+        kv: options of the KV memory.
+        schedule: options of the scheduler.
+        sampling: default sampling options of requests.
+        trace, machine: trace and machine of a simulation.
+        server: options of the HTTP server.
+        given: parameters set on the command line or in the file.
+        verbose: print details on standard error.
     """
 
     model: str = PACKAGED_MODEL
@@ -72,7 +72,7 @@ class Settings:
     given: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, object]:
-        """All options of an engine as JSON values, for the config of a result."""
+        """Options of the engine as JSON values, for the `config` of a result."""
         return {
             "model": self.model,
             "loading": option_values(self.loading),
@@ -82,13 +82,13 @@ class Settings:
         }
 
     def open_llm(self) -> "LLM":
-        """Load the model and take its KV memory.
+        """Load the model and allocate its KV memory.
 
         Raises:
-            ConfigError: options that cannot be.
-            ModelError: a model that cannot be read.
+            ConfigError: invalid or conflicting options.
+            ModelError: the model cannot be read.
         """
-        from quire.api.llm import LLM  # torch and transformers: never for --help
+        from quire.api.llm import LLM  # imports torch and transformers
 
         self.set_threads()
         llm = LLM(
@@ -117,10 +117,12 @@ class Settings:
         return llm
 
     def refuse_other_tenants(self) -> None:
-        """Refuse tenants where every request is the default tenant's, before a model is loaded.
+        """Refuse `--tenants` without the default tenant, before the model is loaded.
+
+        All requests of this command belong to the default tenant.
 
         Raises:
-            ConfigError: `schedule.tenants` names others only.
+            ConfigError: `schedule.tenants` does not name the default tenant.
         """
         from quire.config.generation_request import DEFAULT_TENANT
         from quire.tenancy.tenants import parse_tenants
@@ -128,15 +130,15 @@ class Settings:
         names = [spec.name for spec in parse_tenants(self.schedule.tenants)]
         if names and DEFAULT_TENANT not in names:
             raise ConfigError(
-                f"requests of this command are tenant {DEFAULT_TENANT!r}'s, --tenants names "
-                f"{', '.join(names)}: name {DEFAULT_TENANT!r} too, or leave --tenants out"
+                f"requests of this command belong to tenant {DEFAULT_TENANT!r}, but --tenants "
+                f"names {', '.join(names)}: add {DEFAULT_TENANT!r}, or leave --tenants out"
             )
 
     def set_threads(self) -> None:
-        """Give torch as many threads as was said.
+        """Set the number of PyTorch threads.
 
         Raises:
-            ConfigError: a negative number, or many more than this machine has CPUs.
+            ConfigError: a negative number, or far more threads than CPUs.
         """
         use_threads(self.loading.threads)
 
@@ -148,16 +150,16 @@ def with_settings(
     model_required: bool = False,
     about_model: str = ABOUT_MODEL,
 ) -> Callable[[Command], Command]:
-    """Give a command MODEL as its first argument, and the options of some sections.
+    """Add MODEL as the first argument and the options of several sections to a command.
 
-    The command declares a parameter `settings: Settings` and its own options after it.
+    The command declares a parameter `settings: Settings`, followed by its own options.
 
     Args:
-        sections: whose options it takes; all of them by default.
-        defaults: flag to this command's own default.
-        model_default: the model where neither the command line nor the file names one.
+        sections: sections of options; default: model, KV memory, scheduling and sampling.
+        defaults: defaults of this command that differ from those of the fields, by flag.
+        model_default: model if neither the command line nor the file names one.
         model_required: whether the command line must name a model.
-        about_model: help of the model.
+        about_model: help text of MODEL.
     """
     options = options_of(sections or (MODEL, KV, SCHEDULE, SAMPLING), defaults)
 
@@ -197,8 +199,10 @@ def _model_parameter(about: str, default: str | None) -> inspect.Parameter:
 
 
 def _shared_parameters() -> Iterator[inspect.Parameter]:
-    config = typer.Option("--config", metavar="FILE.toml", help="Options from a file; flags win.")
-    verbose = typer.Option("--verbose", "-v", help="Say more; show tracebacks.")
+    config = typer.Option(
+        "--config", metavar="FILE.toml", help="Read options from a file; flags take precedence."
+    )
+    verbose = typer.Option("--verbose", "-v", help="Print details and tracebacks.")
     yield _keyword("config", Annotated[Path | None, config], None)
     yield _keyword("verbose", Annotated[bool, verbose], False)
 
@@ -228,7 +232,7 @@ def _parameter(found: OptionField) -> inspect.Parameter:
 
 def _sentence(found: OptionField) -> str:
     text = found.help[:1].upper() + found.help[1:].rstrip(".") + "."
-    return text + " May be given several times." if found.kind == list[str] else text
+    return text + " Can be repeated." if found.kind == list[str] else text
 
 
 def _resolve(
@@ -241,7 +245,7 @@ def _resolve(
     named = given["model"] if given["model"] is not None else file_model
     refuse_no_name(named)
     parts: dict[str, dict[tuple[str, ...], Any]] = {section.name: {} for section in SECTIONS}
-    typed = frozenset(found.parameter for found in options if _is_said(ctx, found.parameter))
+    typed = frozenset(found.parameter for found in options if _is_typed(ctx, found.parameter))
     for found in options:
         from_file = found.parameter in values and found.parameter not in typed
         value = values[found.parameter] if from_file else given[found.parameter]
@@ -260,6 +264,6 @@ def _resolve(
     )
 
 
-def _is_said(ctx: Any, parameter: str) -> bool:
+def _is_typed(ctx: Any, parameter: str) -> bool:
     source = ctx.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"

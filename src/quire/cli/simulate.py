@@ -1,4 +1,4 @@
-"""`quire simulate`: recorded requests through scheduler and memory, without a model."""
+"""`quire simulate`: runs a request trace through scheduler and KV memory without a model."""
 
 import json
 import os
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "llama-3.1-8b"
 DTYPE = "bfloat16"
 _ABOUT_MODEL = (
-    "A shape by name: llama-3-8b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, "
+    "Name of a model shape: llama-3-8b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, "
     "qwen2.5-7b, opt-6.7b, quire-tiny; or a folder with a config.json. No weights are read."
 )
 _PROGRESS_S = 2.0
@@ -49,17 +49,17 @@ _PROGRESS_S = 2.0
 def simulate(
     *,
     settings: Settings,
-    trace: Annotated[Path, typer.Option(help="File of recorded requests.")],
+    trace: Annotated[Path, typer.Option(help="Trace file of requests.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the result as JSON, and pictures of it.")
+        Path | None, typer.Option(help="Output folder for the result as JSON and for plots.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run recorded requests through the scheduler and the KV memory, without a model.
+    """Run a request trace through the scheduler and the KV memory, without a model.
 
-    Steps take the time that their bytes and FLOPs need at the rates of a machine; weights and KV
-    are in bfloat16. Shown are percentiles of latencies, throughput, use and waste of the memory,
-    preemptions, cache hits and fairness. `--kv-memory auto` is a memory that never runs full.
+    The time of a step is computed from its bytes and FLOPs at the rates of a machine; weights and
+    KV are bfloat16. The result has latency percentiles, throughput, memory use and waste,
+    preemptions, prefix cache hits and fairness. `--kv-memory auto` is a memory that is never full.
     """
     from quire.cli.simulate_view import render
     from quire.sim.metrics import by_tenant, summarise
@@ -86,10 +86,10 @@ def simulate(
 
 
 def sim_config(settings: Settings) -> "SimConfig":
-    """What a trace is run on.
+    """Create the config of a simulation.
 
     Raises:
-        ConfigError: an option that cannot be; nothing was read yet.
+        ConfigError: an invalid option; raised before the trace is read.
     """
     from quire.engine.option_effects import refuse_without_effect  # NumPy: never for --help
     from quire.scheduler.preemption.swapper import refuse_unused_swap_space
@@ -113,7 +113,7 @@ def sim_config(settings: Settings) -> "SimConfig":
 def _rates(machine: MachineConfig) -> Rates:
     if machine.name != PROFILE:
         return machine.rates()
-    import torch  # measured rates hold for one version of it
+    import torch  # measured rates are valid for one version of PyTorch
 
     found = read_ceilings(default_path(os.environ), this_machine(torch.get_num_threads()))
     if isinstance(found, NotUsable):
@@ -122,12 +122,12 @@ def _rates(machine: MachineConfig) -> Rates:
 
 
 def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], EvictionSpec]:
-    """What the policy comes to for a prompt of so many tokens."""
+    """Return a function from prompt length in tokens to the resolved eviction spec."""
     codec = stored_codec(settings.kv.codec, DTYPE)
     if parse_policy(settings.kv.evict).name == "full":
         refuse_excluded(codec, Storing(form=read_format(codec)))
         return lambda tokens: KEEP_ALL
-    # loads torch, which `full` does not need
+    # imports torch, which `full` does not need
     from quire.eviction.eviction_rules import EvictionRules
 
     page_tokens = settings.kv.page_tokens
@@ -159,7 +159,7 @@ def _write(out: Path, result: "SimResult", made: dict[str, object]) -> None:
 
 
 class _Progress:
-    """A line on standard error now and then; nothing for short runs."""
+    """Prints a progress line on standard error every `_PROGRESS_S` seconds."""
 
     def __init__(self) -> None:
         self._next_s = time.perf_counter() + _PROGRESS_S
@@ -168,4 +168,4 @@ class _Progress:
         now_s = time.perf_counter()
         if now_s >= self._next_s:
             self._next_s = now_s + _PROGRESS_S
-            typer.echo(f"{clock_s:,.0f} s simulated, {num_arrived:,} requests", err=True)
+            typer.echo(f"simulated {clock_s:,.0f} s, {num_arrived:,} requests", err=True)

@@ -1,4 +1,4 @@
-"""What `quire simulate` prints."""
+"""Output of `quire simulate`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,17 +7,17 @@ from quire.sim.metrics import PERCENTILES
 from quire.sim.simulator import SimResult
 
 Numbers = Mapping[str, int | float]
-_LATENCIES = {"queue": "in the queue", "ttft": "to the first token", "tpot": "per token after it"}
-_LATENCIES |= {"e2e": "to the end"}
+_LATENCIES = {"queue": "queueing time", "ttft": "time to first token"}
+_LATENCIES |= {"tpot": "time per output token", "e2e": "end-to-end latency"}
 
 
 def render(result: SimResult, claims: Numbers, took_s: float) -> str:
-    """The result as text.
+    """Render the result as text.
 
     Args:
-        result: of a run.
-        claims: its numbers.
-        took_s: seconds the simulation itself took.
+        result: result of a simulation.
+        claims: its numbers by name.
+        took_s: wall-clock time of the simulation in seconds.
     """
     return "\n".join(
         (
@@ -31,31 +31,32 @@ def render(result: SimResult, claims: Numbers, took_s: float) -> str:
 
 def _requests(result: SimResult, claims: Numbers, took_s: float) -> Iterator[str]:
     yield (
-        f"{result.trace.name} ({result.trace.format}): {claims['requests']:,} requests in "
-        f"{claims['virtual_s']:,.0f} s, simulated in {took_s:.1f} s"
+        f"{result.trace.name} ({result.trace.format}): {claims['requests']:,} requests, "
+        f"{claims['virtual_s']:,.0f} s of simulated time in {took_s:.1f} s"
     )
     refused = claims["refused_too_long"], claims["refused_never_fits"]
     if any(refused):
         yield (
-            f"refused: {refused[0]:,} longer than the context, "
-            f"{refused[1]:,} larger than the memory"
+            f"refused requests: {refused[0]:,} longer than the context, "
+            f"{refused[1]:,} larger than the KV memory"
         )
     if claims["left_out"] or claims["cut_answers"]:
         yield (
-            f"left out as too long: {claims['left_out']:,}; answers cut at the context: "
-            f"{claims['cut_answers']:,}"
+            f"skipped requests (too long): {claims['left_out']:,}; outputs truncated at the "
+            f"context: {claims['cut_answers']:,}"
         )
     yield (
-        f"{claims['requests_per_s']:.2f} requests/s, {claims['prompt_tokens_per_s']:,.0f} prompt "
-        f"and {claims['generated_tokens_per_s']:,.0f} generated tokens/s, steps run "
-        f"{claims['busy_share']:.0%} of the time"
+        f"throughput: {claims['requests_per_s']:.2f} requests/s, "
+        f"{claims['prompt_tokens_per_s']:,.0f} prompt tokens/s, "
+        f"{claims['generated_tokens_per_s']:,.0f} output tokens/s; "
+        f"engine busy {claims['busy_share']:.0%} of the time"
     )
 
 
 def _table(claims: Numbers) -> Iterator[str]:
     if not claims["finished"]:
         return
-    yield f"\n{'seconds':22}" + "".join(f"{f'p{q}':>10}" for q in PERCENTILES)
+    yield f"\n{'latency in s':22}" + "".join(f"{f'p{q}':>10}" for q in PERCENTILES)
     for name, words in _LATENCIES.items():
         cells = [claims.get(f"{name}_p{q}_s") for q in PERCENTILES]
         yield f"{words:22}" + "".join(
@@ -65,22 +66,22 @@ def _table(claims: Numbers) -> Iterator[str]:
 
 def _memory(claims: Numbers) -> Iterator[str]:
     yield (
-        f"\nKV memory {format_size(int(claims['kv_total_bytes']))}: mean use "
-        f"{claims['kv_mean_share']:.1%}, peak {claims['kv_peak_share']:.1%}; of running sequences' "
-        f"slots {claims['waste_fraction']:.2%} empty"
+        f"\nKV memory {format_size(int(claims['kv_total_bytes']))}: mean usage "
+        f"{claims['kv_mean_share']:.1%}, peak {claims['kv_peak_share']:.1%}; "
+        f"{claims['waste_fraction']:.2%} of the slots of running requests unused"
     )
     yield (
-        f"{claims['running_mean']:.1f} running ({claims['running_peak']:,} at most), "
-        f"{claims['waiting_mean']:.1f} waiting ({claims['waiting_peak']:,} at most)"
+        f"requests: {claims['running_mean']:.1f} running (peak {claims['running_peak']:,}), "
+        f"{claims['waiting_mean']:.1f} waiting (peak {claims['waiting_peak']:,})"
     )
     yield (
-        f"{claims['preemptions']:,} preemptions, {claims['preemptions_per_minute']:.2f} a minute; "
-        f"{claims['recomputed_tokens']:,} tokens read again "
-        f"({claims['recomputed_fraction']:.2%} of the work)"
+        f"preemptions: {claims['preemptions']:,} ({claims['preemptions_per_minute']:.2f}/min); "
+        f"{claims['recomputed_tokens']:,} tokens recomputed "
+        f"({claims['recomputed_fraction']:.2%} of all computed tokens)"
     )
     yield (
-        f"prompt tokens found in the cache: {claims['prefix_hit_fraction']:.2%}; repeated in the "
-        f"trace: {claims['reusable_token_fraction']:.2%} of tokens, "
+        f"prefix cache hit rate: {claims['prefix_hit_fraction']:.2%} of prompt tokens; repeated in "
+        f"the trace: {claims['reusable_token_fraction']:.2%} of tokens, "
         f"{claims['reusable_block_fraction']:.2%} of blocks"
     )
 
@@ -88,7 +89,10 @@ def _memory(claims: Numbers) -> Iterator[str]:
 def _fairness(claims: Numbers) -> Iterator[str]:
     if "served_while_all_wait_tokens" not in claims:
         return
-    index = "never long enough on end for a Jain index"
+    index = "too short for a Jain index"
     if "jain_index" in claims:
-        index = f"Jain index {claims['jain_index']:.3f}"
-    yield f"while all tenants wait: {claims['served_while_all_wait_tokens']:,} tokens, {index}"
+        index = f"Jain fairness index {claims['jain_index']:.3f}"
+    yield (
+        "fairness while all tenants have waiting requests: "
+        f"{claims['served_while_all_wait_tokens']:,} tokens served, {index}"
+    )

@@ -1,1 +1,1 @@
-"""Requests, scheduling, sampling and the runner: what turns prompts into answers."""
+"""The engine: builds memory, scheduler and runner, and steps them to generate tokens."""

@@ -1,4 +1,4 @@
-"""Memory beside weights and KV: what a full step takes, and what is done when it runs out."""
+"""Activation memory: the peak of a full step, and errors when a step runs out of memory."""
 
 from pathlib import Path
 
@@ -12,14 +12,12 @@ from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
 from quire.plan.capacity import estimate_activation_peak
 from quire.scheduler.schedule_config import ScheduleConfig
 
-# Measures what a full step takes beside weights and KV.
-
 _RESET_PEAK = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
 
 class _AttendToChunk:
-    """Attention of one fresh prompt, without any KV memory."""
+    """Attention over the tokens of one prompt chunk, without KV memory."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -28,15 +26,15 @@ class _AttendToChunk:
 
 
 def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches: int = 1) -> int:
-    """Bytes a step of the largest size takes at its peak, by running one.
+    """Run one step of the largest size and return its peak activation memory in bytes.
 
-    On a CUDA device the allocator knows; on Linux the peak of resident memory is reset before and
-    read after. Elsewhere the estimate of `quire.plan` stands in.
+    On a CUDA device the peak is read from PyTorch's allocator. On Linux the peak resident memory is
+    reset before the step and read after it. On other systems `quire.plan` estimates the peak.
 
     Args:
-        decoder: runs it.
-        schedule: how large a batch is.
-        batches: of the step; those that wait keep their hidden states.
+        decoder: the model.
+        schedule: sets the number of tokens of a batch.
+        batches: number of batches in the step; waiting batches keep their hidden states.
     """
     tokens = min(schedule.forward_tokens, decoder.spec.max_positions)
     if decoder.device.type == "cuda":
@@ -48,7 +46,7 @@ def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches:
         before = psutil.Process().memory_info().rss
         try:
             _RESET_PEAK.write_text("5")
-        except OSError:  # a container may forbid it
+        except OSError:  # some containers forbid the write
             return _estimate(decoder, tokens, schedule.num_rows, batches)
         _run(decoder, tokens, schedule.num_rows, batches)
         return max(0, _peak_resident_bytes() - before)
@@ -60,7 +58,7 @@ def _run(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> None
     positions = torch.arange(tokens, device=decoder.device)
     batch = Batch(ids, positions, positions[:sampled_rows], _AttendToChunk())
     if batches > 1:
-        assert isinstance(decoder, LayerByLayer), "batches are more where layers are brought"
+        assert isinstance(decoder, LayerByLayer), "several batches need offloaded weights"
         decoder.forward_together([batch] * batches)
     else:
         decoder.forward(ids, positions, batch.sample_rows, batch.attention)
@@ -84,22 +82,22 @@ def _estimate(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) ->
 
 # ---- out of memory -------------------------------------------------------------------------------
 
-# Running out of memory beside the KV pool: which errors say so, and what a user can do.
+# Out-of-memory errors outside the KV pool.
 
-_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch has no type of its own for a full host
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch has no exception type for exhausted CPU memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory could not be had, on a device or on the host."""
+    """Whether an exception means that a device or CPU memory allocation failed."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
 def no_memory_text(error: BaseException) -> str:
-    """What the request of a step without memory is told."""
-    said = str(error).strip().splitlines()
+    """Error message for the requests of a step that ran out of memory."""
+    lines = str(error).strip().splitlines()
     return (
-        f"a step found no memory beside the KV memory ({said[0] if said else 'out of memory'}); "
+        f"out of memory for the activations of a step ({lines[0] if lines else 'out of memory'}); "
         "lower --kv-memory, --max-num-batched-tokens or --max-num-seqs"
     )

@@ -1,13 +1,13 @@
-"""Outputs that do not depend on the rest of the batch: what `--batch-invariant` needs and refuses.
+"""`--batch-invariant`: outputs that do not depend on the other requests of the batch.
 
-step          runs as forwards of `INVARIANT_ROWS` rows each, the last one padded: products, norms
-              and activations have one shape whatever else is in the batch
-attention     one walk over the pages for each token, in a prompt as in an answer
+step          runs as forward passes of `INVARIANT_ROWS` rows each, the last one padded: matrix
+              products, norms and activations have the same shape for every batch
+attention     computed for each token separately over its pages, in prefill and in decode
 sampling      one row at a time
 
-The logits of a token then depend on the tokens before it alone: companions, chunk sizes and
-preemptions do not change a bit. A sum over the tokens of a request, such as an attention statistic,
-is added up chunk by chunk, so its last bits depend on the chunks: rules that need one are refused.
+The logits of a token then depend only on the tokens before it. Other requests, chunk sizes and
+preemptions do not change a bit of them. Attention statistics are summed chunk by chunk, so the last
+bits of such a sum depend on the chunk sizes: eviction rules that need one are refused.
 """
 
 from collections.abc import Callable
@@ -27,64 +27,70 @@ from quire.policies.eviction import EvictionRule
 from quire.scheduler.schedule_config import INVARIANT_ROWS
 
 OPTION = "--batch-invariant"
-_EXACT = (QueryRing, SignatureBits, SignedUntil)  # copies and bits: nothing is added up
+_EXACT = (QueryRing, SignatureBits, SignedUntil)  # copies and bits, without sums
 
 
 def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) -> None:
-    """Refuse what depends on the batch, and make the model ready.
+    """Refuse options whose outputs depend on the batch, and prepare the model for fixed shapes.
 
     Args:
-        model: whose forwards get a fixed shape.
-        config: the KV memory.
-        codec: how keys and values are stored.
+        model: its forward passes get a fixed shape.
+        config: options of the KV memory.
+        codec: KV codec.
 
     Raises:
-        UnsoundCombination: something else was asked for that depends on the batch; says why.
+        UnsoundCombination: the outputs of another option depend on the batch; gives the reason.
     """
     form = read_format(codec)
     if model.decoder.device.type != "cpu":
         _refuse(
-            f"the kernels of {model.decoder.device} choose their order of sums by shape",
+            f"kernels on {model.decoder.device} choose the order of their sums by shape",
             "--device cpu",
         )
     if model.spec.mixture is not None:
-        _refuse("a mixture of experts multiplies as many rows as the batch sends to an expert")
+        _refuse("in a mixture of experts the rows of an expert's products depend on the batch")
     if config.offload.kv_memory:
-        _refuse("attention over KV offload is computed in parts", "no --kv-offload-memory")
+        _refuse(
+            "attention over offloaded KV is computed in several segments", "no --kv-offload-memory"
+        )
     if form.needs_plain or form.promoted is not None:
-        _refuse(f"the KV codec {config.codec} encodes tokens behind a window", "--kv-codec none")
+        _refuse(
+            f"the KV codec {config.codec} keeps a full-precision window of recent tokens",
+            "--kv-codec none",
+        )
     if config.attention not in ("auto", "native"):
         _refuse(
-            f"--attention {config.attention} pads rows to their companions", "--attention native"
+            f"--attention {config.attention} pads rows to the longest row of the batch",
+            "--attention native",
         )
     if not isinstance(model.decoder, FixedShapes):
-        _refuse(f"{type(model.decoder).__name__} has no forwards of a fixed number of rows")
+        _refuse(f"{type(model.decoder).__name__} has no forward pass of a fixed number of rows")
     why_not = model.decoder.prepare_fixed_shapes(INVARIANT_ROWS)
     if why_not is not None:
         _refuse(why_not)
 
 
 def one_by_one(choice: BackendChoice) -> AttentionBackend:
-    """The backend that attends for each token alone.
+    """The attention backend that computes attention for each token separately.
 
     Raises:
-        UnsoundCombination: the chosen one cannot; with the reason why it was chosen.
+        UnsoundCombination: the selected backend cannot; gives the reason for its selection.
     """
     if not isinstance(choice.backend, NativeAttention):
-        _refuse(f"it needs native attention, got {choice.backend.name} ({choice.reason})")
+        _refuse(f"needs native attention, got {choice.backend.name} ({choice.reason})")
     return choice.backend.one_by_one()
 
 
 def exact_statistics(
     why_not: Callable[[Statistic], str | None],
 ) -> Callable[[Statistic], str | None]:
-    """Beside what the model cannot give: statistics that are added up chunk by chunk."""
+    """Extend `why_not`: also refuse statistics that are summed chunk by chunk."""
 
     def reason(statistic: Statistic) -> str | None:
         if isinstance(statistic, _EXACT):
             return why_not(statistic)
         return (
-            f"{OPTION} takes no rule that adds up a statistic over tokens ({statistic.name}): the "
+            f"{OPTION} refuses rules that sum a statistic over tokens ({statistic.name}): the "
             "last bits of the sum depend on the chunks of the prompt; use a rule on positions, "
             "keys or a window of queries, such as sinks, keydiff or snapkv"
         )
@@ -93,13 +99,15 @@ def exact_statistics(
 
 
 def refuse_pressure(rule: EvictionRule) -> None:
-    """Refuse a schedule that evicts when the memory is full.
+    """Refuse a rule that evicts only when the KV memory is full (`when=pressure`).
 
     Raises:
-        UnsoundCombination: the other requests would decide when tokens leave.
+        UnsoundCombination: the time of an eviction would depend on other requests.
     """
     if rule.evicts and rule.when == PRESSURE:
-        _refuse("with when=pressure the other requests decide when tokens leave", "another when=")
+        _refuse(
+            "with when=pressure the time of an eviction depends on other requests", "another when="
+        )
 
 
 def _refuse(why: str, instead: str = "") -> NoReturn:

@@ -1,4 +1,4 @@
-"""KV events in the shape of vLLM's, so that routers which know that engine know this one.
+"""KV cache events in vLLM's format, for prefix-aware routers.
 
     EventBatch        [ts, [event, ...]]
     BlockStored       [name, block_hashes, parent_block_hash, token_ids, block_size, lora_id,
@@ -6,7 +6,7 @@
     BlockRemoved      [name, block_hashes, medium]
     AllBlocksCleared  [name]
 
-In Python a batch is a dict with these names. On the wire it is MessagePack: arrays in this order,
+In Python a batch is a dict with these names. It is sent as MessagePack: arrays in this order,
 hashes as bytes. Names and order are those of vLLM's `distributed/kv_events.py`.
 """
 
@@ -22,7 +22,7 @@ Batch = Mapping[str, object]
 Publish = Callable[[Batch], None]
 
 MEDIA = {"cuda": "GPU", "cpu": "CPU"}
-"""What a device is called in events."""
+"""The medium of a device type in events."""
 
 _FIELDS = {
     "BlockStored": (
@@ -35,12 +35,12 @@ _FIELDS = {
 
 
 class BlockEvents:
-    """A `PrefixListener` that publishes what it hears, one batch for each call.
+    """A `PrefixListener` that publishes one batch for each call.
 
     Args:
-        publish: takes batches.
-        medium: where the blocks lie; one of the values of `MEDIA`.
-        clock: seconds since 1970, for time stamps.
+        publish: called with each batch.
+        medium: where the blocks are stored; one of the values of `MEDIA`.
+        clock: Unix time in seconds, for time stamps.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BlockEvents:
         )
 
     def cleared(self) -> None:
-        """Nothing is stored (any more): what a new process says first."""
+        """Publish that no block is stored; the first event of a new process."""
         self._send({"type": "AllBlocksCleared"})
 
     def _send(self, event: Event) -> None:
@@ -88,7 +88,7 @@ class BlockEvents:
 
 
 def as_arrays(batch: Batch) -> list[object]:
-    """A batch as it goes over the wire, before it becomes MessagePack."""
+    """Convert a batch to nested lists, ready for MessagePack."""
     events = batch["events"]
     assert isinstance(events, list), "a batch has a list of events"
     return [batch["ts"], [_as_array(event) for event in events]]
@@ -102,27 +102,27 @@ def _as_array(event: Event) -> list[object]:
 
 # ---- block publisher -----------------------------------------------------------------------------
 
-# Publishes block events over ZeroMQ: topic, number, MessagePack, as vLLM does.
+# Publishes block events over ZeroMQ: topic, sequence number, MessagePack, as vLLM does.
 
 DEFAULT_TOPIC = "kv-events"
 NUMBER_BYTES = 8
 MOST_UNSENT = 100_000
-"""Messages kept for a subscriber that is slow; after that it misses some and sees a gap."""
+"""Messages queued for a slow subscriber (ZeroMQ high-water mark); further messages are dropped."""
 
 
 class BlockPublisher:
-    """A PUB socket.
+    """A ZeroMQ PUB socket for block events.
 
-    A message is three frames: the topic, a number (8 bytes, big end first; 0, 1, 2, ...), and the
-    batch in MessagePack. A subscriber that finds a gap in the numbers has missed something; when
-    they begin again at 0, the engine has been started anew and stores nothing yet.
+    A message has three frames: the topic, a sequence number (8 bytes, big-endian; 0, 1, 2, ...),
+    and the batch in MessagePack. A gap in the sequence numbers means that the subscriber missed
+    messages. Numbers that restart at 0 mean that the engine was restarted with an empty cache.
 
     Args:
-        endpoint: where to listen, such as tcp://*:5557.
-        topic: what subscribers ask for.
+        endpoint: address to bind, such as tcp://*:5557.
+        topic: the topic that subscribers subscribe to.
 
     Raises:
-        ConfigError: the packages are not installed, or nobody can listen there.
+        ConfigError: the packages are not installed, or the address cannot be bound.
     """
 
     def __init__(self, endpoint: str, topic: str = DEFAULT_TOPIC) -> None:
@@ -137,18 +137,18 @@ class BlockPublisher:
             self.close()
             raise ConfigError(
                 f"KV events cannot be published at {endpoint!r}: {error}; expected an address to "
-                "listen on, such as tcp://*:5557"
+                "bind, such as tcp://*:5557"
             ) from error
 
     def __call__(self, batch: Batch) -> None:
-        """Send a batch to whoever listens now. Never waits."""
+        """Send a batch to all current subscribers. Never blocks."""
         number = self._sent.to_bytes(NUMBER_BYTES, "big")
         payload = self._msgpack.packb(as_arrays(batch))
         self._socket.send_multipart([self._topic, number, payload])
         self._sent += 1
 
     def close(self) -> None:
-        """Stop listening; what has not been sent is lost."""
+        """Close the socket; unsent messages are lost."""
         self._socket.close(linger=0)
 
 

@@ -1,6 +1,6 @@
-"""The composition root: makes memory, offload, scheduler and runner of an engine, in this order.
+"""The composition root: builds the memory, offload, scheduler and runner of an engine, in order.
 
-Everything that a part needs is handed to its constructor; nothing is assigned to it afterwards.
+Every component gets its dependencies in its constructor; none is assigned afterwards.
 """
 
 import logging
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine consists of.
+    """The components of an engine.
 
     Attributes:
         pool: the KV memory.
         scheduler: plans steps.
-        runner: runs them.
-        prefix_loader: loads prefixes from a second tier; None without one.
-        times: where the time of steps goes.
+        runner: runs steps.
+        prefix_loader: loads prefixes from a disk or network tier; None without a tier.
+        times: time per phase of the steps.
     """
 
     pool: KVPool
@@ -70,18 +70,18 @@ def build(
     events: EventLog,
     listener: PrefixBroadcast,
 ) -> EngineParts:
-    """Make the parts of an engine.
+    """Build the components of an engine.
 
     Args:
-        model: loaded weights and tokenizer; its KV is shared with no other's.
-        kv: the KV memory.
-        schedule: steps and queues.
-        member: a place in a KV memory that several engines share; None allocates one.
-        events: told what happens to requests.
-        listener: told which prefixes come and go.
+        model: loaded weights and tokenizer; its KV is not shared with other models.
+        kv: options of the KV memory.
+        schedule: options of the scheduler.
+        member: membership in a shared KV memory; None allocates a separate KV memory.
+        events: receives the events of requests.
+        listener: notified of stored and removed prefix blocks.
 
     Raises:
-        ConfigError: options that cannot be; raised before the arena is allocated.
+        ConfigError: invalid or conflicting options; raised before the arena is allocated.
     """
     with joining(member) as attach, ExitStack() as undo:
         state = SchedulerState.empty(parse_tenants(schedule.tenants))
@@ -97,7 +97,7 @@ def build(
         if opened is not None and sharing.prefix is not None:
             tier = opened.attach(sharing.prefix)
             undo.pop_all()
-            undo.callback(tier.close)  # which closes the opened one
+            undo.callback(tier.close)  # closes the opened tier too
             prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events)
         sequence_memory = SequenceMemory(
             sharing,

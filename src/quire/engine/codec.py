@@ -1,4 +1,4 @@
-"""Which codec an engine stores KV in, and whether it can."""
+"""The KV codec of an engine, checked against the model and the device."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ from quire.models.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """How numbers are stored.
+    """The storage format of keys and values.
 
     Attributes:
-        codec: as it is counted: nothing left to a default.
-        dtype: what the model computes in.
-        measured: what was measured of the model for it; None where it needs nothing.
+        codec: KV codec, with all defaults resolved.
+        dtype: compute dtype of the model.
+        measured: calibration constants of the codec; None if the codec needs none.
     """
 
     codec: str
@@ -29,17 +29,17 @@ class StoredAs:
 
     @property
     def fingerprint(self) -> str:
-        """What codes depend on besides numbers: equal ones give equal codes."""
+        """Identity of the encoding: equal fingerprints encode equal values to equal codes."""
         parts = [self.codec, self.dtype]
         return " ".join([*parts, self.measured.digest] if self.measured else parts)
 
 
 def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
-    """The codec as it is counted and remembered.
+    """Resolve the KV codec and read its calibration constants.
 
     Raises:
-        ConfigError: it is not known, cannot store vectors of this model on this device, or needs
-            constants that nobody has measured.
+        ConfigError: the codec is unknown, cannot store this model's vectors on this device, or
+            needs calibration constants that do not exist.
     """
     decoder, head_dim = model.decoder, model.spec.head_dim
     dtype = plain_codec(decoder.dtype)
@@ -49,7 +49,9 @@ def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
     for codec in (form.key, form.value, *records):
         why_not = type(make_codec(codec, head_dim)).why_not(decoder.device)
         if why_not is not None:
-            raise ConfigError(f"KV codec {config.codec!r} cannot run here: {why_not}; use int8")
+            raise ConfigError(
+                f"KV codec {config.codec!r} cannot run on {decoder.device}: {why_not}; use int8"
+            )
     if not sides_of(form):
         if config.constants:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The engine: requests in, deltas out, one step at a time. Single-threaded; its callers are not."""
+"""The engine: queues requests, runs steps and returns output deltas. Not thread-safe."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,16 +37,16 @@ class Engine:
 
     Args:
         model: loaded weights and tokenizer.
-        kv: the KV memory.
-        schedule: steps and queues.
-        pool: a place in a KV memory that several engines share (`SharedPool.join`); the engines
-            are then stepped by one thread. None takes a memory of its own.
-        return_memory: let the C library give freed host memory back to the system. By default a
-            model on a CPU keeps it, for the whole process: see `keep_freed_memory`.
-        clock: seconds, for time stamps.
+        kv: options of the KV memory.
+        schedule: options of the scheduler.
+        pool: membership in a shared KV memory (`SharedPool.join`); one thread must then step all
+            engines of the pool. None allocates a separate KV memory.
+        return_memory: let the C library return freed CPU memory to the system. By default the
+            process keeps it if the model runs on a CPU: see `keep_freed_memory`.
+        clock: time in seconds, for time stamps.
 
     Raises:
-        ConfigError: options that cannot be; raised before the arena is allocated.
+        ConfigError: invalid or conflicting options; raised before the arena is allocated.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Engine:
         self.model = model
         self.schedule_config = schedule or ScheduleConfig()
         self.shares_pool = pool is not None
-        self._runs_in_thread = False  # while an `AsyncLLM` has it
+        self._runs_in_thread = False  # True while an `AsyncLLM` steps the engine
         kv = kv or KVConfig()
         self.events = EventLog(clock)
         self.prefix_events = PrefixBroadcast()
@@ -89,7 +89,7 @@ class Engine:
         )
         self._sampling_step = self._make_sampling_step()
         self._cancelled: list[Request] = []
-        self._unsent: list[OutputDelta] = []  # of a step that failed
+        self._unsent: list[OutputDelta] = []  # deltas of a failed step
         in_flight = in_flight_bytes(self.prefix_loader)
         self._ledger = Ledger(
             self.pool.kv.memory, self._requests, self.pool.host, in_flight, self.pool.offload
@@ -104,40 +104,40 @@ class Engine:
 
     @property
     def runs_in_thread(self) -> bool:
-        """Whether an `AsyncLLM` steps it in its own thread."""
+        """Whether the thread of an `AsyncLLM` steps the engine."""
         return self._runs_in_thread
 
     def enter_thread(self) -> None:
-        """Note that an `AsyncLLM` steps it from now on."""
+        """Record that the thread of an `AsyncLLM` steps the engine."""
         self._runs_in_thread = True
 
     def leave_thread(self) -> None:
-        """Note that nothing else steps it any more."""
+        """Record that no `AsyncLLM` steps the engine."""
         self._runs_in_thread = False
 
     # ---- in ------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a request is running or waiting, or a delta is pending."""
         return self.scheduler.has_work or bool(self._cancelled or self._unsent)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens of answers chosen since the start."""
+        """Output tokens sampled since the start."""
         return self._sampling_step.num_generated_tokens
 
     def submit(self, generation_request: GenerationRequest) -> str:
-        """Queue a request; return its id.
+        """Queue a request and return its id.
 
         Args:
             generation_request: its prompt is a list of token ids.
 
         Raises:
-            RequestError: an empty prompt, ids outside the vocabulary, a prompt over the context,
-                options that do not fit the model, a salt that is too long or has control
-                characters, an eviction rule this engine was not started for, or an id in use.
-            NeverFits: it needs more KV than the whole pool has.
+            RequestError: an empty prompt, ids outside the vocabulary, a prompt longer than the
+                context, options that do not fit the model, a salt that is too long or has control
+                characters, an eviction rule that the engine does not allow, or an id in use.
+            NeverFits: the request needs more KV than the whole pool.
         """
         arrival = self._arrivals + 1
         sampling = generation_request.sampling or SamplingParams()
@@ -158,20 +158,20 @@ class Engine:
         return OutputText(request.params, model.generation.eos_token_ids, model.tokenizer, prompt)
 
     def share_publicly(self, token_ids: Sequence[int]) -> None:
-        """Let all tenants share the KV of these tokens where their prompts begin with them.
+        """Share the KV of this prefix among the prompts of all tenants.
 
-        For system prompts that everybody may know of; what follows them stays each tenant's own.
+        For public system prompts. KV after the prefix is not shared between tenants.
         """
         check_context(len(token_ids), self.model.spec.max_positions)
         prompt = checked_prompt(token_ids, self.model.spec)
         self.scheduler.sequence_memory.sharing.identities.register_public(prompt)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request now; its last delta comes with the next step. Unknown ids are ignored.
+        """Cancel a request; the next step returns its last delta. Unknown ids are ignored.
 
         Args:
-            request_id: of the submission.
-            index: end only this one of its answers, where they are not ranked; None ends all.
+            request_id: id of the request.
+            index: cancel only this output, unless outputs are ranked; None cancels all outputs.
         """
         for number, request in list(self._outputs.unfinished(request_id)):
             if index in (None, number) or request.params.ranked:
@@ -179,17 +179,17 @@ class Engine:
                 self._cancelled.append(request)
 
     def close(self) -> None:
-        """Write cached prefixes to their tier and let it go; without one there is nothing to do."""
+        """Write cached prefixes to the disk or network tier, if there is one, and close it."""
         self._closing()
 
     # ---- a step --------------------------------------------------------------------------------
 
     def step(self) -> list[OutputDelta]:
-        """Process one batch of tokens; return what it added to the answers.
+        """Run one step and return the deltas of its outputs.
 
-        Where the memory outside of the pool runs out, the requests of the step end with an error
-        and the others go on. After any other exception the step can be tried again: the requests
-        it was about are read anew, except a search whose beams were being exchanged, which ends.
+        If memory outside the KV pool runs out, the requests of the step end with an error and all
+        other requests continue. After any other exception the step can be repeated: its requests
+        are recomputed, except a beam search that was exchanging beams, which ends.
         """
         now_s = self._clock()
         deltas, self._unsent = self._unsent, []
@@ -199,9 +199,9 @@ class Engine:
         plan = StepPlan()
         try:
             plan = self._schedule(deltas)
-            deltas.extend(self._process(plan))  # keeps what came before an error
+            deltas.extend(self._process(plan))  # keeps the deltas before an error
         except BaseException as error:
-            # their KV is half written; while a step is being planned that may be anybody's
+            # KV of the step is incomplete; an error in planning may affect any request
             failed = self.scheduler.roll_back(plan)
             if not plan.requests or not is_out_of_memory(error):
                 self._unsent = deltas
@@ -217,7 +217,7 @@ class Engine:
         for failure in self.scheduler.take_failures():
             deltas += self._sampling_step.fail(failure.request, str(failure.error))
         if any(not request.is_running for request in plan.requests):
-            self.scheduler.roll_back(plan)  # with who failed went others that were planned
+            self.scheduler.roll_back(plan)  # a failure ended requests of this plan
             return StepPlan()
         if not (plan.requests or plan.waits or deltas) and self.scheduler.has_work:
             raise InvariantError("requests are running or waiting, but no step can be planned")
@@ -238,7 +238,7 @@ class Engine:
     # ---- out -----------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The ledger: who holds how many bytes, and what the engine has done so far."""
+        """Counters and memory use of the engine since its start."""
         return stats_of(
             self.pool,
             self.scheduler,
@@ -252,31 +252,31 @@ class Engine:
         )
 
     def ledger(self) -> Snapshot:
-        """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
+        """The ledger: owner of every byte of KV, as JSON values; see `docs/ledger.md`."""
         return self._ledger.snapshot()
 
     def eviction_trace(self, request_id: str) -> list[RetainedSets]:
-        """What stayed of a request's tokens after each of its evictions, the first one first.
+        """Retained tokens of a request after each of its evictions, in order of time.
 
         Args:
-            request_id: of a request that is not done, or of one of the last that were recorded
-                (`record_evictions`); `request#1` is the second of several answers.
+            request_id: id of an unfinished request or of a recently finished request that recorded
+                its evictions (`record_evictions`); `request#1` is the second of several outputs.
 
         Raises:
-            RequestError: no such request is remembered.
+            RequestError: no eviction trace of this request is stored.
         """
         return self._traces.of(request_id, self._requests())
 
     def _requests(self) -> list[Request]:
-        """All requests that have not ended."""
+        """All unfinished requests."""
         unfinished = (request for _, request in self._outputs.unfinished())
         return list(dict.fromkeys([*self.scheduler.running, *unfinished]))
 
     def check(self) -> None:
-        """Prove the books of memory and ledger, page by page: for tests, and for an idle engine.
+        """Verify memory accounting and ledger page by page. Slow; for tests and idle engines.
 
         Raises:
-            InvariantError: it does not add up, or an idle engine still holds pages.
+            InvariantError: the accounts are inconsistent, or an idle engine still holds pages.
         """
         (memory := self.pool.kv.memory).check()
         self._ledger.check()

@@ -1,4 +1,4 @@
-"""KV events as a file: one JSON object a line, written whole, at the moment the event happens."""
+"""KV events in a file: one JSON object per line, written as each event occurs."""
 
 import errno
 import json
@@ -16,10 +16,10 @@ from quire.errors import ConfigError
 from quire.scheduler.events import KVEvent
 
 MOST_HELD_BYTES = 16 << 20
-"""Lines held in memory at most while the disk is full."""
+"""Limit of the events buffered in memory while the disk is full."""
 
 CLOSE_WAIT_S = 5.0
-"""Seconds that the reader of a pipe has at the end for what is held."""
+"""Seconds that `close` waits for the reader of a pipe to take the buffered events."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +33,24 @@ _REASONS = {
 
 
 class EventFile:
-    """A listener that appends every event to a file, each with one write.
+    """A listener that appends every event to a file, one write per event.
 
-    Lines are whole whenever the process is killed, and whoever reads the file sees each at once.
-    While the disk is full, lines are held in memory and written with the next event that finds
-    room; the log says so once. Use as a context manager, or call `close`.
+    Lines are complete even if the process is killed, and a reader of the file sees each line at
+    once. While the disk is full, events are buffered in memory; the next event that can be written
+    writes them too. The log says so once. Use as a context manager, or call `close`.
 
-    A pipe (FIFO) or terminal is a stream: nothing can be cut off it. A line of which it took the
-    first bytes is continued there before the next one begins. The engine never waits for its
-    reader: lines are held as for a full disk. `close` waits `CLOSE_WAIT_S` for it.
+    A pipe (FIFO) or terminal is a stream and cannot be truncated. A partly written line is finished
+    before the next line begins. The engine never waits for the reader: lines are buffered as for a
+    full disk. `close` waits `CLOSE_WAIT_S` for the reader.
 
     Args:
-        path: appended to, made where it is not there. A pipe needs a reader that has opened it.
+        path: the file to append to; created if missing. A pipe needs a reader that has opened it.
 
     Attributes:
-        num_lost: events that found no room in the file nor in memory.
+        num_lost: events that were neither written nor buffered.
 
     Raises:
-        ConfigError: it cannot be written, or is no regular file, pipe or terminal.
+        ConfigError: the path cannot be written, or is not a regular file, pipe or terminal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,10 +68,10 @@ class EventFile:
         self._is_stream = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
         if not (self._is_stream or stat.S_ISREG(mode)):
             os.close(self._descriptor)
-            raise ConfigError(self._lacking("it is no regular file, pipe or terminal"))
+            raise ConfigError(self._lacking("not a regular file, pipe or terminal"))
 
     def __call__(self, event: KVEvent) -> None:
-        """Append one event, behind those that are held.
+        """Append one event after the buffered events.
 
         Raises:
             ValueError: the file is closed; the event log then drops this listener.
@@ -89,13 +89,13 @@ class EventFile:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s; events are held in memory", self._refusal(error))
+                logger.warning("%s; events are buffered in memory", self._refusal(error))
 
     def close(self) -> None:
-        """Write what is held and take no more events. Events that come later raise.
+        """Write the buffered events and close the file. Later events raise `ValueError`.
 
         Raises:
-            ConfigError: the file still cannot be written; says how many events it lacks.
+            ConfigError: the file still cannot be written; gives the number of missing events.
         """
         if self._descriptor < 0:
             return
@@ -112,7 +112,7 @@ class EventFile:
             raise ConfigError(self._lacking("the disk was full"))
 
     def _write_all_held(self) -> None:
-        """Write what is held; wait for the reader of a pipe, but not for ever."""
+        """Write the buffered events; wait at most `CLOSE_WAIT_S` for the reader of a pipe."""
         deadline_s = time.monotonic() + CLOSE_WAIT_S
         while True:
             try:
@@ -131,14 +131,14 @@ class EventFile:
     def _write(self, line: bytes) -> None:
         left = line
         try:
-            while left:  # the rest of a write that a full disk, a pipe or a signal cut short
+            while left:  # a full disk, a pipe or a signal can cut a write short
                 left = left[os.write(self._descriptor, left) :]
         except OSError:
             self._begun(line, left)
             raise
 
     def _begun(self, line: bytes, left: bytes) -> None:
-        """Cut the first part of a line off the file again; a stream gets the rest of it next."""
+        """Truncate a partly written line; for a stream, keep its rest for the next write."""
         if self._is_stream:
             self._held[0] = left
             self._held_bytes -= len(line) - len(left)
@@ -155,7 +155,7 @@ class EventFile:
         lacking = f"; the file lacks {self.num_lost:,} events" if self.num_lost else ""
         return (
             f"KV events cannot be written to {self._path}: {reason}{lacking}; choose another file "
-            "for --kv-events, or make room"
+            "for --kv-events, or free disk space"
         )
 
     def __enter__(self) -> "EventFile":
@@ -172,4 +172,4 @@ class EventFile:
         except ConfigError as refusal:
             if error is None:
                 raise
-            logger.warning("%s", refusal)  # the error that ends the command is told by itself
+            logger.warning("%s", refusal)  # the error that ends the command is reported separately

@@ -1,7 +1,7 @@
-"""A step as batches of the same number of rows: requests are cut, the last batch is padded.
+"""Batches with a fixed number of rows: requests are split, and the last batch is padded.
 
-tokens of a step     a a a a a a a b c c c        4 rows a batch
-batches              a a a a | a a a b | c c c .  . is padding: computed, and thrown away
+tokens of a step     a a a a a a a b c c c        4 rows per batch
+batches              a a a a | a a a b | c c c .  . is padding: computed and discarded
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from quire.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Neighbouring tokens of a request in a batch.
+    """Consecutive tokens of a request in a batch.
 
     Attributes:
-        request: whose tokens.
-        done: tokens of the step that earlier batches have.
-        tokens: of this batch.
-        later: tokens of the step that later batches have.
+        request: the request.
+        done: number of the request's tokens in earlier batches of the step.
+        tokens: number of the request's tokens in this batch.
+        later: number of the request's tokens in later batches of the step.
     """
 
     request: Request
@@ -32,11 +32,11 @@ class RowPart:
 
 
 def in_parts(rows: Sequence[tuple[Request, int]], batch_tokens: int) -> list[list[RowPart]]:
-    """Cut a step into full batches, in the order in which rows were planned.
+    """Split a step into full batches, in the planned order of rows.
 
     Args:
         rows: (request, tokens).
-        batch_tokens: of every batch but the last.
+        batch_tokens: tokens of every batch except the last.
     """
     batches: list[list[RowPart]] = [[]]
     left = batch_tokens
@@ -53,16 +53,16 @@ def in_parts(rows: Sequence[tuple[Request, int]], batch_tokens: int) -> list[lis
 
 
 def padded(numbers: list[int], length: int) -> list[int]:
-    """The numbers and zeros behind them."""
+    """Pad a list with zeros at the end."""
     return numbers + [0] * (length - len(numbers))
 
 
 class PaddedBridge:
-    """Attention for the first rows of a batch; padding attends to nothing and writes nothing.
+    """Attention for the first rows of a batch; padding rows are neither computed nor stored.
 
     Args:
-        bridge: of these rows.
-        num_tokens: how many they are.
+        bridge: attention of the first rows.
+        num_tokens: number of these rows.
     """
 
     def __init__(self, bridge: PagedAttention, num_tokens: int) -> None:

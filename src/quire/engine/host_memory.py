@@ -1,16 +1,16 @@
-"""Keeps freed host memory in the process, so that no step waits for pages it had a moment ago.
+"""Keep freed CPU memory in the process, so that steps reuse it without page faults.
 
-glibc gives large blocks back to the system as soon as they are freed. A step on a CPU frees its
-activations layer by layer, so each layer would take fresh pages, which the system zeroes first:
-about 15 % of a prompt's time for a model of 125M parameters.
+glibc returns large blocks to the system as soon as they are freed. A step on a CPU frees its
+activations layer by layer, so each layer would get new pages, which the system zeroes first: about
+15 % of the prefill time of a model with 125M parameters.
 
-    M_MMAP_THRESHOLD   blocks below it come from the heap and not from a mapping of their own
-    M_TRIM_THRESHOLD   a heap's free end is kept
-    M_TOP_PAD          a heap grows in large pieces
-    M_ARENA_MAX        threads share one heap: those of other threads hold blocks to 64 MiB only
+    M_MMAP_THRESHOLD   smaller blocks are allocated from the heap, not from a separate mapping
+    M_TRIM_THRESHOLD   the free end of a heap is not returned
+    M_TOP_PAD          a heap grows in large steps
+    M_ARENA_MAX        all threads share one heap: a thread's own heap is limited to 64 MiB
 
-The heap stays as large as it once had to be: the blocks alive at once in the largest step, and,
-before glibc 2.38, a few more of them, because aligned blocks then leave small ones between.
+The heap keeps its largest size: the blocks allocated at once in the largest step. Before glibc
+2.38 it is a few blocks larger, because aligned allocations leave small free blocks between them.
 """
 
 import ctypes
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
 _LARGEST_BLOCK_BYTES = 1 << 30
-_LARGEST_BLOCK_OF_OLD_GLIBC_BYTES = 1 << 25  # before 2.35 it refuses more
-_LARGEST_TRIM_BYTES = (1 << 31) - 1  # an int
+_LARGEST_BLOCK_OF_OLD_GLIBC_BYTES = 1 << 25  # glibc before 2.35 refuses larger values
+_LARGEST_TRIM_BYTES = (1 << 31) - 1  # mallopt takes an int
 _TOP_PAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FreedMemory:
-    """What becomes of freed host memory.
+    """Whether the process keeps freed CPU memory.
 
     Attributes:
         kept: whether the process keeps it.
-        explanation: for people.
+        explanation: human-readable explanation.
     """
 
     kept: bool
@@ -38,14 +38,14 @@ class FreedMemory:
 
 
 def keep_freed_memory() -> FreedMemory:
-    """Have the C library keep freed blocks for the next step.
+    """Configure the C library to keep freed blocks for the next step.
 
-    This is the process's business: it holds for everything else in it, and cannot be taken back.
-    Asking again changes nothing. Without glibc (musl, macOS, Windows) it does nothing and says so.
+    The setting applies to the whole process and cannot be undone. Repeated calls have no further
+    effect. Without glibc (musl, macOS, Windows) the setting is not available.
     """
     glibc = _glibc()
     if glibc is None:
-        return FreedMemory(False, "given back to the system: only glibc can be told to keep it")
+        return FreedMemory(False, "returned to the system: only glibc can be told to keep it")
     largest_bytes = next(
         (
             size
@@ -57,21 +57,21 @@ def keep_freed_memory() -> FreedMemory:
     others = ((_M_TRIM_THRESHOLD, _LARGEST_TRIM_BYTES), (_M_TOP_PAD, _TOP_PAD_BYTES))
     taken = [glibc.mallopt(what, value) for what, value in (*others, (_M_ARENA_MAX, 1))]
     if not largest_bytes or not all(taken):
-        return FreedMemory(False, "given back to the system: glibc refused to keep it")
+        return FreedMemory(False, "returned to the system: glibc refused to keep it")
     return FreedMemory(
         True,
-        f"blocks to {largest_bytes >> 20} MiB are kept for the next step; "
-        "--return-memory gives them back to the system",
+        f"blocks of up to {largest_bytes >> 20} MiB are kept for the next step; "
+        "--return-memory returns them to the system",
     )
 
 
 def return_freed_memory() -> bool:
-    """Have the C library return what is free on its heaps to the system, once.
+    """Return free heap memory to the system, once.
 
-    For memory that a rare large request took. Without glibc it does nothing.
+    For memory of a rare large request. Without glibc there is no effect.
 
     Returns:
-        Whether anything was returned.
+        Whether memory was returned.
     """
     glibc = _glibc()
     return glibc is not None and bool(glibc.malloc_trim(0))

@@ -1,4 +1,4 @@
-"""Turns a submission into a request: checked, with the model's defaults and a policy's numbers."""
+"""Validates a generation request and resolves its sampling and eviction options for the model."""
 
 import logging
 import math
@@ -24,21 +24,21 @@ from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
 
-MOST_SPECS = 4096  # distinct ones that are kept so that equal ones are one object
+MOST_SPECS = 4096  # size of the cache that makes equal specs one object
 
 logger = logging.getLogger(__name__)
 
 
 class InputProcessor:
-    """Makes an engine's requests.
+    """Converts generation requests to scheduler requests.
 
     Args:
-        model: that they are for.
-        rules: eviction rules that they may have.
+        model: model of the engine.
+        rules: eviction rules that requests may use.
         layout: lane groups of every sequence.
-        schedule: steps and queues.
-        kv: what is recorded where a request does not say.
-        clock: seconds, for time stamps.
+        schedule: options of the scheduler.
+        kv: default of `record_evictions`.
+        clock: time in seconds, for time stamps.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class InputProcessor:
         """
         model = self._model
         rule, token_ids = self._rules.rule(requested.evict), token_ids_of(requested)
-        # the length first: steps wait while the ids of a prompt are checked
+        # the length first: checking the ids of a long prompt delays the next step
         context = self._rules.context_tokens(rule, len(token_ids))
         check_context(len(token_ids), context)
         prompt = checked_prompt(token_ids, model.spec)
@@ -94,10 +94,10 @@ class InputProcessor:
         return Request(spec, memory=policy.memory, eviction=policy.eviction)
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
-        """Tokens that a sequence may come to; see `EvictionRules.context_tokens`.
+        """Maximum length of a sequence in tokens; see `EvictionRules.context_tokens`.
 
         Raises:
-            RequestError: a policy this engine does not serve, or that leaves too little.
+            RequestError: a policy that the engine does not allow, or whose cap is too small.
         """
         return self._rules.context_tokens(self._rules.rule(evict), prompt_tokens)
 
@@ -105,12 +105,12 @@ class InputProcessor:
         """Resolve the eviction rule of a request.
 
         Args:
-            rule: as its caller named it.
-            prompt_tokens: of its prompt.
-            final_tokens: tokens whose KV it can come to need.
+            rule: the request's rule.
+            prompt_tokens: length of the prompt.
+            final_tokens: largest number of tokens whose KV the request can need.
 
         Raises:
-            RequestError: the rule leaves too little.
+            RequestError: the cap of the rule is too small.
         """
         none = statistics_used(self._layout, ())
         if not rule.evicts:
@@ -130,7 +130,7 @@ class InputProcessor:
         if eviction.keeps_all(prompt_tokens, final_tokens):
             logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
             return _Policy(rule.text, memory=RequestMemory(statistics=none))
-        # no re-rotated position is above what a lane holds, so frequencies are chosen by that
+        # re-rotated positions never exceed the lane's capacity, which selects the RoPE variant
         rerotates = rule.policy is not None and rule.policy.rerotates_keys
         return _Policy(
             rule.text,
@@ -139,12 +139,12 @@ class InputProcessor:
             RequestEviction(
                 spec=self._one_of(spec),
                 selection=eviction,
-                pending=rule.budget.needs_prompt,  # until then each lane may get the most
+                pending=rule.budget.needs_prompt,  # until then every lane may get the largest cap
             ),
         )
 
     def _one_of(self, spec: EvictionSpec) -> EvictionSpec:
-        """One object for equal specs: admission counts requests of one spec together."""
+        """One object for equal specs: admission groups requests by spec."""
         if len(self._specs) >= MOST_SPECS:
             self._specs.clear()
         return self._specs.setdefault(spec, spec)
@@ -152,12 +152,12 @@ class InputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """The eviction rule of one request, resolved.
+    """The resolved eviction rule of one request.
 
     Attributes:
-        text: as its caller named it.
-        context_tokens: the longest position that its keys are rotated to; None: all its tokens.
-        memory, eviction: states of the request before it starts.
+        text: the rule as written in the request.
+        context_tokens: largest position that keys are rotated to; None: length of the sequence.
+        memory, eviction: initial states of the request.
     """
 
     text: str = "full"
@@ -167,7 +167,7 @@ class _Policy:
 
 
 def _alike_in_layers(eviction: Eviction, heads: int) -> Eviction:
-    """Let heads that keep one set have one cap, the least of theirs, whatever pages they lie in."""
+    """Give all heads of a layer with a shared retained set one cap: the smallest of their caps."""
     caps, policy = eviction.spec.lane_caps, eviction.policy
     if caps is None or policy is None or policy.scope != LAYER:
         return eviction
@@ -178,29 +178,29 @@ def _alike_in_layers(eviction: Eviction, heads: int) -> Eviction:
 
 # ---- validation ----------------------------------------------------------------------------------
 
-# What must hold of a request before it is queued.
+# Validation of a request before it is queued.
 
 MOST_SALT_CHARACTERS = 128
 
 
 def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int]:
-    """The prompt as a list of valid ids; see `check_context` for how many.
+    """Check the token ids of a prompt and return them as a list; `check_context` checks the length.
 
     Raises:
-        RequestError: empty, or with an id outside the vocabulary.
+        RequestError: an empty prompt, or an id outside the vocabulary.
     """
     try:
         prompt = [operator.index(i) for i in prompt_token_ids]
     except TypeError as error:
         raise RequestError(
-            f"a prompt is a list of whole token ids: {error}", param="prompt"
+            f"expected a prompt as a list of integer token ids: {error}", param="prompt"
         ) from None
     if not prompt:
         raise RequestError("the prompt is empty: give at least one token", param="prompt")
     wrong = [i for i in prompt if not 0 <= i < spec.vocab_size]
     if wrong:
         raise RequestError(
-            f"token ids must be whole numbers from 0 to {spec.vocab_size - 1}, got {wrong[:5]}",
+            f"token ids must be integers from 0 to {spec.vocab_size - 1}, got {wrong[:5]}",
             param="prompt",
         )
     return prompt
@@ -210,7 +210,7 @@ def check_context(prompt_tokens: int, context_tokens: int) -> None:
     """Refuse a prompt that is longer than the context.
 
     Raises:
-        RequestError: with both numbers.
+        RequestError: gives both lengths.
     """
     if prompt_tokens > context_tokens:
         raise RequestError(
@@ -221,14 +221,14 @@ def check_context(prompt_tokens: int, context_tokens: int) -> None:
 
 
 def checked_salt(salt: str) -> str:
-    """What a caller adds to the identity of its cached prefixes.
+    """Check the salt of a request's cached prefixes.
 
     Raises:
-        RequestError: too long, or with characters that cannot be seen.
+        RequestError: the salt is too long, or has unprintable characters.
     """
     if len(salt) > MOST_SALT_CHARACTERS:
         raise RequestError(
-            f"expected a cache_salt of {MOST_SALT_CHARACTERS} characters at most, got {len(salt)}",
+            f"expected a cache_salt of at most {MOST_SALT_CHARACTERS} characters, got {len(salt)}",
             param="cache_salt",
         )
     if not salt.isprintable():
@@ -241,17 +241,17 @@ def checked_salt(salt: str) -> str:
 
 
 def checked_deadline(deadline_s: float | None) -> float:
-    """Seconds until an answer is wanted; infinity where nobody says.
+    """Check the deadline of a request in seconds from now; infinity if unset.
 
     Raises:
-        RequestError: no time from now on.
+        RequestError: the deadline is not a positive finite number.
     """
     if deadline_s is None:
         return math.inf
     if not 0 < deadline_s < math.inf:
         raise RequestError(
             f"expected deadline_s above 0, in seconds from now, got {deadline_s}; leave it out "
-            "where the answer may come at any time",
+            "for no deadline",
             param="deadline_s",
         )
     return deadline_s
@@ -260,26 +260,26 @@ def checked_deadline(deadline_s: float | None) -> float:
 def checked_params(
     params: SamplingParams, prompt_tokens: int, model: LoadedModel, context_tokens: int
 ) -> SamplingParams:
-    """Options with the model's defaults filled in and the context respected.
+    """Resolve sampling parameters with the model's defaults and limit `max_tokens` to the context.
 
-    An answer ends with "length" where the context ends: `max_tokens` is lowered to what is left.
+    At the end of the context the output ends with "length".
 
     Args:
-        params: as asked.
-        prompt_tokens: of the request.
-        model: whose defaults and vocabulary count.
-        context_tokens: of the longest sequence.
+        params: sampling parameters of the request.
+        prompt_tokens: length of the prompt.
+        model: model with default parameters and vocabulary.
+        context_tokens: length of the longest sequence.
 
     Raises:
-        RequestError: options that do not fit the vocabulary, or no room for even one token.
+        RequestError: options that do not fit the vocabulary, or no context left for one new token.
     """
     resolved = params.resolve(model.generation)
     resolved.validate_for(model.spec.vocab_size)
     room = context_tokens - prompt_tokens
     if resolved.max_tokens and not room:
         raise RequestError(
-            f"the prompt's {prompt_tokens} tokens fill the model's whole context: there is no room "
-            "for an answer; shorten the prompt",
+            f"the prompt's {prompt_tokens} tokens fill the model's whole context: no new token "
+            "fits; shorten the prompt",
             param="prompt",
         )
     if resolved.max_tokens <= room:

@@ -1,4 +1,4 @@
-"""How many bytes the KV memory of an engine gets, where its user gives a number or none."""
+"""Size of an engine's KV memory: configured, or from free device memory."""
 
 import numpy as np
 
@@ -26,22 +26,22 @@ def kv_memory_bytes(
     layout: CacheLayout,
     eviction: EvictionSpec,
 ) -> int:
-    """Bytes of the KV memory: as configured, or what weights and activations leave.
+    """Size of the KV memory: as configured, or the memory left by weights and activations.
 
     Raises:
-        ConfigError: more than is free on the device.
+        ConfigError: the configured size exceeds the free memory of the device.
     """
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
-    if device.type == "cpu":  # the host pool lies in the same memory
+    if device.type == "cpu":  # swap space and KV offload use the same memory
         beside = config.swap_space + config.offload.kv_memory
         free_bytes = max(0, free_bytes - beside)
     if config.memory is not None:
         if config.memory > free_bytes:
             raise ConfigError(
-                f"a KV memory of {config.memory:,} B is more than the {free_bytes:,} B that "
+                f"a KV memory of {config.memory:,} B exceeds the {free_bytes:,} B that "
                 "are free "
-                f"on {device}; lower --kv-memory or say auto"
+                f"on {device}; lower --kv-memory or use auto"
             )
         return config.memory
     total_bytes = free_bytes + model.weight_bytes
@@ -65,9 +65,9 @@ def most_kv_bytes(
     eviction: EvictionSpec,
     store: str = "paged",
 ) -> int:
-    """Bytes of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.
+    """Size of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.
 
-    Whole slabs, as many as every page class needs when slab borders cut pages.
+    Counts whole slabs per page class, with the pages lost at slab borders.
     """
     chunk_tokens = max(schedule.longest_chunk, 0 if eviction.cap is None else eviction.every)
     lengths = run_lengths(store, LaneLimits.of(max_tokens, eviction))
@@ -81,7 +81,7 @@ def most_kv_bytes(
         needed = int(lane_pages[0]) * group.num_lanes * schedule.num_rows
         pages[group.page_class] = pages.get(group.page_class, 0) + needed
     sizes = [page_class.page_bytes for page_class in pages]
-    # at least the slabs of an arena of any size, which are largest in a large one
+    # an upper bound for the slab size of an arena of any size
     slab_bytes = choose_slab_bytes(1 << 60, sizes, whole_pages=lengths is not None)
     borders = 0 if lengths is None else lengths.border_slabs(len(pages))
     return slab_bytes * sum(

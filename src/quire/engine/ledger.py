@@ -1,8 +1,8 @@
-"""Who holds every byte of KV: extents with their owners, as a snapshot for people and programs.
+"""The ledger: owner of every byte of KV memory, as a JSON snapshot.
 
-An extent stands on axes that do not depend on each other: residency, codec, exactness, sharing and
-owner. On every axis the extents of the arena add up to the bytes of pages in use; with what is free
-and what slab borders waste, to the arena.
+An extent has a value on each of several independent axes: residency, codec, exactness, sharing and
+owner. On every axis the extents add up to the bytes of pages in use. Together with free slabs and
+the waste at slab borders they add up to the arena.
 """
 
 from collections import Counter
@@ -18,19 +18,19 @@ from quire.offload.swap.host_pool import HostPool
 from quire.scheduler.request import Request
 
 Snapshot = dict[str, Any]
-NOBODY = ""
-"""Request and tenant of rows that belong to no request of this engine."""
+NO_OWNER = ""
+"""Request id and tenant of rows without a request of this engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostExtent:
-    """Pages of a swapped request in one class.
+    """Pages of a swapped request in one page class.
 
     Attributes:
-        request: whose.
-        codec: how the numbers are stored.
-        num_bytes: its part of them; requests that were swapped together share theirs.
-        exact: as of the request when it left.
+        request: the swapped request.
+        codec: codec of the pages.
+        num_bytes: the request's share of the bytes; requests swapped together share pages.
+        exact: whether the KV was exact when the request was swapped out.
     """
 
     request: Request
@@ -41,26 +41,26 @@ class HostExtent:
 
 @runtime_checkable
 class OnHost(Protocol):
-    """First pages of running requests on the host."""
+    """Offloaded KV pages of running requests."""
 
     def totals(self) -> dict[str, int]:
-        """Bytes of their KV, and of what it is made of, under the names of `EngineStats`."""
+        """Bytes of offloaded KV and of activation checkpoints, with the names of `EngineStats`."""
         ...
 
     def check(self) -> None:
-        """Prove these bytes."""
+        """Verify these bytes."""
         ...
 
 
 class Ledger:
-    """Reads the books of an engine. Keeps none of its own: see `quire.kv.ledger`.
+    """Reports the memory accounts of an engine. Stores no counters: see `quire.kv.ledger`.
 
     Args:
         memory: the arena.
-        requests: gives all requests that have not ended.
-        host: where swapped requests wait; None where none are.
-        in_flight: bytes of pages that are being filled with prefixes from a tier.
-        offload: first pages of running requests on the host; None where none are.
+        requests: returns all unfinished requests.
+        host: swap space; None without one.
+        in_flight: returns the bytes of pages in in-flight prefix loads.
+        offload: offloaded KV of running requests; None without KV offload.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Ledger:
         self._in_flight, self._offload = in_flight, offload
 
     def snapshot(self) -> Snapshot:
-        """Totals on each axis, then tenants, requests and the prefix cache: plain JSON values.
+        """Totals on each axis, then tenants, requests and the prefix cache, as JSON values.
 
-        All numbers whose names end in `bytes` are bytes. `docs/ledger.md` has an example.
+        Keys that end in `bytes` are sizes in bytes. `docs/ledger.md` has an example.
         """
         requests = sorted(self._requests(), key=lambda r: r.order)
         extents = extents_of(self._memory)
@@ -122,15 +122,15 @@ class Ledger:
         return {"total_bytes": total_bytes, "used_bytes": used_bytes, "free_bytes": free_bytes}
 
     def _offload_totals(self) -> Mapping[str, int]:
-        """Of first pages, where there may be any."""
+        """Totals of KV offload; empty without KV offload."""
         totals = {} if self._offload is None else self._offload.totals()
         return {name: totals[name] for name in ("offloaded_bytes", "input_bytes") if totals}
 
     def check(self) -> None:
-        """Prove the ledger against a count of every page by itself. Slow.
+        """Verify the ledger against a count of every page. Slow.
 
         Raises:
-            InvariantError: they differ.
+            InvariantError: ledger and pages differ.
         """
         prove_extents(self._memory, extents_of(self._memory))
         if self._offload is not None:
@@ -138,7 +138,8 @@ class Ledger:
         swapped_bytes = sum(e.num_bytes for e in _host_extents(list(self._requests())))
         if self._host is not None and swapped_bytes != self._host.used_bytes:
             raise InvariantError(
-                f"requests hold {swapped_bytes:,} B on the host, {self._host.used_bytes:,} are used"
+                f"swapped requests hold {swapped_bytes:,} B, but {self._host.used_bytes:,} B of "
+                "the swap space are used"
             )
 
 
@@ -153,27 +154,27 @@ def _host_extents(requests: list[Request]) -> Iterator[HostExtent]:
     for stored, together in sharers.values():
         for page_class, pages in stored.pages.items():
             num_bytes = pages * page_class.page_bytes
-            for place, request in enumerate(together):
-                part = num_bytes * (place + 1) // len(together) - num_bytes * place // len(together)
+            for i, request in enumerate(together):
+                share_bytes = num_bytes * (i + 1) // len(together) - num_bytes * i // len(together)
                 exact = request.eviction.exact and is_plain(page_class)
-                yield HostExtent(request, codec_name(page_class), part, exact)
+                yield HostExtent(request, codec_name(page_class), share_bytes, exact)
 
 
 def _rows(requests: list[Request], extents: list[Extent], host: list[HostExtent]) -> list[Snapshot]:
-    """One row a request, those that wait without KV included."""
+    """One row per request, including waiting requests without KV."""
     owned: dict[int, list[Extent]] = {}
     for extent in extents:
         if extent.row != NO_ROW:
             owned.setdefault(extent.row, []).append(extent)
     swapped = _sum((e.request.request_id, e.num_bytes) for e in host)
     found = [
-        _row(_whose(r), owned.pop(r.memory.row, []), swapped.get(r.request_id, 0)) for r in requests
+        _row(_owner(r), owned.pop(r.memory.row, []), swapped.get(r.request_id, 0)) for r in requests
     ]
-    nobody = {"request_id": NOBODY, "tenant": NOBODY, "state": "unknown"}
-    return found + [_row(nobody, extents, 0) for extents in owned.values()]
+    unknown = {"request_id": NO_OWNER, "tenant": NO_OWNER, "state": "unknown"}
+    return found + [_row(unknown, extents, 0) for extents in owned.values()]
 
 
-def _whose(request: Request) -> Snapshot:
+def _owner(request: Request) -> Snapshot:
     return {
         "request_id": request.request_id,
         "tenant": request.tenant,

@@ -1,4 +1,4 @@
-"""Opens the tier that an engine keeps its prefixes in, from what the user said."""
+"""Opens the disk or network tier for cached prefixes of an engine, as configured."""
 
 import contextlib
 import hashlib
@@ -32,20 +32,21 @@ from quire.scheduler.prefix_sharing import SECRET_BYTES
 
 _FORMAT = "quire prefixes 2"
 _CALL_S = 1e-4
-_SLOW_BYTES_PER_S = 1e8  # where nothing could be measured
+_SLOW_BYTES_PER_S = 1e8  # assumed if no measurement succeeded
 _PROBE, _PROBE_BYTES = "probe", 2 * BLOCK_BYTES
 _TIMEOUT_S, _TRIES = 5.0, 2
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedTier:
-    """A tier, and what may be read from it.
+    """An open tier and the identity of the blocks that may be read from it.
 
     Attributes:
-        tier: bytes under keys.
-        nature: of what may be read: model, precision, codec, layout.
-        secret: that salts are derived from; None where tenants' prefixes end with the engine.
-        makes_room: drop what was used longest ago where it is full; else its owner does.
+        tier: key-value storage of bytes.
+        nature: digest of model, precision, codec and layout of readable blocks.
+        secret: secret that salts are derived from; None if the prefixes of tenants are not reused
+            after the engine ends.
+        makes_room: evict least recently used blocks if the tier is full; else the store does.
     """
 
     tier: Tier
@@ -54,40 +55,40 @@ class OpenedTier:
     makes_room: bool
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
-        """Keep the blocks of an index here; the caller closes the tier where that fails.
+        """Store the blocks of a prefix index in this tier; on failure the caller closes the tier.
 
         Raises:
-            ConfigError: the tier does not hold one block, or cannot be reached.
+            ConfigError: the tier is smaller than one block, or cannot be reached.
         """
         try:
             byte_s = _seconds_per_byte(self.tier)
             record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
             store = PrefixStore(self.tier, self.nature, record_bytes, makes_room=self.makes_room)
         except StorageError as error:
-            raise ConfigError(f"prefixes cannot be kept: {error}") from error
+            raise ConfigError(f"prefixes cannot be stored: {error}") from error
         return PrefixTier(index, store, RateEstimator((_CALL_S, byte_s)))
 
 
 def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier | None:
-    """The tier a config asks for; None where it asks for none.
+    """Open the configured tier; None if no tier is configured.
 
     Raises:
-        ConfigError: options that do not go together, a folder that cannot be written or is in use,
-            a disk without room, an address that is none.
-        UnsoundCombination: prompts share no KV here, so there is nothing to keep.
+        ConfigError: conflicting options, a folder that cannot be written or is in use, a full
+            disk, or an invalid address.
+        UnsoundCombination: prompts share no KV, so there are no prefixes to store.
     """
-    kept = config.prefix_cache
-    disk_bytes = kept.disk_memory
-    _check(kept, pool)
-    if not (disk_bytes or kept.remote):
+    options = config.prefix_cache
+    disk_bytes = options.disk_memory
+    _check(options, pool)
+    if not (disk_bytes or options.remote):
         return None
     nature = _nature(pool, model)
-    if kept.remote:
-        host, port = _address(kept.remote)
+    if options.remote:
+        host, port = _address(options.remote)
         tier = NetworkTier(host, port, timeout_s=_TIMEOUT_S, tries=_TRIES)
-        _require_answer(tier)
+        _require_reachable(tier)
         return OpenedTier(tier, nature, None, makes_room=False)
-    folder = Path(kept.disk_path).expanduser()
+    folder = Path(options.disk_path).expanduser()
     disk = DiskTier(folder, disk_bytes)
     try:
         secret = _secret(folder / "secret")
@@ -101,28 +102,28 @@ def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
     disk_bytes = config.disk_memory
     if disk_bytes and config.remote:
         raise ConfigError(
-            "prefixes are kept on disk or in a store, not in both: leave out --disk-kv-memory or "
-            "--remote-kv"
+            "prefixes are stored on disk or in a remote store, not in both: leave out "
+            "--disk-kv-memory or --remote-kv"
         )
     if bool(disk_bytes) != bool(config.disk_path):
-        said, missing = "--disk-kv-memory", "--disk-kv-path FOLDER"
+        given, missing = "--disk-kv-memory", "--disk-kv-path FOLDER"
         if config.disk_path:
-            said, missing = "--disk-kv-path", "--disk-kv-memory SIZE"
-        raise ConfigError(f"{said} alone keeps nothing: say {missing} too")
+            given, missing = "--disk-kv-path", "--disk-kv-memory SIZE"
+        raise ConfigError(f"{given} has no effect alone: give {missing} too")
     if not (disk_bytes or config.remote):
         return
     if not config.enabled:
         raise ConfigError(
-            "what is kept on disk or in a store are cached prefixes, and the prefix cache is off: "
+            "--disk-kv-memory and --remote-kv store cached prefixes, and the prefix cache is off: "
             "leave out --no-enable-prefix-caching"
         )
     if pool.why_no_prefix is not None:
-        raise UnsoundCombination(f"no prefixes to keep: {pool.why_no_prefix}")
+        raise UnsoundCombination(f"no prefixes to store: {pool.why_no_prefix}")
     if statistics_used(pool.kv.memory.layout, ()):
         raise UnsoundCombination(
-            f"codec {pool.codec!r} keeps some tokens of a sequence beside its pages, which are not "
-            "stored with a prefix, so that none could be loaded: use a codec such as int8 or none, "
-            "or leave out --disk-kv-memory and --remote-kv"
+            f"codec {pool.codec!r} keeps recent tokens of a sequence outside its pages; they are "
+            "not stored with a prefix, so no prefix could be loaded: use a codec such as int8 or "
+            "none, or leave out --disk-kv-memory and --remote-kv"
         )
 
 
@@ -133,19 +134,19 @@ def _address(written: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _require_answer(tier: NetworkTier) -> None:
+def _require_reachable(tier: NetworkTier) -> None:
     try:
         _ = tier.total_bytes
     except StorageError as error:
         tier.close()
         raise ConfigError(
-            f"prefixes cannot be kept: {error}; start the store with quire kv-store, or leave out "
-            "--remote-kv"
+            f"prefixes cannot be stored: {error}; start the store with quire kv-store, or leave "
+            "out --remote-kv"
         ) from error
 
 
 def _nature(pool: KVPool, model: LoadedModel) -> str:
-    """A digest of all that stored bytes depend on besides tokens."""
+    """Digest of all inputs of stored bytes other than the tokens."""
     if model.folder is not None:
         weights: str | None = fingerprint_folder(model.folder)
     else:
@@ -159,40 +160,40 @@ def _nature(pool: KVPool, model: LoadedModel) -> str:
 
 
 def _secret(path: Path) -> bytes:
-    """What tenants' salts are derived from, kept beside what they separate.
+    """Read the secret that tenants' salts are derived from; create it in the tier's folder.
 
     Raises:
-        ConfigError: it cannot be read or written.
+        ConfigError: the file cannot be read or written.
     """
     try:
         with contextlib.suppress(FileNotFoundError):
             found = path.read_bytes()
             if len(found) == SECRET_BYTES:
                 return found
-        made, part = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".part")
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        created, partial_path = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".part")
+        handle = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(made)
+            file.write(created)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(partial_path, path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another folder") from error
-    return made
+    return created
 
 
 def _seconds_per_byte(tier: Tier) -> float:
-    """What reading takes, tried once; every load corrects it.
+    """Read speed of a tier, measured with one read; every load refines it.
 
     Raises:
         StorageError: the tier cannot be reached.
     """
     into = memoryview(bytearray(_PROBE_BYTES))
-    theirs = {k: at for k, at in tier.stored().items() if at.num_bytes and k[:5] != _PROBE}
-    for key, at in list(theirs.items())[:1]:
-        with contextlib.suppress(StorageError, CorruptData):  # or others drop it meanwhile
+    blocks = {k: at for k, at in tier.stored().items() if at.num_bytes and k[:5] != _PROBE}
+    for key, at in list(blocks.items())[:1]:
+        with contextlib.suppress(StorageError, CorruptData):  # another engine may drop the block
             return _read_s(tier, key, into[: at.num_bytes])
-    own = f"{_PROBE}-{secrets.token_hex(8)}"  # others may be probing too
+    own = f"{_PROBE}-{secrets.token_hex(8)}"  # another engine may measure at the same time
     try:
         tier.write(own, into)
         return _read_s(tier, own, into)
@@ -203,7 +204,7 @@ def _seconds_per_byte(tier: Tier) -> float:
 
 
 def _read_s(tier: Tier, key: str, into: memoryview) -> float:
-    """Seconds a byte of reading what lies there."""
+    """Seconds per byte to read the value of a key."""
     started_s = time.perf_counter()
     tier.read(key, into)
     return max(time.perf_counter() - started_s, _CALL_S) / into.nbytes
@@ -211,15 +212,15 @@ def _read_s(tier: Tier, key: str, into: memoryview) -> float:
 
 # ---- fingerprint ---------------------------------------------------------------------------------
 
-# Which weights a model has: KV that was kept by one model must never be read by another.
+# Fingerprint of a model's weights: a model must never load KV that another model stored.
 #
-# All bytes count: a model that was tuned a little may differ from its parent in a few rows only.
+# All bytes are hashed: a fine-tuned model may differ from its base model in a few rows only.
 
-_PIECE_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
 
 
 def fingerprint_folder(folder: Path) -> str:
-    """Of a folder's config and weight files: 0.4 s a GB that was read a moment ago."""
+    """Fingerprint of a folder's config and weight files: 0.4 s per GB in the page cache."""
     total = hashlib.blake2b(digest_size=16)
     files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.py")])
     for file in files:
@@ -229,7 +230,7 @@ def fingerprint_folder(folder: Path) -> str:
 
 
 def fingerprint_decoder(decoder: Decoder) -> str | None:
-    """Of a model that was made in memory; None where its weights cannot be looked at."""
+    """Fingerprint of a model without a folder; None if its weights cannot be read."""
     if not isinstance(decoder, TransformersDecoder):
         return None
     total = hashlib.blake2b(digest_size=16)
@@ -237,7 +238,7 @@ def fingerprint_decoder(decoder: Decoder) -> str | None:
     for name, tensor in decoder.model.state_dict().items():
         plain = tensor.detach().contiguous().cpu()
         if plain.is_mkldnn or not plain.numel():
-            return None  # packed, or of a layer that is brought
+            return None  # packed weights, or an offloaded layer
         bits = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
         total.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0{bits}\0".encode())
     return total.hexdigest()
@@ -246,6 +247,6 @@ def fingerprint_decoder(decoder: Decoder) -> str | None:
 def _sum(file: Path) -> int:
     total = 0
     with open(file, "rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            total = zlib.crc32(piece, total)
+        while data := opened.read(_READ_BYTES):
+            total = zlib.crc32(data, total)
     return total

@@ -1,4 +1,4 @@
-"""Options that were given and could have no effect: each is refused, with what to use instead."""
+"""Refuses options that would have no effect."""
 
 from collections.abc import Iterator
 
@@ -8,13 +8,13 @@ from quire.kv.stores.registry import STORES
 
 
 def refuse_without_effect(kv: KVConfig) -> None:
-    """Refuse options that nothing would read; before memory is allocated.
+    """Refuse options that would have no effect, before memory is allocated.
 
     Args:
-        kv: the KV memory.
+        kv: options of the KV memory.
 
     Raises:
-        ConfigError: names the option, why it has no effect, and what to use instead.
+        ConfigError: names the option, the reason, and the alternative.
     """
     for problem in _problems(kv):
         raise ConfigError(problem)
@@ -24,11 +24,11 @@ def _problems(kv: KVConfig) -> Iterator[str]:
     if not kv.scratch:
         yield (
             "expected --scratch above 0, got 0: attention gathers at least one sequence's pages "
-            "at a time, so a bound of 0 bounds nothing; give a size such as 1MiB, or leave it out"
+            "at a time; give a size such as 1MiB, or leave it out"
         )
     if kv.store_tokens is not None and kv.store in STORES and not STORES[kv.store].run_lengths:
         contiguous = ", ".join(name for name, info in STORES.items() if info.run_lengths)
         yield (
             f"--kv-store-tokens {kv.store_tokens} has no effect: store {kv.store!r} reserves no "
-            f"memory for a sequence; use --kv-store with one of {contiguous}, or leave it out"
+            f"memory per sequence; use --kv-store with one of {contiguous}, or leave it out"
         )

@@ -1,4 +1,4 @@
-"""Builds the KV memory of an engine from what the user said and what the model is."""
+"""Builds the KV memory of an engine for a model and its options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,18 +51,18 @@ from quire.scheduler.step_size import refuse_nothing_shared
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """A KV memory ready for use, and why it is as it is.
+    """The KV memory of an engine and the resolved options behind it.
 
     Attributes:
-        kv: bookkeeping, bytes and backend.
-        rules: which tokens may leave.
-        eviction: the default rule, for the longest prompt there is.
-        stored_as: how numbers are stored.
-        reason: why this backend.
-        store: who gives lanes their pages.
-        batch_invariant: whether KV depends on the tokens alone.
-        host: where preempted sequences wait; None where they are read again.
-        offload: offloaded KV of running requests; None where all KV is in the KV memory.
+        kv: bookkeeping, bytes and attention backend.
+        rules: eviction rules.
+        eviction: the default rule, resolved for the longest prompt.
+        stored_as: storage format of keys and values.
+        reason: reason for the selected attention backend.
+        store: name of the store that places pages of lanes.
+        batch_invariant: whether KV depends only on the tokens before it.
+        host: swap space; None if preempted requests are recomputed.
+        offload: offloaded KV of running requests; None without KV offload.
     """
 
     kv: PagedKV
@@ -77,7 +77,7 @@ class KVPool:
 
     @property
     def codec(self) -> str:
-        """How numbers are stored, as it is written."""
+        """KV codec, as written in `--kv-codec`."""
         return self.stored_as.codec
 
     @property
@@ -89,7 +89,7 @@ class KVPool:
             f"{g.page_class.tokens} tokens"
             for g in memory.layout.groups
         )
-        offload = "" if self.offload is None else f"; on the host: {self.offload.why}"
+        offload = "" if self.offload is None else f"; KV offload: {self.offload.why}"
         no_cache = "" if self.why_no_prefix is None else f"; prefix cache off: {self.why_no_prefix}"
         return (
             f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
@@ -98,7 +98,7 @@ class KVPool:
 
     @property
     def why_no_prefix(self) -> str | None:
-        """Why prompts that begin alike share no KV here, whatever was asked; None if they can."""
+        """Reason why prompts cannot share the KV of a common prefix; None if they can."""
         together = UNSOUND_TOGETHER[PRE_ROPE, PREFIX_CACHE] if self.rules.rerotates_keys else None
         why = together or unsound(self.store, PREFIX_CACHE)
         return None if why is None else str(why)
@@ -111,17 +111,17 @@ def build_pool(
     member: PoolMember | None = None,
     running: Sequence[Request] = (),
 ) -> KVPool:
-    """Allocate the arena and all that belongs to it.
+    """Allocate the arena, swap space and KV offload of an engine.
 
     Args:
-        model: whose KV it will hold.
-        config: the KV memory.
-        schedule: steps and queues.
-        member: a place in a pool that several models share; None allocates one of its own.
-        running: requests that hold KV; the scheduler's own list.
+        model: model whose KV is stored.
+        config: options of the KV memory.
+        schedule: options of the scheduler.
+        member: membership in a shared KV memory; None allocates a separate arena.
+        running: the scheduler's list of running requests.
 
     Raises:
-        ConfigError: an option that cannot be; raised before the arena is allocated.
+        ConfigError: invalid or conflicting options; raised before the arena is allocated.
     """
     plan = _plan_pool(model, config, schedule)
     layout, device, mover = plan.layout, model.decoder.device, plan.backend.move
@@ -159,7 +159,7 @@ def build_pool(
 
 @dataclass(frozen=True, slots=True)
 class _PoolPlan:
-    """What a pool will be, before a byte of it is allocated; `KVPool` explains the names."""
+    """Resolved options of a pool before its allocation; `KVPool` explains the names."""
 
     stored_as: StoredAs
     rules: EvictionRules
@@ -170,10 +170,10 @@ class _PoolPlan:
 
 
 def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> _PoolPlan:
-    """Resolve the options of a pool and refuse those that do not go together.
+    """Resolve the options of a pool and refuse conflicting options.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: invalid or conflicting options.
     """
     refuse_without_effect(config)
     refuse_nothing_shared(
@@ -231,27 +231,27 @@ def _make_rules(
 
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:
-    """A store that reserves lanes ahead must know how long they get, whoever asks for what."""
+    """Refuse rules whose lane lengths are unknown to a store that reserves lanes in advance."""
     if config.store != "paged" and rules.default.budget.needs_prompt:
         raise UnsoundCombination(
-            f"store {config.store!r} reserves lanes before a prompt is read, and the budget of "
-            f"{config.evict!r} divides the cap behind it; use --kv-store paged"
+            f"store {config.store!r} reserves lanes before prefill, and the budget of "
+            f"{config.evict!r} divides the cap after prefill; use --kv-store paged"
         )
     if config.store != "paged" and config.evict_allow.strip() not in ("", "none"):
         raise UnsoundCombination(
-            f"store {config.store!r} reserves lanes as long as --evict lets them get, and with "
-            f"--evict-allow {config.evict_allow!r} requests could ask for longer ones; use "
+            f"store {config.store!r} reserves lanes of the length that --evict allows, and with "
+            f"--evict-allow {config.evict_allow!r} requests could need longer lanes; use "
             "--kv-store paged or leave out --evict-allow"
         )
 
 
 def _check_pre_rope(model: LoadedModel, rules: EvictionRules) -> None:
-    """Keys can be stored before RoPE only where it is known what RoPE does."""
+    """Refuse pre-RoPE keys for models whose RoPE cannot be applied separately."""
     why = model.decoder.prepare_pre_rope() if rules.rerotates_keys else None
     if why is not None:
         raise UnsoundCombination(
-            f"'streaming' stores keys before RoPE and turns them when they are attended, but {why};"
-            " use 'sinks', which keeps the same tokens at the positions they had"
+            f"'streaming' stores pre-RoPE keys and rotates them in attention, but {why}; use "
+            "'sinks', which retains the same tokens at their original positions"
         )
 
 
@@ -278,11 +278,11 @@ def _own_memory(
 def _check_member(config: KVConfig, member: PoolMember) -> None:
     if config.memory is not None:
         raise ConfigError(
-            f"the KV memory of {config.memory} and a place in a shared pool exclude each other: "
-            f"{member.name!r} has {member.guaranteed_bytes:,} B there; leave memory at auto"
+            f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "
+            f"{member.guaranteed_bytes:,} B to {member.name!r}; leave memory at auto"
         )
     if config.store != "paged":
         raise UnsoundCombination(
-            f"store {config.store!r} keeps its pages in a row and cannot borrow single slabs of a "
+            f"store {config.store!r} needs contiguous pages and cannot use single slabs of a "
             "shared pool: use the store 'paged'"
         )

@@ -1,7 +1,7 @@
-"""Runs a step: one flat batch through the decoder, attention over the rows' pages.
+"""The model runner: runs the tokens of a step through the decoder with paged attention.
 
-A step larger than a batch runs as several. With a fixed number of rows every batch is padded to it,
-and a request's tokens are cut where a batch is full.
+A step larger than a batch runs as several batches. With a fixed number of rows, every batch is
+padded to that number, and the tokens of a request are split between batches.
 """
 
 import time
@@ -25,18 +25,18 @@ from quire.scheduler.step_size import StepSize
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Rows of a step that run as one batch.
+    """A batch of a step, ready for the decoder.
 
     Attributes:
-        batch: what the decoder is given.
-        wanted: (request, first position, rows) of the logits.
+        batch: input of the decoder.
+        wanted: (request, first position, rows) of the needed logits.
     """
 
     batch: Batch
     wanted: list[tuple[Request, int, int]]
 
     def results(self, logits: Tensor) -> list[StepLogits]:
-        """The batch's logits, by request."""
+        """Split the batch's logits by request."""
         counts = [count for _, _, count in self.wanted]
         parts = torch.split(logits[: sum(counts)], counts)
         return [
@@ -46,14 +46,14 @@ class _Prepared:
 
 
 class Runner:
-    """Turns step plans into logits.
+    """Computes the logits of step plans.
 
     Args:
-        decoder: computes them.
-        kv: the memory.
-        times: told what preparing took.
-        step: how large a batch is; a larger step runs as several, layer by layer.
-        fixed_rows: rows of every forward; None: as many as a batch has tokens.
+        decoder: the model.
+        kv: the KV memory.
+        times: accumulates the time of input preparation.
+        step: batch size; a larger step runs as several batches, layer by layer.
+        fixed_rows: rows of every forward pass; None: one row per token of the batch.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[StepLogits]:
-        """Process a step's tokens.
+        """Run a step's tokens through the model.
 
         Args:
-            plan: the memory has grown for it.
+            plan: a step whose pages have been allocated.
 
         Returns:
-            For each request that needs any: the logits of its last token when it was the last
-            known one, or of all its tokens when prompt log-probabilities were asked for.
+            For each request that needs logits: those of its last token if it has no uncomputed
+            tokens left, or of all its tokens if it needs prompt log-probabilities.
         """
         results = []
         for variant in sorted({r.spec.rope_variant for r in plan.requests}):
@@ -110,21 +110,21 @@ class Runner:
 
     def _forward(self, batches: list[Batch], variant: int) -> list[Tensor]:
         if len(batches) > 1:
-            assert isinstance(self._decoder, LayerByLayer), "larger steps are for those"
+            assert isinstance(self._decoder, LayerByLayer), "several batches need layer-by-layer"
             return self._decoder.forward_together(batches, rope_variant=variant)
         (one,) = batches
         ids, places, samples = one.token_ids, one.positions, one.sample_rows
         return [self._decoder.forward(ids, places, samples, one.attention, rope_variant=variant)]
 
     def _prepare(self, rows: list[RowPart]) -> _Prepared:
-        rows.sort(key=lambda row: row.tokens != 1)  # rows of one token first: they decode together
+        rows.sort(key=lambda row: row.tokens != 1)  # decode rows before prefill rows
         token_ids: list[int] = []
         logical: list[int] = []
         for row in rows:
             start = row.request.progress.num_computed + row.done
             token_ids += row.request.token_ids(start, start + row.tokens)
             logical += range(start, start + row.tokens)
-        # RoPE rotates nothing at position 0: keys are computed as their pages store them
+        # RoPE is the identity at position 0: pages store pre-RoPE keys
         positions = logical if self._kv.rotated else [0] * len(logical)
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
@@ -159,13 +159,13 @@ class Runner:
 def in_batches(
     rows: list[tuple[Request, int]], batch_tokens: int
 ) -> list[list[tuple[Request, int]]]:
-    """Cut a step into batches; a row is never cut.
+    """Split a step into batches without splitting rows.
 
-    In the order in which rows were planned: one may read what an earlier one writes in this step.
+    Rows keep their planned order: a row may read KV that an earlier row of the step writes.
 
     Args:
         rows: (request, tokens).
-        batch_tokens: of a batch at most, where it has more than one row.
+        batch_tokens: maximum tokens of a batch with more than one row.
     """
     batches: list[list[tuple[Request, int]]] = [[]]
     left = batch_tokens
@@ -179,7 +179,7 @@ def in_batches(
 
 
 def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
-    """(request, first row of the flat batch, rows) whose logits are needed."""
+    """Yield (request, first row of the flat batch, rows) of the needed logits."""
     start = 0
     for row in rows:
         request = row.request
@@ -191,7 +191,7 @@ def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
 
 
 def _joined(results: list[StepLogits]) -> list[StepLogits]:
-    """One result for each request: parts of a prompt that is scored come one after the other."""
+    """Concatenate the logits of each request: a scored prompt may span several batches."""
     by_request: dict[int, list[StepLogits]] = {}
     for result in results:
         by_request.setdefault(id(result.request), []).append(result)
@@ -204,30 +204,30 @@ def _joined(results: list[StepLogits]) -> list[StepLogits]:
 
 
 class StepBridge:
-    """Lets a decoder's layers talk to a step's attention."""
+    """Adapter between a decoder's layers and the attention of a step."""
 
     def __init__(self, step: StepAttention) -> None:
         self._step = step
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Pass the call on; the lane group knows the window."""
+        """Forward the call; the lane group sets the window."""
         math = AttentionMath(call.scale, call.softcap, call.sinks)
         return self._step.attend(call.layer, math, query, key, value, call.rotary)
 
     @property
     def wants_residual_similarity(self) -> bool:
-        """Whether any row remembers how much attention changes the residual stream."""
+        """Whether any row records the residual cosine similarity of attention."""
         return self._step.wants_residual_similarity
 
     @property
     def wants_inputs(self) -> bool:
-        """Whether what layers' attention is given is kept."""
+        """Whether the inputs of the layers' attention are stored."""
         return self._step.wants_inputs
 
     def note_input(self, layer: int, inputs: Tensor) -> None:
-        """Pass on what a layer's attention is given."""
+        """Forward the attention input of a layer."""
         self._step.note_input(layer, inputs)
 
     def note_residual_similarity(self, layer: int, cosines: Tensor) -> None:
-        """Pass on how much it did in a layer."""
+        """Forward the residual cosine similarity of a layer."""
         self._step.note_residual_similarity(layer, cosines)

@@ -1,12 +1,12 @@
-"""One KV memory for several models in one process, each sure of a part of it.
+"""One KV memory shared by several models in one process, each with a guaranteed size.
 
     pool = SharedPool("64MiB")
     big = Engine(big_model, pool=pool.join("big", guaranteed="40MiB"))
     small = Engine(small_model, pool=pool.join("small", guaranteed="8MiB", burst="16MiB"))
 
-The engines of a pool are stepped in one thread, one after the other: what one needs back, another
-gives between two of its own steps. `AsyncLLM`, which has a thread of its own, takes none of them.
-An engine that is idle may leave; one that cannot be made has never joined.
+One thread steps the engines of a pool, one after the other: an engine frees memory for another
+between two of its steps. `AsyncLLM` steps its engine in a separate thread and cannot use a pool.
+An idle engine may leave the pool. If the construction of an engine fails, it leaves the pool.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,15 +30,16 @@ from quire.tenancy.tenants import check_tenant_name
 
 
 class SharedPool:
-    """The bytes, and who is in.
+    """A KV memory with several members.
 
     Args:
-        total_bytes: of all members together, a number or a size such as 64MiB.
-        device: where they lie, and where the members' models must.
-        slab_bytes: grain of what is lent; None takes about 2 MiB, at most 1/64 of a small pool.
+        total_bytes: size of the pool, in bytes or as a size such as 64MiB.
+        device: device of the pool and of the members' models.
+        slab_bytes: allocation granularity; default: about 2 MiB, at most 1/64 of a small pool.
 
     Raises:
-        ConfigError: more than is free, or not one slab; nothing was allocated.
+        ConfigError: the size exceeds the free memory or is below one slab; raised before
+            allocation.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class SharedPool:
         requested_bytes, free_bytes = parse_size(total_bytes), free_device_bytes(self.device)
         if requested_bytes > free_bytes:
             raise ConfigError(
-                f"a shared KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B "
+                f"a shared KV memory of {requested_bytes:,} B exceeds the {free_bytes:,} B "
                 "that "
                 f"are free on {self.device}; lower total_bytes"
             )
@@ -64,20 +65,20 @@ class SharedPool:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all members together, in whole slabs."""
+        """Size of the pool, in whole slabs."""
         return self.arena.total_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of slabs that nobody holds."""
+        """Bytes of free slabs."""
         return len(self.arena.free) * self.arena.slab_bytes
 
     def held_bytes(self, name: str) -> int:
-        """Bytes of the slabs that a member holds."""
+        """Bytes of the slabs of a member."""
         return len(self.arena.members[name].held) * self.arena.slab_bytes
 
     def store(self, mover: Callable[[MovedSlots], None]) -> PageStore:
-        """The bytes as one member sees them.
+        """The page store of one member, over the pool's memory.
 
         Args:
             mover: copies the member's slots.
@@ -87,25 +88,25 @@ class SharedPool:
     def join(
         self, name: str, *, guaranteed: int | str, burst: int | str | None = None
     ) -> "PoolMember":
-        """A place in the pool, for one engine.
+        """Add a member to the pool, for one engine.
 
         Args:
             name: unique, of letters, digits, '_', '.' and '-'.
-            guaranteed: bytes that the engine gets whenever it needs them; a request must fit them.
-            burst: bytes it may borrow above that; None bounds nothing.
+            guaranteed: bytes always available to the engine; every request must fit them.
+            burst: limit of bytes beyond the guarantee; None: no limit.
 
         Raises:
-            ConfigError: a name twice, or guarantees that add up to more than the pool.
+            ConfigError: a duplicate name, or guarantees that exceed the size of the pool.
         """
         check_tenant_name(name, "member")
         if name in self._promised:
-            raise ConfigError(f"two members of the shared pool are called {name!r}")
+            raise ConfigError(f"two members of the shared pool are named {name!r}")
         guaranteed_bytes = parse_size(guaranteed)
         promised_bytes = sum(self._promised.values())
         if promised_bytes + guaranteed_bytes > self.total_bytes:
             raise ConfigError(
-                f"member {name!r} asks for {guaranteed_bytes:,} B, of {self.total_bytes:,} B "
-                f"{promised_bytes:,} B are promised already ({', '.join(self._promised)}); lower "
+                f"member {name!r} needs {guaranteed_bytes:,} B, but {promised_bytes:,} B of "
+                f"{self.total_bytes:,} B are guaranteed to {', '.join(self._promised)}; lower "
                 "guaranteed= or raise total_bytes"
             )
         self._promised[name] = guaranteed_bytes
@@ -114,77 +115,78 @@ class SharedPool:
         )
 
     def leave(self, name: str) -> None:
-        """Give a member's place back, and drop what its engine has cached.
+        """Remove a member and drop the cached prefixes of its engine.
 
-        The engine takes no more requests. Others may be guaranteed its bytes at once.
+        The engine accepts no more requests. The member's guarantee is available at once.
 
         Args:
-            name: of the member, with an engine or without.
+            name: name of the member, with or without an engine.
 
         Raises:
-            ConfigError: nobody is called so, or requests of its engine run or wait.
+            ConfigError: an unknown name, or requests of the member's engine are running or
+                waiting.
         """
         if name not in self._promised:
-            known = ", ".join(self._promised) or "nobody is in"
-            raise ConfigError(f"no member of the shared pool is called {name!r} ({known})")
+            known = ", ".join(self._promised) or "none"
+            raise ConfigError(f"no member of the shared pool is named {name!r}; members: {known}")
         scheduler = self._schedulers.get(name)
         if scheduler is not None and scheduler.has_work:
             raise ConfigError(
                 f"member {name!r} cannot leave: {len(scheduler.running)} requests of its engine "
-                f"run and hold {self.held_bytes(name):,} B, {scheduler.num_waiting} wait; step it "
-                "until has_work is False, or cancel them"
+                f"are running and hold {self.held_bytes(name):,} B, {scheduler.num_waiting} are "
+                "waiting; step the engine until has_work is False, or cancel them"
             )
         if scheduler is not None:
             scheduler.sequence_memory.sharing.drop_cached()
         self.forget(name)
 
     def attach(self, name: str, scheduler: Scheduler) -> None:
-        """Register the scheduler of a member's engine, which frees memory for the others."""
+        """Register the scheduler of a member's engine; it frees memory for other members."""
         self._schedulers[name] = scheduler
 
     def _preempt(self, name: str) -> bool:
-        """Have a member's engine free memory; False where it has none, or nothing left to free."""
+        """Preempt a request of a member's engine; False if there is no engine or request."""
         scheduler = self._schedulers.get(name)
         return scheduler is not None and scheduler.preempt_one()
 
     def refuse_if_not_free(self, name: str) -> None:
-        """Refuse an engine whose place is not there for it.
+        """Refuse a second engine for a member, and an engine for a member that has left.
 
         Raises:
-            ConfigError: an engine has it already, or it was given back.
+            ConfigError: the member has an engine, or has left the pool.
         """
         if name in self._schedulers:
-            raise ConfigError(f"two members of the shared pool are called {name!r}")
+            raise ConfigError(f"two members of the shared pool are named {name!r}")
         if name not in self._promised:
-            raise ConfigError(f"the place of {name!r} was given back; join the shared pool again")
+            raise ConfigError(f"member {name!r} has left; join the shared pool again")
 
     def forget(self, name: str) -> None:
-        """Let go of a member that holds nothing, wherever it was on its way in or out."""
+        """Remove a member that holds no pages, with or without an engine."""
         if name in self.arena.members:
             self.arena.leave(name)
         self._schedulers.pop(name, None)
         del self._promised[name]
 
     def check(self) -> None:
-        """Prove that every slab is free or one member's.
+        """Verify that every slab is free or belongs to exactly one member.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a slab does not.
         """
         self.arena.check()
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """A place in a shared pool, for one engine. Make with `SharedPool.join`.
+    """Membership of one engine in a shared pool; created by `SharedPool.join`.
 
-    An engine that cannot be made gives it back: join again for another try.
+    If the construction of the engine fails, the member leaves the pool: join again to retry.
 
     Attributes:
-        pool: the bytes.
-        name: unique in it.
-        guaranteed_bytes: what its engine gets whenever it needs it.
-        burst_bytes: what it may borrow above; None bounds nothing.
+        pool: the shared pool.
+        name: unique in the pool.
+        guaranteed_bytes: bytes always available to the engine.
+        burst_bytes: limit of bytes beyond the guarantee; None: no limit.
     """
 
     pool: SharedPool
@@ -199,15 +201,15 @@ class PoolMember:
         device: torch.device,
         mover: Callable[[MovedSlots], None],
     ) -> KVMemory:
-        """The bookkeeping of an engine in the pool, over the pool's bytes.
+        """Create the KV memory of an engine over the pool's bytes.
 
         Raises:
-            ConfigError: another device, a place that is taken, pages larger than slabs, or a
-                guarantee that holds not one token.
+            ConfigError: another device, a member that has an engine, pages larger than slabs, or
+                a guarantee below one token.
         """
         if device.type != self.pool.device.type:
             raise ConfigError(
-                f"the model lies on {device}, the shared pool on {self.pool.device}; give "
+                f"the model is on {device}, the shared pool on {self.pool.device}; give "
                 "SharedPool the model's device"
             )
         page_bytes = [page_class.page_bytes for page_class in layout.page_classes]
@@ -224,16 +226,16 @@ class PoolMember:
 
 @contextmanager
 def joining(member: PoolMember | None) -> Iterator[Callable[[Scheduler], None]]:
-    """Make an engine that has a place; the place is given back if that fails.
+    """Build an engine as a member of a pool; the member leaves the pool if the build fails.
 
     Args:
-        member: the place; None for an engine with a memory of its own.
+        member: membership in the pool; None for an engine with a separate KV memory.
 
     Yields:
-        What is to be told the engine's scheduler.
+        A function that registers the engine's scheduler.
 
     Raises:
-        ConfigError: an engine has the place already, or it was given back.
+        ConfigError: the member has an engine, or has left the pool.
     """
     if member is None:
         yield lambda scheduler: None

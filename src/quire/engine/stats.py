@@ -1,4 +1,4 @@
-"""Numbers an engine shows about itself."""
+"""Statistics of an engine: memory use and counters."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ from quire.tenancy.meter import TenantStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestBytes:
-    """What one running request holds.
+    """KV memory of one running request.
 
     Attributes:
-        request_id: whose.
-        tokens: logical length, the tokens processed so far.
-        kv_bytes: bytes of all pages it refers to.
+        request_id: id of the request.
+        tokens: logical length: tokens computed so far.
+        kv_bytes: bytes of all pages in its page table.
     """
 
     request_id: str
@@ -31,12 +31,12 @@ class RequestBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantBytes:
-    """What the requests of one tenant hold.
+    """KV memory of the requests of one tenant.
 
     Attributes:
-        tenant: whose.
-        num_requests: running and waiting.
-        kv_bytes: bytes of all pages its requests refer to; shared pages count in full for each.
+        tenant: name of the tenant.
+        num_requests: running and waiting requests.
+        kv_bytes: bytes of all pages of its requests; each request counts shared pages in full.
     """
 
     tenant: str
@@ -46,37 +46,37 @@ class TenantBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """The ledger of an engine.
+    """Statistics of an engine; counters count from its start.
 
     Attributes:
-        kv_total_bytes: the arena; used + free is always equal to it.
-        kv_used_bytes: pages in use, with what slab borders waste.
-        kv_free_bytes: the rest.
-        kv_peak_bytes: most bytes of pages in use at once so far, cached prefixes not counted.
-        scratch_peak_bytes: most gathered bytes held at once, outside the arena.
-        weight_bytes: parameters and buffers on the device, slots for brought layers included.
-        host_weight_bytes: of layers that are brought in every pass; 0 where all are on the device.
-        offloaded_weight_bytes: over the link so far.
+        kv_total_bytes: size of the arena; always used + free.
+        kv_used_bytes: pages in use, including the waste at slab borders.
+        kv_free_bytes: free bytes of the arena.
+        kv_peak_bytes: peak bytes of pages in use, without cached prefixes.
+        scratch_peak_bytes: peak bytes of gathered KV, outside the arena.
+        weight_bytes: parameters and buffers on the device, including slots for prefetched layers.
+        host_weight_bytes: weights of offloaded layers in CPU memory; 0 without weight offload.
+        offloaded_weight_bytes: weight bytes transferred to the device.
         num_running, num_waiting: requests with and without KV.
-        num_preemptions, num_steps: since the start.
-        num_evictions: times tokens of a request left since the start, repeated ones not counted.
-        evicted_tokens: that left then; of each request the mean over its lanes.
-        num_processed_tokens: tokens that went through the model, repeated reading included.
-        num_generated_tokens: tokens of answers.
-        times: where the steps' time went.
-        requests: who holds what.
-        tenants: the same, by tenant.
-        cached_bytes: pages of prefixes that no request uses: used, but given up when room is short.
-        host_bytes: KV of requests that wait with it in the host pool.
-        offloaded_bytes: KV of the first pages of running requests, on the host.
-        input_bytes: on the host beside it, what such KV can be made of again.
-        recomputed_tokens, cpu_attended_tokens: of first pages, whose KV was made again, and that
-            were attended to on the host, so far; each layer counted.
-        num_swaps: sequences moved to the host so far, tails included.
-        queried_tokens, cached_tokens: of all requests that entered: known then, and found in the
-            prefix cache.
-        served: what each tenant has had since the start.
-        tier: prefixes on disk or in a store; None without one.
+        num_preemptions, num_steps: preemptions and engine steps.
+        num_evictions: evictions of tokens, without those repeated by a recompute.
+        evicted_tokens: evicted tokens; for each request the mean over its lanes.
+        num_processed_tokens: tokens run through the model, including recomputed tokens.
+        num_generated_tokens: output tokens.
+        times: time per phase of the steps.
+        requests: KV memory of each running request.
+        tenants: KV memory of each tenant.
+        cached_bytes: cached pages that no request uses; in use, but evicted when pages run out.
+        host_bytes: KV of preempted requests in the swap space.
+        offloaded_bytes: KV of running requests offloaded to CPU memory.
+        input_bytes: activation checkpoints in CPU memory, from which offloaded KV is recomputed.
+        recomputed_tokens, cpu_attended_tokens: offloaded tokens whose KV was recomputed, and
+            offloaded tokens attended to on the CPU; each layer counts separately.
+        num_swaps: sequences swapped out, including partial swaps.
+        queried_tokens, cached_tokens: tokens of admitted requests looked up in the prefix cache,
+            and those found there.
+        served: work done for each tenant.
+        tier: statistics of the disk or network tier; None without one.
     """
 
     kv_total_bytes: int
@@ -112,7 +112,7 @@ class EngineStats:
 
     @property
     def kv_held_bytes(self) -> int:
-        """Bytes in use without cached prefixes that nobody uses."""
+        """Bytes in use without cached prefixes that no request uses."""
         return self.kv_used_bytes - self.cached_bytes
 
     def as_dict(self) -> dict[str, object]:
@@ -129,7 +129,7 @@ NO_OFFLOAD = {
 
 
 def request_bytes(requests: Iterable[Request], memory: KVMemory) -> tuple[RequestBytes, ...]:
-    """What each running request holds."""
+    """KV memory of each running request."""
     return tuple(
         RequestBytes(
             request_id=r.request_id,
@@ -143,7 +143,7 @@ def request_bytes(requests: Iterable[Request], memory: KVMemory) -> tuple[Reques
 def tenant_bytes(
     requests: Iterable[Request], held: Iterable[RequestBytes]
 ) -> tuple[TenantBytes, ...]:
-    """What the requests of each tenant hold, those that wait included."""
+    """KV memory of each tenant's running and waiting requests."""
     of_request = {found.request_id: found.kv_bytes for found in held}
     num_requests: Counter[str] = Counter()
     kv_bytes: Counter[str] = Counter()
@@ -157,7 +157,7 @@ def tenant_bytes(
 
 
 def memory_numbers(memory: KVMemory, model: LoadedModel) -> dict[str, int]:
-    """What a KV memory and weights take, under the names of `EngineStats`."""
+    """Sizes of KV memory and weights, with the names of `EngineStats`."""
     weights = model.weights
     return {
         "weight_bytes": model.weight_bytes,
@@ -172,7 +172,7 @@ def memory_numbers(memory: KVMemory, model: LoadedModel) -> dict[str, int]:
 
 
 def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
-    """What a scheduler has done, under the names of `EngineStats`."""
+    """Counters of a scheduler, with the names of `EngineStats`."""
     swapper, prefix = scheduler.preempter.swapper, scheduler.sequence_memory.sharing.prefix
     return {
         "num_running": len(scheduler.running),
@@ -198,7 +198,7 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     times: StepTimes,
     tier: TierStats | None,
 ) -> EngineStats:
-    """All numbers of an engine; see `EngineStats`."""
+    """Collect the statistics of an engine; see `EngineStats`."""
     memory = pool.kv.memory
     held = request_bytes(scheduler.running, memory)
     return EngineStats(

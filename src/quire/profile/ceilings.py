@@ -115,8 +115,8 @@ def measure_ceilings(
         read_one, copy_one = (
             median_rate(way, config) for way in (memory.read_rate, memory.copy_rate)
         )
-    progress(f"read  {read / 1e9:6.1f} GB/s, one thread {read_one / 1e9:6.1f}")
-    progress(f"copy  {copy / 1e9:6.1f} GB/s, one thread {copy_one / 1e9:6.1f}")
+    progress(f"memory read: {read / 1e9:.1f} GB/s, one thread {read_one / 1e9:.1f} GB/s")
+    progress(f"memory copy: {copy / 1e9:.1f} GB/s, one thread {copy_one / 1e9:.1f} GB/s")
     products = tuple(_products(config, progress))
     attention = measure_attention(config)
     for name, rate in attention.items():
@@ -153,7 +153,7 @@ def _products(config: ProfileConfig, progress: Callable[[str], None]) -> Iterabl
             for rows in config.rows:
                 rate = median_rate(ProductProbe(dtype, rows, inner, columns).rate, config)
                 shape = f"[{rows}, {inner}] x [{inner}, {columns}]"
-                progress(f"{dtype} {shape}: {rate / 1e9:,.0f} GFLOP/s")
+                progress(f"matrix product, {dtype} {shape}: {rate / 1e9:,.0f} GFLOP/s")
                 yield ProductRate(
                     dtype=dtype, rows=rows, inner=inner, columns=columns, flops_per_s=rate
                 )

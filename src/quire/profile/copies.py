@@ -181,8 +181,8 @@ def _measure_device(
         way = "scattered" if time.scattered else "packed"
         out, back = (time.num_bytes / s / 1e9 for s in (time.out_s, time.back_s))
         progress(
-            f"swap {device.type} {time.num_bytes / MIB:g} MiB, {way}: out {out:.2f} GB/s, "
-            f"back {back:.2f} GB/s"
+            f"swap {device.type}, {time.num_bytes / MIB:g} MiB, {way}: out {out:.2f} GB/s, "
+            f"in {back:.2f} GB/s"
         )
     probe = SwapProbe(device, max(sizes), scattered=True)
     return copy_rates(times, *probe.piece_seconds(repeats))

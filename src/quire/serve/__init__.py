@@ -1,1 +1,1 @@
-"""The HTTP service: OpenAI's completions and chat over one engine."""
+"""The HTTP server: OpenAI-compatible completions and chat completions over one engine."""

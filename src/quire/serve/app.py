@@ -1,4 +1,4 @@
-"""The server: an ASGI application over an engine, and how it is run."""
+"""The server: creates the ASGI application of an engine and runs it."""
 
 import asyncio
 import gc
@@ -24,18 +24,18 @@ from quire.serve.tenant_keys import KeyGuard, TenantKeys
 from quire.version import __version__
 
 DRAIN_S = 60
-"""How long open requests may go on after SIGTERM or SIGINT; a second SIGINT ends them at once."""
+"""Seconds that open requests may continue after SIGTERM or SIGINT; a second SIGINT ends them."""
 
 
 def create_app(
     llm: LLM, config: ServerConfig | None = None, *, tenant_keys: TenantKeys | None = None
 ) -> FastAPI:
-    """The application. Its lifespan starts the engine's thread and ends it.
+    """Create the application. Its lifespan starts and stops the engine's thread.
 
     Args:
-        llm: idle, and left to the application while that runs.
-        config: options of the server; None takes the defaults.
-        tenant_keys: the API keys of the tenants; None takes all requests for the default tenant's.
+        llm: an idle LLM, used only by the application while it runs.
+        config: options of the server; None: the defaults.
+        tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
     """
     config = config or ServerConfig()
     service = Service(llm, config, tenant_keys)
@@ -56,7 +56,7 @@ def create_app(
     app.include_router(KVEndpoints(service).router())
     install_error_handlers(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body)
-    app.add_middleware(KeyGuard, keys=service.keys)  # the last one added is the first that runs
+    app.add_middleware(KeyGuard, keys=service.keys)  # the middleware added last runs first
     return app
 
 
@@ -65,54 +65,55 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish open requests.
 
-    After SIGINT this returns; after SIGTERM the process ends by that signal, as others expect.
+    After SIGINT the function returns. After SIGTERM the process ends by that signal, which process
+    managers expect.
 
     Args:
-        llm: idle.
-        bound: has its address already; see `quire.serve.connection.bind`.
+        llm: an idle LLM.
+        bound: a bound socket; see `quire.serve.connection.bind`.
         config: options of the server.
-        tenant_keys: the API keys of the tenants; None takes all requests for the default tenant's.
+        tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
 
     Raises:
-        ConfigError: another process has begun to listen there meanwhile.
+        ConfigError: another process has started to listen at the address.
     """
     app = create_app(llm, config, tenant_keys=tenant_keys)
     protocol = partial(TimedConnection, header_timeout_s=config.header_timeout)
     server = uvicorn.Config(
         app,
-        http=protocol,  # type: ignore[arg-type]  # uvicorn calls it, as it calls a class
+        http=protocol,  # type: ignore[arg-type]  # uvicorn calls it like a class
         ws="none",
         log_level="warning",
         timeout_graceful_shutdown=DRAIN_S,
     )
-    # the model's objects live as long as the process: a large body would have them all traversed
+    # the model's objects are never freed: a collection after a large body must not traverse them
     gc.collect()
     gc.freeze()
-    # listen before the URL is printed, so that its readers can connect
+    # listen before printing the URL, so that clients can connect
     url = listen(bound)
     sys.stdout.write(f"Serving {config.served_model_name or llm.model.name} at {url}\n")
     sys.stdout.flush()
-    with suppress(KeyboardInterrupt):  # what SIGINT becomes when all is done
+    with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again after its shutdown
         DrainingServer(server, app.state.service).run(sockets=[bound])
 
 
 # ---- draining ------------------------------------------------------------------------------------
 
-# Shuts the server down in two steps: new requests are refused first, then the port is closed.
+# Shutdown in two steps: the server first refuses new requests, then closes the port.
 
 _POLL_S = 0.1
 _LEAST_CLOSING_S = 1
 
 
 class DrainingServer(uvicorn.Server):
-    """Uvicorn's server, which accepts connections until open requests have ended.
+    """Uvicorn's server, which accepts connections until all open requests have ended.
 
-    While they go on, `/health` answers 200 and `/ready` 503, so that a load balancer sends its
-    requests elsewhere. A second SIGINT ends the wait.
+    Meanwhile `/health` returns 200 and `/ready` 503, so that a load balancer sends requests to
+    other servers. A second SIGINT ends the wait.
 
     Args:
-        config: its `timeout_graceful_shutdown` is the time in seconds for both steps together.
-        service: told to drain.
+        config: its `timeout_graceful_shutdown` is the limit in seconds for both steps together.
+        service: the service to drain.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:

@@ -10,13 +10,13 @@ from quire.layout.sizes import parse_size
 
 UnknownFields = Literal["refuse", "warn"]
 MAX_ANSWERS = 2048
-"""Answers that one request may ask for: its prompts times the answers made for each."""
+"""Limit of the outputs of one HTTP request: its prompts times the sequences of each prompt."""
 
 LARGEST_PORT = 65_535
 MAX_TOKENIZER_THREADS = 64
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # run-time type checks in tests must not precede ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Options of the HTTP server.
@@ -27,50 +27,52 @@ class ServerConfig:
         ConfigError: a value of the wrong type or out of range.
     """
 
-    host: str = option("127.0.0.1", help="address to listen on", common=True)
-    port: int = option(8000, help="port to listen on; 0 takes a free port", common=True)
+    host: str = option("127.0.0.1", help="address to bind", common=True)
+    port: int = option(8000, help="port to bind; 0 selects a free port", common=True)
     served_model_name: str | None = option(
-        None, help="name of the model in requests; unset: the model's own name", common=True
+        None, help="model name in requests; unset: name of the model", common=True
     )
     tenant_keys: str | None = option(
         None,
-        help="TOML file with the API keys of each tenant; once there are keys, every path but "
-        "/health and /ready needs one",
+        help="TOML file with the API keys of each tenant; with keys, every path except /health "
+        "and /ready needs one",
         common=True,
     )
     unknown_fields: UnknownFields = option(
         "warn",
-        help="what a request with an unknown field gets: refuse (status 400) or warn (a log line "
-        "and the response header X-Ignored-Fields)",
+        help="response to unknown request fields: refuse (status 400) or warn (a log line and the "
+        "response header X-Ignored-Fields)",
     )
     max_body: Size = option(
         "8MiB",
-        help="largest request body, in bytes or a size; a larger body gets status 413",
+        help="maximum size of a request body, in bytes or a size; larger bodies get status 413",
         unit="bytes",
         parse=parse_size,
     )
     header_timeout: float = option(
         20.0,
-        help="seconds that a connection may take to send its request headers, and may pause while "
-        "it sends a body; then it is closed",
+        help="timeout in seconds for request headers, and for pauses within a request body; then "
+        "the connection is closed",
         unit="s",
     )
     tokenizer_threads: int = option(
         2,
-        help="threads that tokenize; with more than one, a tenant uses all but one of them",
+        help="tokenizer threads; with more than one, a tenant can use all except one",
     )
 
     def __post_init__(self) -> None:
         check_options(self)
         if not self.host:
             raise ConfigError(
-                "expected a host to listen on, got an empty text: give an address, such as 0.0.0.0 "
-                "for all, or leave it out"
+                "expected a host address, got an empty string: use 0.0.0.0 for all addresses of "
+                "this machine, or leave it out"
             )
         if not 0 <= self.port <= LARGEST_PORT:
             raise ConfigError(f"expected a port from 0 to {LARGEST_PORT}, got {self.port}")
         if self.served_model_name == "":
-            raise ConfigError("expected a served-model-name that is not empty; leave it out")
+            raise ConfigError(
+                "expected a served-model-name that is not empty; leave it out for the model's name"
+            )
         if not self.max_body:
             raise ConfigError("expected a max-body of at least 1 byte, got 0")
         if not 0 < self.header_timeout < math.inf:

@@ -1,7 +1,7 @@
-"""Connections: the socket, clients that do not finish, bodies that are too large.
+"""Connections: the server's socket, timeouts of slow clients, and the limit on body sizes.
 
-A connection that sends no whole request headers, or only a part of the body that they announce,
-costs a file descriptor and memory for as long as it is open.
+A connection with incomplete request headers or an incomplete body uses a file descriptor and
+memory as long as it is open.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from quire.errors import ConfigError
 from quire.layout.sizes import format_size
 from quire.serve.errors import error_response
 
-# HTTP connections that are closed when a client does not finish what it has begun to send.
+# Timeouts of HTTP connections whose client does not finish a request.
 
 
 class TimedConnection(H11Protocol):
-    """Uvicorn's HTTP/1.1 protocol with a limit on the time that a request takes to arrive.
+    """Uvicorn's HTTP/1.1 protocol with a timeout for incoming requests.
 
-    Headers must be there `header_timeout_s` after the connection is made, or after the first byte
-    of a further request. A body may pause for as long. What is left of a body whose response has
-    been sent already, such as a refused one, is discarded for as long.
+    Headers must be complete within `header_timeout_s` of the connection, or of the first byte of a
+    further request. Pauses within a body have the same limit. If the response was sent before the
+    end of the body, as for a refused body, the rest is discarded for at most that time.
 
     Args:
-        arguments: as uvicorn gives them.
-        header_timeout_s: see above.
-        options: as uvicorn gives them.
+        arguments: arguments of uvicorn.
+        header_timeout_s: timeout in seconds.
+        options: options of uvicorn.
     """
 
     def __init__(self, *arguments: object, header_timeout_s: float, **options: object) -> None:
@@ -42,29 +42,29 @@ class TimedConnection(H11Protocol):
         self._expects = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect request headers."""
+        """Start the timeout for request headers."""
         super().connection_made(transport)
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing any more."""
+        """Stop the timeout."""
         self._clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request."""
+        """Process received bytes of a request."""
         if self._expects == "body":
-            self._clear()  # a body has as long again after every part
+            self._clear()  # the timeout of a body restarts with every received segment
         super().data_received(data)
         self._update()
 
     def on_response_complete(self) -> None:
-        """Expect the rest of the body, where the response was sent before its end."""
+        """Expect the rest of the body if the response was sent before its end."""
         super().on_response_complete()
         self._update()
 
     def _update(self) -> None:
-        """Start, keep or end the time for what is expected now."""
+        """Start, keep or stop the timeout, depending on the expected part of the request."""
         expects = "" if self.transport.is_closing() else self._expected()
         if expects == self._expects and self._deadline is not None:
             return
@@ -74,7 +74,7 @@ class TimedConnection(H11Protocol):
             self._deadline = self.loop.call_later(self._timeout_s, self._close)
 
     def _expected(self) -> str:
-        """What the client has begun to send: "headers", "body", "rest" or nothing."""
+        """Expected part of the request: "headers", "body", "rest", or "" for none."""
         if self.conn.their_state is h11.IDLE:
             is_first = self.cycle is None
             return "headers" if is_first or self.conn.trailing_data[0] else ""
@@ -95,7 +95,7 @@ class TimedConnection(H11Protocol):
 
 # ---- body limit ----------------------------------------------------------------------------------
 
-# Refuses bodies that are too large, and returns the memory that a large one took.
+# Refuses bodies that are too large, and returns the memory of large bodies to the system.
 
 LARGE_BODY_BYTES = 1 << 20
 """After a request with a larger body, freed memory is returned to the system."""
@@ -108,23 +108,23 @@ class BodyTooLarge(HTTPException):
         super().__init__(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the body is larger than {most_bytes:,} B ({format_size(most_bytes)}): send a smaller "
-            "one, or start the server with a larger --max-body",
+            "body, or start the server with a larger --max-body",
         )
 
 
 class BodyLimit:
-    """ASGI middleware around the whole application.
+    """ASGI middleware that limits the size of request bodies.
 
     Args:
         app: the application.
-        most_bytes: of a body, however it is sent.
+        most_bytes: maximum size of a body, with and without a Content-Length.
     """
 
     def __init__(self, app: ASGIApp, most_bytes: int) -> None:
         self._app, self._most_bytes = app, most_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; a body that is announced as too large is not read."""
+        """Forward the request; a body whose Content-Length is too large is not read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -140,7 +140,7 @@ class BodyLimit:
 
 
 class _Counted:
-    """Counts the bytes of a body as they come, for a body whose length is not announced."""
+    """Counts the received bytes of a body, for bodies without a Content-Length."""
 
     def __init__(self, receive: Receive, most_bytes: int) -> None:
         self._receive, self._most_bytes = receive, most_bytes
@@ -162,38 +162,38 @@ def _announced_bytes(scope: Scope) -> int:
 
 # ---- listen --------------------------------------------------------------------------------------
 
-# The server's socket: bound before the model is loaded, so that a taken port is told at once.
+# The server's socket: bound before the model is loaded, so that a port in use is reported at once.
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has its address and does not accept connections yet.
+    """Create a socket that is bound but does not accept connections yet.
 
     Args:
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
+        host: address to bind.
+        port: port to bind; 0 selects a free port.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # elsewhere it lets two processes have one port
+        if os.name == "posix":  # on other systems it lets two processes bind one port
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind((host, port))
-    except (OSError, TypeError, UnicodeError) as error:  # the latter: no host has such a name
+    except (OSError, TypeError, UnicodeError) as error:  # the latter two: not a valid host name
         bound.close()
         raise _cannot_listen(host, port, error) from error
     return bound
 
 
 def listen(bound: socket.socket) -> str:
-    """Accept connections from now on; the URL of the API.
+    """Start to accept connections and return the URL of the API.
 
     Raises:
-        ConfigError: another process listens there since the socket was bound.
+        ConfigError: another process has started to listen at the address.
     """
     host, port = bound.getsockname()[:2]
     try:
@@ -206,6 +206,6 @@ def listen(bound: socket.socket) -> str:
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     reason = getattr(error, "strerror", None) or error
     return ConfigError(
-        f"cannot listen on {host} port {port}: {reason}; choose another --host or --port (0 takes "
-        "a free port)"
+        f"cannot listen on {host} port {port}: {reason}; choose another --host or --port (0 "
+        "selects a free port)"
     )

@@ -1,4 +1,4 @@
-"""The paths of the server, one method each."""
+"""The endpoints of the server, one method per path."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ from quire.serve.protocol import (
 )
 from quire.serve.responses import ChatWriter, CompletionWriter, Envelope, Writer
 from quire.serve.service import Service
-from quire.serve.streaming import Reply
+from quire.serve.streaming import GenerationResponse
 from quire.serve.tenant_keys import tenant_of
 from quire.serve.text import Prompt, Turn, template_kwargs, unread_fields, unread_kwargs
 from quire.version import __version__
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class Endpoints:
-    """Answers HTTP requests.
+    """Handlers of HTTP requests.
 
     Args:
-        service: started before the first request.
+        service: the service; it is started before the first request.
     """
 
     def __init__(self, service: Service) -> None:
@@ -45,7 +45,7 @@ class Endpoints:
         self._created = int(time.time())
 
     def router(self) -> APIRouter:
-        """All paths."""
+        """Create the router with all paths."""
         router = APIRouter(route_class=JsonRoute)
         router.add_api_route("/v1/completions", self.completions, methods=["POST"])
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
@@ -58,10 +58,10 @@ class Endpoints:
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         return router
 
-    # ---- answers -------------------------------------------------------------------------------
+    # ---- generation ----------------------------------------------------------------------------
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        """Continue prompts."""
+        """Generate completions of prompts."""
         with naming_fields_of(body):
             return await self._completions(body, request)
 
@@ -88,10 +88,10 @@ class Endpoints:
             for index in range(len(prompts) * num_choices)
         ]
         envelope = Envelope.of_completion(service.model_name, body.request_options())
-        return await self._reply(body, request, prompts, params, writers, envelope)
+        return await self._respond(body, request, prompts, params, writers, envelope)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate chat completions."""
         with naming_fields_of(body):
             return await self._chat(body, request)
 
@@ -104,17 +104,17 @@ class Endpoints:
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=template_kwargs(body, service.texts),
         )
-        room_tokens = service.room_tokens(len(prompt.token_ids))
-        params = chat_params(body, service.llm.model.generation.temperature, room_tokens)
+        available_tokens = service.available_tokens(len(prompt.token_ids))
+        params = chat_params(body, service.llm.model.generation.temperature, available_tokens)
         writers = [
             ChatWriter(index=index, pieces=service.pieces, wants_logprobs=bool(body.logprobs))
             for index in range(body.n or 1)
         ]
         envelope = Envelope.of_chat(service.model_name, body.request_options())
-        return await self._reply(body, request, [prompt], params, writers, envelope)
+        return await self._respond(body, request, [prompt], params, writers, envelope)
 
     def _check(self, body: Body, request: Request) -> None:
-        """Refuse another model's name and wrong fields; note the fields that are ignored."""
+        """Refuse another model's name and wrong fields; record the ignored fields."""
         self._service.check_draining()
         self._service.check_model(body.model)
         texts = self._service.texts
@@ -126,7 +126,7 @@ class Endpoints:
             logger.warning("%s: ignored unknown fields: %s", path, listed(unknown))
         request.state.ignored_fields = listed(unknown + unread_fields(body, texts))
 
-    async def _reply(
+    async def _respond(
         self,
         body: GenerationBody,
         request: Request,
@@ -135,7 +135,7 @@ class Endpoints:
         writers: Sequence[Writer],
         envelope: Envelope,
     ) -> Response:
-        answers = await self._service.submit(
+        outputs = await self._service.submit(
             [
                 replace(
                     GenerationRequest(prompt.token_ids, params, **body.request_options()),
@@ -145,19 +145,19 @@ class Endpoints:
                 for number, prompt in enumerate(prompts)
             ]
         )
-        reply = Reply(
-            answers=answers,
+        response = GenerationResponse(
+            outputs=outputs,
             writers=writers,
             envelope=envelope,
             choices_per_prompt=body.n or 1,
             options=body.stream_options or StreamOptions(),
         )
-        return reply.streamed() if body.stream else await reply.whole(request)
+        return response.streamed() if body.stream else await response.whole(request)
 
     # ---- text ----------------------------------------------------------------------------------
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
-        """Token ids of a text or a conversation."""
+        """Return the token ids of a text or a chat."""
         with naming_fields_of(body):
             return await self._tokenize(body, request)
 
@@ -192,7 +192,7 @@ class Endpoints:
         return (await texts.prompts([body.prompt], turn, add_special_tokens=adds_special))[0]
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         with naming_fields_of(body):
             return await self._detokenize(body, request)
 
@@ -204,24 +204,24 @@ class Endpoints:
     # ---- the server itself ---------------------------------------------------------------------
 
     async def models(self) -> Response:
-        """The one model that is served."""
+        """List the served model."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, name: str) -> Response:
-        """The same, by its name."""
+        """Return the served model by name."""
         self._service.check_model(name)
         return JSONResponse(self._card())
 
     async def health(self) -> Response:
-        """200 while the engine runs, else 503."""
+        """Return 200 while the engine runs, else 503."""
         return Response(status_code=200 if self._service.is_alive else 503)
 
     async def ready(self) -> Response:
-        """200 while new requests are accepted; 503 while the server drains, or without engine."""
+        """Return 200 while new requests are accepted; 503 during shutdown or without engine."""
         return Response(status_code=200 if self._service.is_ready else 503)
 
     async def version(self) -> Response:
-        """The version of Quire."""
+        """Return the version of Quire."""
         return JSONResponse({"version": __version__})
 
     def _card(self) -> dict[str, object]:

@@ -1,14 +1,14 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}.
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}.
 
-    400 BadRequestError       the request is wrong, or can never fit the KV memory
-    401 AuthenticationError   an API key that nobody has, or none where one is needed
+    400 BadRequestError       an invalid request, or a request that can never fit the KV memory
+    401 AuthenticationError   an unknown or missing API key
     404 NotFoundError         no such model, no such path
     413 ContentTooLargeError  a body over --max-body
-    415 UnsupportedMediaTypeError   a body that is not announced as JSON
-    500 InternalServerError   a bug, or an answer that failed on its way
+    415 UnsupportedMediaTypeError   a Content-Type other than JSON
+    500 InternalServerError   a bug, or a request that failed during generation
     503 ServiceUnavailable    the engine has stopped, or the server is shutting down
 
-What comes back of a client's own input is bounded: a large wrong request has a small answer.
+Quotes of a client's input are bounded: a large invalid request gets a small response.
 """
 
 import json
@@ -39,14 +39,14 @@ _TYPES = {
 
 
 class FieldError(RequestError):
-    """A field of the body is wrong."""
+    """An invalid field of the body."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message, param=param)
 
 
 class InvalidBody(HTTPException):
-    """A body that is JSON and not what its model expects."""
+    """A JSON body that fails validation."""
 
     def __init__(self, error: ValidationError) -> None:
         super().__init__(HTTPStatus.BAD_REQUEST)
@@ -55,49 +55,49 @@ class InvalidBody(HTTPException):
 
 
 class UnknownModel(RequestError):
-    """The body names a model that is not served here."""
+    """The body names a model that is not served."""
 
     def __init__(self, name: str, served: str) -> None:
         super().__init__(
-            f"The model `{bounded(name, 100)}` does not exist. Served here: `{served}`.",
+            f"The model `{bounded(name, 100)}` does not exist. This server serves `{served}`.",
             param="model",
         )
 
 
 class Unauthorized(RequestError):
-    """Nobody knows the API key."""
+    """An unknown or missing API key."""
 
 
 class Draining(QuireError):
-    """The server shuts down: open requests go on, new ones are refused."""
+    """The server is shutting down: open requests continue, new requests are refused."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down and accepts no new requests: send it again")
 
 
 class RequestFailed(QuireError):
-    """An accepted request ended with an error instead of an answer."""
+    """An accepted request ended with an error."""
 
 
 def bounded(text: str, most_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
-    """The text, cut where it is too long, and without what UTF-8 cannot say."""
+    """Truncate a text and escape characters that UTF-8 cannot encode."""
     if len(text) > most_characters:
         text = f"{text[:most_characters]}... ({len(text):,} characters)"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def error_body(error: QuireError) -> dict[str, object]:
-    """The body for an error of Quire's own."""
+    """Response body for a Quire error."""
     return _body(_status(error), str(error), getattr(error, "param", None))
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have every error answered in the one shape."""
-    app.add_exception_handler(QuireError, _answer_own)
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(InvalidBody, _answer_invalid)
-    app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(Exception, _answer_bug)
+    """Install handlers that return every error in OpenAI's format."""
+    app.add_exception_handler(QuireError, _handle_quire_error)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
+    app.add_exception_handler(InvalidBody, _handle_invalid_body)
+    app.add_exception_handler(HTTPException, _handle_http_exception)
+    app.add_exception_handler(Exception, _handle_bug)
 
 
 def _status(error: QuireError) -> HTTPStatus:
@@ -126,38 +126,38 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """The response for an error; its message is bounded."""
+    """Response for an error, with a bounded message."""
     return JSONResponse(_body(status, message, param), int(status), headers)
 
 
-async def _answer_own(_: Request, error: Exception) -> JSONResponse:
+async def _handle_quire_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, QuireError)
     return JSONResponse(error_body(error), int(_status(error)))
 
 
-async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
+async def _handle_validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     return _invalid(error.errors())
 
 
-async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
+async def _handle_invalid_body(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, InvalidBody)
     return _invalid(error.errors)
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]]) -> JSONResponse:
-    places = [_place(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
+    paths = [_field_path(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
     parts = [
-        f"{place or 'body'}: {_what_is_wrong(part)}"
-        for place, part in zip(places, errors, strict=False)
+        f"{path or 'body'}: {_what_is_wrong(part)}"
+        for path, part in zip(paths, errors, strict=False)
     ]
     if len(errors) > len(parts):
         parts.append(f"and {len(errors) - len(parts)} more")
-    return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), places[0] or None)
+    return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), paths[0] or None)
 
 
 def _what_is_wrong(part: Mapping[str, Any]) -> str:
-    """Pydantic's message in our words, with what was given where that is short."""
+    """Rewrite pydantic's message as expected and given value; a long value is truncated."""
     text = str(part["msg"]).removeprefix("Value error, ")
     if not text.startswith("Input should be "):
         return text
@@ -169,22 +169,22 @@ def _what_is_wrong(part: Mapping[str, Any]) -> str:
 def _shown(given: object) -> str:
     if isinstance(given, list | dict):
         return "a list" if isinstance(given, list) else "an object"
-    if isinstance(given, str):  # bounded first: it may be megabytes
+    if isinstance(given, str):  # truncated first: the value may have megabytes
         return bounded(json.dumps(given[: MOST_SHOWN + 1], ensure_ascii=False), MOST_SHOWN)
     return bounded(json.dumps(given, default=repr), MOST_SHOWN)
 
 
-def _place(location: tuple[object, ...]) -> str:
-    """Where in the body, such as messages.0.content; bounded, for keys are the client's own."""
-    names = [str(name) for name in location[1:] if name != "[key]"]  # pydantic's word for a key
+def _field_path(location: tuple[object, ...]) -> str:
+    """Path of a field in the body, such as messages.0.content; bounded: clients choose the keys."""
+    names = [str(name) for name in location[1:] if name != "[key]"]  # pydantic's marker for a key
     return bounded(".".join(names), 100)
 
 
-async def _answer_http(_: Request, error: Exception) -> JSONResponse:
+async def _handle_http_exception(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     return error_response(HTTPStatus(error.status_code), error.detail, headers=error.headers)
 
 
-async def _answer_bug(_: Request, error: Exception) -> JSONResponse:
-    message = f"{type(error).__name__} inside the server; its log says where"
+async def _handle_bug(_: Request, error: Exception) -> JSONResponse:
+    message = f"{type(error).__name__} inside the server; see the server log"
     return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, message)

@@ -1,4 +1,4 @@
-"""A bounded pool of threads in which tenants take turns."""
+"""A bounded thread pool with fair scheduling between tenants."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Work of a tenant, and the future that gets its result."""
+    """A job of a tenant, and the future for its result."""
 
     tenant: str
     work: Callable[[], Any]
@@ -22,7 +22,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Turns:
-    """The jobs of one tenant: its last turn, those that wait, oldest first, and how many run."""
+    """The jobs of one tenant: its last turn, its waiting jobs (oldest first), and running jobs."""
 
     last: int
     waiting: deque[_Job] = field(default_factory=deque)
@@ -30,15 +30,15 @@ class _Turns:
 
 
 class FairPool:
-    """Runs work in threads. All methods belong to one event loop.
+    """Runs jobs in threads. All methods must be called in one event loop.
 
-    The tenant with the fewest running jobs is next; among equals, the one whose last turn is
-    longest ago. A tenant that was idle ranks behind those that have waited for longer than a turn.
-    A tenant uses all threads but one: alone it cannot keep another's job waiting.
+    The next job belongs to the tenant with the fewest running jobs; ties are broken by the oldest
+    last turn. A tenant that was idle ranks after tenants that have waited for more than one turn.
+    A tenant can use all threads except one, so that it cannot block another tenant's job.
 
     Args:
-        threads: at most; with one, all tenants share it.
-        name: of the threads.
+        threads: maximum number of threads; a single thread is shared by all tenants.
+        name: prefix of the thread names.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -49,7 +49,7 @@ class FairPool:
         self._num_turns = 0
 
     def close(self) -> None:
-        """End the threads; work that has not begun does not run."""
+        """Stop the threads; waiting jobs are cancelled."""
         for turns in self._tenants.values():
             for job in turns.waiting:
                 job.done.cancel()
@@ -57,11 +57,11 @@ class FairPool:
         self._executor.shutdown(cancel_futures=True)
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """The result of `work`, when its turn has come.
+        """Run a job in a thread and return its result.
 
         Args:
-            tenant: on whose turn.
-            work: runs in a thread.
+            tenant: tenant of the job.
+            work: the job.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         turns = self._tenants.setdefault(tenant, _Turns(last=self._num_turns - 1))

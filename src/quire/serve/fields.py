@@ -1,9 +1,9 @@
-"""Fields of a request that the server does not read: which are ignored, refused or unknown.
+"""Request fields that the server does not read: ignored, unsupported or unknown.
 
     ignored       does not change the output: accepted with any value
-    unsupported   changes the output: refused, except null and values that ask for nothing
-    near miss     nearly spells a known field: refused, with the name that was probably meant
-    unknown       any other: refused, or ignored with a log line and a response header
+    unsupported   changes the output: refused, except null and values without an effect
+    near miss     similar to the name of a known field: refused, with that name
+    unknown       all others: refused, or ignored with a log line and a response header
 
 The server and `quire batch` use the same lists.
 """
@@ -101,7 +101,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "watermark": (False,),
     "xtc_probability": (0,),
-    # what a response carries
+    # contents of the response
     "kv_transfer_params": ({},),
     "n_probs": (0,),
     "prompt_logprobs": (),
@@ -111,9 +111,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "stream_interval": (1,),
     "top_logprobs": (0,),
 }
-"""Fields that change the output and are not supported, each with the values that ask for nothing.
+"""Unsupported fields that change the output, each with its values without an effect.
 
-A field that one endpoint reads is unsupported on the others: a body's own fields never get here.
+A field of one endpoint is unsupported on the other endpoints.
 """
 
 INSTEAD: Mapping[str, str] = {
@@ -134,15 +134,15 @@ INSTEAD: Mapping[str, str] = {
     "suppress_tokens": "bad_token_ids",
     "top_logprobs": "logprobs",
 }
-"""Names that other servers use, and the field of this server that does the same."""
+"""Field names of other servers, and the equivalent field of this server."""
 
 NESTED = frozenset({"extra_body", "options"})
-"""Objects that clients put fields into which belong into the body itself."""
+"""Objects in which some clients send fields that belong at the top level of the body."""
 
 MOST_NAMES = 20
 MOST_NAME_CHARACTERS = 64
 MOST_EXTRA_FIELDS = 64
-"""Fields beyond the declared ones in one object: each is compared with all known names."""
+"""Limit of undeclared fields in one object: each is compared with all known names."""
 
 _NEAR = 0.8
 
@@ -150,19 +150,19 @@ _NEAR = 0.8
 def unknown_fields(
     extra: Mapping[str, object], known: Iterable[str], *, inside: str = ""
 ) -> list[str]:
-    """Names among `extra` that are neither known, ignored nor unsupported.
+    """Names in `extra` that are neither known, ignored nor unsupported.
 
     Args:
-        extra: fields of a body that its model does not declare.
-        known: fields that it declares.
-        inside: the place that holds them, such as "stream_options."; "" for the body itself.
+        extra: undeclared fields of a body.
+        known: declared fields.
+        inside: path of the object with these fields, such as "stream_options."; "": the body.
 
     Raises:
-        RequestError: an unsupported field, one that nearly spells a known one, or too many.
+        RequestError: an unsupported field, a name similar to a known field, or too many fields.
     """
     if len(extra) > MOST_EXTRA_FIELDS:
         raise RequestError(
-            f"{len(extra)} fields are unknown, expected {MOST_EXTRA_FIELDS} at most: leave them out"
+            f"expected at most {MOST_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"
         )
     others = {name: value for name, value in extra.items() if value is not None}
     declared = tuple(known)
@@ -176,15 +176,15 @@ def unknown_fields(
 
 
 def temperature_of(do_sample: object, temperature: object) -> object:
-    """The temperature of a request, where `do_sample` false stands for 0 as in Transformers.
+    """The temperature of a request; `do_sample` false means 0, as in Transformers.
 
     Args:
-        do_sample: of the request; None where it does not say.
-        temperature: likewise.
+        do_sample: field of the request; None if unset.
+        temperature: field of the request; None if unset.
 
     Raises:
-        RequestError: `do_sample` is neither true nor false, or is false beside a temperature that
-            is not 0.
+        RequestError: `do_sample` is neither true nor false, or is false with a temperature other
+            than 0.
     """
     if do_sample is not None and not isinstance(do_sample, bool):
         raise RequestError("`do_sample` must be true or false", param="do_sample")
@@ -192,7 +192,7 @@ def temperature_of(do_sample: object, temperature: object) -> object:
         return temperature
     if temperature:
         raise RequestError(
-            f"`do_sample` false stands for `temperature` 0, got `temperature` {temperature!r:.40}: "
+            f"`do_sample` false means `temperature` 0, got `temperature` {temperature!r:.40}: "
             "leave one of them out",
             param="do_sample",
         )
@@ -200,20 +200,20 @@ def temperature_of(do_sample: object, temperature: object) -> object:
 
 
 def refusal(name: str) -> RequestError:
-    """The refusal of a field that is not like any other."""
+    """The error for an unknown field without a similar known name."""
     shown = shown_name(name)
     return RequestError(f"unknown field `{shown}`: leave it out", param=shown)
 
 
 def shown_name(name: str) -> str:
-    """A client's own name in printable ASCII, cut where it is too long."""
+    """A field name from a client in printable ASCII, truncated."""
     shown = name[:MOST_NAME_CHARACTERS].encode("ascii", "backslashreplace").decode()
     shown = "".join(letter if letter.isprintable() else "?" for letter in shown)
     return shown[:MOST_NAME_CHARACTERS]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a log line or a header: bounded, in printable ASCII, with commas."""
+    """Comma-separated names for a log line or a header: truncated, in printable ASCII."""
     shown = [shown_name(name) for name in names[:MOST_NAMES]]
     if len(names) > MOST_NAMES:
         shown.append(f"and {len(names) - MOST_NAMES} more")
@@ -224,17 +224,17 @@ def _unsupported(name: str, declared: tuple[str, ...]) -> RequestError:
     instead = INSTEAD.get(name)
     hint = f"use `{instead}`" if instead in declared else "leave it out"
     if name in NESTED:
-        hint = "write its fields into the body itself"
-    return RequestError(f"`{name}` is not supported here: {hint}", param=name)
+        hint = "send its fields at the top level of the body"
+    return RequestError(f"`{name}` is not supported: {hint}", param=name)
 
 
 def _refuse_near_misses(
     names: Iterable[str], choices: tuple[str, ...], inside: str = ""
 ) -> list[str]:
-    """The names with their place: none of them nearly spells a field that changes the output.
+    """Refuse names that are similar to a field that changes the output; return names with path.
 
     Raises:
-        RequestError: one does.
+        RequestError: a similar name; gives the known field.
     """
     found = []
     for name in names:
@@ -248,9 +248,9 @@ def _refuse_near_misses(
 
 @lru_cache(maxsize=4096)
 def nearest(name: str, choices: tuple[str, ...]) -> str | None:
-    """The choice that a name nearly spells; None where there is none.
+    """The most similar choice; None if no choice is similar.
 
-    Case, dashes and underscores do not count: `maxTokens` is `max_tokens`.
+    Case, dashes and underscores are ignored: `maxTokens` equals `max_tokens`.
     """
     if len(name) > MOST_NAME_CHARACTERS:
         return None

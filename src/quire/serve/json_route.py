@@ -1,4 +1,4 @@
-"""Reads JSON bodies and says where they are wrong; names ignored fields in the response."""
+"""Parses JSON bodies, reports the position of errors, and names ignored fields in responses."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from quire.serve.tenant_keys import tenant_of
 IGNORED_HEADER = "X-Ignored-Fields"
 
 MOST_INLINE_BYTES = 1 << 16
-"""A larger body is parsed and validated in the threads that tokenize, in turns of the tenants."""
+"""Larger bodies are parsed and validated in the tokenizer threads, with fair scheduling."""
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -27,17 +27,17 @@ class JsonRequest(Request):
     """A request whose body is JSON.
 
     Attributes:
-        model: of the body; None for a path that takes none.
+        model: model of the body; None for a path without a body.
     """
 
     model: type[BaseModel] | None = None
 
     async def json(self) -> Any:
-        """The body: as JSON gives it or, where it is large, as an object of its model.
+        """Parse the body; a large body is also validated and returned as an object of its model.
 
         Raises:
             HTTPException: 400 for a body that is not JSON, with the position.
-            InvalidBody: a large one that is not what its model expects.
+            InvalidBody: a large body that fails validation.
         """
         raw = await self.body()
         if len(raw) <= MOST_INLINE_BYTES or self.model is None:
@@ -48,10 +48,10 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A path whose POST bodies are JSON."""
+    """A route with JSON bodies."""
 
     def get_route_handler(self) -> Handler:
-        """The handler of the path, with `JsonRequest` as its request."""
+        """Create the handler of the route, with `JsonRequest` as its request."""
         handler = super().get_route_handler()
         field = self.body_field
         model: Any = None if field is None else field.field_info.annotation
@@ -71,17 +71,17 @@ class JsonRoute(APIRoute):
 
 
 def _read_large(raw: bytes, model: type[BaseModel]) -> object:
-    """The object of a large body. Nothing in it keeps other threads waiting for long."""
+    """Parse and validate a large body without blocking other threads for long."""
     with _naming_the_position():
         value = loads_in_slices(raw)
     if isinstance(value, dict) and len(value) > MOST_EXTRA_FIELDS + len(model.model_fields):
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
-            f"the body has {len(value)} fields, of which {MOST_EXTRA_FIELDS} may be unknown at "
-            "most: leave them out",
+            f"the body has {len(value)} fields, of which at most {MOST_EXTRA_FIELDS} may be "
+            "unknown: leave them out",
         )
     try:
-        return model.model_validate(value, from_attributes=True)  # as FastAPI does it
+        return model.model_validate(value, from_attributes=True)  # like FastAPI
     except ValidationError as error:
         raise InvalidBody(error) from None
 
@@ -91,19 +91,19 @@ def _naming_the_position() -> Iterator[None]:
     try:
         yield
     except json.JSONDecodeError as error:
-        place = f"character {error.pos + 1} (line {error.lineno}, column {error.colno})"
-        raise _not_json(f"{error.msg} at {place}") from None
+        position = f"character {error.pos + 1} (line {error.lineno}, column {error.colno})"
+        raise _not_json(f"{error.msg} at {position}") from None
     except UnicodeDecodeError as error:
         raise _not_json(f"byte {error.start + 1} is not {error.encoding}") from None
     except RecursionError:
-        raise _not_json("its brackets are nested too deep") from None
+        raise _not_json("brackets are nested too deeply") from None
     except TooManyNodes:
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
-            f"the body has more than {MOST_NODES:,} arrays, objects and members of objects: send "
-            "it in parts",
+            f"the body has more than {MOST_NODES:,} arrays, objects and members of objects: split "
+            "it into several requests",
         ) from None
-    except ValueError:  # Python's limit of digits
+    except ValueError:  # Python's limit on digits
         raise _not_json("an integer has more than 4,300 digits") from None
 
 
@@ -126,14 +126,14 @@ def _check_content_type(content_type: str | None) -> None:
 
 # ---- json slices ---------------------------------------------------------------------------------
 
-# Reads large JSON in slices, so that the thread that does it lets others run in between.
+# Parses large JSON in slices, so that other threads can run in between.
 #
-# `json.loads` is one call into C. However many threads there are, all of them wait until it
-# returns: 0.4 s for 8 MiB of token ids. Here Python code walks through arrays and objects, and
-# gives at most `_MOST_SCALARS` numbers and texts of an array at a time to `json.loads`.
+# `json.loads` is one call into C that holds the GIL: 0.4 s for 8 MiB of token ids. Here Python code
+# walks through arrays and objects, and passes at most `_MOST_SCALARS` numbers and strings of an
+# array to `json.loads` per call.
 
 MOST_NODES = 1 << 17
-"""Arrays, objects and members of objects in one body: each is handled one by one."""
+"""Limit of arrays, objects and members of objects in one body: each is parsed in Python."""
 
 _MOST_SCALARS = 4096
 _SCALAR = r'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^\s"\[\]{},:]++)'
@@ -148,11 +148,11 @@ class TooManyNodes(ValueError):
 
 
 def loads_in_slices(raw: bytes) -> object:
-    """The value that JSON stands for, as `json.loads` gives it.
+    """Parse JSON with the same result as `json.loads`.
 
     Raises:
-        ValueError: where `json.loads` raises one, and the same one.
-        RecursionError: brackets that are nested too deep.
+        ValueError: the same errors as `json.loads`.
+        RecursionError: brackets are nested too deeply.
         TooManyNodes: more than `MOST_NODES`.
     """
     text = raw.decode(json.detect_encoding(raw), "surrogatepass")
@@ -165,14 +165,14 @@ def loads_in_slices(raw: bytes) -> object:
 
 
 class _Reader:
-    """Reads values of one text; each method returns a value and the index after it."""
+    """Parser of one text; each method returns a value and the index after it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._nodes = 0
 
     def value(self, start: int) -> tuple[object, int]:
-        """Any value. `start` is where it begins."""
+        """Parse any value that begins at `start`."""
         opening = self._text[start : start + 1]
         if opening == "[":
             return self._array(start + 1)
@@ -207,13 +207,13 @@ class _Reader:
                 return members, start
 
     def _scalars(self, start: int, values: list[object]) -> int:
-        """Append the numbers and texts that a comma follows; where the rest begins."""
+        """Append numbers and strings that are followed by a comma; return the index after them."""
         while (run := _SCALARS.match(self._text, start)) is not None:
             try:
                 values += json.loads(f"[{run[0][:-1]}]")
             except json.JSONDecodeError as error:
-                place = start + error.pos - 1
-                raise json.JSONDecodeError(error.msg, self._text, place) from None
+                position = start + error.pos - 1
+                raise json.JSONDecodeError(error.msg, self._text, position) from None
             start = run.end()
         return start
 
@@ -230,7 +230,7 @@ class _Reader:
         return key, end + 1
 
     def _delimiter(self, end: int, closing: str) -> tuple[int, bool]:
-        """The index after a comma or a closing bracket, and whether it was that."""
+        """Index after a comma or closing bracket, and whether it was a closing bracket."""
         end = _skip(self._text, end)
         found = self._text[end : end + 1]
         if found not in (",", closing):
@@ -247,6 +247,6 @@ class _Reader:
 
 
 def _skip(text: str, start: int) -> int:
-    """The index after white space."""
+    """Index after white space."""
     space = _SPACES.match(text, start)
     return start if space is None else space.end()

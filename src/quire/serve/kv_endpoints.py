@@ -1,4 +1,4 @@
-"""The paths that show the KV memory: who holds it now, and what has happened to it."""
+"""The endpoints of the KV memory: the ledger and KV events."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -18,30 +18,30 @@ DEFAULT_EVENTS = 256
 
 
 class KVEndpoints:
-    """Answers HTTP requests about the KV memory.
+    """Handlers of HTTP requests about the KV memory.
 
     Args:
-        service: started before the first request.
+        service: the service; it is started before the first request.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def router(self) -> APIRouter:
-        """All paths."""
+        """Create the router with all paths."""
         router = APIRouter(prefix="/v1/kv")
         router.add_api_route("/ledger", self.ledger, methods=["GET"])
         router.add_api_route("/events", self.events, methods=["GET"])
         return router
 
     async def ledger(self, request: Request) -> JSONResponse:
-        """Who holds every byte, read between two steps; a tenant with a key sees its own part."""
+        """Return the ledger between two steps; a tenant with a key gets its own part."""
         tenant = self._only(request)
         found = await self._service.ledger()
         return JSONResponse(found if tenant is None else ledger_of(found, tenant))
 
     def _only(self, request: Request) -> str | None:
-        """Whose rows the caller may see; None for all, where no tenant has a key."""
+        """The tenant whose rows the client may see; None: all, if no tenant has a key."""
         return tenant_of(request) if self._service.keys.tells_tenants_apart else None
 
     async def events(
@@ -51,7 +51,7 @@ class KVEndpoints:
         since: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=KEPT_EVENTS)] = DEFAULT_EVENTS,
     ) -> JSONResponse:
-        """The newest events, oldest first; `since` the number of the last one already known."""
+        """Return the newest events, oldest first, with numbers above `since`."""
         tenant = self._only(request)
         _refuse_near_misses(request, ("kinds", "since", "limit"))
         events = await self._service.events(_wanted(kinds), since=since, most=KEPT_EVENTS)
@@ -60,7 +60,7 @@ class KVEndpoints:
 
 
 def _refuse_near_misses(request: Request, known: tuple[str, ...]) -> None:
-    """Refuse query parameters that nearly spell a known one."""
+    """Refuse query parameters that are similar to a known parameter."""
     for name in request.query_params:
         near = None if name in known else nearest(name, known)
         if near is not None:
@@ -69,7 +69,7 @@ def _refuse_near_misses(request: Request, known: tuple[str, ...]) -> None:
 
 
 def _wanted(kinds: str | None) -> tuple[str, ...]:
-    """Kinds between commas; all where nothing is said."""
+    """Parse comma-separated kinds of events; default: all kinds."""
     if kinds is None:
         return KINDS
     wanted = tuple(kind.strip() for kind in kinds.split(","))
@@ -78,27 +78,27 @@ def _wanted(kinds: str | None) -> tuple[str, ...]:
             raise FieldError(
                 "kinds",
                 f"there are no events of kind {bounded(kind, 40)!r}; choose from "
-                f"{', '.join(KINDS)}, with commas between several",
+                f"{', '.join(KINDS)}, separated by commas",
             )
     return wanted
 
 
 # ---- tenant ledger -------------------------------------------------------------------------------
 
-# The ledger as one tenant may see it: its own requests, and sums over these alone.
+# The ledger for one tenant: its own requests, and sums over these requests only.
 
 _AXES = ("codec", "exactness", "sharing", "references")
 
 
 def ledger_of(snapshot: Snapshot, tenant: str) -> Snapshot:
-    """The part of a ledger that is a tenant's own.
+    """Reduce a ledger to the part of one tenant.
 
-    Totals of the arena, of the swap space and of the prefix cache are left out, and the axes are
-    summed anew: each of them would tell what the other tenants hold.
+    Totals of the arena, the swap space and the prefix cache are left out, and the axes are summed
+    over the tenant's requests: the totals would reveal the memory use of other tenants.
 
     Args:
-        snapshot: of the engine.
-        tenant: whose.
+        snapshot: ledger of the engine.
+        tenant: name of the tenant.
     """
     requests = [row for row in snapshot["requests"] if row["tenant"] == tenant]
     return {

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's API. Nats, under the unmodified distribution."""
+"""Log-probabilities in the two formats of OpenAI's API, in nats, of the unmodified distribution."""
 
 from collections.abc import Sequence
 from itertools import accumulate, count
@@ -10,24 +10,25 @@ from quire.sampling.sampler import SampledToken, ScoredToken
 
 # ---- pieces --------------------------------------------------------------------------------------
 
-# What single tokens look like, for log-probabilities: their text and their bytes.
+# Text and bytes of single tokens, for log-probabilities.
 
 
 class TokenPieces:
     """Texts and bytes of a tokenizer's tokens.
 
     Args:
-        tokenizer: None for a model without one: tokens are then named by their ids.
+        tokenizer: tokenizer of the model; None: tokens are named by their ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}  # as large as the vocabulary at most
+        self._texts: dict[int, str] = {}  # at most one entry per vocabulary entry
 
     def text(self, token_id: int) -> str:
-        """The text a token adds to what is before it: with its leading space, where it has one.
+        """The text that a token appends to preceding text, including a leading space.
 
-        Decoded alone, SentencePiece tokens lose that space; so a token is decoded after itself.
+        A single SentencePiece token loses its leading space when decoded. The token is therefore
+        decoded twice in sequence, and the text of the first is removed.
         """
         if self._tokenizer is None:
             return f"token_id:{token_id}"
@@ -37,7 +38,7 @@ class TokenPieces:
         return self._texts[token_id]
 
     def raw(self, token_id: int) -> bytes:
-        """A token's bytes, exact also where they are only a part of a character."""
+        """The bytes of a token, exact even if they are an incomplete character."""
         text = self.text(token_id)
         if self._tokenizer is None or REPLACEMENT not in text:
             return text.encode()
@@ -55,9 +56,9 @@ class TokenPieces:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with (Radford et al. 2019, GPT-2).
+    """The characters that byte-level tokenizers use for bytes (Radford et al. 2019, GPT-2).
 
-    Printable bytes stand for themselves, the others for the letters from U+0100 on.
+    Printable bytes map to themselves, the others to the characters from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = count(0x100)
@@ -70,21 +71,21 @@ _BYTE_OF = _byte_level_alphabet()
 # ---- logprobs ------------------------------------------------------------------------------------
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
-Scored = SampledToken | ScoredToken | None  # None: the first token of a prompt, which has no score
+Scored = SampledToken | ScoredToken | None  # None: the first token of a prompt has no score
 
 
 def completion_logprobs(
     pieces: TokenPieces, token_ids: Sequence[int], scores: Sequence[Scored], first_offset: int
 ) -> dict[str, object]:
-    """The four columns of the completions API.
+    """The `logprobs` object of the completions API.
 
     Args:
-        pieces: of the model's tokenizer.
+        pieces: texts of the model's tokens.
         token_ids: the tokens.
-        scores: one for each of them.
-        first_offset: characters of the choice's text before the first of them.
+        scores: one score per token.
+        first_offset: number of characters of the choice's text before the first token.
     """
     tokens = [pieces.text(token_id) for token_id in token_ids]
     offsets = list(accumulate(map(len, tokens), initial=first_offset))
@@ -99,7 +100,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(pieces: TokenPieces, scores: Sequence[SampledToken]) -> dict[str, object]:
-    """The list of the chat API."""
+    """The `logprobs` object of the chat completions API."""
     content = [
         {
             **_chat_token(pieces, score.token_id, _logprob(score)),
@@ -114,7 +115,7 @@ def chat_logprobs(pieces: TokenPieces, scores: Sequence[SampledToken]) -> dict[s
 
 
 def _top_by_text(pieces: TokenPieces, score: SampledToken | ScoredToken) -> dict[str, float]:
-    """Likeliest first, then the token itself; of tokens with equal text the likeliest."""
+    """Most likely tokens first, then the token itself; tokens with equal text are merged."""
     top: dict[str, float] = {}
     for token_id, logprob in score.top_logprobs or ():
         top.setdefault(pieces.text(token_id), _clamped(logprob))
@@ -123,12 +124,12 @@ def _top_by_text(pieces: TokenPieces, score: SampledToken | ScoredToken) -> dict
 
 
 def _chat_token(pieces: TokenPieces, token_id: int, logprob: float) -> dict[str, object]:
-    piece = pieces.text(token_id)
-    return {"token": piece, "logprob": logprob, "bytes": list(pieces.raw(token_id))}
+    text = pieces.text(token_id)
+    return {"token": text, "logprob": logprob, "bytes": list(pieces.raw(token_id))}
 
 
 def _logprob(score: SampledToken | ScoredToken) -> float:
-    assert score.logprob is not None, "asked for with `logprobs`"
+    assert score.logprob is not None, "requested with `logprobs`"
     return _clamped(score.logprob)
 
 

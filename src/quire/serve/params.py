@@ -1,4 +1,4 @@
-"""From a request's fields to `SamplingParams`."""
+"""Converts the fields of a request to `SamplingParams`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 
 OPENAI_TEMPERATURE = 1.0
-"""OpenAI's default, for models that recommend none."""
+"""OpenAI's default, for models without a recommended temperature."""
 
 _SHARED = (
     {"min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
@@ -27,17 +27,17 @@ _SHARED = (
 
 
 def completion_params(body: CompletionBody, temperature: float | None) -> SamplingParams:
-    """Options of a completion.
+    """Sampling parameters of a completion.
 
     Args:
-        body: what was sent.
-        temperature: what the model recommends.
+        body: body of the request.
+        temperature: recommended temperature of the model.
 
     Raises:
-        RequestError: an option lies outside its range, or two do not go together.
+        RequestError: an option out of range, or conflicting options.
     """
-    said = _max_tokens(body)
-    max_tokens = COMPLETION_MAX_TOKENS if said is None else said
+    requested = _max_tokens(body)
+    max_tokens = COMPLETION_MAX_TOKENS if requested is None else requested
     if body.echo and body.logprobs is not None and body.stream:
         raise FieldError(
             "echo",
@@ -54,30 +54,30 @@ def completion_params(body: CompletionBody, temperature: float | None) -> Sampli
     )
 
 
-def chat_params(body: ChatBody, temperature: float | None, room_tokens: int) -> SamplingParams:
-    """Options of a chat.
+def chat_params(body: ChatBody, temperature: float | None, available_tokens: int) -> SamplingParams:
+    """Sampling parameters of a chat completion.
 
     Args:
-        body: what was sent.
-        temperature: what the model recommends.
-        room_tokens: what the prompt leaves, for an answer whose length is not said.
+        body: body of the request.
+        temperature: recommended temperature of the model.
+        available_tokens: default of `max_tokens`: tokens left in the context after the prompt.
 
     Raises:
-        RequestError: an option lies outside its range, or two do not go together.
+        RequestError: an option out of range, or conflicting options.
     """
     if body.top_logprobs and not body.logprobs:
         raise FieldError("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
-    said = _max_tokens(body)
+    requested = _max_tokens(body)
     return _params(
         body,
         temperature,
-        max_tokens=room_tokens if said is None else said,
+        max_tokens=available_tokens if requested is None else requested,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
 
 def _max_tokens(body: GenerationBody) -> int | None:
-    """OpenAI's newer name goes first where both are given."""
+    """`max_completion_tokens` (OpenAI's newer name) takes precedence over `max_tokens`."""
     if body.max_completion_tokens is None:
         return body.max_tokens
     return body.max_completion_tokens
@@ -86,18 +86,18 @@ def _max_tokens(body: GenerationBody) -> int | None:
 def _params(
     body: GenerationBody, temperature: float | None, **options: int | None
 ) -> SamplingParams:
-    said: dict[str, Any] = body.model_dump(include=_SHARED, exclude_none=True)
+    requested: dict[str, Any] = body.model_dump(include=_SHARED, exclude_none=True)
     own = temperature_of(body.do_sample, body.temperature)
     if own is not None:
-        said["temperature"] = own
+        requested["temperature"] = own
     if temperature is None and not body.use_beam_search:
-        said.setdefault("temperature", OPENAI_TEMPERATURE)
-    return SamplingParams(**said | options)
+        requested.setdefault("temperature", OPENAI_TEMPERATURE)
+    return SamplingParams(**requested | options)
 
 
 # ---- field names ---------------------------------------------------------------------------------
 
-# Names of the fields at fault: those that the body uses for the options of the engine.
+# Maps an invalid option of the engine to the field of the body that sets it.
 
 _PROMPT = ("prompt", "messages", "tokens")
 _BEAMS = ("beam_width", "best_of", "n", "use_beam_search")
@@ -107,15 +107,15 @@ _FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "beam_width": _BEAMS,
     "evict": ("evict", *_PROMPT),
 }
-"""Fields that may set an option, the one that counts first."""
+"""Fields that may set an option, in order of precedence."""
 
 
 @contextmanager
 def naming_fields_of(body: Body) -> Iterator[None]:
-    """Let a refusal name the field that the body has: `messages` of a chat is the prompt.
+    """Name the field of the body in errors: the prompt of a chat is `messages`.
 
     Raises:
-        RequestError: the same one, with `param` and message changed.
+        RequestError: the same error with changed `param` and message.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""What clients may send: the requests of OpenAI's API, with the fields vLLM added to them.
+"""Request bodies: OpenAI's API with the fields that vLLM adds.
 
-Types are checked here, ranges by `SamplingParams` and the engine. `None` always means "not said".
+Types are checked here, ranges in `SamplingParams` and the engine. `None` always means "unset".
 """
 
 from typing import Annotated, Any, Literal, cast, get_args
@@ -17,27 +17,27 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 Prompts = str | list[str] | list[int] | list[list[int]]
 
 MAX_TOP_LOGPROBS = 20
-"""Likeliest tokens shown beside each token, as in OpenAI's chat API."""
+"""Limit of the most likely tokens per position, as in OpenAI's chat API."""
 
 MAX_STOPS = MAX_BAD_SEQUENCES = 1024
-"""Stop texts, stop tokens and bad sequences of a request: every token is compared with all."""
+"""Limits of stop strings, stop tokens and bad sequences: every new token is compared with all."""
 
 MAX_MESSAGES = 16_384
-"""Messages of a chat; a template takes time for each, whatever its length."""
+"""Limit of the messages of a chat; the template takes time for every message."""
 
 
 MAX_BAD_TOKENS = 256
-"""Tokens of one bad sequence."""
+"""Limit of the tokens of one bad sequence."""
 
 MAX_BIASES = 1 << 16
 MAX_ALLOWED_TOKENS = 1 << 19
-"""More than any vocabulary has."""
+"""Larger than any vocabulary."""
 
 
 def _most(length: int, least: int = 0) -> Any:
-    """The bounds of a list, which is refused at its first error.
+    """Length limits of a list; validation stops at the first error.
 
-    To collect the errors of a large one would keep all threads waiting.
+    Collecting all errors of a large list would block all threads.
     """
     return Field(min_length=least, max_length=length, fail_fast=True)
 
@@ -46,23 +46,23 @@ BadSequence = Annotated[list[int], _most(MAX_BAD_TOKENS)]
 
 
 class Body(BaseModel):
-    """A request body. `quire.serve.fields` says what becomes of fields that it does not declare."""
+    """A request body. `quire.serve.fields` handles undeclared fields."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = None
 
     def unknown_fields(self) -> list[str]:
-        """Fields that no list names, such as a client's own, which are not acted on.
+        """Names of unknown fields, which have no effect.
 
         Raises:
-            RequestError: a field that would change the output, or nearly spells a known one.
+            RequestError: an unsupported field, or a name similar to a known field.
         """
         return unknown_fields(self.model_extra or {}, type(self).model_fields)
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides its text."""
+    """Options of a streamed response."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -72,7 +72,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What completions and chats have in common. Names and meanings are those of SamplingParams."""
+    """Common fields of completions and chats, with the names and meanings of SamplingParams."""
 
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -112,31 +112,31 @@ class GenerationBody(Body):
     @field_validator("*", mode="before")
     @classmethod
     def _no_flag_as_number(cls, value: object, info: Any) -> object:
-        """Pydantic takes true for 1; here only fields that are flags may be true or false."""
+        """Refuse true and false except for boolean fields; pydantic would convert true to 1."""
         field = cls.model_fields[info.field_name or ""]
         if isinstance(value, bool) and bool not in get_args(field.annotation):
-            raise ValueError(f"expected no true or false, got {str(value).lower()}")
+            raise ValueError(f"expected a value other than true or false, got {str(value).lower()}")
         return value
 
     @field_validator("bad_token_ids", mode="before")
     @classmethod
     def _bad_sequences(cls, value: object) -> object:
-        """Show the shape where a plain list of token ids comes."""
+        """Refuse a flat list of token ids with an example."""
         if isinstance(value, list) and any(type(one) is int for one in value):
             raise ValueError(
-                "expected a list of sequences of token ids, such as [[5], [7, 8]], got token ids: "
-                "put each into a list of its own"
+                "expected a list of token id sequences, such as [[5], [7, 8]], got a list of token "
+                "ids: put each id into a separate list"
             )
         return value
 
     def request_options(self) -> RequestOptions:
-        """The options of a `GenerationRequest` that the body sets."""
+        """Options of `GenerationRequest` that the body sets."""
         names = OPTION_KINDS.keys() & GenerationBody.model_fields.keys()
         found = {name: getattr(self, name) for name in sorted(names)}
         return cast("RequestOptions", {k: v for k, v in found.items() if v is not None})
 
     def unknown_fields(self) -> list[str]:
-        """Those of the body and of its stream options."""
+        """Names of unknown fields of the body and of its stream options."""
         found = super().unknown_fields()
         if self.stream_options is not None and not self.stream:
             raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
@@ -157,31 +157,33 @@ class CompletionBody(GenerationBody):
     @field_validator("logprobs", mode="before")
     @classmethod
     def _logprobs(cls, value: object) -> object:
-        """False, as chat writes it, asks for none; true does not say how many."""
+        """Accept false, as in chats, as unset; refuse true, which gives no number."""
         if value is True:
-            raise ValueError("expected a number of logprobs, got true; 0 gives the chosen token's")
+            raise ValueError(
+                "expected a number of logprobs, got true; use 0 for the sampled token only"
+            )
         return None if value is False else value
 
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompt(cls, value: object) -> object:
-        """Tell the four shapes apart in one pass; a union would report every element four times."""
+        """Check the four formats in one pass; a union would report every element four times."""
         if isinstance(value, str) or (isinstance(value, list) and value and _is_uniform(value)):
             return value
         raise ValueError(
-            "expected a text, a list of texts, a list of token ids or a list of such lists, none "
-            "of the lists empty"
+            "expected a text, a list of texts, a list of token ids or a list of lists of token "
+            "ids, without empty lists"
         )
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Its prompts, each a text or token ids, where one may stand without a list around it."""
+        """All prompts, each a text or token ids; the field may be a single prompt."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 class Message(BaseModel):
-    """One message of a chat; other fields go to the chat template as they are."""
+    """One message of a chat; other fields are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -190,7 +192,7 @@ class Message(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """A content part of a message."""
 
     type: Literal["text"]
     text: str
@@ -209,7 +211,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: TemplateKwargs | None = None
 
     def unknown_fields(self) -> list[str]:
-        """Those of the body; fields of messages are the template's, except near misses."""
+        """Names of unknown fields of the body; in messages only near misses are refused."""
         refuse_misspelled(self.messages)
         return super().unknown_fields()
 
@@ -225,7 +227,7 @@ class TokenizeBody(Body):
     chat_template_kwargs: TemplateKwargs | None = None
 
     def unknown_fields(self) -> list[str]:
-        """Those of the body; fields of messages are the template's, except near misses."""
+        """Names of unknown fields of the body; in messages only near misses are refused."""
         refuse_misspelled(self.messages or [])
         return super().unknown_fields()
 
@@ -238,17 +240,17 @@ class DetokenizeBody(Body):
     @field_validator("tokens", mode="plain")
     @classmethod
     def _tokens(cls, value: object) -> object:
-        """Checked in Python: pydantic would keep all threads waiting for a list of millions."""
+        """Check in Python: pydantic would block all threads for a list of millions of ids."""
         if isinstance(value, list) and _are_ids(value):
             return value
         raise ValueError("expected a list of token ids")
 
 
 def refuse_misspelled(messages: list[Message]) -> None:
-    """Refuse fields of messages that nearly spell `role` or `content`.
+    """Refuse fields of messages that are similar to `role` or `content`.
 
     Raises:
-        RequestError: with the name that was probably meant, or too many other fields.
+        RequestError: a similar name, or too many other fields.
     """
     extra = {name: True for message in messages for name in message.model_extra or ()}
     unknown_fields(extra, ("role", "content"), inside="messages.")

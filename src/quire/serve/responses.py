@@ -1,4 +1,4 @@
-"""What clients get: the bodies of completions and chats around their choices, and their usage."""
+"""Response bodies of completions and chats: choices, usage and metadata."""
 
 import time
 import uuid
@@ -13,22 +13,22 @@ from quire.serve.logprobs import Scored, TokenPieces, chat_logprobs, completion_
 
 # ---- writers -------------------------------------------------------------------------------------
 
-# Writes choices: from whole answers, and piece by piece from deltas, in OpenAI's two shapes.
+# Formats choices of whole outputs and of deltas in OpenAI's two formats.
 #
-# A delta that has nothing to show yet makes no chunk; its log-probabilities wait for the next one.
+# A delta without text makes no chunk; its log-probabilities are sent with the next chunk.
 
 Choice = dict[str, object]
 
 
 @dataclass(slots=True, kw_only=True)
 class CompletionWriter:
-    """A choice of /v1/completions.
+    """Formats a choice of /v1/completions.
 
     Attributes:
-        index: of the choice.
+        index: index of the choice.
         pieces: texts of tokens.
-        wants_logprobs: whether they were asked for.
-        echo: the prompt's text, where it is to be shown before the answer.
+        wants_logprobs: whether log-probabilities were requested.
+        echo: text of the prompt if it precedes the output (`echo`); else None.
     """
 
     index: int
@@ -38,20 +38,20 @@ class CompletionWriter:
     _held: list[SampledToken] = field(default_factory=list)
     _shown_characters: int = 0
 
-    def whole(self, answer: RequestOutput, choice: outputs.Choice) -> Choice:
-        """The choice of a whole response."""
+    def whole(self, output: RequestOutput, choice: outputs.Choice) -> Choice:
+        """Format the choice of a response that is not streamed."""
         logprobs = None
         if self.wants_logprobs:
             scores: list[Scored] = list(choice.logprobs or ())
             token_ids = choice.token_ids
             if self.echo is not None:
-                scores = [*(answer.prompt_logprobs or ()), *scores]
-                token_ids = answer.prompt_token_ids + token_ids
+                scores = [*(output.prompt_logprobs or ()), *scores]
+                token_ids = output.prompt_token_ids + token_ids
             logprobs = completion_logprobs(self.pieces, token_ids, scores, 0)
         return self._choice((self.echo or "") + choice.text, logprobs, choice)
 
     def chunks(self, delta: OutputDelta) -> list[Choice]:
-        """What a delta adds; nothing while there is nothing to show."""
+        """Format a delta as chunks; none if the delta has no text and does not finish."""
         text = (self.echo or "") + delta.text
         self.echo = None
         self._held += delta.logprobs or ()
@@ -81,12 +81,12 @@ class CompletionWriter:
 
 @dataclass(slots=True, kw_only=True)
 class ChatWriter:
-    """A choice of /v1/chat/completions.
+    """Formats a choice of /v1/chat/completions.
 
     Attributes:
-        index: of the choice.
+        index: index of the choice.
         pieces: texts of tokens.
-        wants_logprobs: whether they were asked for.
+        wants_logprobs: whether log-probabilities were requested.
     """
 
     index: int
@@ -95,8 +95,8 @@ class ChatWriter:
     _held: list[SampledToken] = field(default_factory=list)
     _began: bool = False
 
-    def whole(self, answer: RequestOutput, choice: outputs.Choice) -> Choice:
-        """The choice of a whole response."""
+    def whole(self, output: RequestOutput, choice: outputs.Choice) -> Choice:
+        """Format the choice of a response that is not streamed."""
         message = {
             "role": "assistant",
             "content": choice.text,
@@ -112,7 +112,7 @@ class ChatWriter:
         }
 
     def chunks(self, delta: OutputDelta) -> list[Choice]:
-        """The role first, then content, then an empty delta with the reason of the end."""
+        """Format a delta as chunks: the role first, then content, then the finish reason."""
         self._held += delta.logprobs or ()
         chunks = []
         if not self._began:
@@ -156,14 +156,14 @@ def _ending(delta: OutputDelta) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What is around the choices, the same in all chunks of a response.
+    """Metadata of a response, equal in all its chunks.
 
     Attributes:
-        id: unique.
-        model: the name the client asked for.
-        whole, chunk: names of the two kinds of body.
-        created: seconds since 1970.
-        echoed: options of the request that the response repeats.
+        id: unique id of the response.
+        model: served model name.
+        whole, chunk: `object` of the whole response and of a chunk.
+        created: Unix time in seconds.
+        echoed: options of the request that the response contains.
     """
 
     id: str
@@ -175,12 +175,12 @@ class Envelope:
 
     @classmethod
     def of_completion(cls, model: str, options: Mapping[str, object]) -> "Envelope":
-        """For /v1/completions."""
+        """Create the envelope of a response of /v1/completions."""
         return cls._new("cmpl", model, "text_completion", "text_completion", options)
 
     @classmethod
     def of_chat(cls, model: str, options: Mapping[str, object]) -> "Envelope":
-        """For /v1/chat/completions."""
+        """Create the envelope of a response of /v1/chat/completions."""
         return cls._new("chatcmpl", model, "chat.completion", "chat.completion.chunk", options)
 
     @classmethod
@@ -197,13 +197,13 @@ class Envelope:
         )
 
     def body(self, choices: Sequence[Choice], usage: dict[str, object]) -> dict[str, object]:
-        """A whole response."""
+        """Body of a response that is not streamed."""
         return self._around(self.whole, choices) | {"usage": usage}
 
     def chunk_body(
         self, choices: Sequence[Choice], usage: dict[str, object] | None
     ) -> dict[str, object]:
-        """One chunk of a stream; without `usage` the key is left out."""
+        """Body of one chunk of a stream; the key `usage` is left out if None."""
         body = self._around(self.chunk, choices)
         return body if usage is None else body | {"usage": usage}
 
@@ -220,13 +220,14 @@ class Envelope:
 
 
 def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
-    """What a response took.
+    """The `usage` object of a response.
 
-    `kv_peak_bytes` and `evicted_tokens` are Quire's own: the sums over the prompts, of each the
-    peak with all its answers and the most tokens that one of them evicted.
+    `kv_peak_bytes` and `evicted_tokens` are extensions of Quire. They are sums over the prompts: of
+    the peak KV of each prompt with all its outputs, and of the largest number of tokens evicted
+    from one of its outputs.
 
     Args:
-        usages: one for each prompt, with all its answers.
+        usages: one usage per prompt, for all its outputs.
     """
     usage = summed(list(usages))
     return token_counts(usage.prompt_tokens, usage.completion_tokens) | {
@@ -237,7 +238,7 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
 
 
 def token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
-    """The part of `usage` that is known all the time."""
+    """Token counts of the `usage` object, which are known during generation."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

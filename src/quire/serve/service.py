@@ -1,4 +1,4 @@
-"""The engine as the server uses it: names, limits, and answers that end when their client goes."""
+"""The service behind the endpoints: engine, model name, limits and tokenizer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from quire.serve.text import Texts, Turn
 
 
 class Service:
-    """One model behind HTTP.
+    """One served model.
 
     Args:
-        llm: idle; its engine runs in a thread between `start` and `stop`.
+        llm: an idle LLM; its engine runs in a thread between `start` and `stop`.
         config: options of the server.
-        keys: whose requests are whose; None takes all for the default tenant's.
+        keys: API keys of the tenants; None: all requests belong to the default tenant.
 
     Attributes:
         llm, config: see above.
-        model_name: what clients call the model.
-        keys: whose requests are whose.
-        texts, pieces: its tokenizer.
+        model_name: served model name.
+        keys: API keys of the tenants.
+        texts, pieces: tokenizer of the model.
     """
 
     def __init__(self, llm: LLM, config: ServerConfig, keys: TenantKeys | None = None) -> None:
@@ -50,13 +50,13 @@ class Service:
         self._engine = AsyncLLM(self.llm.engine)
 
     async def stop(self) -> None:
-        """End the threads; what is still open ends with an error."""
+        """Stop the threads; open requests end with an error."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
         self.texts.close()
 
     def drain(self) -> None:
-        """Refuse new requests from now on; open ones go on."""
+        """Start to refuse new requests; open requests continue."""
         self._is_draining = True
 
     @property
@@ -70,21 +70,21 @@ class Service:
         return self.is_alive and not self._is_draining
 
     def check_draining(self) -> None:
-        """Refuse a new request while the server shuts down.
+        """Refuse a new request during shutdown.
 
         Raises:
-            Draining: it does.
+            Draining: the server is shutting down.
         """
         if self._is_draining:
             raise Draining
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sequence: the model's context, or what the whole pool holds."""
+        """Length of the longest sequence in tokens: limited by model context and KV memory."""
         return self._max_tokens
 
     async def ledger(self) -> Snapshot:
-        """Who holds every byte of KV; see `LLM.ledger`.
+        """Return the ledger of the KV memory; see `LLM.ledger`.
 
         Raises:
             EngineDead: the engine has stopped.
@@ -92,7 +92,7 @@ class Service:
         return await self._running().ledger()
 
     async def events(self, kinds: Sequence[str], *, since: int, most: int) -> list[KVEvent]:
-        """The newest KV events; see `EventLog.newest`.
+        """Return the newest KV events; see `EventLog.newest`.
 
         Raises:
             EngineDead: the engine has stopped.
@@ -104,24 +104,24 @@ class Service:
             raise EngineDead("the server has not started yet")
         return self._engine
 
-    def room_tokens(self, prompt_tokens: int) -> int:
-        """Tokens an answer may have; 1 where the prompt leaves none, and the engine says why.
+    def available_tokens(self, prompt_tokens: int) -> int:
+        """Maximum output tokens after a prompt, at least 1; the engine refuses too long prompts.
 
-        A stream without an end gets as many as the longest sequence that has one.
+        With an unbounded context (streaming policies) it is the length of the longest sequence.
         """
         if self.llm.context_tokens(prompt_tokens) > self.llm.model.spec.max_positions:
             return self._max_tokens
         return max(1, self._max_tokens - prompt_tokens)
 
     def turn(self, tenant: str, evict: str | None = None) -> Turn:
-        """On whose account a prompt is tokenized, and the tokens that it may have.
+        """The tenant and length limit for the tokenization of a prompt.
 
         Args:
-            tenant: of the request.
-            evict: its eviction rule; None takes the engine's.
+            tenant: tenant of the request.
+            evict: eviction rule of the request; None: the engine's rule.
 
         Raises:
-            RequestError: a rule that this engine does not serve.
+            RequestError: a rule that the engine does not allow.
         """
         context = self.llm.model.spec.max_positions
         longest = self.llm.context_tokens(context, evict)
@@ -130,33 +130,33 @@ class Service:
         return Turn(tenant, self._max_tokens if evict is None else longest)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served here; None is any.
+        """Refuse a model that is not served; None is accepted.
 
         Raises:
-            UnknownModel: with the name that is served.
+            UnknownModel: another model; gives the name of the served model.
         """
         if name is not None and name != self.model_name:
             raise UnknownModel(name, self.model_name)
 
     def check_number(self, num_prompts: int, params: SamplingParams) -> None:
-        """Refuse more answers than one HTTP request may ask for.
+        """Refuse an HTTP request with too many outputs.
 
         Raises:
-            FieldError: with the number.
+            FieldError: gives the number and the limit.
         """
         each = params.num_sequences
         if num_prompts * each > MAX_ANSWERS:
             raise FieldError(
                 "prompt",
-                f"{num_prompts} prompts x {each} answers are more than {MAX_ANSWERS}: send several "
-                "requests",
+                f"{num_prompts} prompts x {each} outputs exceed the limit of {MAX_ANSWERS} outputs "
+                "per request: send several requests",
             )
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
-        """Have every prompt answered, each as often as the options say.
+        """Submit all prompts of an HTTP request to the engine.
 
         Raises:
-            RequestError: any of them is refused; then none runs.
+            RequestError: a request is refused; then none of them runs.
             EngineDead: the engine has stopped.
         """
         return await self._running().submit(requests)

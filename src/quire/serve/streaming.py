@@ -1,4 +1,4 @@
-"""Sends answers back: whole, or as server-sent events, each chunk as soon as its delta is there."""
+"""Sends outputs to the client: as one response, or streamed as server-sent events."""
 
 import asyncio
 import json
@@ -18,36 +18,36 @@ from quire.serve.responses import Envelope, Writer, token_counts, usage_body
 
 DONE = "data: [DONE]\n\n"
 
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no buffering in proxies
 
 
 class _Events(StreamingResponse):
-    """Cancels the answers however its sending ends, even before the first event."""
+    """A streamed response that cancels its requests when sending ends, for any reason."""
 
-    def __init__(self, events: AsyncIterator[str], answers: OutputStream) -> None:
+    def __init__(self, events: AsyncIterator[str], outputs: OutputStream) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
-        self._answers = answers
+        self._outputs = outputs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answers.cancel()
+            self._outputs.cancel()
 
 
 @dataclass(slots=True, kw_only=True)
-class Reply:
-    """The answers of one HTTP request. They are cancelled when its client goes.
+class GenerationResponse:
+    """The response of one HTTP request. Its requests are cancelled if the client disconnects.
 
     Attributes:
-        answers: accepted by the engine, one submission for each prompt.
-        writers: one for each choice, those of one prompt side by side.
-        envelope: around the choices.
-        choices_per_prompt: answers to each prompt.
-        options: what a stream carries besides the text.
+        outputs: output stream of the engine, with one request per prompt.
+        writers: one writer per choice; the choices of a prompt are consecutive.
+        envelope: metadata of the response.
+        choices_per_prompt: number of choices per prompt.
+        options: options of a streamed response.
     """
 
-    answers: OutputStream
+    outputs: OutputStream
     writers: Sequence[Writer]
     envelope: Envelope
     choices_per_prompt: int
@@ -56,44 +56,44 @@ class Reply:
     _num_tokens: int = 0
 
     async def whole(self, request: Request) -> JSONResponse:
-        """One body, when all answers are there.
+        """Send one body after all outputs have finished.
 
         Raises:
-            RequestFailed: one of them ended with an error.
+            RequestFailed: a request ended with an error.
             EngineDead: the engine has stopped.
         """
-        watcher = asyncio.create_task(self._cancel_when_gone(request))
+        watcher = asyncio.create_task(self._cancel_on_disconnect(request))
         try:
-            collected = await self.answers.collect()
+            collected = await self.outputs.collect()
         finally:
-            self.answers.cancel()
+            self.outputs.cancel()
             watcher.cancel()
-        for answer in collected:
-            _raise_if_failed(answer.error)
+        for output in collected:
+            _raise_if_failed(output.error)
         choices = [
-            self._writers_of(number)[choice.index].whole(answer, choice)
-            for number, answer in enumerate(collected)
-            for choice in answer.choices
+            self._writers_of(number)[choice.index].whole(output, choice)
+            for number, output in enumerate(collected)
+            for choice in output.choices
         ]
-        usage = usage_body([answer.usage for answer in collected])
+        usage = usage_body([output.usage for output in collected])
         return JSONResponse(self.envelope.body(choices, usage))
 
     def streamed(self) -> StreamingResponse:
-        """Events, from the first delta on."""
-        return _Events(self._events(), self.answers)
+        """Send server-sent events, beginning with the first delta."""
+        return _Events(self._events(), self.outputs)
 
-    async def _cancel_when_gone(self, request: Request) -> None:
+    async def _cancel_on_disconnect(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self.answers.cancel()
+        self.outputs.cancel()
 
     async def _events(self) -> AsyncIterator[str]:
         writers = {
             request_id: self._writers_of(number)
-            for number, request_id in enumerate(self.answers.request_ids)
+            for number, request_id in enumerate(self.outputs.request_ids)
         }
         try:
-            async for delta in self.answers:
+            async for delta in self.outputs:
                 self._count(delta)
                 for choice in writers[delta.request_id][delta.index].chunks(delta):
                     yield _event(self.envelope.chunk_body([choice], self._usage_so_far()))
@@ -112,11 +112,11 @@ class Reply:
     def _usage_so_far(self) -> dict[str, object] | None:
         if not self.options.continuous_usage_stats:
             return None
-        prompt_tokens = sum(len(request.prompt) for request in self.answers.requests)
+        prompt_tokens = sum(len(request.prompt) for request in self.outputs.requests)
         return token_counts(prompt_tokens, self._num_tokens)
 
     def _usage(self) -> dict[str, object]:
-        in_order = [self._usages[request_id] for request_id in self.answers.request_ids]
+        in_order = [self._usages[request_id] for request_id in self.outputs.request_ids]
         return usage_body(in_order)
 
     def _writers_of(self, prompt: int) -> Sequence[Writer]:

@@ -1,6 +1,6 @@
-"""API keys: which of them speaks for which tenant. The operator says so in a file, never a client.
+"""API keys of tenants, from a TOML file.
 
-# tenants.toml: a key, or a list of keys, for each tenant
+# tenants.toml: one key or a list of keys for each tenant
 a = ["sk-a-2f0c77d1", "sk-a-9b2e4410"]
 b = "sk-b-51d09a3e"
 """
@@ -23,17 +23,17 @@ LEAST_KEY_CHARACTERS = 8
 
 
 class TenantKeys:
-    """From the `Authorization` header of a request to its tenant.
+    """Maps the `Authorization` header of a request to its tenant.
 
-    Keys are kept as digests, so that the time a look-up takes says nothing about them.
+    Only digests of the keys are stored, so that the time of a lookup reveals nothing about a key.
 
     Args:
         keys: the keys of each tenant.
-        specs: the tenants of the engine; without any, every tenant is taken.
+        specs: tenants of the engine; empty: every tenant is allowed.
 
     Raises:
-        ConfigError: a bad or unknown tenant, a short key, one that two tenants have, or tenants of
-            which nobody could speak for any.
+        ConfigError: an invalid or unknown tenant, a short key, a key of two tenants, or tenants
+            that no request could use.
     """
 
     def __init__(
@@ -47,19 +47,18 @@ class TenantKeys:
                 raise UnknownName("tenant with an API key", tenant, known)
             for key in own:
                 self._add(tenant, key)
-        self._takes_anybody = DEFAULT_TENANT in known or not (known or self._tenants)
-        if not self._tenants and not self._takes_anybody:
+        self._allows_no_key = DEFAULT_TENANT in known or not (known or self._tenants)
+        if not self._tenants and not self._allows_no_key:
             raise ConfigError(
-                f"--tenants names {', '.join(sorted(known))}, and no API key says who is who: "
-                f"give --tenant-keys FILE, or name {DEFAULT_TENANT!r}, whose requests without a "
-                "key are"
+                f"--tenants names {', '.join(sorted(known))}, but no tenant has an API key: give "
+                f"--tenant-keys FILE, or add tenant {DEFAULT_TENANT!r} for requests without a key"
             )
 
     def _add(self, tenant: str, key: str) -> None:
         if len(key) < LEAST_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
             raise ConfigError(
-                f"an API key of tenant {tenant!r}: expected {LEAST_KEY_CHARACTERS} printable ASCII "
-                f"characters or more, got {len(key)} characters"
+                f"an API key of tenant {tenant!r}: expected at least {LEAST_KEY_CHARACTERS} "
+                f"printable ASCII characters, got {len(key)} characters"
             )
         holder = self._tenants.setdefault(_digest(key), tenant)
         if holder != tenant:
@@ -71,25 +70,25 @@ class TenantKeys:
         return bool(self._tenants)
 
     def tenant_of(self, authorization: str | None) -> str:
-        """The tenant of a request; without keys, the header is not read.
+        """The tenant of a request; if no tenant has a key, the header is not read.
 
-        Once tenants have keys, a request without one is refused, unless the tenants of the engine
-        name `default`: that one needs no key.
+        If tenants have keys, a request without a key is refused, unless the tenants of the engine
+        include `default`, which needs no key.
 
         Args:
-            authorization: the header, `Bearer KEY`; None where there is none.
+            authorization: the header, `Bearer KEY`; None if missing.
 
         Raises:
-            Unauthorized: a key nobody has, or none where one is needed.
+            Unauthorized: an unknown key, or a missing key.
         """
         if self._tenants and authorization is not None:
             scheme, _, key = authorization.partition(" ")
             tenant = self._tenants.get(_digest(key.strip()))
             if scheme.lower() != "bearer" or tenant is None:
-                raise Unauthorized("the API key is not known here")
+                raise Unauthorized("unknown API key")
             return tenant
-        if not self._takes_anybody:
-            raise Unauthorized("an API key is needed: send it as Authorization: Bearer KEY")
+        if not self._allows_no_key:
+            raise Unauthorized("missing API key: send it as Authorization: Bearer KEY")
         return DEFAULT_TENANT
 
 
@@ -98,55 +97,56 @@ def _digest(key: str) -> bytes:
 
 
 def read_tenant_keys(path: Path) -> dict[str, tuple[str, ...]]:
-    """The keys of each tenant, from a TOML file.
+    """Read the keys of each tenant from a TOML file.
 
     Raises:
-        ConfigError: a file that cannot be read, is no TOML, or holds something else.
+        ConfigError: the file cannot be read, is not TOML, or has other contents.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read --tenant-keys {path}: {error.strerror}") from None
-    except ValueError as error:  # TOML's own, and UTF-8's
-        raise ConfigError(f"--tenant-keys {path} is no TOML file: {error}") from None
+    except ValueError as error:  # invalid TOML or UTF-8
+        raise ConfigError(f"--tenant-keys {path} is not a TOML file: {error}") from None
     return {tenant: _keys_of(tenant, value) for tenant, value in table.items()}
 
 
 def _keys_of(tenant: str, value: object) -> tuple[str, ...]:
     keys = [value] if isinstance(value, str) else value
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ConfigError(f"tenant {tenant!r}: expected an API key or a list of API keys as texts")
+        raise ConfigError(
+            f"tenant {tenant!r}: expected an API key or a list of API keys, as strings"
+        )
     return tuple(keys)
 
 
 # ---- key guard -----------------------------------------------------------------------------------
 
-# Refuses requests without a known API key before anything of them is read.
+# Refuses requests without a known API key before their body is read.
 #
-# Every path needs a key once tenants have keys, except `OPEN_PATHS`: a path that is added later
-# needs one too.
+# If tenants have keys, every path except `OPEN_PATHS` needs one, including paths added later.
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that answer without a key: probes of a load balancer have none."""
+"""Paths without authentication, for the probes of a load balancer."""
 
 _POLICY_VIOLATION = 1008  # RFC 6455, section 7.4.1
 
 
 class KeyGuard:
-    """ASGI middleware around the whole application.
+    """ASGI middleware that checks API keys.
 
-    It puts the tenant of a request into `request.state.tenant`.
+    The tenant of a request is stored in `request.state.tenant`.
 
     Args:
         app: the application.
-        keys: the keys of the tenants.
+        keys: API keys of the tenants.
     """
 
     def __init__(self, app: ASGIApp, keys: TenantKeys) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with status 401."""
+        """Forward the request, or refuse it with status 401."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -162,7 +162,7 @@ class KeyGuard:
 
 
 def tenant_of(request: Request) -> str:
-    """The tenant that the guard found."""
+    """The tenant of a request that passed `KeyGuard`."""
     tenant = request.state.tenant
     assert isinstance(tenant, str)
     return tenant
@@ -175,7 +175,7 @@ def _authorization(scope: Scope) -> str | None:
 
 async def _refuse(error: Unauthorized, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
-        await receive()  # the request to connect
+        await receive()  # the connection request
         await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": str(error)})
         return
     response = error_response(HTTPStatus.UNAUTHORIZED, str(error), headers=_CHALLENGE)

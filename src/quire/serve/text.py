@@ -1,4 +1,7 @@
-"""Between text and tokens: prompts and chats in, text out. The engine detokenizes answers."""
+"""The server's tokenizer: encodes prompts and chats, decodes token ids.
+
+The engine detokenizes outputs.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as text, where it came as text, and as token ids."""
+    """A prompt as token ids, and as text if it was sent as text."""
 
     text: str | None
     token_ids: list[int]
@@ -34,30 +37,31 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """On whose account a text is tokenized, and how long it may be.
+    """Tenant and length limit for the tokenization of a text.
 
     Attributes:
-        tenant: of the request.
-        most_tokens: of the longest sequence; None where a sequence may have any length.
+        tenant: tenant of the request.
+        most_tokens: length of the longest sequence; None: unlimited.
     """
 
     tenant: str
     most_tokens: int | None
 
     def is_exceeded_by(self, num_tokens: int) -> bool:
-        """Whether so many tokens cannot fit."""
+        """Whether a number of tokens exceeds the limit."""
         return self.most_tokens is not None and num_tokens > self.most_tokens
 
 
 class Texts:
     """A model's tokenizer, for the server.
 
-    Long texts take long to tokenize, so threads do it, in turns of the tenants.
+    Tokenization runs in threads with fair scheduling between tenants, because long texts take long.
 
     Args:
-        model: its tokenizer may be missing; then prompts are token ids.
+        model: the model; without a tokenizer it accepts prompts as token ids only.
         pieces: texts of its tokens.
-        threads: at most. A tokenizer written in Python gets one, which it may rely on.
+        threads: maximum number of threads. A tokenizer written in Python gets one thread, because
+            it may not be thread-safe.
     """
 
     def __init__(self, model: LoadedModel, pieces: TokenPieces, threads: int = 1) -> None:
@@ -68,7 +72,7 @@ class Texts:
         self._pool = FairPool(threads if is_fast else 1, "quire-text")
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.close()
 
     async def prompts(
@@ -79,22 +83,22 @@ class Texts:
         add_special_tokens: bool = True,
         with_text: bool = False,
     ) -> list[Prompt]:
-        """Tokenize texts; token ids stay as they are.
+        """Tokenize texts; token ids are returned unchanged.
 
         Args:
             prompts: texts or token ids.
-            turn: of the request.
-            add_special_tokens: those that the tokenizer adds by itself.
-            with_text: decode prompts that came as token ids.
+            turn: tenant and length limit of the request.
+            add_special_tokens: add the special tokens that the tokenizer adds by default.
+            with_text: decode prompts that are token ids.
 
         Raises:
-            RequestError: text that has no tokens or cannot fit, or a model without a tokenizer.
+            RequestError: a text without tokens or over the limit, or a model without a tokenizer.
         """
 
         def read(prompt: str | list[int]) -> Prompt:
             if isinstance(prompt, str):
                 return self._prompt(prompt, turn, add_special_tokens=add_special_tokens)
-            # the engine refuses ids that are too many: they are not worth decoding
+            # the engine refuses prompts over the limit: do not decode them
             decodes = with_text and not turn.is_exceeded_by(len(prompt))
             return Prompt(self.decode(prompt) if decodes else None, prompt)
 
@@ -108,17 +112,17 @@ class Texts:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> Prompt:
-        """Tokenize a conversation under the model's chat template.
+        """Tokenize a chat with the model's chat template.
 
         Args:
-            messages: oldest first.
-            turn: of the request.
-            add_generation_prompt: end with what opens the assistant's answer.
+            messages: messages, oldest first.
+            turn: tenant and length limit of the request.
+            add_generation_prompt: append the tokens that begin an assistant message.
             template_kwargs: further variables of the template.
 
         Raises:
-            RequestError: no tokenizer, no template, a template that refuses the messages, or text
-                that cannot fit.
+            RequestError: no tokenizer, no template, a template that refuses the messages, or a
+                text over the limit.
         """
         tokenizer = self._tokenizer()
 
@@ -136,20 +140,20 @@ class Texts:
         return await self._in_turn(turn, read)
 
     def reads(self, variable: str) -> bool:
-        """Whether the model's chat template mentions a variable."""
+        """Whether the model's chat template uses a variable."""
         tokenizer = self._model.tokenizer
         return tokenizer is not None and template_reads(tokenizer, variable)
 
     async def decoded(self, token_ids: list[int], turn: Turn) -> str:
-        """The text of token ids; see `decode`.
+        """Decode token ids in a thread; see `decode`.
 
         Raises:
             RequestError: more ids than the longest sequence has.
         """
         if turn.is_exceeded_by(len(token_ids)):
             raise RequestError(
-                f"expected {turn.most_tokens:,} token ids at most, as the longest sequence has, "
-                f"got {len(token_ids):,}: send them in parts",
+                f"expected at most {turn.most_tokens:,} token ids (the longest sequence), got "
+                f"{len(token_ids):,}: send them in several requests",
                 param="tokens",
             )
         return await self._in_turn(turn, lambda: self.decode(token_ids))
@@ -159,7 +163,7 @@ class Texts:
         return await self._in_turn(turn, lambda: [self._pieces.text(i) for i in token_ids])
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens included.
+        """Decode token ids, including special tokens.
 
         Raises:
             RequestError: an id outside the vocabulary, or a model without a tokenizer.
@@ -168,7 +172,7 @@ class Texts:
         wrong = [token for token in token_ids if not 0 <= token < vocab_size]
         if wrong:
             raise RequestError(
-                f"token ids lie in [0, {vocab_size - 1}], got {wrong[:5]}", param="prompt"
+                f"expected token ids from 0 to {vocab_size - 1}, got {wrong[:5]}", param="prompt"
             )
         text = self._tokenizer().decode(token_ids, clean_up_tokenization_spaces=False)
         return text if isinstance(text, str) else "".join(text)
@@ -179,14 +183,14 @@ class Texts:
         return Prompt(text, encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens))
 
     def _check_length(self, text: str, turn: Turn, param: str) -> None:
-        """Refuse a text that cannot fit, before it is tokenized."""
+        """Refuse a text that exceeds the limit, before it is tokenized."""
         if self._length is None:
             return
         least = self._length.least_tokens(text)
         if turn.is_exceeded_by(least):
             raise RequestError(
-                f"the text has {len(text):,} characters, at least {least:,} tokens; the longest "
-                f"sequence here has {turn.most_tokens:,} tokens: shorten the text",
+                f"the text has {len(text):,} characters, which are at least {least:,} tokens; the "
+                f"limit is {turn.most_tokens:,} tokens per sequence: shorten the text",
                 param=param,
             )
 
@@ -200,7 +204,7 @@ class Texts:
         return self._model.tokenizer
 
     async def in_turn_of(self, tenant: str, work: Callable[[], T]) -> T:
-        """The result of work that a thread does when the tenant has its turn."""
+        """Run a job of a tenant in a thread and return its result."""
         return await self._pool.run(tenant, work)
 
     async def _in_turn(self, turn: Turn, work: Callable[[], T]) -> T:
@@ -208,12 +212,12 @@ class Texts:
             return await self._pool.run(turn.tenant, work)
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the text is no valid Unicode: {error.reason}", param="prompt"
+                f"the text is not valid Unicode: {error.reason}", param="prompt"
             ) from None
 
 
 def _plain(message: Message) -> dict[str, object]:
-    """A message as templates take it: content as one text, fields that say nothing left out."""
+    """Convert a message for the chat template: content as one text, without unset fields."""
     fields: dict[str, object] = {name: value for name, value in message if value is not None}
     if not isinstance(message.content, str):
         fields["content"] = "".join(part.text for part in message.content or ())
@@ -222,15 +226,15 @@ def _plain(message: Message) -> dict[str, object]:
 
 # ---- template ------------------------------------------------------------------------------------
 
-# Variables of the chat template: those that a request sets, and those that have no effect.
+# Variables of the chat template that a request sets.
 
 _EFFORT = "reasoning_effort"
 
 
 def template_kwargs(body: ChatBody | TokenizeBody, texts: Texts) -> dict[str, Any]:
-    """Variables for the chat template besides the messages.
+    """Variables for the chat template other than the messages.
 
-    `reasoning_effort` is one of them where the template mentions it.
+    They include `reasoning_effort` if the template uses it.
     """
     kwargs = dict(body.chat_template_kwargs or {})
     effort = body.reasoning_effort if isinstance(body, ChatBody) else None
@@ -240,7 +244,7 @@ def template_kwargs(body: ChatBody | TokenizeBody, texts: Texts) -> dict[str, An
 
 
 def unread_kwargs(body: Body, texts: Texts) -> list[str]:
-    """Variables that the body sets and the model's template does not mention."""
+    """Variables that the body sets and the chat template does not use."""
     if not isinstance(body, ChatBody | TokenizeBody):
         return []
     names = body.chat_template_kwargs or {}
@@ -248,7 +252,7 @@ def unread_kwargs(body: Body, texts: Texts) -> list[str]:
 
 
 def unread_fields(body: Body, texts: Texts) -> list[str]:
-    """`reasoning_effort` where it has no effect: in a completion, or with this template."""
+    """`reasoning_effort` if it has no effect: in a completion, or not used by the template."""
     if not isinstance(body, GenerationBody) or body.reasoning_effort is None:
         return []
     has_effect = isinstance(body, ChatBody) and texts.reads(_EFFORT)

@@ -1,9 +1,10 @@
-"""How few tokens a text can have, by its length: long texts are refused before they are tokenized.
+"""A lower bound of the number of tokens of a text, from its length.
 
-A token stands for the characters of the longest entry of the vocabulary at most, if the tokenizer
-drops and merges nothing else. Where that cannot be shown, there is no bound. An added token with
-`lstrip` or `rstrip` (RoBERTa's <mask>, special tokens of Phi-3) also takes any number of spaces
-beside it: in a text that has one, spaces are not counted.
+The server refuses long texts by this bound before tokenization. A token covers at most as many
+characters as the longest vocabulary entry, if the tokenizer drops and merges no other characters.
+If that cannot be verified, there is no bound. An added token with `lstrip` or `rstrip` (RoBERTa's
+<mask>, special tokens of Phi-3) also covers any number of adjacent spaces: in a text with such a
+token, spaces are not counted.
 """
 
 import json
@@ -15,7 +16,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 _COMPOSED_CHARACTERS = 4
-"""Characters that Unicode's composed forms make one of, at most: U+1F82 is a letter and 3 marks."""
+"""Most characters that Unicode composes into one: U+1F82 is a letter with 3 marks."""
 
 _SHRINKAGE = {"NFC": _COMPOSED_CHARACTERS, "NFKC": _COMPOSED_CHARACTERS}
 _KEEP_LENGTH = frozenset({"NFD", "NFKD", "Prepend", "ByteLevel"})
@@ -28,15 +29,15 @@ class TextLength:
     """A lower bound of the number of tokens of texts.
 
     Attributes:
-        characters_per_token: that one token stands for at most, spaces beside `stripping` aside.
-        stripping: added tokens that take the spaces beside them.
+        characters_per_token: most characters of one token, without spaces next to `stripping`.
+        stripping: added tokens that include adjacent spaces.
     """
 
     characters_per_token: int
     stripping: tuple[str, ...] = ()
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that a text has at least."""
+        """Lower bound of the number of tokens of a text."""
         characters = len(text)
         if any(token in text for token in self.stripping):
             characters = sum(map(len, text.split()))
@@ -44,10 +45,10 @@ class TextLength:
 
 
 def text_length(tokenizer: PreTrainedTokenizerBase) -> TextLength | None:
-    """The bound for the texts of a tokenizer; None where there is none."""
+    """The bound for a tokenizer; None if there is no bound."""
     normalizer = _normalizer(tokenizer)
     shrinkage, stripping = _shrinkage(normalizer), _stripping(tokenizer)
-    # a token that is looked for in normalized text may not be seen in the text itself
+    # a token that is matched in normalized text may not appear in the original text
     if shrinkage is None or (normalizer is not None and any(t.normalized for t in stripping)):
         return None
     longest = max(map(len, tokenizer.get_vocab()), default=0) * shrinkage
@@ -57,15 +58,15 @@ def text_length(tokenizer: PreTrainedTokenizerBase) -> TextLength | None:
 
 
 def _stripping(tokenizer: PreTrainedTokenizerBase) -> list[AddedToken]:
-    """Added tokens that take the spaces on one of their sides, however many."""
+    """Added tokens that include any number of adjacent spaces."""
     added = tokenizer.added_tokens_decoder.values()
     return [token for token in added if token.lstrip or token.rstrip]
 
 
 def _holds(tokenizer: PreTrainedTokenizerBase, probe: str, longest: int) -> bool:
-    """Whether a long text of one kind has no fewer tokens than the bound allows.
+    """Whether the bound is valid for a long text of one repeated string.
 
-    It has fewer where unknown characters are merged into one token, or spaces into one.
+    The bound is not valid if the tokenizer merges unknown characters or spaces into one token.
     """
     text = probe * (max(_PROBE_CHARACTERS, 2 * longest) // len(probe))
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -73,7 +74,7 @@ def _holds(tokenizer: PreTrainedTokenizerBase, probe: str, longest: int) -> bool
 
 
 def _normalizer(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
-    """The normalizer as `tokenizer.json` describes it; an unknown type for slow tokenizers."""
+    """The normalizer in the format of `tokenizer.json`; type "unknown" for slow tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {"type": "unknown"}
@@ -84,7 +85,7 @@ def _normalizer(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
 
 
 def _shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Characters that a normalizer makes one of, at most; None where it may drop any number."""
+    """Most characters that a normalizer merges into one; None if it may drop any number."""
     if normalizer is None:
         return 1
     kind = normalizer["type"]

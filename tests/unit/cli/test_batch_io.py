@@ -205,7 +205,7 @@ def test_each_of_several_prompts_is_checked(prompts):
 
 
 def test_a_plain_line_has_one_prompt():
-    assert "write a line for each" in str(refusal({"prompt": ["a", "b"]}))
+    assert "write one line per prompt" in str(refusal({"prompt": ["a", "b"]}))
 
 
 def test_a_wrong_member_offers_the_nearest():

@@ -80,7 +80,7 @@ def test_a_run_goes_on_with_the_seed_it_began_with(path: Path):
     ("state", "reason"),
     [
         (RunState("other", 9, STATE.config, 5), "another input"),
-        (RunState("abc", 9, {"model": "n", "stop": ["a"]}, 5), "model: 'm' then, 'n' now"),
+        (RunState("abc", 9, {"model": "n", "stop": ["a"]}, 5), "model: 'm' before, 'n' now"),
         (RunState("abc", 9, {"model": "m"}, 5), "stop"),
     ],
 )
@@ -107,7 +107,7 @@ def test_overwriting_starts_over_under_the_new_state(path: Path):
 def test_a_file_of_somebody_else_is_refused_and_left_alone(path: Path):
     path.write_text("my notes\n")
 
-    with pytest.raises(ConfigError, match="no output of quire batch"):
+    with pytest.raises(ConfigError, match="not an output of quire batch"):
         start(path)
     assert path.read_text() == "my notes\n"
 
@@ -137,7 +137,7 @@ def test_a_line_that_is_no_record_of_a_new_line_is_refused_by_its_number(path: P
     whole = fill(path, 1) + line.encode() + b"\n"
     path.write_bytes(whole)
 
-    with pytest.raises(ConfigError, match="its line 2"):
+    with pytest.raises(ConfigError, match="line 2 is not a record"):
         start(path)
     assert path.read_bytes() == whole
 
@@ -153,7 +153,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
         start(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
         start(tmp_path / "nowhere" / "out.jsonl")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         start(Path(os.devnull))
 
 

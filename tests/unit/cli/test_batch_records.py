@@ -8,7 +8,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from quire.cli.batch_io import BatchLine, LineHead
-from quire.cli.batch_records import BatchTally, answer_record, error_record, is_error
+from quire.cli.batch_records import BatchTally, error_record, is_error, output_record
 from quire.sampling.outputs import Choice, RequestOutput, Usage, merged
 from quire.serve.responses import usage_body
 
@@ -51,7 +51,7 @@ def line(kind: str = "plain", name: str | None = "a") -> BatchLine:
 
 
 def test_a_plain_answer():
-    record = answer_record(line(), answer(), model="m")
+    record = output_record(line(), answer(), model="m")
 
     assert json.loads(json.dumps(record)) == {
         "id": "a",
@@ -73,15 +73,15 @@ def test_a_plain_answer():
 
 
 def test_a_line_without_a_name_is_named_after_its_number():
-    assert answer_record(line(name=None), answer(), model="m")["id"] == "line-7"
+    assert output_record(line(name=None), answer(), model="m")["id"] == "line-7"
 
 
 def test_the_prompt_is_repeated_when_asked_for():
-    assert answer_record(line(), answer(), model="m", with_prompt=True)["prompt"] == "Hi"
+    assert output_record(line(), answer(), model="m", with_prompt=True)["prompt"] == "Hi"
 
 
 def test_a_completion_is_what_openais_client_reads():
-    record = answer_record(line("completions"), answer(), model="m")
+    record = output_record(line("completions"), answer(), model="m")
 
     assert (record["custom_id"], record["error"]) == ("a", None)
     assert record["response"]["status_code"] == 200
@@ -90,7 +90,7 @@ def test_a_completion_is_what_openais_client_reads():
 
 
 def test_a_chat_is_what_openais_client_reads():
-    record = answer_record(line("chat"), answer(finish_reason="length"), model="m")
+    record = output_record(line("chat"), answer(finish_reason="length"), model="m")
 
     body = ChatCompletion.model_validate(record["response"]["body"], strict=True)
     assert body.choices[0].message.content == "Hello"
@@ -99,7 +99,7 @@ def test_a_chat_is_what_openais_client_reads():
 
 @pytest.mark.parametrize("kind", ["plain", "completions", "chat"])
 def test_a_failed_answer_is_an_error_record(kind: str):
-    record = answer_record(line(kind), answer(error="broken", finish_reason="error"), model="m")
+    record = output_record(line(kind), answer(error="broken", finish_reason="error"), model="m")
 
     assert is_error(record)
     assert record == error_record(line(kind).head, "broken")
@@ -116,7 +116,7 @@ def test_an_error_in_openais_format_has_a_status_and_a_message():
 
 def test_the_tally_counts_answers_and_errors():
     tally = BatchTally()
-    tally.add(answer_record(line(), answer(), model="m"), answer())
+    tally.add(output_record(line(), answer(), model="m"), answer())
     tally.add(error_record(line().head, "no"), None)
 
     assert (tally.answered, tally.errors) == (2, 1)

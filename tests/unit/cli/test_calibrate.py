@@ -51,7 +51,7 @@ def test_a_text_of_ones_own(tmp_path):
 
     again = quire_calibrate("--text", str(text), "--kv-codec", "int8", "--tokens", "128")
 
-    assert again.output.startswith("int8: error of products 0.0")
+    assert again.output.startswith("int8: relative error of query-key products 0.0")
 
 
 def test_bad_input_is_refused(tmp_path):

@@ -76,7 +76,7 @@ def test_a_table_may_name_the_model(read):
 
 @pytest.mark.parametrize("text", ["model = 3", "[model]\nname = 3"])
 def test_a_model_that_is_no_text_is_refused(read, text):
-    with pytest.raises(ConfigError, match="must be a text, got 3"):
+    with pytest.raises(ConfigError, match="must be a string, got 3"):
         read(text)
 
 

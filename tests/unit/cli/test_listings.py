@@ -52,9 +52,9 @@ def test_options_are_listed_with_their_defaults_and_rules_by_name():
     assert rows["h2o"].statistics == ("attention_sum.mean",)
     shown = output_of("policies")
     assert "\n  options: sinks=0\n" in shown
-    assert "\n  remembers: attention_sum.mean\n" in shown
+    assert "\n  statistics: attention_sum.mean\n" in shown
     assert "\n  options: beta=20, rounding=largest_fractions\n" in shown
-    assert "\n  total: not kept: lanes may keep everything\n" in shown
+    assert "\n  total: not bounded: a lane may retain all tokens\n" in shown
 
 
 def test_the_list_for_programs_has_rules_and_budgets():

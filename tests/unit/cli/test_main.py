@@ -111,8 +111,8 @@ def test_an_interrupt_ends_cleanly_with_130(failing):
     [
         (OSError(28, "No space left on device"), "standard output, a file or a socket cannot be"),
         (OSError(28, "No space left on device", "out.csv"), "out.csv cannot be used: No space"),
-        (MemoryError(), "needs more memory than there is: out of memory"),
-        (np_error(), "needs more memory than there is: Unable to allocate"),
+        (MemoryError(), "needs more memory than is available: out of memory"),
+        (np_error(), "needs more memory than is available: Unable to allocate"),
     ],
 )
 def test_what_the_system_refuses_is_one_line(failing, error, says):
@@ -191,7 +191,7 @@ def test_more_threads_than_a_machine_can_run_are_refused(command, threads):
 
     assert result.exit_code == 2
     if threads != "-1" or command[0] == "generate":
-        assert result.stderr.startswith("error: expected --threads from 0 (as many as torch takes")
+        assert result.stderr.startswith("error: expected --threads from 0 (PyTorch's default")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_entry_point_is_installed():
         ("generate quire-tiny x --max-tokns 5", "'--max-tokns': did you mean --max-tokens"),
         ("generate quire-tiny x y z", "(y z); expected quire generate [OPTIONS] [MODEL] [PROMPT]"),
         ("calibrate quire-tiny --tokens 5", "--tokens to be greater than or equal to 64, got '5'"),
-        ("simulate", "expected --trace, which quire simulate cannot do without"),
+        ("simulate", "expected --trace, which quire simulate requires"),
         ("bench latncy", "no such command 'latncy'. Did you mean 'latency'"),
         ("bacth", "no such command 'bacth'. Did you mean 'batch'"),
         ("--colour", "unknown option '--colour'; see quire --help"),

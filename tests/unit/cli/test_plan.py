@@ -137,7 +137,7 @@ def test_the_packaged_model_is_the_default_and_everything_is_printed():
     assert result.exit_code == 0, result.output
     for text in ("quire-tiny", "weights", "activations", "headroom", "bytes per token", "4,096"):
         assert text in result.output
-    assert "impact of KV management" in result.output
+    assert "benefit of KV management" in result.output
 
 
 def bar_of(result: Result) -> str:

@@ -138,7 +138,7 @@ def test_without_measurements_none_are_given_and_it_is_said(folder: Path):
     assert not any(name.endswith("tokens_per_s") for name in run["claims"])
     assert "prefill_and_decode_pays" not in run["claims"]
     assert "quire profile" in run["arms"]["missing"][0]
-    assert "not known" in result.output
+    assert "unknown" in result.output
 
 
 def test_stored_rates_predict(folder: Path, cache: Path):

@@ -75,7 +75,7 @@ def test_rules_without_a_model_are_refused():
     result = quire("profile", "--quick", "--evict", "h2o")
 
     assert result.exit_code == 2
-    assert "--evict 'h2o' has no effect: " in result.stderr
+    assert "--evict 'h2o' has no effect without a model: " in result.stderr
 
 
 def test_a_quick_profile_takes_no_ones_place(cache: Path):
@@ -86,9 +86,9 @@ def test_a_quick_profile_takes_no_ones_place(cache: Path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("kv-store", "--memory", "1MiB", "--host", ""), "say 0.0.0.0 for that"),
+        (("kv-store", "--memory", "1MiB", "--host", ""), "use 0.0.0.0 for every address"),
         (("serve", "--host", ""), "0.0.0.0 for all"),
-        (("calibrate", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one codec"),
+        (("calibrate", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one or more codecs"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(arguments, says):

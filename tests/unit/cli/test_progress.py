@@ -36,7 +36,7 @@ def test_a_terminal_shows_how_full_and_how_far(monkeypatch, stats):
         live.show(2, lambda: stats)
 
     assert "2/9" in screen.getvalue()
-    assert "KV 40%, 3 running, 5 waiting" in screen.getvalue()
+    assert "KV memory 40%, 3 running, 5 waiting requests" in screen.getvalue()
 
 
 def test_elsewhere_nothing_is_shown_and_nothing_is_asked(monkeypatch):

@@ -139,5 +139,5 @@ def test_tenants_none_of_which_a_command_could_ask_for_are_refused():
     settings_of(look, "--tenants", "a; default:weight=2").refuse_other_tenants()
     settings_of(look).refuse_other_tenants()
 
-    with pytest.raises(ConfigError, match="--tenants names a, b: name 'default' too"):
+    with pytest.raises(ConfigError, match="--tenants names a, b: add 'default', or"):
         settings_of(look, "--tenants", "a;b").refuse_other_tenants()

@@ -44,7 +44,7 @@ def test_the_last_line_is_one_object_with_the_usual_members(trace: Path):
 def test_a_person_reads_percentiles_and_memory(trace: Path):
     shown = simulate("--trace", trace).stdout
 
-    for words in ("40 requests", "to the first token", "p99", "KV memory", "preemptions"):
+    for words in ("40 requests", "time to first token", "p99", "KV memory", "preemptions"):
         assert words in shown
 
 
@@ -146,8 +146,8 @@ def test_what_is_refused_left_out_or_cut_is_said(tmp_path: Path):
 
     shown = simulate("quire-tiny", "--trace", path, "--max-length", 5000).stdout
 
-    assert "refused: 1 longer than the context, 0 larger than the memory" in shown
-    assert "left out as too long: 1; answers cut at the context: 1" in shown
+    assert "refused requests: 1 longer than the context, 0 larger than the KV memory" in shown
+    assert "skipped requests (too long): 1; outputs truncated at the context: 1" in shown
 
 
 def test_requests_beyond_the_context_ask_for_no_memory(trace: Path):
@@ -176,4 +176,4 @@ def test_fairness_is_said_where_there_are_tenants(trace: Path):
         *("--trace-tenants", "round_robin:a,b"),
     ).stdout
 
-    assert "Jain index 1.0" in shown or "Jain index 0.9" in shown
+    assert "Jain fairness index 1.0" in shown or "Jain fairness index 0.9" in shown

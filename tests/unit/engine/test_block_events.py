@@ -169,5 +169,5 @@ def test_a_decoder_of_vllms_types_reads_the_batches(zmq):
 
 
 def test_an_address_nobody_can_listen_at_is_refused(zmq):
-    with pytest.raises(ConfigError, match=r"expected an address to listen on, such as tcp"):
+    with pytest.raises(ConfigError, match=r"expected an address to bind, such as tcp"):
         BlockPublisher("nonsense")

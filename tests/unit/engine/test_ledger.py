@@ -207,7 +207,7 @@ def test_a_host_pool_that_no_request_knows_of_is_a_leak():
     books.swap_out(request)
     books.requests.clear()
 
-    with pytest.raises(InvariantError, match="on the host"):
+    with pytest.raises(InvariantError, match="of the swap space are used"):
         books.ledger.check()
 
 

@@ -32,7 +32,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
 def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requested):
     before = resident_bytes()
-    with pytest.raises(ConfigError, match=r"more than the [\d,]+ B that are free on cpu; lower"):
+    with pytest.raises(ConfigError, match=r"exceeds the [\d,]+ B that are free on cpu; lower"):
         build_pool(model, KVConfig(memory=requested), ScheduleConfig())
     assert resident_bytes() - before < GIB // 16
 
@@ -85,7 +85,7 @@ def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
 def test_on_a_cpu_the_arena_and_the_host_pool_share_what_is_free(model, monkeypatch):
     monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 3 * MIB)
 
-    with pytest.raises(ConfigError, match=r"KV memory of 2,097,152 B is more than the 1,048,576 B"):
+    with pytest.raises(ConfigError, match=r"KV memory of 2,097,152 B exceeds the 1,048,576 B"):
         build_pool(model, KVConfig(memory="2MiB", swap_space="2MiB"), ScheduleConfig())
     pool = build_pool(model, KVConfig(memory="1MiB", swap_space="2MiB"), ScheduleConfig())
     assert pool.host.total_bytes == 2 * MIB

@@ -336,7 +336,7 @@ def test_what_is_no_file_pipe_or_terminal_is_refused(tmp_path, monkeypatch, kind
     found = os.stat_result((kind | 0o600, *[0] * 9))
     monkeypatch.setattr(os, "fstat", lambda _: found)
 
-    with pytest.raises(ConfigError, match="it is no regular file, pipe or terminal"):
+    with pytest.raises(ConfigError, match="not a regular file, pipe or terminal"):
         EventFile(tmp_path / "events")
 
 
