@@ -155,20 +155,20 @@ def _instead(names: Mapping[str, str], name: str) -> str:
 
 
 def stores() -> str:
-    """What each store does, and its waste where the same sequences come and go."""
+    """Description of each store, and its waste for the same workload."""
     from quire.kv.stores.registry import STORES
 
     does = [f"| `{name}` | {info.summary} |" for name, info in STORES.items()]
-    head = ("store", "sequences in", "live", "hidden", "empty", "reserved", "free", "in pieces")
+    head = ("store", "sequences", "live", "hidden", "empty", "reserved", "free", "fragmented")
     head += ("copied",)
     waste = ["".join(f"| {cell} " for cell in row) + "|" for row in map(_waste_row, STORES)]
     header = "".join(f"| {cell} " for cell in head) + "|"
-    tables = ["| store | what it does |", "|---|---|", *does, "", header, "|---" * len(head) + "|"]
+    tables = ["| store | description |", "|---|---|", *does, "", header, "|---" * len(head) + "|"]
     return "\n".join([*tables, *waste])
 
 
 def _waste_row(store: str) -> tuple[str, ...]:
-    """The example of docs/stores.md: fill the memory, let every other one go, fill it again."""
+    """The workload of docs/stores.md: fill, release every other sequence, fill again."""
     import numpy as np
 
     from quire.kv.memory import KVMemory
@@ -188,9 +188,9 @@ def _waste_row(store: str) -> tuple[str, ...]:
     lengths = iter(np.random.default_rng(0).integers(64, 2048, size=(256, 2)))
 
     def fill() -> None:
-        for prompt, answer in lengths:
+        for prompt, output in lengths:
             row = np.array([memory.start()])
-            for tokens in (prompt, *[16] * (int(answer) // 16)):
+            for tokens in (prompt, *[16] * (int(output) // 16)):
                 if not memory.can_grow(row, np.array([tokens], dtype=np.int32)):
                     memory.release(row)
                     return

@@ -54,4 +54,4 @@ def test_every_kind_of_event_has_a_row():
 
     assert tuple(told) == KINDS
     assert EVENT["kind"] in KINDS
-    assert f"newest of {KEPT_EVENTS:,} remembered" in PAGE
+    assert f"newest of {KEPT_EVENTS:,} stored events" in PAGE
