@@ -129,7 +129,7 @@ def excluded() -> str:
     """What codecs exclude."""
     from quire.layout.codec_refusals import EXCLUDED
 
-    rows = [(row.codecs, row.beside, row.reason, row.instead) for row in EXCLUDED]
+    rows = [(row.codecs, row.other, row.reason, row.instead) for row in EXCLUDED]
     return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
 
 

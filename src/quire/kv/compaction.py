@@ -56,7 +56,7 @@ class CompactionPlan:
         held_slots: [lanes] slots of each lane when the plan was computed.
         keep: [lanes, slots] True for retained slots; False after the last slot of a lane.
         moves: slot moves, one source to one target.
-        stays: [lanes, columns] retained pages if whole pages are dropped; None if slots move.
+        kept_columns: [lanes, columns] retained pages if whole pages are dropped, else None.
         statistics: names of the groups that mirror this one and that the row uses.
         needed_pages: private page copies needed before slots move, by page class.
         freed_pages: pages that will be freed, by page class; shared pages are not counted.
@@ -67,7 +67,7 @@ class CompactionPlan:
     held_slots: NDArray[np.int32]
     keep: Mask
     moves: SlotMoves
-    stays: Mask | None
+    kept_columns: Mask | None
     statistics: tuple[str, ...]
     needed_pages: Pages
     freed_pages: Pages
@@ -112,18 +112,18 @@ def plan_compaction(
     if table.group.private:
         raise ConfigError(f"group {group!r} holds statistics, which move with their slots")
     keep = _live(table, row, keep)
-    stays = None
+    kept_columns = None
     if kind is Kind.DROP_PAGES:
-        stays = retained_pages(keep, table.num_slots[row], table.group.page_class.tokens)
+        kept_columns = retained_pages(keep, table.num_slots[row], table.group.page_class.tokens)
     if not memory.placement.drops_pages:
-        stays = None
-    if table.group.ordered and stays is None:
+        kept_columns = None
+    if table.group.ordered and kept_columns is None:
         raise ConfigError(
             f"the slots of group {group!r} are ordered and cannot be moved: drop whole pages "
             "instead, in the store 'paged'"
         )
     moves = no_moves()
-    if stays is None:
+    if kept_columns is None:
         moves = fill_holes(keep) if kind is Kind.FILL_HOLES else close_gaps(keep)
     mirrors = (mirror.name for mirror in memory.layout.mirrors_of(group))
     statistics = tuple(name for name in mirrors if memory.tables[name].active[row])
@@ -134,10 +134,10 @@ def plan_compaction(
         held_slots=table.num_slots[row].copy(),
         keep=keep,
         moves=moves,
-        stays=stays,
+        kept_columns=kept_columns,
         statistics=statistics,
         needed_pages={table.group.page_class: _count_needed(memory, table, row, moves)},
-        freed_pages=_freed_pages(memory, tables, row, keep, stays),
+        freed_pages=_freed_pages(memory, tables, row, keep, kept_columns),
     )
 
 
@@ -173,7 +173,7 @@ def _shared_targets(
 
 
 def _freed_pages(
-    memory: KVMemory, tables: list[LaneTable], row: int, keep: Mask, stays: Mask | None
+    memory: KVMemory, tables: list[LaneTable], row: int, keep: Mask, kept_columns: Mask | None
 ) -> Pages:
     freed: dict[PageClass, int] = {}
     if not memory.placement.drops_pages:
@@ -182,7 +182,7 @@ def _freed_pages(
         page_class, num_pages = table.group.page_class, table.num_pages[row][:, None]
         column = np.arange(int(num_pages.max(initial=0)))
         still_filled = column < -(-keep.sum(axis=1) // page_class.tokens)[:, None]
-        dropped = (column < num_pages) & ~(still_filled if stays is None else stays)
+        dropped = (column < num_pages) & ~(still_filled if kept_columns is None else kept_columns)
         pages = table.pages[row, :, : len(column)][dropped]
         alone = memory.pools[page_class].ref_counts[pages] == 1
         freed[page_class] = freed.get(page_class, 0) + int(np.count_nonzero(alone))
@@ -193,10 +193,10 @@ def _freed_pages(
 
 
 def require_private_copies(memory: KVMemory, plan: CompactionPlan) -> None:
-    """Refuse a plan that `commit_compaction` would refuse, before anything else is written for it.
+    """Refuse a plan whose private copies do not fit, before other data is written for the plan.
 
     Raises:
-        OutOfPages: no room for the private copies.
+        OutOfPages: too few free pages for the private copies.
     """
     _require_pages(memory, plan.needed_pages)
 
@@ -218,7 +218,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
         table = memory.tables[plan.group]
         if (table.num_slots[plan.row] != plan.held_slots).any():
             raise InvariantError(f"row {plan.row} has changed since its compaction was planned")
-        if __debug__ and plan.stays is None:
+        if __debug__ and plan.kept_columns is None:
             prove_one_to_one(plan.keep, plan.moves)
         # computed again: the row may have been forked or its pages cached since the plan
         shared.append(_shared_targets(memory, table, plan.row, plan.moves))
@@ -233,7 +233,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
         for table in _moved_tables(memory, plan):
             _move(memory, table, plan)
             _cut(memory, table, plan)
-        moves = plan.moves if plan.stays is None else None  # None: whole pages were dropped
+        moves = plan.moves if plan.kept_columns is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
 
 
@@ -254,9 +254,9 @@ def _move(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
 
 
 def _cut(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
-    if plan.stays is None:
+    if plan.kept_columns is None:
         freed = cut_slots(table, plan.row, plan.keep_slots)
     else:
-        freed = table.keep_columns(plan.row, plan.stays)
+        freed = table.keep_columns(plan.row, plan.kept_columns)
         table.num_slots[plan.row] = plan.keep_slots
     memory.placement.take_back(table, freed)

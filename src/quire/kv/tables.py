@@ -124,23 +124,23 @@ class LaneTable:
         self._note(np.full(len(touched), row), np.full(len(touched), lane), touched)
         return dropped
 
-    def keep_columns(self, row: int, stays: NDArray[np.bool_]) -> PageNumbers:
+    def keep_columns(self, row: int, retained: NDArray[np.bool_]) -> PageNumbers:
         """Remove whole pages of a row's lanes and close the gaps (see `drop`); return the pages.
 
         Args:
             row: the sequence; the caller updates its `num_slots`.
-            stays: [lanes, columns] True for retained pages; False after a lane's last page.
+            retained: [lanes, columns] True for retained pages; False after a lane's last page.
         """
-        width = stays.shape[1]
+        width = retained.shape[1]
         block = self.pages[row, :, :width]
         named = block != NO_PAGE
-        dropped: PageNumbers = block[named & ~stays]
-        touched = named & np.logical_or.accumulate(~stays, axis=1)
-        order = np.argsort(~stays, axis=1, kind="stable")
+        dropped: PageNumbers = block[named & ~retained]
+        touched = named & np.logical_or.accumulate(~retained, axis=1)
+        order = np.argsort(~retained, axis=1, kind="stable")
         for array in (self.pages, self.page_positions):
             part = array[row, :, :width]
             part[...] = np.take_along_axis(part, order, axis=1)
-        self.num_pages[row] = stays.sum(axis=1)
+        self.num_pages[row] = retained.sum(axis=1)
         block[np.arange(width) >= self.num_pages[row][:, None]] = NO_PAGE
         self._note_mask(row, touched)
         return dropped

@@ -36,14 +36,14 @@ class Excluded:
 
     Attributes:
         codecs: the kind of codec, for the documentation.
-        beside: the feature with which the codec cannot be combined.
+        other: the feature with which the codec cannot be combined.
         meets: returns whether a configuration requests the combination.
         reason: why the combination is not supported.
         instead: what to use instead.
     """
 
     codecs: str
-    beside: str
+    other: str
     meets: Callable[[Storing], bool]
     reason: str
     instead: str
@@ -53,7 +53,7 @@ _OF_PAGES = "codecs of whole pages (`int4_page`, `int2_page`, `kivi4`, `kivi2`)"
 EXCLUDED: tuple[Excluded, ...] = (
     Excluded(
         codecs=_OF_PAGES,
-        beside="eviction of tokens or chunks",
+        other="eviction of tokens or chunks",
         meets=lambda requested: (
             requested.form.per_page and requested.evicts and not requested.by_page
         ),
@@ -62,28 +62,28 @@ EXCLUDED: tuple[Excluded, ...] = (
     ),
     Excluded(
         codecs=_OF_PAGES,
-        beside="eviction in a store of runs (`contiguous_max`, `contiguous_growing`, `ring`)",
+        other="eviction in a store of runs (`contiguous_max`, `contiguous_growing`, `ring`)",
         meets=lambda requested: requested.form.per_page and requested.evicts and requested.in_runs,
         reason="eviction in a run moves single slots, and the slots of a page share scales",
         instead="--kv-store paged, or a codec that encodes single tokens, such as int4_outliers",
     ),
     Excluded(
         codecs="`plain_layers`",
-        beside="eviction",
+        other="eviction",
         meets=lambda requested: requested.form.plain_layers > 0 and requested.evicts,
         reason="eviction applies to all layers together, and plain layers are another lane group",
         instead="sinks=... and residual=..., which keep tokens of all layers in full precision",
     ),
     Excluded(
         codecs="`promoted`",
-        beside="no eviction",
+        other="no eviction",
         meets=lambda requested: requested.form.promoted is not None and not requested.evicts,
         reason="the scores of an eviction rule select promoted tokens, and eviction is off",
         instead="--evict with a rule that scores tokens, such as h2o, or a finer codec",
     ),
     Excluded(
         codecs="`promoted`",
-        beside="rules without scores",
+        other="rules without scores",
         meets=lambda requested: (
             requested.form.promoted is not None and requested.evicts and not requested.scores
         ),
@@ -92,7 +92,7 @@ EXCLUDED: tuple[Excluded, ...] = (
     ),
     Excluded(
         codecs="`promoted`",
-        beside="a `residual` below the rule's `every`",
+        other="a `residual` below the rule's `every`",
         meets=lambda requested: (
             requested.form.promoted is not None
             and requested.evicts
