@@ -60,17 +60,17 @@ class Rates:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    reach_down = InFlightPages.reach_down
+    extend_down = InFlightPages.extend_down
 
     def poisoned(self, first):
         before = self.first
-        reach_down(self, first)
+        extend_down(self, first)
         store = self._memory.store
         for name, numbers in self.block_pages(first, before or self.end).items():
             page_class = self._memory.tables[name].group.page_class
             store.views(page_class).whole[store._index(numbers.reshape(-1))] = 0xFF
 
-    monkeypatch.setattr(InFlightPages, "reach_down", poisoned)
+    monkeypatch.setattr(InFlightPages, "extend_down", poisoned)
 
 
 @cache

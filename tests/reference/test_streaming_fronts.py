@@ -210,7 +210,10 @@ def test_inputs_in_codes_cost_their_bytes_and_little_else():
 
     plain, coded = (runs[codec][0].pool.offload.kv_offload.kv_recompute.store for codec in runs)
     assert coded.codec.row_bytes < 0.3 * plain.codec.row_bytes
-    assert coded.book.num_blocks * coded.block_bytes < plain.book.num_blocks * plain.block_bytes
+    assert (
+        coded.allocator.num_blocks * coded.block_bytes
+        < plain.allocator.num_blocks * plain.block_bytes
+    )
     assert runs["int8"][0].stats().recomputed_tokens
     assert 0 < until_they_part(runs["int8"][1], whole("llama_mha")) <= 0.1
 
@@ -232,7 +235,7 @@ def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkey
     use_exact_products(monkeypatch)
     options = {"codec": "int8+plain_layers=2", "prompts": {"c": PROMPTS["c"]}, "new_tokens": 6}
     expected = run("gpt2*4", 4, stream=0, **options)[1]
-    moves = OffloadedPrefixes._moves
+    moves = OffloadedPrefixes._movable
 
     def fewer(prefixes, row, slots):
         for table, first, columns in moves(prefixes, row, slots):
@@ -240,7 +243,7 @@ def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkey
             if left:
                 yield table, first, left
 
-    monkeypatch.setattr(OffloadedPrefixes, "_moves", fewer)
+    monkeypatch.setattr(OffloadedPrefixes, "_movable", fewer)
     engine, logits, _ = run("gpt2*4", 0.7, **options, **parts)
 
     stats = engine.stats()
@@ -608,7 +611,7 @@ def test_rates_decide_and_are_followed(monkeypatch):
     parts, learn = [], PrefixSplits.learn
 
     def learn_of_a_fast_link(splits, timed):
-        parts.append(splits.made_tokens / splits.tokens)
+        parts.append(splits.recomputed_tokens / splits.tokens)
         learn(splits, as_on_a_fast_link(timed))
 
     monkeypatch.setattr(PrefixSplits, "learn", learn_of_a_fast_link)
@@ -619,7 +622,7 @@ def test_rates_decide_and_are_followed(monkeypatch):
     assert engine.stats().recomputed_tokens
     assert offload.splits.profiler.speeds.inward.bytes_per_s > 100 * slow.bytes_per_s
     assert parts[0] > 0.5 > parts[-1]
-    assert offload.kv_offload.kv_recompute.store.book.peak_blocks
+    assert offload.kv_offload.kv_recompute.store.allocator.peak_blocks
     assert largest_difference(logits, whole("llama_mha")) <= 1e-4
 
 

@@ -84,10 +84,10 @@ def load_streamed(
 
 def poison(link) -> None:
     """From now on a slot holds no numbers from when it is let go until it is filled."""
-    bring = link.bring
+    prefetch = link.prefetch
 
     def poisoned(layer: int, slot: int) -> None:
         link.slots[slot].fill_(0xFF)
-        bring(layer, slot)
+        prefetch(layer, slot)
 
-    link.bring = poisoned
+    link.prefetch = poisoned

@@ -46,7 +46,7 @@ def streamed(count: int, offloaded_layers: tuple[int, ...] | None = None, transf
     link = FileLink(place.host_bytes, transfer_worker or Dawdling())
     poison(link)
     for number in numbers:
-        link.take_home(number, layers[number])
+        link.store(number, layers[number])
     link.open(SLOTS, place.slot_bytes)
     return model, WeightStream(layers, place, link), plain
 
@@ -98,7 +98,7 @@ def test_the_least_budget_runs_and_one_byte_less_is_refused_before_anything_move
     least, _ = least_bytes(name)
     model = zoo.build(name, times=3)
     before = weight_bytes(model)
-    with pytest.raises(ConfigError, match=f"{least:,} B .* at least"):
+    with pytest.raises(ConfigError, match=f"at least {least:,} B"):
         WithinBudget(least - 1).check(model.config, dtype=torch.float32, trust_remote_code=False)
     with pytest.raises(ConfigError, match=f"{least:,} B .* at least"):
         WithinBudget(least - 1).place(model, CPU)
@@ -287,19 +287,19 @@ def test_a_device_waits_for_layers_and_the_host_for_nothing(rows):
     place = place_weights([w.num_bytes for w in layers], 0, SLOTS * layers[0].num_bytes)
     link = CudaLink(device)
     for number in place.offloaded_layers:
-        link.take_home(number, layers[number])
+        link.store(number, layers[number])
     model.to(device)
     link.open(SLOTS, place.slot_bytes)
-    bring = link.bring
+    prefetch = link.prefetch
 
     def late(layer, slot):
         with torch.cuda.stream(link._stream):
-            link._stream.wait_event(link._left[slot])
+            link._stream.wait_event(link._released[slot])
             link.slots[slot].fill_(0xFF)
             torch.cuda._sleep(2_000_000)
-        bring(layer, slot)
+        prefetch(layer, slot)
 
-    link.bring = late
+    link.prefetch = late
     weights = WeightStream(layers, place, link)
     given = torch.randn(4, 2048, device=device)
     with torch.inference_mode():

@@ -101,17 +101,17 @@ class PrefixTierMachine(RuleBasedStateMachine):
             return at
         load = PrefixLoad(self.store, self.tier.records, pages, found)
         with contextlib.suppress(OutOfPages):
-            load.reach_down(first)
+            load.extend_down(first)
         moves = random.Random(pick)
         for _ in range(moves.randrange(8) if late else 99):  # who comes late finds only a part
-            if not load.carry():
+            if not load.load_segment():
                 break
         assert self.damaged or late or load.loaded_from <= max(first, pages.first)
         self.num_loaded += load.loaded_from < end
         target = max(at, min(load.loaded_from + moves.randrange(2) * size, end))
         self.grow(row, tokens, at, target)
         load.stop()
-        assert not load.carry()
+        assert not load.load_segment()
         if target < end:
             assert pages.attach(row)
         else:

@@ -39,7 +39,7 @@ class KVOffloadComponents:
         return {
             "offloaded_bytes": self.prefixes.pool.used_bytes,
             "input_bytes": 0 if kv_recompute is None else kv_recompute.store.used_bytes,
-            "recomputed_tokens": 0 if kv_recompute is None else kv_recompute.num_made,
+            "recomputed_tokens": 0 if kv_recompute is None else kv_recompute.num_recomputed,
             "cpu_attended_tokens": 0 if attention is None else attention.num_attended,
         }
 
@@ -51,7 +51,7 @@ class KVOffloadComponents:
         """
         self.prefixes.pool.check()
         if self.kv_offload.kv_recompute is not None:
-            self.kv_offload.kv_recompute.store.book.check()
+            self.kv_offload.kv_recompute.store.allocator.check()
 
 
 def build_kv_offload(
@@ -72,19 +72,21 @@ def build_kv_offload(
         stream_bytes: size of offload memory.
         running: requests that hold KV; the scheduler's own list.
     """
-    part, why = choice.part_and_why()
-    book = choice.book(choice.input_bytes(part, stream_bytes))
-    input_bytes = 0 if book is None else book.num_blocks * book.block_tokens * choice.x_bytes
+    fraction, why = choice.fraction_and_reason()
+    allocator = choice.allocator(choice.input_bytes(fraction, stream_bytes))
+    input_bytes = (
+        0 if allocator is None else allocator.num_blocks * allocator.block_tokens * choice.x_bytes
+    )
     pool = host_pool(store, choice.layout, stream_bytes - input_bytes)
     prefixes = OffloadedPrefixes(memory, pool, store.page_positions)
     kv_recompute = None
-    if book is not None:
-        kv_recompute = choice.kv_recompute(book, RowRequests(part, running))
+    if allocator is not None:
+        kv_recompute = choice.kv_recompute(allocator, RowRequests(fraction, running))
     attention = choice.attention(memory, store, coded, prefixes)
     splits = None
     if kv_recompute is not None or attention is not None:
-        splits = choice.splits(makes=kv_recompute is not None, attends=attention is not None)
-    choice.say_fallbacks(why, recomputes=kv_recompute is not None, attends=attention is not None)
+        splits = choice.splits(recomputes=kv_recompute is not None, attends=attention is not None)
+    choice.log_fallbacks(why, recomputes=kv_recompute is not None, attends=attention is not None)
     kv_offload = KVOffload(
         memory,
         prefixes,

@@ -105,13 +105,13 @@ class StepCPUAttention:
             if (share := shares.get(row)) is not None and share.host
         ]
         self.places = np.array([row.place for row in self._rows], dtype=np.int64)
-        self._coming: Future[list[Partial]] | None = None
+        self._in_flight: Future[list[Partial]] | None = None
 
     def serves(self, group: LaneGroup) -> bool:
         """Whether rows of the step use CPU attention in the layers of a group."""
         return bool(self._rows) and group.name in self._engine.groups
 
-    def ask(
+    def start(
         self,
         group: LaneGroup,
         index: int,
@@ -122,7 +122,7 @@ class StepCPUAttention:
         if not self.serves(group):
             return
         places = torch.from_numpy(self.places).to(query.device)
-        requested = query[places].to("cpu", non_blocking=query.is_cuda)
+        queries = query[places].to("cpu", non_blocking=query.is_cuda)
         ready = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
         plain = AttentionMath(math.scale, math.softcap)  # sinks count once, in the final merge
 
@@ -133,7 +133,7 @@ class StepCPUAttention:
             with torch.inference_mode():
                 found = [
                     self._on_host(group, index, row, one[None, :, None], plain)
-                    for row, one in zip(self._rows, requested, strict=True)
+                    for row, one in zip(self._rows, queries, strict=True)
                 ]
             tokens = sum(len(row.host) for row in self._rows) * group.page_class.tokens
             self._engine.num_attended += tokens
@@ -141,7 +141,7 @@ class StepCPUAttention:
             self._log.add(HOST_ATTEND, layer, tokens, 0, start, end)
             return found
 
-        self._coming = self._engine.threads.submit(attend)
+        self._in_flight = self._engine.threads.submit(attend)
 
     def merge_into(
         self,
@@ -160,25 +160,25 @@ class StepCPUAttention:
             query: of the step, after RoPE.
             math: scale, soft cap and sinks.
         """
-        coming, self._coming = self._coming, None
-        if coming is None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return
         table = self._engine.memory.tables[group.name]
         plain = AttentionMath(math.scale, math.softcap)
-        here = [
+        on_device = [
             self._on_device(table, pages, row, query[row.place][None, :, None], plain)
             for row in self._rows
         ]
         sinks = math.sinks
-        for row, device, host in zip(self._rows, here, coming.result(), strict=True):
-            there = Partial(host.out.to(out.device), host.lse.to(out.device))
-            whole = merge([device, there], sinks)
+        for row, device, host in zip(self._rows, on_device, in_flight.result(), strict=True):
+            on_cpu = Partial(host.out.to(out.device), host.lse.to(out.device))
+            whole = merge([device, on_cpu], sinks)
             out[row.place] = whole.out[0, :, 0].to(out.dtype)
 
     def finalize(self) -> None:
         """Wait until no CPU attention is running, also after a failed step."""
-        if self._coming is not None:
-            self._coming.exception()
+        if self._in_flight is not None:
+            self._in_flight.exception()
 
     # ---- location of the pages -----------------------------------------------------------------
 
@@ -201,18 +201,18 @@ class StepCPUAttention:
     ) -> Iterator[PageViews]:
         """Pages of a lane with CPU attention, one contiguous segment at a time."""
         engine = self._engine
-        for piece in engine.prefixes.pieces(row.row):
-            if piece.group == group.name:
-                columns = _overlap(piece, row.host)
+        for page_group in engine.prefixes.page_groups(row.row):
+            if page_group.group == group.name:
+                columns = _overlap(page_group, row.host)
                 if columns:
-                    first = lane * piece.columns + columns.start - piece.first
-                    space = piece.layers[index]
+                    first = lane * page_group.columns + columns.start - page_group.first
+                    space = page_group.layers[index]
                     for start, count in engine.prefixes.pool.places(
                         space, group.page_class, first, len(columns)
                     ):
                         num_bytes = count * group.page_class.page_bytes
-                        some = engine.host[start : start + num_bytes]
-                        yield engine.store.views_of(some, group.page_class)
+                        host_bytes = engine.host[start : start + num_bytes]
+                        yield engine.store.views_of(host_bytes, group.page_class)
 
     def _attend(
         self,
@@ -286,8 +286,11 @@ def _joined(pages: Float[Tensor, "page head token head_dim"]) -> Tensor:
     return pages.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _overlap(piece: OffloadedPageGroup, columns: range) -> range:
-    return range(max(piece.first, columns.start), min(piece.first + piece.columns, columns.stop))
+def _overlap(page_group: OffloadedPageGroup, columns: range) -> range:
+    return range(
+        max(page_group.first, columns.start),
+        min(page_group.first + page_group.columns, columns.stop),
+    )
 
 
 def _side_by_side(lanes: Sequence[Partial]) -> Partial:

@@ -44,7 +44,7 @@ class InFlightPages:
         self._key = next(memory.cached_reference_keys)
         memory.cached_references[self._key] = self.pages
         try:
-            self.reach_down(first)
+            self.extend_down(first)
         except BaseException:
             self.release()
             raise
@@ -58,23 +58,23 @@ class InFlightPages:
             for name, numbers in self.pages.items()
         )
 
-    def reach_down(self, first: int) -> None:
+    def extend_down(self, first: int) -> None:
         """Allocate pages for the tokens from this position up to the current first one.
 
         Raises:
             OutOfPages: too few free pages; nothing was changed.
         """
-        taken: dict[str, PageNumbers] = {}
+        allocated: dict[str, PageNumbers] = {}
         try:
             for group in shared_groups(self._memory):
                 columns = (self.first - first) // group.page_class.tokens
                 pool = self._memory.pools[group.page_class]
                 numbers = pool.allocate(columns * group.num_lanes)
-                taken[group.name] = numbers.reshape(group.num_lanes, columns)
+                allocated[group.name] = numbers.reshape(group.num_lanes, columns)
         except BaseException:
-            self._give_back(taken)
+            self._free(allocated)
             raise
-        self._set({n: np.concatenate([taken[n], old], axis=1) for n, old in self.pages.items()})
+        self._set({n: np.concatenate([allocated[n], old], axis=1) for n, old in self.pages.items()})
         self.first = first
 
     def block_pages(self, start: int, end: int) -> dict[str, PageNumbers]:
@@ -111,7 +111,7 @@ class InFlightPages:
             table.page_positions[row, :, held : held + columns] = positions
             table.num_slots[row] += self.end - at
         del self._memory.cached_references[self._key]
-        self._give_back(before)
+        self._free(before)
         self._memory.lengths[row] = self.end
         self._memory.note_peaks(np.array([row]))
         return True
@@ -119,13 +119,13 @@ class InFlightPages:
     def release(self) -> None:
         """Free all pages that no row has taken."""
         if self._memory.cached_references.pop(self._key, None) is not None:
-            self._give_back(self.pages)
+            self._free(self.pages)
 
     def _set(self, pages: Mapping[str, PageNumbers]) -> None:
         self.pages = pages
         self._memory.cached_references[self._key] = pages
 
-    def _give_back(self, pages: Mapping[str, PageNumbers]) -> None:
+    def _free(self, pages: Mapping[str, PageNumbers]) -> None:
         for name, numbers in pages.items():
             page_class = self._memory.tables[name].group.page_class
             self._memory.pools[page_class].release(numbers.reshape(-1))
@@ -145,5 +145,5 @@ def _is_dense(group: LaneGroup, num_slots: PageNumbers, length: int) -> bool:
     """Whether every lane ends with the last token and all its pages are full."""
     least = 0 if group.window is not None else length
     held = int(num_slots[0])
-    alike = bool((num_slots == held).all())
-    return alike and held >= least and held % group.page_class.tokens == 0
+    equal = bool((num_slots == held).all())
+    return equal and held >= least and held % group.page_class.tokens == 0

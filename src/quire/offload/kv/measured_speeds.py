@@ -23,26 +23,26 @@ _TIMES = 3
 Run = Callable[[], object]
 
 
-def measure_offload_speeds(decoder: Decoder, layer: int, *, makes: bool) -> Speeds:
+def measure_offload_speeds(decoder: Decoder, layer: int, *, recomputes: bool) -> Speeds:
     """Measure copies, KV recompute and CPU attention; other speeds are 0 until they are observed.
 
     Args:
         decoder: runs the products.
         layer: model layer to measure.
-        makes: whether the decoder is prepared to recompute keys and values.
+        recomputes: whether the decoder is prepared to recompute keys and values.
     """
     device = decoder.device
     call_s, byte_s = _fit(_COPY_BYTES, lambda size: _copy(size, device))
     link = CopyRate(bytes_per_s=1 / byte_s, call_s=call_s)
-    made = (0.0, 0.0)
-    if makes and isinstance(decoder, TransformersDecoder):
-        made = _fit(_TOKENS, lambda tokens: _make(decoder, layer, tokens))
+    recompute = (0.0, 0.0)
+    if recomputes and isinstance(decoder, TransformersDecoder):
+        recompute = _fit(_TOKENS, lambda tokens: _recompute(decoder, layer, tokens))
     host = _fit(_TOKENS, lambda tokens: _attend(decoder, tokens))
     return Speeds(
         inward=link,
         outward=link,
-        project_call_s=made[0],
-        project_token_s=made[1],
+        project_call_s=recompute[0],
+        project_token_s=recompute[1],
         host_call_s=host[0],
         host_token_s=host[1],
     )
@@ -77,7 +77,7 @@ def _copy(num_bytes: int, device: torch.device) -> Run:
     return run
 
 
-def _make(decoder: TransformersDecoder, layer: int, tokens: int) -> Run:
+def _recompute(decoder: TransformersDecoder, layer: int, tokens: int) -> Run:
     device = decoder.device
     inputs = torch.zeros(tokens, decoder.spec.hidden_size, dtype=decoder.dtype, device=device)
     positions = torch.arange(tokens, device=device)

@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 256 << 10  # contiguous activations of a layer
 _LEAST_BLOCKS = 64
-_LEAST_PART = 0.02  # smallest fraction of recomputed tokens that gains time
+_LEAST_FRACTION = 0.02  # smallest fraction of recomputed tokens that gains time
 
 
 @dataclass(frozen=True, slots=True)
-class Hindrance:
+class Obstacle:
     """Reason that offloaded KV cannot be recomputed or attended to on the CPU.
 
     Attributes:
@@ -75,7 +75,7 @@ class OffloadChoice:
         )
         self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
         self._profiler: OffloadProfiler | None = None
-        self._makes = False
+        self._recomputes = False
 
     @property
     def x_bytes(self) -> int:
@@ -103,88 +103,88 @@ class OffloadChoice:
             )
         self._refuse_recompute(stream_bytes)
         self._refuse_activation_codec()
-        part, why_not = self._config.offload.cpu_attention, self._no_host_attention(statistics)
-        if part and why_not is not None:
+        fraction, obstacle = self._config.offload.cpu_attention, self._no_host_attention(statistics)
+        if fraction and obstacle is not None:
             raise UnsoundCombination(
-                f"--kv-offload-cpu-attention {part:g} cannot attend to any KV on the CPU: "
-                f"{why_not.reason}; {why_not.instead}, or use --kv-offload-cpu-attention auto "
+                f"--kv-offload-cpu-attention {fraction:g} cannot attend to any KV on the CPU: "
+                f"{obstacle.reason}; {obstacle.instead}, or use --kv-offload-cpu-attention auto "
                 "or off"
             )
 
     def _refuse_recompute(self, stream_bytes: int) -> None:
-        part = self._config.offload.recompute
-        if not part:
+        fraction = self._config.offload.recompute
+        if not fraction:
             return
-        why_not = self._no_recompute()
-        if why_not is not None:
+        obstacle = self._no_recompute()
+        if obstacle is not None:
             raise UnsoundCombination(
-                f"--kv-offload-recompute {part:g} cannot recompute any KV: {why_not.reason}; "
-                f"{why_not.instead}, or use --kv-offload-recompute auto or off"
+                f"--kv-offload-recompute {fraction:g} cannot recompute any KV: {obstacle.reason}; "
+                f"{obstacle.instead}, or use --kv-offload-recompute auto or off"
             )
-        if self.book(self.input_bytes(part, stream_bytes)) is None:
+        if self.allocator(self.input_bytes(fraction, stream_bytes)) is None:
             raise ConfigError(
-                f"--kv-offload-recompute {part:g} cannot recompute any KV: its share of "
+                f"--kv-offload-recompute {fraction:g} cannot recompute any KV: its share of "
                 f"--kv-offload-memory {stream_bytes:,} B holds no page of activations; raise "
                 "--kv-offload-memory"
             )
-        if self._room_tokens < self._config.page_tokens:
+        if self._scratch_tokens < self._config.page_tokens:
             raise ConfigError(
-                f"--kv-offload-recompute {part:g} cannot recompute any KV: --scratch "
-                f"{self._config.scratch:,} B holds activations of {self._room_tokens} tokens, "
+                f"--kv-offload-recompute {fraction:g} cannot recompute any KV: --scratch "
+                f"{self._config.scratch:,} B holds activations of {self._scratch_tokens} tokens, "
                 f"expected a page of {self._config.page_tokens} or more; raise --scratch"
             )
 
     def _refuse_activation_codec(self) -> None:
-        codec, part = self._config.offload.activation_codec, self._config.offload.recompute
+        codec, fraction = self._config.offload.activation_codec, self._config.offload.recompute
         if codec is None:
             return
-        why_not = self._no_recompute() if part is None else None
-        if part == 0 or why_not is not None:
-            reason = "--kv-offload-recompute is off" if why_not is None else why_not.reason
+        obstacle = self._no_recompute() if fraction is None else None
+        if fraction == 0 or obstacle is not None:
+            reason = "--kv-offload-recompute is off" if obstacle is None else obstacle.reason
             raise UnsoundCombination(
                 f"--kv-offload-activation-codec {codec.name} stores activations that KV is "
                 "recomputed from, and "
                 f"none is: {reason}; leave out --kv-offload-activation-codec"
             )
 
-    def _no_recompute(self) -> Hindrance | None:
+    def _no_recompute(self) -> Obstacle | None:
         return self._no_recompute_here() or self._no_recompute_by_model()
 
-    def _no_recompute_here(self) -> Hindrance | None:
+    def _no_recompute_here(self) -> Obstacle | None:
         """Why KV of this layout cannot be recomputed."""
         if any(group.lanes_per_layer > 1 for group in self._staged):
-            return Hindrance(
+            return Obstacle(
                 "each KV head retains tokens of its own",
                 "use eviction rules that retain the same tokens for all heads of a layer, such as "
                 "tova or recent",
             )
         if not self.groups:
-            return Hindrance(
+            return Obstacle(
                 "slots of this codec are not written one by one", "use a codec such as int8 or none"
             )
         return None
 
-    def _no_recompute_by_model(self) -> Hindrance | None:
+    def _no_recompute_by_model(self) -> Obstacle | None:
         """Why this model cannot recompute KV; prepares the model if it can."""
         if self._model.weights is not None:
-            return Hindrance(
+            return Obstacle(
                 "weights are offloaded too (--weights-memory)", "leave out --weights-memory"
             )
         decoder, other = self._model.decoder, "use another model"
         if not isinstance(decoder, TransformersDecoder):
-            return Hindrance("this decoder cannot recompute KV", other)
-        why_not = decoder.prepare_recomputation()
-        return None if why_not is None else Hindrance(why_not, other)
+            return Obstacle("this decoder cannot recompute KV", other)
+        obstacle = decoder.prepare_recomputation()
+        return None if obstacle is None else Obstacle(obstacle, other)
 
-    def _no_host_attention(self, statistics: Collection[Statistic]) -> Hindrance | None:
+    def _no_host_attention(self, statistics: Collection[Statistic]) -> Obstacle | None:
         if not self._in_parts:
-            return Hindrance(
+            return Obstacle(
                 "partial attention needs keys stored after RoPE, and a codec without "
                 "full-precision tokens",
                 "use a codec without +sinks and +residual and a rule other than streaming",
             )
         if statistics:
-            return Hindrance(
+            return Obstacle(
                 "the eviction rule needs statistics of the attention to every token",
                 "use a rule without them, such as recent",
             )
@@ -192,7 +192,7 @@ class OffloadChoice:
 
     # ---- choices -------------------------------------------------------------------------------
 
-    def part_and_why(self) -> tuple[float, str]:
+    def fraction_and_reason(self) -> tuple[float, str]:
         """Fraction (0 to 1) of a sequence's tokens with stored activations, and the reason."""
         requested = self._config.offload.recompute
         if requested == 0:
@@ -202,78 +202,78 @@ class OffloadChoice:
             kv_value_bytes=self._sizes.kv_bytes / self._model.spec.kv_values_per_layer_token,
             x_value_bytes=self._codec.row_bytes / self._codec.hidden,
         )
-        why_not = self._no_recompute_here()
-        if why_not is None and requested is None and not gate.pays:
+        obstacle = self._no_recompute_here()
+        if obstacle is None and requested is None and not gate.pays:
             return 0.0, gate.reason
-        why_not = why_not or self._no_recompute_by_model()
-        if why_not is not None:
-            return 0.0, f"KV alone is transferred: {why_not.reason}"
-        self._makes = True
+        obstacle = obstacle or self._no_recompute_by_model()
+        if obstacle is not None:
+            return 0.0, f"KV alone is transferred: {obstacle.reason}"
+        self._recomputes = True
         if requested is not None:
             return requested, f"{requested:.2g} of it is recomputed from activations, as requested"
         rates = self._rates().speeds.rates(self._sizes, rows=1, tokens=0)
         tokens = self._model.spec.max_positions
-        part = activation_range(rates, tokens, tokens).x_until / tokens
-        said = f"recomputing KV takes {rates.recompute_ratio:.2g}x the time of its transfer"
-        if part < _LEAST_PART:
-            return 0.0, f"{said}: KV alone is transferred"
-        return part, f"{gate.reason}; {said}: at most {part:.2g} of it is recomputed"
+        fraction = activation_range(rates, tokens, tokens).x_until / tokens
+        speed = f"recomputing KV takes {rates.recompute_ratio:.2g}x the time of its transfer"
+        if fraction < _LEAST_FRACTION:
+            return 0.0, f"{speed}: KV alone is transferred"
+        return fraction, f"{gate.reason}; {speed}: at most {fraction:.2g} of it is recomputed"
 
-    def say_fallbacks(self, why: str, *, recomputes: bool, attends: bool) -> None:
+    def log_fallbacks(self, why: str, *, recomputes: bool, attends: bool) -> None:
         """Log once what `auto` does not use.
 
         Args:
-            why: reason from `part_and_why`.
+            why: reason from `fraction_and_reason`.
             recomputes: whether the engine recomputes any KV.
             attends: whether it attends on the CPU.
         """
         if self._config.offload.recompute is None and not recomputes:
             logger.info("--kv-offload-recompute auto recomputes no KV: %s", why)
         if self._config.offload.cpu_attention is None and not attends:
-            why_not = self._no_host_attention(())
-            reason = "the device is the CPU" if why_not is None else why_not.reason
+            obstacle = self._no_host_attention(())
+            reason = "the device is the CPU" if obstacle is None else obstacle.reason
             logger.info("--kv-offload-cpu-attention auto attends on the device alone: %s", reason)
 
-    def input_bytes(self, part: float, stream_bytes: int) -> int:
+    def input_bytes(self, fraction: float, stream_bytes: int) -> int:
         """Bytes of offload memory for activations, such that they and the KV run out together."""
         kv_bytes = sum(_layer_bytes(g) * len(g.layers) for g in self._staged)
-        return int(stream_bytes * part * self.x_bytes / (part * self.x_bytes + kv_bytes))
+        return int(stream_bytes * fraction * self.x_bytes / (fraction * self.x_bytes + kv_bytes))
 
-    def book(self, input_bytes: int) -> ActivationAllocator | None:
+    def allocator(self, input_bytes: int) -> ActivationAllocator | None:
         """Create the allocator of activation blocks; None if not one block fits."""
         page, tokens = self._config.page_tokens, input_bytes // max(1, self.x_bytes)
         wanted = min(_BLOCK_BYTES // int(self._sizes.x_bytes), tokens // _LEAST_BLOCKS)
         block = max(page, wanted // page * page)
         return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
 
-    def kv_recompute(self, book: ActivationAllocator, rows: RowRequests) -> KVRecompute:
+    def kv_recompute(self, allocator: ActivationAllocator, rows: RowRequests) -> KVRecompute:
         """Create the recompute of keys and values."""
         decoder = self._model.decoder
-        assert isinstance(decoder, TransformersDecoder), "checked by part_and_why"
-        inputs = ActivationStore(book, self._layers, self._codec, decoder.device)
+        assert isinstance(decoder, TransformersDecoder), "checked by fraction_and_reason"
+        inputs = ActivationStore(allocator, self._layers, self._codec, decoder.device)
         return KVRecompute(decoder, inputs, rows, decoder.device)
 
     def attention(
         self, memory: KVMemory, store: PageStore, coded: CodedLayers, prefixes: OffloadedPrefixes
     ) -> CPUAttention | None:
         """Create the CPU attention; None if it is off, impossible, or the device is the CPU."""
-        part = self._config.offload.cpu_attention
+        fraction = self._config.offload.cpu_attention
         here = self._model.decoder.device.type == "cpu"
-        if not self._in_parts or part == 0 or (part is None and here):
+        if not self._in_parts or fraction == 0 or (fraction is None and here):
             return None
         return CPUAttention(memory, store, coded, prefixes, self._in_parts)
 
     @property
-    def _room_tokens(self) -> int:
+    def _scratch_tokens(self) -> int:
         """Tokens of one layer whose activations fit in scratch memory on the device."""
         token_bytes = SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
         return self._config.scratch // token_bytes
 
-    def splits(self, *, makes: bool, attends: bool) -> PrefixSplits:
+    def splits(self, *, recomputes: bool, attends: bool) -> PrefixSplits:
         """Create the splits of offloaded prefixes."""
         requested = SplitLimits(
-            made=self._config.offload.recompute if makes else 0.0,
-            most_made=self._room_tokens if makes else 0,
+            recomputed=self._config.offload.recompute if recomputes else 0.0,
+            most_recomputed=self._scratch_tokens if recomputes else 0,
             host=self._config.offload.cpu_attention if attends else 0.0,
         )
         page_tokens = self._config.page_tokens
@@ -289,7 +289,7 @@ class OffloadChoice:
     def _rates(self) -> OffloadProfiler:
         if self._profiler is None:
             decoder, layer = self._model.decoder, self._staged[0].layers[-1]
-            speeds = measure_offload_speeds(decoder, layer, makes=self._makes)
+            speeds = measure_offload_speeds(decoder, layer, recomputes=self._recomputes)
             self._profiler = OffloadProfiler(speeds)
         return self._profiler
 

@@ -89,7 +89,7 @@ class OffloadedPrefixes(MemoryListener):
                 "contiguous lane cannot be offloaded"
             )
         self._memory, self.pool = memory, pool
-        self._pieces: dict[int, list[OffloadedPageGroup]] = {}
+        self._page_groups: dict[int, list[OffloadedPageGroup]] = {}
         self.use = StagingUse()
         self._read_positions = read_positions
         memory.listeners.subscribe(self)
@@ -97,29 +97,29 @@ class OffloadedPrefixes(MemoryListener):
     @property
     def rows(self) -> frozenset[int]:
         """Rows of the sequences with an offloaded prefix."""
-        return frozenset(self._pieces)
+        return frozenset(self._page_groups)
 
-    def pieces(self, row: int) -> Sequence[OffloadedPageGroup]:
+    def page_groups(self, row: int) -> Sequence[OffloadedPageGroup]:
         """Offloaded page groups of a sequence; empty if it has none."""
-        return self._pieces.get(row, ())
+        return self._page_groups.get(row, ())
 
     def gain_bytes(self, row: int, slots: int, holders: int = 1) -> int:
         """Bytes of the arena that offloading the slots before `slots` would free.
 
         Args:
             row: the sequence.
-            slots: as for `host`.
+            slots: as for `offload`.
             holders: most references of a page that counts as freed. 2 if one of them may be a
                 cached prefix, which can be evicted. Pages with more references free nothing.
         """
         gained = 0
-        for table, first, columns in self._moves(row, slots):
+        for table, first, columns in self._movable(row, slots):
             own = self._own(table, row, first, columns, holders)
             staged = staged_pages(table, columns)
             gained += (own - staged) * table.group.page_class.page_bytes
         return gained
 
-    def host(self, row: int, slots: int) -> int:
+    def offload(self, row: int, slots: int) -> int:
         """Offload the whole pages before slot `slots`; return the bytes moved.
 
         Groups with no more layers than staging slots, and groups with a window, are not offloaded:
@@ -129,25 +129,25 @@ class OffloadedPrefixes(MemoryListener):
             OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
             HostPoolFull: the pool cannot hold a group; groups moved before it stay offloaded.
         """
-        moves = list(self._moves(row, slots))
+        movable = list(self._movable(row, slots))
         self.use.finalize()
-        moved = [self._host(table, row, first, columns) for table, first, columns in moves]
+        moved = [self._offload(table, row, first, columns) for table, first, columns in movable]
         return sum(map(self._bytes, moved))
 
     def released(self, rows: Rows) -> None:
         """Free the offloaded pages of sequences."""
-        gone = self._pieces.keys() & set(rows.tolist())
-        if gone:
+        freed = self._page_groups.keys() & set(rows.tolist())
+        if freed:
             self.use.finalize()
-        for row in gone:
-            self._forget(row)
+        for row in freed:
+            self._free(row)
 
-    def _forget(self, row: int) -> None:
+    def _free(self, row: int) -> None:
         """Free the offloaded bytes of a sequence."""
-        for piece in self._pieces.pop(row, ()):
-            table = self._memory.tables[piece.group]
+        for page_group in self._page_groups.pop(row, ()):
+            table = self._memory.tables[page_group.group]
             table.staged[row] = table.repeated[row] = 0
-            for space in piece.layers:
+            for space in page_group.layers:
                 self.pool.release(space)
 
     def load_back(self, row: int) -> None:
@@ -157,17 +157,17 @@ class OffloadedPrefixes(MemoryListener):
             OutOfPages: too few pages for the others; nothing was changed.
         """
         needed: dict[PageClass, int] = {}
-        for piece in self.pieces(row):
-            table = self._memory.tables[piece.group]
+        for page_group in self.page_groups(row):
+            table = self._memory.tables[page_group.group]
             page_class = table.group.page_class
-            pages = piece.columns * table.group.num_lanes - piece.staging.size
+            pages = page_group.columns * table.group.num_lanes - page_group.staging.size
             needed[page_class] = needed.get(page_class, 0) + pages
         if not self._memory.fits(needed):
             raise OutOfPages(f"{sum(needed.values())} pages needed to load an offloaded prefix")
         self.use.finalize()
-        for piece in self.pieces(row):
-            self._load_back(row, piece)
-        self._forget(row)
+        for page_group in self.page_groups(row):
+            self._load_back(row, page_group)
+        self._free(row)
 
     def halve_staging(self, row: int) -> int:
         """Keep one slot of a sequence's staging and free the other; return the bytes freed.
@@ -175,9 +175,11 @@ class OffloadedPrefixes(MemoryListener):
         From then on a layer is copied after the layer before it has attended.
         """
         before = self._memory.row_bytes(row)
-        if any(piece.slots > 1 for piece in self.pieces(row)):
+        if any(page_group.slots > 1 for page_group in self.page_groups(row)):
             self.use.finalize()
-            self._pieces[row] = [self._halved(row, piece) for piece in self.pieces(row)]
+            self._page_groups[row] = [
+                self._halved(row, page_group) for page_group in self.page_groups(row)
+            ]
         return before - self._memory.row_bytes(row)
 
     def repack(self, row: int) -> None:
@@ -186,15 +188,21 @@ class OffloadedPrefixes(MemoryListener):
         Its staging pages are allocated again; every step loads their contents.
         """
         self.use.finalize()
-        memory, pieces = self._memory, self.pieces(row)
-        for piece in pieces:
-            table, end = memory.tables[piece.group], piece.first + piece.columns
-            named = table.pages[row, :, piece.first : end]
+        memory, page_groups = self._memory, self.page_groups(row)
+        for page_group in page_groups:
+            table, end = memory.tables[page_group.group], page_group.first + page_group.columns
+            named = table.pages[row, :, page_group.first : end]
             memory.pools[table.group.page_class].release(named.ravel())
         repack(memory, row)
-        for i, piece in enumerate(pieces):
-            place = memory.tables[piece.group], row, piece.first, piece.columns, piece.slots
-            self._pieces[row][i] = replace(piece, staging=stage(memory, *place))
+        for i, page_group in enumerate(page_groups):
+            place = (
+                memory.tables[page_group.group],
+                row,
+                page_group.first,
+                page_group.columns,
+                page_group.slots,
+            )
+            self._page_groups[row][i] = replace(page_group, staging=stage(memory, *place))
 
     def positions(self, row: int, group: str, index: int, slots: range) -> NDArray[np.int64]:
         """Logical positions of slots of an offloaded prefix, in the first lane of a layer.
@@ -205,18 +213,24 @@ class OffloadedPrefixes(MemoryListener):
             index: of the layer inside its group.
             slots: of the offloaded prefix.
         """
-        pieces = [piece for piece in self.pieces(row) if piece.group == group]
-        if not pieces or pieces[0].positions is None:
+        page_groups = [
+            page_group for page_group in self.page_groups(row) if page_group.group == group
+        ]
+        if not page_groups or page_groups[0].positions is None:
             return np.array(slots, dtype=np.int64)
         lane = index * self._memory.tables[group].group.lanes_per_layer
         found = np.concatenate(
-            [piece.positions[lane] for piece in pieces if piece.positions is not None]
+            [
+                page_group.positions[lane]
+                for page_group in page_groups
+                if page_group.positions is not None
+            ]
         )
         return found[slots.start : slots.stop].astype(np.int64)
 
     # ---- one group -----------------------------------------------------------------------------
 
-    def _moves(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
+    def _movable(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
         """Each table with pages to offload, its first page to offload, and the pages of a lane."""
         for table in self._memory.tables.values():
             group = table.group
@@ -227,7 +241,7 @@ class OffloadedPrefixes(MemoryListener):
             if columns > 0:
                 yield table, first, columns
 
-    def _host(self, table: LaneTable, row: int, first: int, columns: int) -> OffloadedPageGroup:
+    def _offload(self, table: LaneTable, row: int, first: int, columns: int) -> OffloadedPageGroup:
         memory, group = self._memory, table.group
         pool = memory.pools[group.page_class]
         staged = staged_pages(table, columns)
@@ -246,36 +260,38 @@ class OffloadedPrefixes(MemoryListener):
         staging = stage(self._memory, table, row, first, columns, SLOTS)
         table.staged[row] = first + columns
         table.repeated[row] += group.num_lanes * columns - staging.size
-        piece = OffloadedPageGroup(group.name, first, layers, staging, positions)
-        self._pieces.setdefault(row, []).append(piece)
-        return piece
+        page_group = OffloadedPageGroup(group.name, first, layers, staging, positions)
+        self._page_groups.setdefault(row, []).append(page_group)
+        return page_group
 
-    def _halved(self, row: int, piece: OffloadedPageGroup) -> OffloadedPageGroup:
+    def _halved(self, row: int, page_group: OffloadedPageGroup) -> OffloadedPageGroup:
         """Reduce a page group to one staging slot, which the entries of all layers name."""
-        table = self._memory.tables[piece.group]
+        table = self._memory.tables[page_group.group]
         group, pool = table.group, self._memory.pools[table.group.page_class]
-        columns = slice(piece.first, piece.first + piece.columns)
+        columns = slice(page_group.first, page_group.first + page_group.columns)
         old = table.pages[row, :, columns].reshape(len(group.layers), -1)
-        first = piece.staging[:1]
+        first = page_group.staging[:1]
         moved = (old != old[0]).any(axis=1)  # layers of the other slot
         for _ in range(int(moved.sum())):
             pool.retain(first.reshape(-1))
         pool.release(old[moved].reshape(-1))
-        name_pages(table, row, piece.first, np.tile(first[0], (len(group.layers), 1)))
-        table.repeated[row] += piece.staging.size - first.size
-        return replace(piece, staging=first)
+        name_pages(table, row, page_group.first, np.tile(first[0], (len(group.layers), 1)))
+        table.repeated[row] += page_group.staging.size - first.size
+        return replace(page_group, staging=first)
 
-    def _load_back(self, row: int, piece: OffloadedPageGroup) -> None:
-        memory, table = self._memory, self._memory.tables[piece.group]
+    def _load_back(self, row: int, page_group: OffloadedPageGroup) -> None:
+        memory, table = self._memory, self._memory.tables[page_group.group]
         group, pool = table.group, memory.pools[table.group.page_class]
-        columns = slice(piece.first, piece.first + piece.columns)
-        staged = piece.slots * group.lanes_per_layer  # lanes that take over the staging pages
+        columns = slice(page_group.first, page_group.first + page_group.columns)
+        staged = page_group.slots * group.lanes_per_layer  # lanes that take over the staging pages
         old = table.pages[row, staged:, columns].reshape(-1).copy()
-        fresh = np.concatenate([piece.staging.reshape(-1), pool.allocate(old.size)])
-        for pages, space in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):
+        fresh = np.concatenate([page_group.staging.reshape(-1), pool.allocate(old.size)])
+        for pages, space in zip(
+            fresh.reshape(len(group.layers), -1), page_group.layers, strict=True
+        ):
             self.pool.load(space, group.page_class, pages)
         self.pool.copies.wait()
-        name_pages(table, row, piece.first, fresh.reshape(group.num_lanes, -1))
+        name_pages(table, row, page_group.first, fresh.reshape(group.num_lanes, -1))
         pool.release(old)
 
     def _save(self, page_class: PageClass, by_layer: PageNumbers) -> list[HostSpace]:
@@ -298,6 +314,6 @@ class OffloadedPrefixes(MemoryListener):
         counts = self._memory.pools[table.group.page_class].ref_counts[pages]
         return int(np.count_nonzero(counts <= holders))
 
-    def _bytes(self, piece: OffloadedPageGroup) -> int:
-        group = self._memory.tables[piece.group].group
-        return piece.columns * group.num_lanes * group.page_class.page_bytes
+    def _bytes(self, page_group: OffloadedPageGroup) -> int:
+        group = self._memory.tables[page_group.group].group
+        return page_group.columns * group.num_lanes * group.page_class.page_bytes

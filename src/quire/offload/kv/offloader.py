@@ -151,7 +151,7 @@ class PrefixOffloader:
         before = self._prefixes.pool.used_bytes
         while pages > 0 and self._prefixes.pool.used_bytes == before:
             with suppress(HostPoolFull, OutOfPages):  # groups moved before the error stay offloaded
-                self._prefixes.host(request.memory.row, (held + pages) * tokens)
+                self._prefixes.offload(request.memory.row, (held + pages) * tokens)
             pages //= 2
         moved = self._prefixes.pool.used_bytes - before
         if moved:

@@ -24,10 +24,10 @@ from quire.offload.swap.transfer import Transfer, TransferWorker
 
 
 @runtime_checkable
-class Parts(Protocol):
+class GroupRecompute(Protocol):
     """Recompute of a part of a group; see `quire.offload.recompute.kv_recompute`."""
 
-    def bring(
+    def prefetch(
         self, index: int, submit: Callable[[str, int, int, int, Callable[[], None]], Transfer]
     ) -> None:
         """Start the transfer of the activations of a layer."""
@@ -47,7 +47,7 @@ class PrefixPrefetch:
         transfer_worker: runs the copies.
         shares: split of each offloaded prefix of the step, by row.
         log: of the step.
-        parts: recompute by group, whose transfers come before those of KV.
+        recompute: recompute by group, whose transfers come before those of KV.
     """
 
     def __init__(
@@ -57,63 +57,63 @@ class PrefixPrefetch:
         transfer_worker: TransferWorker,
         shares: Mapping[int, Share],
         log: StepLog,
-        parts: Mapping[str, Parts] | None = None,
+        recompute: Mapping[str, GroupRecompute] | None = None,
     ) -> None:
         self._pool, self._transfer_worker, self._log = prefixes.pool, transfer_worker, log
-        self._parts = parts or {}
+        self._recompute = recompute or {}
         self._runs: dict[str, list[_Run]] = {}
         for row, share in shares.items():
-            for piece in prefixes.pieces(row):
-                self._runs.setdefault(piece.group, []).extend(_runs(piece, share))
+            for page_group in prefixes.page_groups(row):
+                self._runs.setdefault(page_group.group, []).extend(_runs(page_group, share))
         self._groups = {g.name: g for g in layout.groups if g.name in self._runs}
         self._tokens = sum(
-            piece.columns * self._groups[piece.group].page_class.tokens
+            page_group.columns * self._groups[page_group.group].page_class.tokens
             for row in shares
-            for piece in prefixes.pieces(row)
+            for page_group in prefixes.page_groups(row)
         ) // max(1, len(self._groups))
-        self._coming: dict[tuple[str, int], list[Transfer]] = {}
-        self._left: object | None = None
+        self._in_flight: dict[tuple[str, int], list[Transfer]] = {}
+        self._released: object | None = None
         self._ready: object | None = None
         for layer, name in self._in_order():
             for slots in range(layer + 1, SLOTS + 1):
-                self._bring(name, layer, slots)
+                self._prefetch(name, layer, slots)
 
-    def arriving(self, group: LaneGroup, layer: int) -> None:
+    def begin_wait(self, group: LaneGroup, layer: int) -> None:
         """Log the end of a layer's compute: it is about to wait for its prefix."""
-        if group.name in self._groups and self._left is not None:
+        if group.name in self._groups and self._released is not None:
             now = self._log.marks.now()
-            self._log.add(LAYER, group.layers[layer], 1, 0, self._left, now)
+            self._log.add(LAYER, group.layers[layer], 1, 0, self._released, now)
 
-    def arrive(self, group: LaneGroup, layer: int) -> None:
+    def wait_for(self, group: LaneGroup, layer: int) -> None:
         """Wait until the transferred pages of a layer are in their staging slot.
 
         Raises:
             Exception: the error of the copy.
         """
-        for coming in self._coming.get((group.name, layer), ()):
-            coming.result()
-        self._coming.pop((group.name, layer), None)  # not on failure: `finalize` waits for all
+        for transfer in self._in_flight.get((group.name, layer), ()):
+            transfer.result()
+        self._in_flight.pop((group.name, layer), None)  # not on failure: `finalize` waits for all
         self._ready = self._log.marks.now()
 
-    def leave(self, group: LaneGroup, layer: int) -> None:
+    def release_slot(self, group: LaneGroup, layer: int) -> None:
         """Start the next prefetches into the slots of a layer that has attended."""
         if group.name not in self._groups:
             return
         for slots in range(1, SLOTS + 1):
             if layer + slots < len(group.layers):
-                self._bring(group.name, layer + slots, slots)
-        self._left = self._log.marks.now()
+                self._prefetch(group.name, layer + slots, slots)
+        self._released = self._log.marks.now()
         if self._ready is not None:
             tokens = self._tokens
-            self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._left)
+            self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._released)
 
     def finalize(self) -> None:
         """Wait until no copy is in flight, also after a failed step."""
-        for coming in itertools.chain.from_iterable(self._coming.values()):
-            coming.exception()
-        for part in self._parts.values():
-            for arrival in part.unfinished():
-                arrival.exception()
+        for transfer in itertools.chain.from_iterable(self._in_flight.values()):
+            transfer.exception()
+        for recompute in self._recompute.values():
+            for transfer in recompute.unfinished():
+                transfer.exception()
 
     def _in_order(self) -> Sequence[tuple[int, str]]:
         """(Index in the group, group name) of all layers, in the order of the model."""
@@ -124,25 +124,25 @@ class PrefixPrefetch:
         ]
         return [(index, name) for _, index, name in sorted(of_model)]
 
-    def _bring(self, name: str, layer: int, slots: int) -> None:
+    def _prefetch(self, name: str, layer: int, slots: int) -> None:
         """Start the copy of a layer for page groups with this number of staging slots."""
         group, slot = self._groups[name], layer % slots
         runs = [run for run in self._runs[name] if len(run.pages) == slots]
-        if name in self._parts and slots == SLOTS:
-            self._parts[name].bring(layer, self._submit)
+        if name in self._recompute and slots == SLOTS:
+            self._recompute[name].prefetch(layer, self._submit)
         pages = sum(run.pages[slot].size for run in runs)
         if not pages:
             return
 
         def copy() -> None:
             for run in runs:
-                space = run.piece.layers[layer]
+                space = run.page_group.layers[layer]
                 self._pool.load(space, group.page_class, run.pages[slot], run.first)
 
         tokens = pages // group.lanes_per_layer * group.page_class.tokens
         num_bytes = pages * group.page_class.page_bytes
-        coming = self._submit(KV_IN, group.layers[layer], tokens, num_bytes, copy)
-        self._coming.setdefault((name, layer), []).append(coming)
+        transfer = self._submit(KV_IN, group.layers[layer], tokens, num_bytes, copy)
+        self._in_flight.setdefault((name, layer), []).append(transfer)
 
     def _submit(
         self, kind: str, layer: int, tokens: int, num_bytes: int, copy: Callable[[], None]
@@ -162,31 +162,35 @@ class _Run:
     """Neighbouring pages of one lane of a page group, in every layer.
 
     Args:
-        piece: the page group.
+        page_group: the page group.
         lane: of a layer.
         columns: of the sequence.
     """
 
-    def __init__(self, piece: OffloadedPageGroup, lane: int, columns: range) -> None:
-        self.piece = piece
-        self.first = lane * piece.columns + columns.start - piece.first
-        some = slice(columns.start - piece.first, columns.stop - piece.first)
+    def __init__(self, page_group: OffloadedPageGroup, lane: int, columns: range) -> None:
+        self.page_group = page_group
+        self.first = lane * page_group.columns + columns.start - page_group.first
+        selected = slice(columns.start - page_group.first, columns.stop - page_group.first)
         self.pages: list[PageNumbers] = [
-            np.ascontiguousarray(pages) for pages in piece.staging[:, lane, some]
+            np.ascontiguousarray(pages) for pages in page_group.staging[:, lane, selected]
         ]
 
 
-def _runs(piece: OffloadedPageGroup, share: Share) -> list[_Run]:
+def _runs(page_group: OffloadedPageGroup, share: Share) -> list[_Run]:
     """Runs of pages of a page group that are transferred."""
-    columns = list(share.transferred(piece.first, piece.first + piece.columns))
-    if len(columns) == 1 and len(columns[0]) == piece.columns:
-        return [_Whole(piece)]
-    return [_Run(piece, lane, run) for lane in range(piece.staging.shape[1]) for run in columns]
+    columns = list(share.transferred(page_group.first, page_group.first + page_group.columns))
+    if len(columns) == 1 and len(columns[0]) == page_group.columns:
+        return [_Whole(page_group)]
+    return [
+        _Run(page_group, lane, run)
+        for lane in range(page_group.staging.shape[1])
+        for run in columns
+    ]
 
 
 class _Whole(_Run):
     """All pages of a page group, lane by lane."""
 
-    def __init__(self, piece: OffloadedPageGroup) -> None:
-        self.piece, self.first = piece, 0
-        self.pages = [np.ascontiguousarray(pages.reshape(-1)) for pages in piece.staging]
+    def __init__(self, page_group: OffloadedPageGroup) -> None:
+        self.page_group, self.first = page_group, 0
+        self.pages = [np.ascontiguousarray(pages.reshape(-1)) for pages in page_group.staging]

@@ -19,8 +19,8 @@ from quire.plan.offload.split import best_shares, share_rows
 
 # Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
 #
-#     columns   | transferred (no X) | recomputed from X | transferred | CPU attention |
-#               0                    made.start          made.stop     host.start      staged
+#     columns   | transferred (no X) | recomputed from X | transferred    | CPU attention |
+#               0                    recomputed.start    recomputed.stop  host.start    staged
 #
 # The split is the same in all layers and lanes of a sequence. Only the total costs time, so all
 # sequences get the same fraction of the pages that qualify.
@@ -45,13 +45,13 @@ class OffloadedPrefix:
 class Share:
     """Split of the columns of an offloaded prefix; columns in neither range are transferred."""
 
-    made: range = range(0)
+    recomputed: range = range(0)
     host: range = range(0)
 
     def transferred(self, first: int, stop: int) -> Iterator[range]:
         """Runs of columns from `first` to `stop` that are transferred."""
         start = first
-        for taken in sorted((self.made, self.host), key=lambda columns: columns.start):
+        for taken in sorted((self.recomputed, self.host), key=lambda columns: columns.start):
             if taken:
                 if start < min(taken.start, stop):
                     yield range(start, min(taken.start, stop))
@@ -60,40 +60,45 @@ class Share:
             yield range(start, stop)
 
 
-CARRIED = Share()
+TRANSFERRED = Share()
 """All columns are transferred."""
 
 
 def divide_prefixes(
-    prefixes: Mapping[int, OffloadedPrefix], made_tokens: int, host_tokens: int, page_tokens: int
+    prefixes: Mapping[int, OffloadedPrefix],
+    recomputed_tokens: int,
+    host_tokens: int,
+    page_tokens: int,
 ) -> dict[int, Share]:
     """Divide tokens over sequences, in whole pages.
 
     Args:
         prefixes: by sequence.
-        made_tokens: tokens to recompute in all sequences; limited by stored activations.
+        recomputed_tokens: tokens to recompute in all sequences; limited by stored activations.
         host_tokens: tokens to attend to on the CPU; limited to those not recomputed.
         page_tokens: tokens of a page.
     """
     rows = list(prefixes)
-    known = tuple(len(front.known) * page_tokens for front in prefixes.values())
-    made = share_rows(known, min(made_tokens, sum(known)), page_tokens)
+    known = tuple(len(prefix.known) * page_tokens for prefix in prefixes.values())
+    recomputed = share_rows(known, min(recomputed_tokens, sum(known)), page_tokens)
     left = tuple(
-        max(0, front.columns - _made(front, n // page_tokens).stop) * page_tokens * front.on_host
-        for front, n in zip(prefixes.values(), made, strict=True)
+        max(0, prefix.columns - _recomputed(prefix, n // page_tokens).stop)
+        * page_tokens
+        * prefix.on_host
+        for prefix, n in zip(prefixes.values(), recomputed, strict=True)
     )
     host = share_rows(left, min(host_tokens, sum(left)), page_tokens)
     return {
         row: Share(
-            made=_made(prefixes[row], n // page_tokens),
+            recomputed=_recomputed(prefixes[row], n // page_tokens),
             host=range(prefixes[row].columns - a // page_tokens, prefixes[row].columns),
         )
-        for row, n, a in zip(rows, made, host, strict=True)
+        for row, n, a in zip(rows, recomputed, host, strict=True)
     }
 
 
-def _made(front: OffloadedPrefix, columns: int) -> range:
-    return range(front.known.start, front.known.start + columns) if columns else range(0)
+def _recomputed(prefix: OffloadedPrefix, columns: int) -> range:
+    return range(prefix.known.start, prefix.known.start + columns) if columns else range(0)
 
 
 # ---- prefix splits -------------------------------------------------------------------------------
@@ -106,13 +111,13 @@ class SplitLimits:
     """Limits set by the user or the model.
 
     Attributes:
-        made: fraction (0 to 1) of all tokens to recompute; None: chosen by rates.
-        most_made: most recomputed tokens of one layer, which scratch memory limits.
+        recomputed: fraction (0 to 1) of all tokens to recompute; None: chosen by rates.
+        most_recomputed: most recomputed tokens of one layer, which scratch memory limits.
         host: fraction (0 to 1) of tokens to attend to on the CPU; None: chosen by rates.
     """
 
-    made: float | None = None
-    most_made: int = 0
+    recomputed: float | None = None
+    most_recomputed: int = 0
     host: float | None = 0.0
 
 
@@ -126,7 +131,7 @@ class PrefixSplits:
         requested: fractions that rates do not choose, and limits.
 
     Attributes:
-        made_tokens, host_tokens, tokens: of one layer in the last step with offloaded prefixes.
+        recomputed_tokens, host_tokens, tokens: of one layer in the last step with offloaded KV.
         controller: controls the recompute split.
     """
 
@@ -135,9 +140,9 @@ class PrefixSplits:
     ) -> None:
         self.profiler = profiler
         self.controller = SplitController(unit=page_tokens)
-        self.made_tokens = self.host_tokens = self.tokens = 0
+        self.recomputed_tokens = self.host_tokens = self.tokens = 0
         self._sizes, self._page_tokens, self._requested = sizes, page_tokens, requested
-        self._host_part: float | None = None
+        self._host_fraction: float | None = None
         self._rows = 0
 
     def divide(self, prefixes: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
@@ -146,9 +151,11 @@ class PrefixSplits:
         self._rows = rows
         rates = self._rates()
         host = self._host_tokens(rates, tokens)
-        made = min(self._made_tokens(rates, tokens - host), self._requested.most_made)
-        shares = divide_prefixes(prefixes, made, host, self._page_tokens)
-        self.made_tokens = sum(len(s.made) for s in shares.values()) * self._page_tokens
+        recomputed = min(
+            self._recompute_tokens(rates, tokens - host), self._requested.most_recomputed
+        )
+        shares = divide_prefixes(prefixes, recomputed, host, self._page_tokens)
+        self.recomputed_tokens = sum(len(s.recomputed) for s in shares.values()) * self._page_tokens
         self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
         return shares
 
@@ -156,28 +163,28 @@ class PrefixSplits:
         """See `quire.offload.kv.step_offload.Splits`."""
         timeline = timeline_of(timed)
         self.profiler.observe(timeline)
-        if self._requested.made is None:
+        if self._requested.recomputed is None:
             rates = self._rates()  # includes this step's update
             self.controller.observe(timeline, rates, self.tokens - self.host_tokens)
 
     def _rates(self) -> OffloadRates:
         return self.profiler.speeds.rates(self._sizes, rows=self._rows, tokens=self.tokens)
 
-    def _made_tokens(self, rates: OffloadRates, tokens: int) -> int:
-        if self._requested.made is None:
+    def _recompute_tokens(self, rates: OffloadRates, tokens: int) -> int:
+        if self._requested.recomputed is None:
             return self.controller.split(rates, tokens)
-        return round(self._requested.made * self.tokens)
+        return round(self._requested.recomputed * self.tokens)
 
     def _host_tokens(self, rates: OffloadRates, tokens: int) -> int:
         """Tokens to attend to on the CPU; unchanged while the best share is near the last one."""
         if self._requested.host is not None:
             return round(self._requested.host * tokens)
-        if not self._requested.most_made:
+        if not self._requested.most_recomputed:
             rates = replace(rates, x_s=rates.kv_s)  # nothing can be recomputed
         best = best_shares(rates, tokens).host_tokens / tokens if tokens else 0.0
-        if self._host_part is None or abs(best - self._host_part) > _LEAST_MOVE:
-            self._host_part = best
-        return round(self._host_part * tokens)
+        if self._host_fraction is None or abs(best - self._host_fraction) > _LEAST_MOVE:
+            self._host_fraction = best
+        return round(self._host_fraction * tokens)
 
 
 def timeline_of(timed: Sequence[Timed]) -> Timeline:

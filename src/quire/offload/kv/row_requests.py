@@ -13,12 +13,12 @@ class RowRequests:
     """Implements `quire.offload.recompute.kv_recompute.Tokens` over the running requests.
 
     Args:
-        part: fraction (0 to 1) of a sequence's tokens that may be recomputed, from the first.
+        fraction: fraction (0 to 1) of a sequence's tokens that may be recomputed, from the first.
         running: requests that hold KV; the scheduler's own list.
     """
 
-    def __init__(self, part: int | float, running: Sequence[Request]) -> None:
-        self._part, self._running = part, running
+    def __init__(self, fraction: int | float, running: Sequence[Request]) -> None:
+        self._fraction, self._running = fraction, running
 
     def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
         """Token ids at the given positions."""
@@ -33,7 +33,9 @@ class RowRequests:
         """First slot that is never recomputed; 0 if no slot is."""
         request = self._of(row)
         return (
-            int(-(-request.final_tokens * self._part // 1)) if can_offload_request(request) else 0
+            int(-(-request.final_tokens * self._fraction // 1))
+            if can_offload_request(request)
+            else 0
         )
 
     def _of(self, row: int) -> Request:

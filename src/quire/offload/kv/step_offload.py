@@ -23,7 +23,7 @@ from quire.layout.pages import LaneGroup
 from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefetch import PrefixPrefetch
-from quire.offload.kv.prefix_splits import CARRIED, OffloadedPrefix, Share
+from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, Share
 from quire.offload.recompute.activation_store import Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
 from quire.offload.swap.transfer import TransferWorker
@@ -81,10 +81,10 @@ class KVOffload(MemoryListener):
     def step(self, batch: FlatBatch) -> "StepKVOffload | None":
         """Start the offload of a step; None if the step has nothing offloaded or to store."""
         self._end()
-        keeps = self._keep(batch)
-        rows = [row for row in batch.rows.tolist() if self.prefixes.pieces(row)]
+        stores = self._store_activations(batch)
+        rows = [row for row in batch.rows.tolist() if self.prefixes.page_groups(row)]
         if rows:
-            shares = dict.fromkeys(rows, CARRIED)
+            shares = dict.fromkeys(rows, TRANSFERRED)
             if self.splits is not None:
                 decodes = set(batch.rows[: batch.shape.num_decode].tolist())
                 prefixes = {row: self._prefix_of(row, decodes=row in decodes) for row in rows}
@@ -92,12 +92,12 @@ class KVOffload(MemoryListener):
             self._last = StepKVOffload(self, batch, shares)
             self.prefixes.use.begin(self._last)
             return self._last
-        return StepKVOffload(self, batch, {}) if keeps else None
+        return StepKVOffload(self, batch, {}) if stores else None
 
     def released(self, rows: Rows) -> None:
         """Free the activations of sequences."""
         if self.kv_recompute is not None:
-            self.kv_recompute.store.book.forget(rows.tolist())
+            self.kv_recompute.store.allocator.forget(rows.tolist())
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
         """Move stored activations along with the retained slots of a sequence after an eviction.
@@ -112,9 +112,9 @@ class KVOffload(MemoryListener):
         if self.kv_recompute is None or table not in self.tables:
             return
         store = self.kv_recompute.store
-        known = store.book.known(row)
+        known = store.allocator.known(row)
         if moves is None or known.start or (table.num_slots[row] != slots).any():
-            store.book.forget([row])  # lanes differ, or the moves are unknown
+            store.allocator.forget([row])  # lanes differ, or the moves are unknown
             return
         unknown = moves.source >= known.stop  # slots without stored activations
         stop = int(min(slots, known.stop, moves.target[unknown].min(initial=slots)))
@@ -122,7 +122,7 @@ class KVOffload(MemoryListener):
         followed = SlotMoves(moves.lane[some], moves.source[some], moves.target[some])
         if len(known):
             store.move(row, followed, table.group.layers)
-            store.book.cut(row, stop)
+            store.allocator.cut(row, stop)
 
     def _end(self) -> None:
         """Learn from the last step, which is over."""
@@ -138,13 +138,13 @@ class KVOffload(MemoryListener):
         if self.kv_recompute is None or not self.tables:
             return OffloadedPrefix(staged, on_host=on_host)
         tokens = self.tables[0].group.page_class.tokens
-        slots = self.kv_recompute.store.book.known(row)
+        slots = self.kv_recompute.store.allocator.known(row)
         most = min(int(table.staged[row]) for table in self.tables)
         first = -(-slots.start // tokens)
         known = range(first, max(first, min(slots.stop // tokens, most)))
         return OffloadedPrefix(staged, known=known, on_host=on_host)
 
-    def _keep(self, batch: FlatBatch) -> bool:
+    def _store_activations(self, batch: FlatBatch) -> bool:
         """Allocate activation blocks for the batch's new tokens; whether any are stored."""
         if self.kv_recompute is None:
             return False
@@ -154,9 +154,9 @@ class KVOffload(MemoryListener):
             held = [table.num_slots[row] for table in self.tables]
             end, tokens = int(held[0][0]), int(batch.shape.tokens[place])
             if any((slots != end).any() for slots in held):
-                store.book.forget([row])  # layers hold different tokens: slots would not match
+                store.allocator.forget([row])  # layers hold different tokens: slots would not match
                 continue
-            segments = store.book.note(row, end - tokens, tokens, until(row))
+            segments = store.allocator.note(row, end - tokens, tokens, until(row))
             if segments:
                 starts.append((int(batch.shape.starts[place]), end - tokens, segments))
         store.begin(Written.of(starts, store))
@@ -181,24 +181,27 @@ class StepKVOffload:
     ) -> None:
         self.log = StepLog(kv_offload.transfer_worker.marks())
         self.wants_inputs = kv_offload.kv_recompute is not None
-        self._kv_recompute, self._parts = kv_offload.kv_recompute, dict[str, StepKVRecompute]()
+        self._kv_recompute, self._group_recomputes = (
+            kv_offload.kv_recompute,
+            dict[str, StepKVRecompute](),
+        )
         for table in kv_offload.tables if kv_offload.kv_recompute is not None and shares else ():
             assert kv_offload.kv_recompute is not None, "checked above"
-            part = StepKVRecompute(
+            group_recompute = StepKVRecompute(
                 kv_offload.kv_recompute, kv_offload.prefixes, table, shares, self.log
             )
-            if part.tokens:
-                self._parts[table.group.name] = part
+            if group_recompute.tokens:
+                self._group_recomputes[table.group.name] = group_recompute
         self._host = None
         if kv_offload.attention is not None:
             self._host = StepCPUAttention(kv_offload.attention, batch, shares, self.log)
-        self._stream = PrefixPrefetch(
+        self._prefetch = PrefixPrefetch(
             kv_offload.prefixes,
             kv_offload.memory.layout,
             kv_offload.transfer_worker,
             shares,
             self.log,
-            self._parts,
+            self._group_recomputes,
         )
 
     def slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -231,24 +234,24 @@ class StepKVOffload:
             slots: of the layer's new tokens.
             positions: of all pages of the class; None if pages store no positions.
         """
-        part = self._parts.get(group.name)
-        self._stream.arriving(group, index)
-        if part is not None:
+        group_recompute = self._group_recomputes.get(group.name)
+        self._prefetch.begin_wait(group, index)
+        if group_recompute is not None:
 
             def write(pages: Tensor, offsets: Tensor, at: Tensor, key: Tensor, v: Tensor) -> None:
                 backend.write(replace(slots, pages=pages, offsets=offsets), key, v)
                 if positions is not None:
                     positions[pages, offsets] = at.int()[:, None].expand_as(pages)
 
-            part.make(index, write)
-        self._stream.arrive(group, index)
+            group_recompute.recompute(index, write)
+        self._prefetch.wait_for(group, index)
 
     def start_cpu_attention(
         self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath
     ) -> None:
-        """Start CPU attention; see `StepCPUAttention.ask`."""
+        """Start CPU attention; see `StepCPUAttention.start`."""
         if self._host is not None:
-            self._host.ask(group, index, query, math)
+            self._host.start(group, index, query, math)
 
     def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
@@ -259,10 +262,10 @@ class StepKVOffload:
 
     def leave(self, group: LaneGroup, index: int) -> None:
         """Free the staging slot of a layer that has attended."""
-        self._stream.leave(group, index)
+        self._prefetch.release_slot(group, index)
 
     def finalize(self) -> None:
         """Wait until no copy or CPU attention is in flight, also after a failed step."""
-        self._stream.finalize()
+        self._prefetch.finalize()
         if self._host is not None:
             self._host.finalize()

@@ -46,7 +46,7 @@ class PrefixLoad:
         loaded_from: the pages hold all tokens from this one to the end.
         failed: whether the load has ended with an error.
         moved_s: time of the last submission or arrival.
-        pieces: (bytes, seconds) of loaded segments, for rate estimates.
+        segments: (bytes, seconds) of loaded segments, for rate estimates.
     """
 
     def __init__(
@@ -62,52 +62,52 @@ class PrefixLoad:
         self.wanted_from = pages.first
         self.failed = False
         self.moved_s = clock()
-        self.pieces: deque[tuple[int, float]] = deque()
+        self.segments: deque[tuple[int, float]] = deque()
         self._store, self._records, self._found, self._clock = store, records, found, clock
         self._block_tokens = pages.block_tokens
         self._first = found[-1][0].end - len(found) * self._block_tokens
         self._cancelled = False
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def is_wanted(self) -> bool:
         """Whether there is more to load."""
         return not self.failed and self.wanted_from < self.loaded_from
 
-    def reach_down(self, first: int) -> None:
+    def extend_down(self, first: int) -> None:
         """Extend the load down to an earlier token.
 
         Raises:
             OutOfPages: too few free pages; nothing was changed.
         """
-        with self._turn:
+        with self._lock:
             if first < self.pages.first:
-                self.pages.reach_down(first)
+                self.pages.extend_down(first)
             self.wanted_from = first
 
     def stop(self) -> None:
         """Stop writing to pages: after this returns they may be freed."""
-        with self._turn:
+        with self._lock:
             self._cancelled = True
 
-    def carry(self) -> bool:
+    def load_segment(self) -> bool:
         """Load the next segment; whether another one is wanted."""
         claimed = self._claim()
         if claimed is None:
             return False
         first, blocks, place = claimed
         try:
-            self._bring(first, blocks, place)
+            self._load(first, blocks, place)
         except OffloadError:
-            self._give_up()
+            self._fail()
         except BaseException:
-            self._give_up()
+            self._fail()
             raise
         return self.is_wanted and not self._cancelled
 
     def _claim(self) -> tuple[int, list[Block], Place] | None:
         """Claim the segment before the loaded ones: a fraction of the wanted blocks."""
-        with self._turn:
+        with self._lock:
             if self._cancelled or not self.is_wanted:
                 return None
             size = self._block_tokens
@@ -127,21 +127,21 @@ class PrefixLoad:
         before, place = self._found[number - 1][1], self._found[number][1]
         return before.entry == place.entry and before.index + 1 == place.index
 
-    def _bring(self, first: int, blocks: list[Block], place: Place) -> None:
+    def _load(self, first: int, blocks: list[Block], place: Place) -> None:
         started_s = self._clock()
         records = np.empty((len(blocks), self._records.record_bytes), dtype=np.uint8)
         self._store.read(blocks, place, records)
-        with self._turn:
+        with self._lock:
             if self._cancelled:
                 return
             end = first + len(blocks) * self._block_tokens
             self._records.scatter(records, self.pages.block_pages(first, end))
             self.loaded_from = first
             self.moved_s = self._clock()
-            self.pieces.append((records.nbytes, self.moved_s - started_s))
+            self.segments.append((records.nbytes, self.moved_s - started_s))
 
-    def _give_up(self) -> None:
-        with self._turn:
+    def _fail(self) -> None:
+        with self._lock:
             self.failed = True
             self.claimed_from = self.loaded_from
 
@@ -150,8 +150,8 @@ class PrefixLoad:
 
 # Load time of a tier: measured when the tier is opened, updated from every segment.
 
-LOOK_AGAIN_S = 10.0
-Pieces = deque[tuple[int, float]]
+PROBE_INTERVAL_S = 10.0
+Segments = deque[tuple[int, float]]
 
 
 class LoadRate:
@@ -167,8 +167,8 @@ class LoadRate:
         self, tier: PrefixTier, token_bytes: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._tier, self._token_bytes, self._clock = tier, token_bytes, clock
-        self._probes: Pieces = deque()
-        self._looked_s, self._refreshed_s = -LOOK_AGAIN_S, clock()
+        self._probes: Segments = deque()
+        self._probed_s, self._refreshed_s = -PROBE_INTERVAL_S, clock()
 
     @property
     def token_s(self) -> float:
@@ -179,9 +179,9 @@ class LoadRate:
         """Load cost at this time per token."""
         return Loading(token_s=token_s, call_s=self._tier.rate.coefficients[0])
 
-    def learn(self, pieces: Pieces | None = None) -> None:
+    def learn(self, segments: Segments | None = None) -> None:
         """Learn from loaded segments (bytes, seconds) and from finished probes."""
-        for found in (self._probes, Pieces() if pieces is None else pieces):
+        for found in (self._probes, Segments() if segments is None else segments):
             while found:
                 num_bytes, seconds = found.popleft()
                 self._tier.rate.add((1, num_bytes), seconds)
@@ -189,7 +189,7 @@ class LoadRate:
     def refresh(self) -> None:
         """Refresh the index of a shared store at most every `LOOK_AGAIN_S` seconds."""
         store = self._tier.store
-        if not store.is_shared or self._clock() - self._refreshed_s < LOOK_AGAIN_S:
+        if not store.is_shared or self._clock() - self._refreshed_s < PROBE_INTERVAL_S:
             return
         self._refreshed_s = self._clock()
 
@@ -199,17 +199,17 @@ class LoadRate:
 
         self._tier.transfer_worker.later(refresh)
 
-    def look_again(self, block: Block, place: Place) -> None:
+    def probe(self, block: Block, place: Place) -> None:
         """Load a block as a probe at most every `LOOK_AGAIN_S` s: a slow tier may be fast now."""
-        if self._clock() - self._looked_s < LOOK_AGAIN_S:
+        if self._clock() - self._probed_s < PROBE_INTERVAL_S:
             return
-        self._looked_s = self._clock()
+        self._probed_s = self._clock()
 
-        def look() -> None:
+        def read_block() -> None:
             records = np.empty((1, self._tier.records.record_bytes), dtype=np.uint8)
             started_s = self._clock()
             with contextlib.suppress(OffloadError):
                 self._tier.store.read([block], place, records)
                 self._probes.append((records.nbytes, self._clock() - started_s))
 
-        self._tier.transfer_worker.urgent(look)
+        self._tier.transfer_worker.urgent(read_block)

@@ -128,10 +128,10 @@ class PrefixLoader:
             return
         self._rate.learn()
         at, end = request.progress.num_computed, found[-1][0].end
-        first = at + self._front(at, end - at, self._rate.token_s)
+        first = at + self._recompute_tokens(at, end - at, self._rate.token_s)
         if first >= end:
             self._num_declined += 1
-            self._rate.look_again(*found[-1])
+            self._rate.probe(*found[-1])
             return
         if not self._sharing.free_pages(pages_needed(self._memory, end - at)):
             return
@@ -141,7 +141,7 @@ class PrefixLoader:
             return
         load = PrefixLoad(self.tier.store, self.tier.records, pages, found, self._clock)
         self._open[request] = found_one = RequestPrefixLoad(load, at, self._clock())
-        self._ask(found_one)
+        self._submit(found_one)
 
     def _find(self, request: Request) -> list[tuple[Block, Place]]:
         lease, chain = request.memory.lease, request.memory.chain
@@ -185,7 +185,7 @@ class PrefixLoader:
         found = self._open.get(request)
         if found is None or not budget:
             return budget
-        self._rate.learn(found.load.pieces)
+        self._rate.learn(found.load.segments)
         at, load = request.progress.num_computed, found.load
         into_block = at % self._block_tokens
         if into_block:
@@ -196,7 +196,7 @@ class PrefixLoader:
         if load.loaded_from <= at:
             self._meet(request, found)
             return budget
-        tokens = self._to_read(found, at)
+        tokens = self._prefill_tokens(found, at)
         if tokens >= load.end - at:  # nothing has come, and it is not waited for
             self._num_declined += not load.failed
             self.forget(request)
@@ -204,7 +204,7 @@ class PrefixLoader:
         self.waits |= not tokens
         return min(budget, tokens)
 
-    def _to_read(self, found: RequestPrefixLoad, at: int) -> int:
+    def _prefill_tokens(self, found: RequestPrefixLoad, at: int) -> int:
         """Tokens to prefill before the next check; sets where the load stops."""
         load = found.load
         gap = load.loaded_from - at
@@ -216,13 +216,13 @@ class PrefixLoader:
         stalled = found.busy and late_s > _LATE * in_flight * token_s + _GRACE_S
         if stalled:
             token_s = max(token_s, late_s / in_flight)
-        front = self._front(at, gap, token_s)
+        recompute = self._recompute_tokens(at, gap, token_s)
         try:
-            load.reach_down(at + front)
+            load.extend_down(at + recompute)
         except OutOfPages:
-            front = max(front, load.pages.first - at)
-        self._ask(found)
-        return min(front, gap if stalled else load.claimed_from - at)
+            recompute = max(recompute, load.pages.first - at)
+        self._submit(found)
+        return min(recompute, gap if stalled else load.claimed_from - at)
 
     def _meet(self, request: Request, found: RequestPrefixLoad) -> None:
         """Attach the loaded pages: the prefill has reached them."""
@@ -247,33 +247,33 @@ class PrefixLoader:
 
     # ---- rates ---------------------------------------------------------------------------------
 
-    def _front(self, at: int, tokens: int, token_s: float) -> int:
+    def _recompute_tokens(self, at: int, tokens: int, token_s: float) -> int:
         """Number of the tokens after `at` to recompute while the others are loaded."""
         prefill = self._costs.costs.prefill
-        behind = PrefillRates(
+        after = PrefillRates(
             call_s=prefill.call_s,
             token_s=prefill.token_s + 2 * at * prefill.square_s,
             square_s=prefill.square_s,
         )
-        return restore_split(behind, self._rate.loading(token_s), tokens, self._block_tokens)
+        return restore_split(after, self._rate.loading(token_s), tokens, self._block_tokens)
 
     # ---- transfer ------------------------------------------------------------------------------
 
-    def _ask(self, found: RequestPrefixLoad) -> None:
+    def _submit(self, found: RequestPrefixLoad) -> None:
         if not found.busy and found.load.is_wanted:
             found.busy = True
             found.load.moved_s = self._clock()
-            self.tier.transfer_worker.urgent(partial(self._carry, found))
+            self.tier.transfer_worker.urgent(partial(self._load_segment, found))
 
-    def _carry(self, found: RequestPrefixLoad) -> None:
+    def _load_segment(self, found: RequestPrefixLoad) -> None:
         """Load a segment on the transfer thread, then queue the next one behind other loads."""
         more = False
         try:
-            more = found.load.carry()
+            more = found.load.load_segment()
         finally:
             found.busy = more
             if more:
-                self.tier.transfer_worker.urgent(partial(self._carry, found))
+                self.tier.transfer_worker.urgent(partial(self._load_segment, found))
             with self._arrived:
                 self._num_arrived += 1
                 self._arrived.notify_all()

@@ -78,13 +78,13 @@ class PrefixStore:
         self.record_bytes, self.is_shared = record_bytes, not makes_room
         self.run_blocks = max(1, -(-_ENTRY_BYTES // record_bytes))
         self.num_stored = self.num_discarded = self.num_failed = 0
-        self._clock, self._away_until_s = clock, -math.inf
-        self._tier: Tier = NewestTier(tier, self._gone) if makes_room else tier
+        self._clock, self._unreachable_until_s = clock, -math.inf
+        self._tier: Tier = NewestTier(tier, self._forget) if makes_room else tier
         self._nature = nature
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._places: dict[bytes, Place] = {}
         self._entries: dict[str, tuple[bytes, ...]] = {}
-        self._coming: set[bytes] = set()
+        self._queued: set[bytes] = set()
         self.refresh()
         self.num_found = len(self._places)
 
@@ -103,7 +103,7 @@ class PrefixStore:
             StorageError: the tier cannot be read.
         """
         found = self._tier.stored()
-        with self._turn:
+        with self._lock:
             for entry, stored in found.items():
                 if entry not in self._entries and self._is_ours(stored):
                     self._note(entry, tuple(map(bytes.fromhex, stored.facts["keys"])))
@@ -124,9 +124,9 @@ class PrefixStore:
     def find(self, blocks: Iterable[Block]) -> list[tuple[Block, Place]]:
         """The leading blocks that are stored, up to the first that is not."""
         found: list[tuple[Block, Place]] = []
-        if self._is_away:
+        if self._is_unreachable:
             return found
-        with self._turn:
+        with self._lock:
             for block in blocks:
                 place = self._places.get(block.key)
                 if place is None:
@@ -136,13 +136,13 @@ class PrefixStore:
 
     def claim(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as queued for writing."""
-        with self._turn:
-            self._coming.update(keys)
+        with self._lock:
+            self._queued.update(keys)
 
     def lacks(self, key: bytes) -> bool:
         """Whether a block is neither stored nor queued for writing."""
-        with self._turn:
-            return key not in self._places and key not in self._coming
+        with self._lock:
+            return key not in self._places and key not in self._queued
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -156,16 +156,16 @@ class PrefixStore:
         entry = keys[0].hex() + keys[-1].hex()
         facts = {"nature": self._nature, "keys": [key.hex() for key in keys]}
         try:
-            if self._is_away:
+            if self._is_unreachable:
                 raise TierUnreachable(f"the tier was unreachable less than {AWAY_S:g} s ago")
             self._tier.write(entry, records.reshape(-1).data, facts)
         except OffloadError as error:
             self._failed(error)
             return False
         finally:
-            with self._turn:
-                self._coming.difference_update(keys)
-        with self._turn:
+            with self._lock:
+                self._queued.difference_update(keys)
+        with self._lock:
             self._note(entry, tuple(keys))
             self.num_stored += len(keys)
         return True
@@ -173,7 +173,7 @@ class PrefixStore:
     def _failed(self, error: OffloadError) -> None:
         self.num_failed += 1
         if isinstance(error, TierUnreachable):
-            self._leave_alone()
+            self._mark_unreachable()
         if self.num_failed == 1:
             logger.warning(
                 "a prefix could not be stored: %s; further failures are counted, not logged", error
@@ -194,7 +194,7 @@ class PrefixStore:
             first = place.index * self.record_bytes
             self._tier.read(place.entry, into.reshape(-1).data, first)
         except TierUnreachable:
-            self._leave_alone()
+            self._mark_unreachable()
             raise
         except OffloadError as error:
             self._discard(place.entry, str(error))
@@ -206,22 +206,22 @@ class PrefixStore:
                 raise CorruptData(f"the tokens of {place.entry!r} differ from those of its key")
 
     @property
-    def _is_away(self) -> bool:
+    def _is_unreachable(self) -> bool:
         """Whether the tier was unreachable less than `AWAY_S` seconds ago."""
-        return self._clock() < self._away_until_s
+        return self._clock() < self._unreachable_until_s
 
-    def _leave_alone(self) -> None:
-        if not self._is_away:
+    def _mark_unreachable(self) -> None:
+        if not self._is_unreachable:
             logger.warning("the prefix store is unreachable; it is not used for %g s", AWAY_S)
-            self._away_until_s = self._clock() + AWAY_S
+            self._unreachable_until_s = self._clock() + AWAY_S
 
-    def _discard(self, entry: str, why: str) -> None:
-        logger.warning("a stored prefix is discarded and will be recomputed: %s", why)
+    def _discard(self, entry: str, reason: str) -> None:
+        logger.warning("a stored prefix is discarded and will be recomputed: %s", reason)
         self.num_discarded += 1
-        self._gone(entry)
+        self._forget(entry)
 
-    def _gone(self, entry: str) -> None:
-        with self._turn:
+    def _forget(self, entry: str) -> None:
+        with self._lock:
             for key in self._entries.pop(entry, ()):
                 place = self._places.get(key)
                 if place is not None and place.entry == entry:

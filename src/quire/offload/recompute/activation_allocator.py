@@ -32,7 +32,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Stored:
     first: int
     end: int
     blocks: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class ActivationAllocator:
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self._page_tokens = page_tokens
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._rows: dict[int, _Kept] = {}
+        self._rows: dict[int, _Stored] = {}
         self.peak_blocks = 0
 
     @property
@@ -61,8 +61,8 @@ class ActivationAllocator:
 
     def known(self, row: int) -> range:
         """Slots of a sequence with stored activations; empty if none are stored."""
-        kept = self._rows.get(row)
-        return range(kept.first, kept.end) if kept is not None else range(0)
+        stored = self._rows.get(row)
+        return range(stored.first, stored.end) if stored is not None else range(0)
 
     def note(self, row: int, start: int, tokens: int, until: int) -> list[Segment]:
         """Allocate blocks for the activations of new slots before `until`, while blocks are free.
@@ -76,49 +76,49 @@ class ActivationAllocator:
         Returns:
             Locations to write to, in order; slots outside of them are not stored.
         """
-        kept = self._rows.get(row)
-        if kept is None or start > kept.end:
+        stored = self._rows.get(row)
+        if stored is None or start > stored.end:
             if start >= until or self.block_tokens * len(self._free) < self._page_tokens:
                 return []  # not one page could be stored
             self.forget([row])
             first = -(-start // self._page_tokens) * self._page_tokens
-            kept = self._rows[row] = _Kept(first, first)
-        kept.end = max(kept.first, min(kept.end, start))
-        stop = max(kept.end, min(start + tokens, until))
-        self._extend(kept, stop)
-        begin = kept.end
-        kept.end = min(stop, kept.first + len(kept.blocks) * self.block_tokens)
-        return self.segments(row, begin, kept.end)
+            stored = self._rows[row] = _Stored(first, first)
+        stored.end = max(stored.first, min(stored.end, start))
+        stop = max(stored.end, min(start + tokens, until))
+        self._extend(stored, stop)
+        begin = stored.end
+        stored.end = min(stop, stored.first + len(stored.blocks) * self.block_tokens)
+        return self.segments(row, begin, stored.end)
 
     def segments(self, row: int, start: int, stop: int) -> list[Segment]:
         """Locations of stored slots of a sequence, in order."""
-        kept, found = self._rows[row], []
+        stored, found = self._rows[row], []
         while start < stop:
-            index, offset = divmod(start - kept.first, self.block_tokens)
+            index, offset = divmod(start - stored.first, self.block_tokens)
             tokens = min(self.block_tokens - offset, stop - start)
-            found.append(Segment(start, kept.blocks[index], offset, tokens))
+            found.append(Segment(start, stored.blocks[index], offset, tokens))
             start += tokens
         return found
 
     def cut(self, row: int, slots: int) -> None:
         """Free the activations from this slot on."""
-        kept = self._rows.get(row)
-        if kept is None:
+        stored = self._rows.get(row)
+        if stored is None:
             return
-        if slots <= kept.first:
+        if slots <= stored.first:
             self.forget([row])
             return
-        kept.end = min(kept.end, slots)
-        needed = -(-(kept.end - kept.first) // self.block_tokens)
-        self._free += kept.blocks[needed:]
-        del kept.blocks[needed:]
+        stored.end = min(stored.end, slots)
+        needed = -(-(stored.end - stored.first) // self.block_tokens)
+        self._free += stored.blocks[needed:]
+        del stored.blocks[needed:]
 
     def forget(self, rows: Iterable[int]) -> None:
         """Free all activations of sequences."""
         for row in rows:
-            kept = self._rows.pop(row, None)
-            if kept is not None:
-                self._free += kept.blocks
+            stored = self._rows.pop(row, None)
+            if stored is not None:
+                self._free += stored.blocks
 
     def check(self) -> None:
         """Check that every block is free or belongs to one sequence.
@@ -126,17 +126,17 @@ class ActivationAllocator:
         Raises:
             InvariantError: a block is lost or has two owners.
         """
-        named = sorted([*self._free, *(b for kept in self._rows.values() for b in kept.blocks)])
+        named = sorted([*self._free, *(b for stored in self._rows.values() for b in stored.blocks)])
         if named != list(range(self.num_blocks)):
             raise InvariantError("activation blocks are lost, or have two owners")
-        for row, kept in self._rows.items():
-            if not 0 <= kept.end - kept.first <= len(kept.blocks) * self.block_tokens:
+        for row, stored in self._rows.items():
+            if not 0 <= stored.end - stored.first <= len(stored.blocks) * self.block_tokens:
                 raise InvariantError(
                     f"row {row} has more or fewer slots than its activation blocks"
                 )
 
-    def _extend(self, kept: _Kept, stop: int) -> None:
-        needed = -(-(stop - kept.first) // self.block_tokens) - len(kept.blocks)
+    def _extend(self, stored: _Stored, stop: int) -> None:
+        needed = -(-(stop - stored.first) // self.block_tokens) - len(stored.blocks)
         for _ in range(min(needed, len(self._free))):
-            kept.blocks.append(self._free.pop())
+            stored.blocks.append(self._free.pop())
         self.peak_blocks = max(self.peak_blocks, self.used_blocks)

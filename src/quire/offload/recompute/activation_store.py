@@ -125,7 +125,7 @@ class ActivationStore:
     """Activations of all sequences of an engine.
 
     Args:
-        book: allocates blocks.
+        allocator: allocates blocks.
         layers: of the model, whose activations are stored.
         codec: storage format of an activation.
         device: of the model.
@@ -136,16 +136,16 @@ class ActivationStore:
 
     def __init__(
         self,
-        book: ActivationAllocator,
+        allocator: ActivationAllocator,
         layers: Sequence[int],
         codec: ActivationCodec,
         device: torch.device,
     ) -> None:
-        self.book, self.codec = book, codec
+        self.allocator, self.codec = allocator, codec
         self.index = {layer: index for index, layer in enumerate(layers)}
         self._device = device
-        self.block_bytes = codec.row_bytes * book.block_tokens * len(layers)
-        host = zero_bytes(book.num_blocks * self.block_bytes, torch.device("cpu"))
+        self.block_bytes = codec.row_bytes * allocator.block_tokens * len(layers)
+        host = zero_bytes(allocator.num_blocks * self.block_bytes, torch.device("cpu"))
         if device.type == "cuda":
             pin_memory(host, self)
         with torch.inference_mode(mode=False):
@@ -154,28 +154,28 @@ class ActivationStore:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._short = torch.empty(0, dtype=torch.int64)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks."""
-        return self.book.num_blocks * self.block_bytes
+        return self.allocator.num_blocks * self.block_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of blocks allocated to sequences."""
-        return self.book.used_blocks * self.block_bytes
+        return self.allocator.used_blocks * self.block_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
-        return self.block_bytes // self.book.block_tokens
+        return self.block_bytes // self.allocator.block_tokens
 
     def place(self, index: int, segment: Segment) -> int:
         """Row of a segment's first slot in a layer, counted over stored layers."""
         block = segment.block * len(self.index) + index
-        return block * self.book.block_tokens + segment.offset
+        return block * self.allocator.block_tokens + segment.offset
 
     # ---- writes --------------------------------------------------------------------------------
 
@@ -186,9 +186,9 @@ class ActivationStore:
         if self._stream is not None:
             self._short = written.short.to(self._device)
             needed = len(self.index) * len(written.short) * self.codec.row_bytes
-            if self._landing.numel() < needed:
+            if self._buffer.numel() < needed:
                 with torch.inference_mode(mode=False):
-                    self._landing = torch.empty(2 * needed, dtype=torch.uint8, pin_memory=True)
+                    self._buffer = torch.empty(2 * needed, dtype=torch.uint8, pin_memory=True)
 
     def note(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
         """Store the attention inputs of a layer for the batch of the step."""
@@ -205,7 +205,7 @@ class ActivationStore:
             self._put_long(index, rows, written)
             if len(written.short):
                 short = rows[self._short]
-                self._landed(index, written).copy_(short, non_blocking=True)
+                self._buffered(index, written).copy_(short, non_blocking=True)
 
     def finish(self) -> None:
         """Wait until the activations of the step are in their places."""
@@ -214,7 +214,7 @@ class ActivationStore:
             return
         self._stream.synchronize()
         for index in range(len(self.index)) if len(written.short) else ():
-            self._slots[self._places(index, written)] = self._landed(index, written)
+            self._slots[self._places(index, written)] = self._buffered(index, written)
 
     def _put(self, index: int, rows: Tensor, written: Written) -> None:
         self._put_long(index, rows, written)
@@ -228,11 +228,11 @@ class ActivationStore:
             self._slots[place : place + segment.tokens].copy_(source, non_blocking=True)
 
     def _places(self, index: int, written: Written) -> Tensor:
-        return written.places + index * self.book.block_tokens
+        return written.places + index * self.allocator.block_tokens
 
-    def _landed(self, index: int, written: Written) -> Tensor:
+    def _buffered(self, index: int, written: Written) -> Tensor:
         size = len(written.short) * self.codec.row_bytes
-        return self._landing[index * size : (index + 1) * size].view(-1, self.codec.row_bytes)
+        return self._buffer[index * size : (index + 1) * size].view(-1, self.codec.row_bytes)
 
     # ---- reads ---------------------------------------------------------------------------------
 
@@ -254,16 +254,16 @@ class ActivationStore:
             layers: of that group.
         """
         self.finish()
-        known = self.book.known(row)
+        known = self.allocator.known(row)
         of_layer = np.array([self.index.get(layer, -1) for layer in layers])
         followed = of_layer[moves.lane] >= 0  # the model's first layer stores none
         places = np.concatenate(
             [
                 np.arange(s.tokens) + self.place(0, s)
-                for s in self.book.segments(row, known.start, known.stop)
+                for s in self.allocator.segments(row, known.start, known.stop)
             ]
         )
-        first = of_layer[moves.lane[followed]] * self.book.block_tokens
+        first = of_layer[moves.lane[followed]] * self.allocator.block_tokens
         source, target = (
             torch.from_numpy(places[slot[followed] - known.start] + first)
             for slot in (moves.source, moves.target)

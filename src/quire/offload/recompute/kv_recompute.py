@@ -28,8 +28,8 @@ from quire.offload.recompute.activation_allocator import Segment
 from quire.offload.recompute.activation_store import ActivationStore
 from quire.offload.swap.transfer import Transfer
 
-PIECE_TOKENS = 256  # least tokens of a chunk of X
-_MOST_PIECES = 8  # most chunks of a layer above that size
+CHUNK_TOKENS = 256  # least tokens of a chunk of X
+_MOST_CHUNKS = 8  # most chunks of a layer above that size
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -83,7 +83,7 @@ Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Chunk:
     """Slots of one group whose keys and values are computed together.
 
     Attributes:
@@ -110,16 +110,16 @@ class KVRecompute:
         device: of the model.
 
     Attributes:
-        piece_tokens: least tokens of a chunk of X.
-        num_made: tokens recomputed so far, counted in each layer.
+        chunk_tokens: least tokens of a chunk of X.
+        num_recomputed: tokens recomputed so far, counted in each layer.
     """
 
     def __init__(
         self, model: RecomputesKV, store: ActivationStore, tokens: Tokens, device: torch.device
     ) -> None:
         self.model, self.store, self.tokens, self.device = model, store, tokens, device
-        self.piece_tokens = PIECE_TOKENS
-        self.num_made = 0
+        self.chunk_tokens = CHUNK_TOKENS
+        self.num_recomputed = 0
         self._staging: dict[str, Tensor] = {}
 
     @property
@@ -162,39 +162,41 @@ class StepKVRecompute:
         slots = _slots(table, shares)
         self.rows = {row: slots for row, slots in slots.items() if len(slots)}
         self.tokens = sum(map(len, self.rows.values()))
-        self._pieces = self._cut(table)
+        self._chunks = self._divide(table)
         self._staging = kv_recompute.staging(self._group.name, self.tokens)
-        self._coming: dict[tuple[int, int], Transfer] = {}
+        self._in_flight: dict[tuple[int, int], Transfer] = {}
         self._positions: dict[int, Tensor] = {}
         variants = {kv_recompute.tokens.rope_variant(row) for row in self.rows}
         self._rope_variant = variants.pop() if variants else 0
-        self._first = self._make_first() if self.tokens and self._group.layers[0] == 0 else None
+        self._first = (
+            self._recompute_first() if self.tokens and self._group.layers[0] == 0 else None
+        )
 
-    def bring(self, index: int, submit: Submit) -> None:
+    def prefetch(self, index: int, submit: Submit) -> None:
         """Start the transfer of a layer's X into its staging slot."""
         layer = self._group.layers[index]
         if layer == 0:
             return
         staging, store = self._staging[index % SLOTS], self._engine.store
-        for number, piece in enumerate(self._pieces):
-            out = staging[piece.first : piece.first + piece.tokens]
+        for number, chunk in enumerate(self._chunks):
+            out = staging[chunk.first : chunk.first + chunk.tokens]
 
-            def copy(piece: _Piece = piece, out: Tensor = out) -> None:
-                store.load(layer, piece.segments, out)
+            def copy(chunk: _Chunk = chunk, out: Tensor = out) -> None:
+                store.load(layer, chunk.segments, out)
 
-            self._coming[index, number] = submit(X_IN, layer, piece.tokens, out.numel(), copy)
+            self._in_flight[index, number] = submit(X_IN, layer, chunk.tokens, out.numel(), copy)
 
-    def make(self, index: int, write: Write) -> None:
+    def recompute(self, index: int, write: Write) -> None:
         """Compute a layer's keys and values as its X arrives, and write them to their slots."""
         layer, positions = self._group.layers[index], self._positions_of(index)
         model, marks = self._engine.model, self._log.marks
-        for number, piece in enumerate(self._pieces):
-            some = slice(piece.first, piece.first + piece.tokens)
+        for number, chunk in enumerate(self._chunks):
+            some = slice(chunk.first, chunk.first + chunk.tokens)
             if layer == 0:
                 assert self._first is not None, "computed at the start of the step"
                 key, value = (part[some] for part in self._first)
             else:
-                self._coming.pop((index, number)).result()
+                self._in_flight.pop((index, number)).result()
                 start = marks.now()
                 key, value = model.keys_and_values(
                     layer,
@@ -202,18 +204,18 @@ class StepKVRecompute:
                     positions[some],
                     rope_variant=self._rope_variant,
                 )
-            write(piece.pages[index % SLOTS], piece.offsets, positions[some], key, value)
+            write(chunk.pages[index % SLOTS], chunk.offsets, positions[some], key, value)
             if layer:
-                self._log.add(PROJECT, layer, piece.tokens, 0, start, marks.now())
-        self._engine.num_made += self.tokens
+                self._log.add(PROJECT, layer, chunk.tokens, 0, start, marks.now())
+        self._engine.num_recomputed += self.tokens
 
     def unfinished(self) -> Sequence[Transfer]:
         """Copies that no call has waited for."""
-        return tuple(self._coming.values())
+        return tuple(self._in_flight.values())
 
     # ---- locations -----------------------------------------------------------------------------
 
-    def _make_first(self) -> tuple[Tensor, Tensor]:
+    def _recompute_first(self) -> tuple[Tensor, Tensor]:
         """Compute keys and values of layer 0, before the model's forward begins."""
         ids = [
             token
@@ -236,19 +238,19 @@ class StepKVRecompute:
             self._positions[place] = torch.from_numpy(numbers).to(self._engine.device)
         return self._positions[place]
 
-    def _cut(self, table: LaneTable) -> list[_Piece]:
+    def _divide(self, table: LaneTable) -> list[_Chunk]:
         """Divide X into chunks, with the staging pages for their keys and values."""
-        most = max(self._engine.piece_tokens, -(-self.tokens // _MOST_PIECES))
+        most = max(self._engine.chunk_tokens, -(-self.tokens // _MOST_CHUNKS))
         pages, offsets = _places(table, self.rows)
-        pieces: list[_Piece] = []
+        chunks: list[_Chunk] = []
         parts = list(self._segments(most))
         for first in range(0, self.tokens, most):
             tokens = min(most, self.tokens - first)
             some = slice(first, first + tokens)
             inside = tuple(s for start, s in parts if first <= start < first + tokens)
             by_slot = tuple(self._tensor(pages[slot, some]) for slot in range(SLOTS))
-            pieces.append(_Piece(first, tokens, inside, by_slot, self._tensor(offsets[some])))
-        return pieces
+            chunks.append(_Chunk(first, tokens, inside, by_slot, self._tensor(offsets[some])))
+        return chunks
 
     def _segments(self, most: int) -> list[tuple[int, Segment]]:
         """(First token, segment) of the stored activations, split at chunk boundaries."""
@@ -256,9 +258,9 @@ class StepKVRecompute:
         for row, slots in self.rows.items():
             start = slots.start
             while start < slots.stop:
-                room = most - done % most
-                stop = min(slots.stop, start + room)
-                for segment in self._engine.store.book.segments(row, start, stop):
+                left = most - done % most
+                stop = min(slots.stop, start + left)
+                for segment in self._engine.store.allocator.segments(row, start, stop):
                     found.append((done, segment))
                     done += segment.tokens
                 start = stop
@@ -272,8 +274,10 @@ def _slots(table: LaneTable, shares: Mapping[int, Share]) -> dict[int, range]:
     """Slots of each sequence that are recomputed."""
     tokens, found = table.group.page_class.tokens, {}
     for row, share in shares.items():
-        stop = min(share.made.stop, int(table.staged[row]))
-        found[row] = range(share.made.start * tokens, max(share.made.start, stop) * tokens)
+        stop = min(share.recomputed.stop, int(table.staged[row]))
+        found[row] = range(
+            share.recomputed.start * tokens, max(share.recomputed.start, stop) * tokens
+        )
     return found
 
 

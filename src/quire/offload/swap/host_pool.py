@@ -62,7 +62,7 @@ class HostSpace:
         return sum(e.num_bytes for extents in self.extents.values() for e in extents)
 
     @property
-    def num_pieces(self) -> int:
+    def num_extents(self) -> int:
         """Number of extents; one for each page class without fragmentation."""
         return sum(map(len, self.extents.values()))
 

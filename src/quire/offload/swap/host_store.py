@@ -23,10 +23,10 @@ from quire.kv.store import PageStore, zero_bytes
 from quire.layout.pages import PageClass
 
 STAGING_BYTES = 16 << 20
-_MOST_NUMBERS = 4096  # page lists cached on a device
+_MOST_LISTS = 4096  # page lists cached on a device
 
 
-def pieces_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[tuple[int, int]]:
+def batches_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[tuple[int, int]]:
     """Divide pages into equal batches (one page more or less) that fit in the staging.
 
     Equal batches avoid a small last one: each of several fills about half of the staging or more.
@@ -82,7 +82,7 @@ class StagedCopies:
 
     Attributes:
         host: the bytes of the pool.
-        num_pieces, num_bytes: batches and bytes copied so far, in both directions.
+        num_batches, num_bytes: batches and bytes copied so far, in both directions.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class StagedCopies:
     ) -> None:
         self._store, self.host = store, host
         self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=store.device)
-        self.num_pieces = self.num_bytes = 0
+        self.num_batches = self.num_bytes = 0
         self._numbers: dict[bytes, Tensor] = {}
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Start to copy pages to consecutive host bytes from `start`."""
         whole, index = self._store.views(page_class).whole, _index(pages).to(self._store.device)
-        for first, end, staging, host in self._pieces(page_class, len(pages), start):
+        for first, end, staging, host in self._batches(page_class, len(pages), start):
             torch.index_select(whole, 0, index[first:end], out=staging)
             host.copy_(staging, non_blocking=True)
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Start to copy host bytes into pages."""
         whole, index = self._store.views(page_class).whole, self._on_device(pages)
-        for first, end, staging, host in self._pieces(page_class, len(pages), start):
+        for first, end, staging, host in self._batches(page_class, len(pages), start):
             staging.copy_(host, non_blocking=True)
             whole[index[first:end]] = staging
 
-    def _pieces(
+    def _batches(
         self, page_class: PageClass, num_pages: int, start: int
     ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Range of pages, staging and host bytes of each batch.
@@ -118,9 +118,9 @@ class StagedCopies:
         All batches use the same staging: copies and gathers of one stream run in order.
         """
         page_bytes = page_class.page_bytes
-        for first, end in pieces_of(num_pages, page_bytes, self._staging.numel()):
+        for first, end in batches_of(num_pages, page_bytes, self._staging.numel()):
             count = end - first
-            self.num_pieces += 1
+            self.num_batches += 1
             self.num_bytes += count * page_bytes
             host = _packed(self.host, page_class, count, start + first * page_bytes)
             yield first, end, _packed(self._staging, page_class, count, 0), host
@@ -132,7 +132,7 @@ class StagedCopies:
         """
         key = pages.tobytes()
         if key not in self._numbers:
-            if len(self._numbers) >= _MOST_NUMBERS:
+            if len(self._numbers) >= _MOST_LISTS:
                 self._numbers.clear()
             self._numbers[key] = _index(pages).to(self._store.device)
         return self._numbers[key]

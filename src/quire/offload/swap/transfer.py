@@ -42,7 +42,7 @@ class ThreadTransferWorker:
     """Runs copies on a thread."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="quire-carrier")
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="quire-transfer")
 
     def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
         """See `TransferWorker`."""

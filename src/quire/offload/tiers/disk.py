@@ -169,9 +169,9 @@ class DiskTier:
         totals = []
         blocks = (n for extent in extents for n in range(extent.start, extent.end))
         for place, block in enumerate(blocks):
-            piece = source[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
-            self._file.write(block, piece)
-            totals.append(zlib.crc32(piece))
+            block_bytes = source[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+            self._file.write(block, block_bytes)
+            totals.append(zlib.crc32(block_bytes))
         self._file.flush()
         return tuple(totals)
 

@@ -104,13 +104,13 @@ def receive(connection: socket.socket, most_bytes: int) -> Message | None:
     if zlib.crc32(data) != total:
         raise BadMessage("the checksum of a message is wrong")
     try:
-        name, said = key.decode(), json.loads(bytes(facts))
+        name, parsed = key.decode(), json.loads(bytes(facts))
     except ValueError as error:
         raise BadMessage(f"the text of a message is invalid: {error}") from error
     return Message(
         what=What(what),
         key=name,
-        facts=said,
+        facts=parsed,
         first=first,
         requested_bytes=requested,
         data=memoryview(data),
@@ -159,32 +159,32 @@ class NetworkTier:
     @property
     def total_bytes(self) -> int:
         """See `Tier`."""
-        return int(self._ask(Message(what=What.ROOM)).facts["total"])
+        return int(self._request(Message(what=What.ROOM)).facts["total"])
 
     @property
     def used_bytes(self) -> int:
         """See `Tier`."""
-        return int(self._ask(Message(what=What.ROOM)).facts["used"])
+        return int(self._request(Message(what=What.ROOM)).facts["used"])
 
     def stored(self) -> dict[str, Stored]:
         """See `Tier`."""
-        entries = self._ask(Message(what=What.STORED)).facts
+        entries = self._request(Message(what=What.STORED)).facts
         return {key: Stored(num_bytes, facts) for key, (num_bytes, facts) in entries.items()}
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
         """See `Tier`."""
-        self._ask(Message(what=What.WRITE, key=key, facts=facts or {}, data=flat(data)))
+        self._request(Message(what=What.WRITE, key=key, facts=facts or {}, data=flat(data)))
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
         """See `Tier`."""
         requested = Message(what=What.READ, key=key, first=first, requested_bytes=into.nbytes)
-        data = self._ask(requested).data
+        data = self._request(requested).data
         check_range(key, Stored(first + data.nbytes), into, first)
         flat(into)[:] = data
 
     def drop(self, key: str) -> None:
         """See `Tier`."""
-        self._ask(Message(what=What.DROP, key=key))
+        self._request(Message(what=What.DROP, key=key))
 
     def close(self) -> None:
         """Close the connection; stored entries are retained."""
@@ -193,7 +193,7 @@ class NetworkTier:
                 self._connection.close()
             self._connection = None
 
-    def _ask(self, message: Message) -> Message:
+    def _request(self, message: Message) -> Message:
         """Send a request and wait for the response; retry on a new connection if one breaks.
 
         All requests are idempotent, so a retry changes nothing.
@@ -219,15 +219,15 @@ class NetworkTier:
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.sendall(message.head())
         self._connection.sendall(message.data)
-        answer = receive(self._connection, _MOST_BYTES)
-        if answer is None:
+        response = receive(self._connection, _MOST_BYTES)
+        if response is None:
             raise BadMessage("the store closed the connection")
-        return answer
+        return response
 
 
-def _checked(answer: Message) -> Message:
-    if answer.what == What.CORRUPT:
-        raise CorruptData(str(answer.facts["reason"]))
-    if answer.what == What.REFUSED:
-        raise StorageError(str(answer.facts["reason"]))
-    return answer
+def _checked(response: Message) -> Message:
+    if response.what == What.CORRUPT:
+        raise CorruptData(str(response.facts["reason"]))
+    if response.what == What.REFUSED:
+        raise StorageError(str(response.facts["reason"]))
+    return response

@@ -82,14 +82,14 @@ class _Handler(socketserver.BaseRequestHandler):
                     return
                 if server.delay is not None:
                     time.sleep(server.delay(message))
-                self._send(connection, server, _answer(server.tier, message))
+                self._send(connection, server, _respond(server.tier, message))
         except OSError:
             return  # the client has disconnected or uses another protocol
 
-    def _send(self, connection: socket.socket, server: _Server, answer: Message) -> None:
-        connection.sendall(answer.head())
-        for start in range(0, answer.data.nbytes, _PIECE_BYTES):
-            piece = answer.data[start : start + _PIECE_BYTES]
+    def _send(self, connection: socket.socket, server: _Server, response: Message) -> None:
+        connection.sendall(response.head())
+        for start in range(0, response.data.nbytes, _PIECE_BYTES):
+            piece = response.data[start : start + _PIECE_BYTES]
             if server.bytes_per_s is not None:
                 self._wait(server, piece.nbytes / server.bytes_per_s)
             connection.sendall(piece)
@@ -103,7 +103,7 @@ class _Handler(socketserver.BaseRequestHandler):
             time.sleep(left_s)
 
 
-def _answer(tier: Tier, message: Message) -> Message:
+def _respond(tier: Tier, message: Message) -> Message:
     try:
         return _done(tier, message)
     except CorruptData as error:

@@ -1,6 +1,6 @@
 """Transfers of layer weights into slots: from a file, or from pinned memory over a link.
 
-    bring     start to fill a slot, once its previous layer is released
+    prefetch  start to fill a slot, once its previous layer is released
     arrive    make the next computation see the filled slot
     release   mark the end of the work that reads the slot
     finalize  wait until no transfer is in flight
@@ -43,7 +43,7 @@ class WeightLink(ABC):
     stalled_s: float = 0.0
 
     @abstractmethod
-    def take_home(self, layer: int, weights: LayerWeights) -> None:
+    def store(self, layer: int, weights: LayerWeights) -> None:
         """Store the bytes of a layer outside of the device."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class WeightLink(ABC):
         """Allocate the slots, after all layers are stored."""
 
     @abstractmethod
-    def bring(self, layer: int, slot: int) -> None:
+    def prefetch(self, layer: int, slot: int) -> None:
         """Start to fill a slot with a layer; see the module."""
 
     @abstractmethod
@@ -99,9 +99,9 @@ class FileLink(WeightLink):
         weakref.finalize(self, self._file.close)
         self._places: dict[int, tuple[int, int]] = {}
         self.transfer_worker: TransferWorker = transfer_worker or ThreadTransferWorker()
-        self._coming: dict[int, Transfer] = {}
+        self._in_flight: dict[int, Transfer] = {}
 
-    def take_home(self, layer: int, weights: LayerWeights) -> None:
+    def store(self, layer: int, weights: LayerWeights) -> None:
         """See `WeightLink`."""
         whole = _packed(weights)
         start = self._file.tell()
@@ -114,7 +114,7 @@ class FileLink(WeightLink):
         cpu = torch.device("cpu")
         self.slots = tuple(zero_bytes(slot_bytes, cpu) for _ in range(num_slots))
 
-    def bring(self, layer: int, slot: int) -> None:
+    def prefetch(self, layer: int, slot: int) -> None:
         """See `WeightLink`."""
         start, num_bytes = self._places[layer]
         into = self.slots[slot].numpy().data[:num_bytes]
@@ -125,14 +125,14 @@ class FileLink(WeightLink):
             self.copied_s += time.perf_counter() - started_s
 
         self.num_bytes += num_bytes
-        self._coming[slot] = self.transfer_worker.submit(copy, num_bytes)
+        self._in_flight[slot] = self.transfer_worker.submit(copy, num_bytes)
 
     def arrive(self, slot: int) -> None:
         """See `WeightLink`."""
-        coming = self._coming.pop(slot, None)
-        if coming is not None:
+        transfer = self._in_flight.pop(slot, None)
+        if transfer is not None:
             started_s = time.perf_counter()
-            coming.result()
+            transfer.result()
             self.stalled_s += time.perf_counter() - started_s
 
     def release(self, slot: int) -> None:
@@ -140,9 +140,9 @@ class FileLink(WeightLink):
 
     def finalize(self) -> None:
         """See `WeightLink`."""
-        for coming in self._coming.values():
-            coming.exception()
-        self._coming.clear()
+        for transfer in self._in_flight.values():
+            transfer.exception()
+        self._in_flight.clear()
 
     def clock_s(self) -> Callable[[], float | None]:
         """See `WeightLink`."""
@@ -162,14 +162,14 @@ class CudaLink(WeightLink):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._home: dict[int, Tensor] = {}
+        self._stored: dict[int, Tensor] = {}
         self._arrived: dict[int, torch.cuda.Event] = {}
-        self._left: dict[int, torch.cuda.Event] = {}
+        self._released: dict[int, torch.cuda.Event] = {}
         self._origin = self._event(torch.cuda.current_stream(device))
         self._copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def take_home(self, layer: int, weights: LayerWeights) -> None:
+    def store(self, layer: int, weights: LayerWeights) -> None:
         """See `WeightLink`.
 
         Raises:
@@ -183,7 +183,7 @@ class CudaLink(WeightLink):
                 f"the system cannot pin {format_size(weights.num_bytes)} for layer {layer}; "
                 "raise --weights-memory, or the limit on locked memory (ulimit -l)"
             ) from error
-        self._home[layer] = whole
+        self._stored[layer] = whole
 
     def open(self, num_slots: int, slot_bytes: int) -> None:
         """See `WeightLink`."""
@@ -191,16 +191,16 @@ class CudaLink(WeightLink):
         for slot in range(num_slots):
             self.release(slot)  # after the zeros are written
 
-    def bring(self, layer: int, slot: int) -> None:
+    def prefetch(self, layer: int, slot: int) -> None:
         """See `WeightLink`."""
-        home = self._home[layer]
+        stored = self._stored[layer]
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._left[slot])
+            self._stream.wait_event(self._released[slot])
             began = self._event(self._stream)
-            self.slots[slot][: home.numel()].copy_(home, non_blocking=True)
+            self.slots[slot][: stored.numel()].copy_(stored, non_blocking=True)
             self._arrived[slot] = self._event(self._stream)
         self._copies.append((began, self._arrived[slot]))
-        self.num_bytes += home.numel()
+        self.num_bytes += stored.numel()
 
     def arrive(self, slot: int) -> None:
         """See `WeightLink`."""
@@ -214,7 +214,7 @@ class CudaLink(WeightLink):
 
     def release(self, slot: int) -> None:
         """See `WeightLink`."""
-        self._left[slot] = self._event(torch.cuda.current_stream(self._device))
+        self._released[slot] = self._event(torch.cuda.current_stream(self._device))
 
     def finalize(self) -> None:
         """See `WeightLink`."""

@@ -79,7 +79,7 @@ class WithinBudget(LayerPlacer):
         with torch.inference_mode(False):
             link = make_link(device, place.host_bytes)
             for number in place.offloaded_layers:
-                link.take_home(number, layers[number])
+                link.store(number, layers[number])
                 for held in layers[number].held:  # free at once: the model may fill the memory
                     held.parameter.data = torch.empty(0, dtype=held.dtype)
             nn.Module.to(model, device)

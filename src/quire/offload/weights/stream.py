@@ -68,14 +68,14 @@ class WeightStream:
         self.place, self.link, self.passes = place, link, PassTimes()
         self._layers = layers
         self._sharers = 1
-        self._left = 0  # batches of the shared pass that have finished the current layer
+        self._finished = 0  # batches of the shared pass that have finished the current layer
         self._began: Callable[[], float | None] | None = None
         self._slot_of: dict[int, int] = {}
         self._pointing: set[int] = set()
         self._next = 0  # index in the ring
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         with torch.inference_mode(False):
-            self._absent = {h.dtype: _nothing(h.dtype, link) for h in self._all_held()}
+            self._absent = {h.dtype: _empty(h.dtype, link) for h in self._all_held()}
             for offloaded_layers in place.offloaded_layers:
                 self._unpoint(offloaded_layers)
         for number, layer in enumerate(layers):
@@ -106,11 +106,11 @@ class WeightStream:
     @contextmanager
     def shared_by(self, batches: int) -> Iterator[None]:
         """Share each layer between the forwards of several batches: free it after the last."""
-        self._sharers, self._left = batches, 0
+        self._sharers, self._finished = batches, 0
         try:
             yield
         finally:
-            self._sharers, self._left = 1, 0
+            self._sharers, self._finished = 1, 0
 
     def arrive(self, layer: int) -> None:
         """Make a layer's weights available to the next computation.
@@ -118,7 +118,7 @@ class WeightStream:
         Raises:
             StorageError: the transfer failed; the next call tries again.
         """
-        if layer == 0 and not self._left:
+        if layer == 0 and not self._finished:
             self._began = self.link.clock_s()
         if layer not in self.place.offloaded_layers:
             return
@@ -136,14 +136,14 @@ class WeightStream:
 
     def leave(self, layer: int) -> None:
         """Note that a layer has run for one batch; after the last batch, refill its slot."""
-        self._left = (self._left + 1) % self._sharers
-        if self._left:
+        self._finished = (self._finished + 1) % self._sharers
+        if self._finished:
             return
         slot = self._slot_of.pop(layer, None)
         if slot is not None:
             self._unpoint(layer)
             self.link.release(slot)
-            self._bring(slot)
+            self._prefetch(slot)
         if layer == len(self._layers) - 1 and self._began is not None:
             self.passes.pending.append((self._began, self.link.clock_s()))
             self.passes.note()
@@ -155,7 +155,7 @@ class WeightStream:
         self._next = self.place.offloaded_layers.index(layer)
         for slot in range(len(self.link.slots)):
             self.link.release(slot)
-            self._bring(slot)
+            self._prefetch(slot)
 
     def _forget(self) -> None:
         self.link.finalize()
@@ -163,11 +163,11 @@ class WeightStream:
         for layer in tuple(self._pointing):
             self._unpoint(layer)
 
-    def _bring(self, slot: int) -> None:
+    def _prefetch(self, slot: int) -> None:
         layer = self.place.offloaded_layers[self._next]
         self._next = (self._next + 1) % len(self.place.offloaded_layers)
         self._slot_of[layer] = slot
-        self.link.bring(layer, slot)
+        self.link.prefetch(layer, slot)
 
     def _point(self, layer: int, slot: int) -> None:
         if layer in self._pointing:
@@ -203,5 +203,5 @@ class WeightStream:
         return hook
 
 
-def _nothing(dtype: torch.dtype, link: WeightLink) -> Tensor:
+def _empty(dtype: torch.dtype, link: WeightLink) -> Tensor:
     return torch.empty(0, dtype=dtype, device=link.slots[0].device)

@@ -147,7 +147,7 @@ def poison(kv):
     """What lay in the staging is gone."""
     prefixes = kv.offload.prefixes
     for row in prefixes.rows:
-        for piece in prefixes.pieces(row):
+        for piece in prefixes.page_groups(row):
             page_class = kv.memory.tables[piece.group].group.page_class
             whole = kv.store.views(page_class).whole
             whole[torch.from_numpy(piece.staging.reshape(-1)).long()] = 0xFF
@@ -185,7 +185,7 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
         if rng.random() < 0.7:
             tokens = int(rng.integers(length + 1)) if rng.random() < 0.5 else length
             before, gain = page_bytes(offloaded), prefixes.gain_bytes(row, tokens)
-            prefixes.host(row, tokens)
+            prefixes.offload(row, tokens)
             assert page_bytes(offloaded) == before - gain
         elif row in prefixes.rows:
             prefixes.load_back(row)
@@ -215,12 +215,12 @@ def test_of_a_front_the_arena_holds_two_layers():
     before = page_bytes(kv)
 
     gain = kv.offload.prefixes.gain_bytes(row, 24)
-    moved = kv.offload.prefixes.host(row, 24)
+    moved = kv.offload.prefixes.offload(row, 24)
 
     assert gain == (FULL_LAYERS - SLOTS) * 6 * each
     assert moved == kv.offload.prefixes.pool.used_bytes == FULL_LAYERS * 6 * each
     assert page_bytes(kv) == before - gain
-    assert kv.offload.prefixes.host(row, 24) == 0
+    assert kv.offload.prefixes.offload(row, 24) == 0
     kv.memory.check()
 
 
@@ -232,7 +232,7 @@ def test_one_staging_slot_holds_one_layer_at_a_time():
         step(one, {row: 24}, 0)
     each = kv.memory.tables["full"].group.page_class.page_bytes
     before, held = page_bytes(kv), kv.memory.row_bytes(rows[0])
-    kv.offload.prefixes.host(rows[0], 24)
+    kv.offload.prefixes.offload(rows[0], 24)
 
     freed = kv.offload.prefixes.halve_staging(rows[0])
 
@@ -259,12 +259,12 @@ def test_a_full_host_takes_no_part_of_a_group():
     before = page_bytes(kv)
 
     with pytest.raises(HostPoolFull):
-        kv.offload.prefixes.host(row, 24)
+        kv.offload.prefixes.offload(row, 24)
 
     assert not kv.offload.prefixes.pool.used_bytes
     assert page_bytes(kv) == before
     kv.memory.check()
-    assert kv.offload.prefixes.host(row, 4)
+    assert kv.offload.prefixes.offload(row, 4)
 
 
 def test_a_row_counts_its_staging_once():
@@ -274,7 +274,7 @@ def test_a_row_counts_its_staging_once():
     step(kv, {row: 26}, 0)
     before, each = kv.memory.row_bytes(row), kv.memory.tables["full"].group.page_class.page_bytes
 
-    kv.offload.prefixes.host(row, 26)
+    kv.offload.prefixes.offload(row, 26)
 
     assert kv.memory.row_bytes(row) == before - (FULL_LAYERS - SLOTS) * 6 * each
 
@@ -287,7 +287,7 @@ def test_a_full_arena_makes_room_by_hosting():
         step(kv, {row: PAGE}, 1)
     held = int(kv.memory.lengths[row])
 
-    kv.offload.prefixes.host(row, held)
+    kv.offload.prefixes.offload(row, held)
     step(kv, {row: PAGE}, 2)
 
     assert int(kv.memory.lengths[row]) == held + PAGE
@@ -308,7 +308,7 @@ def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
     ]
 
     assert kv.offload.prefixes.gain_bytes(rows[0], 8) < 0
-    kv.offload.prefixes.host(rows[0], 8)
+    kv.offload.prefixes.offload(rows[0], 8)
 
     for number in range(3):
         found, expected = (
@@ -325,7 +325,7 @@ def test_what_would_read_or_move_a_front_is_refused():
     kv = make(evicting=True)
     row = kv.memory.start()
     step(kv, {row: 12}, 4)
-    kv.offload.prefixes.host(row, 8)
+    kv.offload.prefixes.offload(row, 8)
     keep = np.ones((FULL_LAYERS, 12), dtype=bool)
     keep[:, 3] = False
 
@@ -351,7 +351,7 @@ def test_a_front_is_of_slots_that_there_are():
     step(kv, {row: 12}, 5)
     kv.memory.tables["full"].num_slots[row] -= 1
 
-    kv.offload.prefixes.host(row, 12)
+    kv.offload.prefixes.offload(row, 12)
 
     assert kv.memory.tables["full"].staged[row] == 2
 
@@ -360,7 +360,7 @@ def test_a_front_comes_back_only_where_there_is_room():
     kv = make(sequences=2)
     row, other = kv.memory.start(), kv.memory.start()
     step(kv, {row: 24}, 6)
-    kv.offload.prefixes.host(row, 24)
+    kv.offload.prefixes.offload(row, 24)
     while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
         kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
 
@@ -380,7 +380,7 @@ def test_a_front_comes_back_in_the_room_of_its_pages():
     step(kv, {row: 24}, 6)
     [(page_class, pool)] = kv.memory.pools.items()
     before = list(stored_pages(kv.memory, kv.store, row))
-    kv.offload.prefixes.host(row, 24)
+    kv.offload.prefixes.offload(row, 24)
     poison(kv)
     taken = []
     while kv.memory.fits({page_class: 19}):  # six pages in each of five layers, two of them staged
@@ -397,7 +397,7 @@ def test_a_copy_that_fails_is_told_to_who_would_have_attended():
     kv = make(transfer_worker=BrokenCarrier())
     row = kv.memory.start()
     step(kv, {row: 12}, 7)
-    kv.offload.prefixes.host(row, 8)
+    kv.offload.prefixes.offload(row, 8)
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, {row: 1}, 8)
@@ -411,7 +411,7 @@ def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
     rows = [kv.memory.start() for _ in range(2)]
     for row in rows:
         step(kv, {row: 16}, 9)
-        kv.offload.prefixes.host(row, 16)
+        kv.offload.prefixes.offload(row, 16)
     kv.offload.prefixes.halve_staging(rows[0])
 
     with pytest.raises(OSError, match="the link is gone"):
@@ -428,7 +428,7 @@ def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
     kv = make(transfer_worker=SlowCarrier())
     row = kv.memory.start()
     step(kv, {row: 16}, 9)
-    kv.offload.prefixes.host(row, 16)
+    kv.offload.prefixes.offload(row, 16)
     kv.memory.grow(np.array([row]), np.array([1], dtype=np.int32))
     StepAttention(kv, np.array([row]), np.array([1], dtype=np.int32))  # and no layer attends
 

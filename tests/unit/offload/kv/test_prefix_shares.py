@@ -19,25 +19,25 @@ def prefixes(draw):
     return found
 
 
-@given(of=prefixes(), made=st.integers(0, 200), host=st.integers(0, 200))
-def test_every_page_is_served_once(of, made, host):
-    shares = divide_prefixes(of, made, host, PAGE)
+@given(of=prefixes(), recomputed=st.integers(0, 200), host=st.integers(0, 200))
+def test_every_page_is_served_once(of, recomputed, host):
+    shares = divide_prefixes(of, recomputed, host, PAGE)
 
     known = sum(len(front.known) for front in of.values()) * PAGE
-    found = sum(len(share.made) for share in shares.values()) * PAGE
-    assert min(made, known) - PAGE < found <= min(made, known)
+    found = sum(len(share.recomputed) for share in shares.values()) * PAGE
+    assert min(recomputed, known) - PAGE < found <= min(recomputed, known)
     assert sum(len(share.host) for share in shares.values()) * PAGE <= host
     for row, front in of.items():
         share = shares[row]
-        served = [*share.made, *share.host]
+        served = [*share.recomputed, *share.host]
         served += [c for run in share.transferred(0, front.columns) for c in run]
         assert sorted(served) == list(range(front.columns))
-        assert set(share.made) <= set(front.known)
+        assert set(share.recomputed) <= set(front.known)
         assert front.on_host or not share.host
 
 
 def test_runs_are_cut_at_pieces():
-    share = Share(made=range(2, 5), host=range(7, 9))
+    share = Share(recomputed=range(2, 5), host=range(7, 9))
 
     assert list(share.transferred(0, 9)) == [range(2), range(5, 7)]
     assert list(share.transferred(3, 6)) == [range(5, 6)]

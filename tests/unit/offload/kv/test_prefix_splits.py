@@ -18,24 +18,24 @@ FRONTS = {0: OffloadedPrefix(COLUMNS, known=range(COLUMNS), on_host=True)}
 MAKE_S, OTHER_S = 3e-6, 4e-4
 
 
-def took(made, link_bytes_per_s):
+def took(recomputed, link_bytes_per_s):
     """What a step does: the link ahead by two slots, the device layer after layer."""
     timed, left = [], []
     link = device = 0.0
     for layer in range(LAYERS):
         start = max(link, left[layer - 2] if layer > 1 else 0.0)
-        x_end = start + made * X_BYTES / link_bytes_per_s
-        link = x_end + (TOKENS - made) * KV_BYTES / link_bytes_per_s
+        x_end = start + recomputed * X_BYTES / link_bytes_per_s
+        link = x_end + (TOKENS - recomputed) * KV_BYTES / link_bytes_per_s
         timed += [
-            Timed(X_IN, layer, made, made * X_BYTES, start, x_end),
-            Timed(KV_IN, layer, TOKENS - made, (TOKENS - made) * KV_BYTES, x_end, link),
+            Timed(X_IN, layer, recomputed, recomputed * X_BYTES, start, x_end),
+            Timed(KV_IN, layer, TOKENS - recomputed, (TOKENS - recomputed) * KV_BYTES, x_end, link),
         ]
         begun = max(device, x_end)
-        ready = max(begun + made * MAKE_S, link)
+        ready = max(begun + recomputed * MAKE_S, link)
         left.append(ready + OTHER_S / 2)
         device = left[-1] + OTHER_S / 2
         timed += [
-            Timed(PROJECT, layer, made, 0, begun, begun + made * MAKE_S),
+            Timed(PROJECT, layer, recomputed, 0, begun, begun + recomputed * MAKE_S),
             Timed(ATTEND, layer, TOKENS, 0, ready, left[-1]),
             Timed(LAYER, layer, 1, 0, left[-1], device),
         ]
@@ -50,7 +50,7 @@ def splits(**requested):
         host_token_s=5e-6,
     )
     sizes = Sizes(kv_bytes=KV_BYTES, x_bytes=X_BYTES)
-    requested = {"most_made": TOKENS} | requested
+    requested = {"most_recomputed": TOKENS} | requested
     return PrefixSplits(
         OffloadProfiler(speeds), sizes, page_tokens=PAGE, requested=SplitLimits(**requested)
     )
@@ -74,32 +74,32 @@ def test_a_link_that_changes_is_followed_within_ten_steps(before, after):
     found = []
     for step in range(40):
         of.divide(FRONTS, rows=1)
-        found.append(of.made_tokens)
-        of.learn(took(of.made_tokens, before if step < 30 else after))
+        found.append(of.recomputed_tokens)
+        of.learn(took(of.recomputed_tokens, before if step < 30 else after))
 
     assert abs(best(before) - best(after)) > 0.1 * TOKENS
     assert abs(found[29] - best(before)) <= 0.05 * TOKENS
     assert abs(found[39] - best(after)) <= 0.05 * TOKENS
 
 
-@pytest.mark.parametrize("made", [0.0, 0.25, 1.0])
-def test_what_is_asked_is_taken(made):
-    of = splits(made=made)
+@pytest.mark.parametrize("recomputed", [0.0, 0.25, 1.0])
+def test_what_is_asked_is_taken(recomputed):
+    of = splits(recomputed=recomputed)
     of.divide(FRONTS, rows=1)
 
-    assert made * TOKENS - PAGE < of.made_tokens <= made * TOKENS
+    assert recomputed * TOKENS - PAGE < of.recomputed_tokens <= recomputed * TOKENS
 
 
 def test_no_more_is_made_than_there_is_room_for():
-    of = splits(made=1.0, most_made=100)
+    of = splits(recomputed=1.0, most_recomputed=100)
     of.divide(FRONTS, rows=1)
 
-    assert of.made_tokens == 100
+    assert of.recomputed_tokens == 100
 
 
 def test_the_host_takes_what_rates_say_and_holds_it():
     """x = k: T = S / (1 / k + 1 / u), so a = S k / (k + u) of k = u = 5 us."""
-    of = splits(made=0.0, most_made=0, host=None)
+    of = splits(recomputed=0.0, most_recomputed=0, host=None)
     shares = of.divide(FRONTS, rows=1)
 
     assert of.host_tokens == TOKENS / 2

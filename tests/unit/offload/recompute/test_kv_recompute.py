@@ -98,7 +98,7 @@ def kv_offload(kv, seed, *, blocks=64):
         CPU,
     )
     kv_recompute = KVRecompute(Linear(), store, Known(), CPU)
-    kv_recompute.piece_tokens = 5  # ends inside of pages
+    kv_recompute.chunk_tokens = 5  # ends inside of pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
     offload = type(first)(
         kv.memory,
@@ -183,7 +183,7 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
         spoil(split)
         row = int(rng.choice(rows))
         if rng.random() < 0.7:
-            prefixes.host(row, int(split.memory.lengths[row]))
+            prefixes.offload(row, int(split.memory.lengths[row]))
         elif row in prefixes.rows:
             prefixes.load_back(row)
         if (
@@ -194,7 +194,7 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
         ):
             lose((split, whole), row, rng)
         split.memory.check()
-        kv_recompute.store.book.check()
+        kv_recompute.store.allocator.check()
     split.memory.release(rows)
     assert not kv_recompute.store.used_bytes
     assert not prefixes.pool.used_bytes
@@ -211,10 +211,10 @@ def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
         )
         row = kv.memory.start()
         step(kv, model, known, {row: total + 1}, 3)
-        kv.offload.prefixes.host(row, total)
+        kv.offload.prefixes.offload(row, total)
         step(kv, model, known, {row: 1}, 4)
 
-        assert kv.offload.kv_recompute.num_made == made * FULL_LAYERS
+        assert kv.offload.kv_recompute.num_recomputed == made * FULL_LAYERS
         assert kv.offload.attention.num_attended == host * FULL_LAYERS
         kv.offload.step(kv.flat_batch(np.array([row]), np.array([1], dtype=np.int32)))
         transferred = [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
@@ -227,10 +227,10 @@ def test_without_room_for_x_all_is_carried():
     kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(prefixes, 1000, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 25}, 3)
-    kv.offload.prefixes.host(row, 24)
+    kv.offload.prefixes.offload(row, 24)
     step(kv, model, known, {row: 1}, 4)
 
-    assert kv.offload.kv_recompute.num_made == 2 * PAGE * FULL_LAYERS
+    assert kv.offload.kv_recompute.num_recomputed == 2 * PAGE * FULL_LAYERS
 
 
 class Failing(ThreadTransferWorker):
@@ -250,10 +250,10 @@ def test_a_copy_that_fails_is_told_and_nothing_is_left_under_way(made):
     kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(prefixes, made * 8, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 12}, 3)
-    kv.offload.prefixes.host(row, 8)
+    kv.offload.prefixes.offload(row, 8)
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, model, known, {row: 1}, 4)
     kv.memory.release([row])
     kv.memory.check()
-    kv.offload.kv_recompute.store.book.check()
+    kv.offload.kv_recompute.store.allocator.check()

@@ -42,7 +42,7 @@ def test_pages_of_a_layer_stand_together_whatever_order_they_had_in_the_arena():
 
     assert side.pieces == [6 * PAGE_BYTES]
     assert side.bytes[: 6 * PAGE_BYTES].tobytes() == before[0]
-    assert swapped.stored.space.num_pieces == 1
+    assert swapped.stored.space.num_extents == 1
 
 
 def test_each_page_class_has_an_extent_of_its_own():

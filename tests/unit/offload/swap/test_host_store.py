@@ -18,8 +18,8 @@ from quire.offload.swap.host_store import (
     STAGING_BYTES,
     DirectCopies,
     StagedCopies,
+    batches_of,
     host_copies,
-    pieces_of,
     pin_memory,
 )
 from unit.kv.small_memory import grow, plain_class
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @given(st.integers(0, 5_000), st.integers(1, 5_000), st.integers(5_000, 100_000))
 def test_pieces_are_whole_equal_and_none_is_small(num_pages, page_bytes, staging_bytes):
-    pieces = list(pieces_of(num_pages, page_bytes, staging_bytes))
+    pieces = list(batches_of(num_pages, page_bytes, staging_bytes))
 
     assert [first for first, _ in pieces] == [0, *(end for _, end in pieces)][: len(pieces)]
     assert sum(end - first for first, end in pieces) == num_pages
@@ -47,7 +47,7 @@ def test_pieces_are_whole_equal_and_none_is_small(num_pages, page_bytes, staging
 
 
 def test_pages_of_16_kib_leave_in_pieces_of_at_least_8_mib():
-    pieces = list(pieces_of(1_025, 16 << 10, STAGING_BYTES))
+    pieces = list(batches_of(1_025, 16 << 10, STAGING_BYTES))
 
     assert pieces == [(0, 512), (512, 1_025)]
 
@@ -148,7 +148,7 @@ def test_pieces_are_counted():
     swap_out(memory, [rows[0]], pool)
 
     assert pool.copies.num_bytes == num_bytes
-    assert pool.copies.num_pieces >= num_bytes / LARGE.page_bytes
+    assert pool.copies.num_batches >= num_bytes / LARGE.page_bytes
 
 
 def test_host_memory_is_pinned_for_as_long_as_it_is_used(monkeypatch):
@@ -215,6 +215,6 @@ def test_pages_cross_the_link_in_pieces_of_a_mebibyte_or_more():
     [row] = swap_in(memory, swapped)
 
     assert copies.host.is_pinned()
-    assert copies.num_bytes / copies.num_pieces >= 1 << 20
+    assert copies.num_bytes / copies.num_batches >= 1 << 20
     assert copies.num_bytes == 2 * swapped.num_bytes
     assert row_bytes(memory, row) == before
