@@ -542,7 +542,7 @@ def test_random_delays_and_damage_change_no_answer(name, seed, tmp_path, monkeyp
             UnsoundCombination,
             "use a codec such as int8",
         ),
-        ({"disk_memory": "9", "disk_path": "x"}, ConfigError, "1,048,576 B or more"),
+        ({"disk_memory": "9B", "disk_path": "x"}, ConfigError, "1,048,576 B or more"),
         ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),
     ],
 )

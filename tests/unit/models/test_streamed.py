@@ -100,7 +100,7 @@ def test_the_least_budget_runs_and_one_byte_less_is_refused_before_anything_move
     before = weight_bytes(model)
     with pytest.raises(ConfigError, match=f"at least {least:,} B"):
         WithinBudget(least - 1).check(model.config, dtype=torch.float32, trust_remote_code=False)
-    with pytest.raises(ConfigError, match=f"{least:,} B .* at least"):
+    with pytest.raises(ConfigError, match=f"at least {least:,} B"):
         WithinBudget(least - 1).place(model, CPU)
     assert weight_bytes(model) == before
 
