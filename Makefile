@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check fmt docs bench clean
+.PHONY: setup demo test test-all check fmt docs bench clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,9 @@ docs: setup
 
 bench: setup
 	bash runs/overhead.sh
+
+test-all: setup
+	QUIRE_TYPE_CHECKS=all $(BIN)/python -m pytest -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build

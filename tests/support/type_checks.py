@@ -1,14 +1,17 @@
-"""Types are checked at every call of quire that a test makes, shapes where a signature has them.
+"""Checks the types of calls of quire's functions while tests run, and shapes if a signature has them.
 
-jaxtyping binds the arguments of every function that it wraps, checks them twice and what comes back
-once: five times what the scheduler itself takes. Here beartype checks once, and a function with
-axes in its signature does so in a scope of names of its own. jaxtyping's wrapper is left to
-generators and to those that name an axis after an argument or a type by a string, which may be
-there for the type checker alone.
+jaxtyping's own wrapper binds the arguments, checks them twice and checks the result once, which
+takes five times the scheduler's own time. Here beartype checks once. A function with axes in its
+signature is checked in its own scope of axis names. jaxtyping's wrapper remains for generators, for
+functions that name an axis after an argument, and for types that are given as strings.
+
+Calls are sampled: in each test, the first calls of each function and then one call in `EVERY`.
+`QUIRE_TYPE_CHECKS=all` checks every call; `make test-all` sets it.
 """
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, ForwardRef, get_args
 
@@ -16,11 +19,24 @@ import jaxtyping
 from beartype import beartype
 
 BIND = jaxtyping.jaxtyped
+FIRST, EVERY = 8, 32  # calls of a function in one test that are checked: the first, and then one in
+ALL_CALLS = os.environ.get("QUIRE_TYPE_CHECKS") == "all"
+
+
+class _Test:
+    """The number of the test that runs: counts of calls restart with it."""
+
+    number = 0
+
+
+def start_test() -> None:
+    """Restart the counts of calls, so that what a test checks does not depend on other tests."""
+    _Test.number += 1
 
 
 def check_types() -> None:
-    """Check what is imported of quire from here on."""
-    jaxtyping.jaxtyped = _checked  # the decorator that the hook puts on everything
+    """Check the functions of all modules of quire that are imported after this call."""
+    jaxtyping.jaxtyped = _checked if ALL_CALLS else _sampled  # the import hook's decorator
     jaxtyping.install_import_hook("quire", "beartype.beartype")
 
 
@@ -36,6 +52,28 @@ def _checked(decorated: Any = None, *, typechecker: Callable) -> Any:
         return BIND(decorated, typechecker=typechecker)
     checked = beartype(decorated)
     return _in_a_scope(checked) if any(map(_has_axes, parts)) else checked
+
+
+def _sampled(decorated: Any = None, *, typechecker: Callable) -> Any:
+    if decorated is None:
+        return functools.partial(_sampled, typechecker=typechecker)
+    if inspect.isclass(decorated):
+        if "__dataclass_fields__" in vars(decorated):
+            decorated.__init__ = _sampled(decorated.__init__, typechecker=typechecker)
+        return decorated
+    checked = _checked(decorated, typechecker=typechecker)
+    calls = test = 0
+
+    @functools.wraps(decorated)
+    def sampled(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls, test
+        if test != _Test.number:
+            calls, test = 0, _Test.number
+        calls += 1
+        is_checked = calls <= FIRST or calls % EVERY == 0
+        return (checked if is_checked else decorated)(*args, **kwargs)
+
+    return sampled
 
 
 def _parts(hint: Any) -> Iterator[Any]:
