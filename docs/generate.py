@@ -1,6 +1,7 @@
-"""Regenerates what the documents repeat of the code: `make docs`; with `--check` only compares.
+"""Generates the reference pages from the code: `make docs`; with `--check` only compares.
 
-Whole files are written to docs/reference; in other documents the text between two marks is:
+Whole files are written to docs/reference. In other documents the text between two marks is
+generated:
 
     <!-- generated: NAME -->  ...  <!-- end -->
 """
@@ -26,7 +27,7 @@ FLOORS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Write the documents, or with `--check` say which are stale; the exit code."""
+    """Write the documents, or with `--check` list stale documents; return the exit code."""
     stale = [path for path, text in documents() if _read(path) != text]
     for path, text in documents() if "--check" not in arguments else ():
         (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
 
 def documents() -> Iterator[tuple[Path, str]]:
-    """Every document this script has a part in, with its text as it should be."""
+    """Yield every generated document with its current text."""
     yield REFERENCE / "cli.md", HEADER + cli()
     yield REFERENCE / "options.md", HEADER + options()
     yield REFERENCE / "policies.md", HEADER + policies()
@@ -56,7 +57,7 @@ def documents() -> Iterator[tuple[Path, str]]:
 
 
 def fill(text: str) -> str:
-    """A document with the parts between its marks made new."""
+    """Replace the text between the marks of a document."""
     parts: dict[str, Callable[[], str]] = {
         "fields": server_fields,
         "stores": stores,
@@ -78,7 +79,7 @@ def modules() -> str:
     """Each package's modules with their first sentences, and which of them import no torch."""
     tables = "\n".join(
         f"\n`{folder}`: {first_sentence(SOURCE / folder / '__init__.py')}\n\n"
-        "| module | what it is |\n|---|---|\n"
+        "| module | description |\n|---|---|\n"
         + "\n".join(
             f"| `{path.relative_to(SOURCE / folder).with_suffix('')}` | {first_sentence(path)} |"
             for path in sorted((SOURCE / folder).rglob("*.py"))
@@ -245,9 +246,9 @@ def options() -> str:
 
     parts = [
         "# Options\n\n"
-        "The same names stand in Python, in a TOML file and, with dashes, on the command line. A\n"
-        "field without a flag is set in Python or in a request. `None` means not said: the\n"
-        "model's own default holds, where it has one. In a TOML file the model itself is\n"
+        "Options have the same names in Python, in a TOML file and, with dashes, on the command\n"
+        "line. A field without a flag is set in Python or in a request. `None` means unset: the\n"
+        "model's default applies, if it has one. In a TOML file the model is\n"
         '`model = "..."`, or `name` in the table `[model]`.\n'
     ]
     for section, names, config in [(s, *found) for s in SECTIONS for found in configs_of(s)]:
@@ -282,7 +283,7 @@ def _heading(config: type, name: str) -> str:
 
 
 def policies() -> str:
-    """`full` and every registered rule, and every budget."""
+    """`full`, all registered policies and all budgets."""
     from quire.cli.listings import budget_rows, policy_rows
     from quire.layout.eviction import MOST_DEFAULT_EVERY
 
@@ -305,7 +306,7 @@ def policies() -> str:
             row.summary,
             _listed(row.statistics),
             row.needs,
-            "kept" if row.keeps_total else "not kept",
+            "lanes * cap" if row.keeps_total else "not bounded",
             row.source,
         )
         for row in budget_rows()
@@ -313,19 +314,20 @@ def policies() -> str:
     return (
         "# Eviction policies\n\n"
         "Written `name:option=value,option=value`, as in `--evict recent:cap=512,sinks=4`. Every\n"
-        "policy but `full` also takes `cap` (most tokens of a lane, a share of the prompt such as\n"
-        "`25%`, or bytes such as `2MiB`; must be given), `every` (tokens that leave at a time;\n"
+        "policy except `full` also takes `cap` (maximum tokens per lane, a share of the prompt\n"
+        "such as `25%`, or bytes such as `2MiB`; required), `every` (tokens per eviction;\n"
         f"default: an eighth of the cap, at most {MOST_DEFAULT_EVERY}), `when`, `budget`,\n"
         "`granularity` and `chunk_tokens`:\n"
         "see [eviction](../eviction.md).\n\n" + _table(_RULE_COLUMNS, rules) + "\n## Budgets\n\n"
-        "How a cap is divided over layers and heads, as in `budget=(pyramid:beta=20)`. Where the\n"
-        "total is kept it is lanes times cap; elsewhere lanes may keep everything.\n\n"
+        "A budget divides a cap over layers and heads, as in `budget=(pyramid:beta=20)`. If the\n"
+        "total is not bounded, a lane may retain all tokens.\n\n"
         + _table(_BUDGET_COLUMNS, budgets)
     )
 
 
-_RULE_COLUMNS = ("policy", "options", "what stays", "remembers", "one set a", "cost", "source")
-_BUDGET_COLUMNS = ("budget", "options", "who gets more", "remembers", "looks at the cache")
+_RULE_COLUMNS = ("policy", "options", "retained tokens", "statistics", "retained set per", "cost")
+_RULE_COLUMNS += ("source",)
+_BUDGET_COLUMNS = ("budget", "options", "larger caps", "statistics", "reads the cache")
 _BUDGET_COLUMNS += ("total", "source")
 
 
@@ -336,7 +338,7 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"
+    return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def _named(options: dict[str, object]) -> str:
@@ -344,7 +346,7 @@ def _named(options: dict[str, object]) -> str:
 
 
 def codecs() -> str:
-    """Every format with byte arithmetic, and whether KV can be stored in it."""
+    """All KV codecs with their sizes."""
     from quire.cli.listings import codec_rows
     from quire.layout.codec_names import PAIRS
 
@@ -356,19 +358,19 @@ def codecs() -> str:
     pairs = [f"| `{name}` | `{key}` | `{value}` |" for name, (key, value) in PAIRS.items()]
     return (
         "# KV codecs\n\n"
-        "How the numbers of a page are stored. `--kv-codec none`, the default, stores KV in the\n"
-        "model's own format. What each does: [quantization](../quantization.md). Bytes are of 128\n"
-        "numbers in pages of 32 tokens, all that decodes them counted; effective bits are these\n"
-        "bytes over the numbers.\n\n"
-        "| codec | bits of a code | effective bits | bytes of 128 numbers | options | stores |\n"
+        "A codec is the storage format of keys and values in a page. `--kv-codec none` (default)\n"
+        "stores KV in the model's dtype. [Quantization](../quantization.md) explains the codecs.\n"
+        "Bytes are those of 128 elements in pages of 32 tokens, including scales and other data\n"
+        "for decoding. Effective bits are these bytes per element.\n\n"
+        "| codec | bits | effective bits | bytes per 128 elements | options | format |\n"
         "|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
-        "Pairs with a name of their own:\n\n"
+        "Names of pairs:\n\n"
         "| name | keys | values |\n|---|---|---|\n" + "\n".join(pairs) + "\n"
     )
 
 
 def models() -> str:
-    """The architectures that are refused, and why."""
+    """The refused architectures with the reasons."""
     from quire.layout.refusals import REFUSED
 
     rows = [
@@ -379,15 +381,15 @@ def models() -> str:
     ]
     return (
         "# Models\n\n"
-        "Any decoder-only model of Transformers runs whose layers go through its attention\n"
-        "interface. When a model is loaded, a short prompt runs through Quire and through\n"
-        "Transformers' own attention, and a model whose logits differ is refused.\n\n"
-        "Refused by `model_type`, before a weight is read:\n\n"
+        "Quire runs every decoder-only Transformers model whose layers use Transformers'\n"
+        "attention interface. When a model is loaded, a short prompt runs with Quire's and with\n"
+        "Transformers' attention. A model whose logits differ is refused.\n\n"
+        "Refused by `model_type`, before weights are read:\n\n"
         "| model_type | because | use instead |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
-        "Refused by what a config or a class says: an encoder or a second modality, ALiBi, latent\n"
-        "attention, an indexer, chunked attention, layers that share keys and values or carry a\n"
-        "state, rotary frequencies of type `dynamic`, attention outside the interface, and models\n"
-        "that take no `position_ids`.\n"
+        "Refused by config or class: an encoder or a second modality, ALiBi, latent\n"
+        "attention, an indexer, chunked attention, layers that share keys and values or have a\n"
+        "recurrent state, RoPE scaling of type `dynamic`, attention without the interface, and\n"
+        "models without `position_ids`.\n"
     )
 
 

@@ -379,7 +379,7 @@ def test_an_interrupt_keeps_what_is_answered_and_says_how_to_go_on(batch, monkey
 
     def interrupt(self, on_step):
         step(self, on_step)
-        if self.tally.answered >= 3:
+        if self.tally.completed >= 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(batch_run.BatchRun, "_after_step", interrupt)

@@ -108,7 +108,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
     _warn_of_repeated(survey)
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
-        left = survey.requests - len(output.answered)
+        left = survey.requests - len(output.completed)
         with watching(kv_events if left else None) as watch:
             result = _run(settings, task, output, left, watch)
             claims = {"requests_answered_before": survey.requests - left} | _claims(result)
@@ -246,12 +246,12 @@ def _run(
     watch.follow(llm)
     start_s = time.monotonic()
     with LiveProgress("batch", left) as progress:
-        run = BatchRun(llm, task, output, lambda tally: progress.show(tally.answered, llm.stats))
+        run = BatchRun(llm, task, output, lambda tally: progress.show(tally.completed, llm.stats))
         try:
             run.run()
         except KeyboardInterrupt:
             typer.echo(
-                f"{left - run.tally.answered} requests remaining: run the same command to resume",
+                f"{left - run.tally.completed} requests remaining: run the same command to resume",
                 err=True,
             )
             raise
@@ -261,7 +261,7 @@ def _run(
 def _claims(result: _Result) -> dict[str, int | float]:
     tally, stats = result.tally, result.stats
     claims: dict[str, int | float] = {
-        "requests_answered": tally.answered,
+        "requests_answered": tally.completed,
         "requests_with_errors": tally.errors,
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,

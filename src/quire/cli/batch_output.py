@@ -79,7 +79,7 @@ class BatchOutput:
         retry_failed: discard error records, so that their lines run again.
 
     Attributes:
-        answered: numbers of the input lines with a record.
+        completed: numbers of the input lines with a record.
         failed: numbers of the input lines with an error record.
         seed: seed of this run, from its first start.
 
@@ -93,7 +93,7 @@ class BatchOutput:
         self.path = path
         self._state = state
         self._held: list[bytes] = []
-        self.answered: set[int] = set()
+        self.completed: set[int] = set()
         self.failed: set[int] = set()
         self.seed = state.seed
         try:
@@ -165,7 +165,7 @@ class BatchOutput:
             write_atomically(self._state_path, self._state.as_json())
             return
         self._check_state()
-        self.answered = self._scan()
+        self.completed = self._scan()
 
     @property
     def _state_path(self) -> Path:
@@ -199,19 +199,19 @@ class BatchOutput:
         self.seed = seed if isinstance(seed, int) else self.seed
 
     def _scan(self) -> set[int]:
-        answered: set[int] = set()
+        completed: set[int] = set()
         whole_bytes = 0
         self._file.seek(0)
         with self.path.open("rb") as lines:
             for count, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     break
-                answered.add(self._number(line, count, answered))
+                completed.add(self._number(line, count, completed))
                 whole_bytes += len(line)
         self._file.truncate(whole_bytes)
-        return answered
+        return completed
 
-    def _number(self, line: bytes, count: int, answered: set[int]) -> int:
+    def _number(self, line: bytes, count: int, completed: set[int]) -> int:
         try:
             record = json.loads(line)
         except ValueError:
@@ -220,7 +220,7 @@ class BatchOutput:
         if isinstance(record, dict):
             number, error = record.get("line"), record.get("error")
         last = self._state.input_lines
-        if not isinstance(number, int) or not 1 <= number <= last or number in answered:
+        if not isinstance(number, int) or not 1 <= number <= last or number in completed:
             raise ConfigError(
                 f"{self.path} is damaged: line {count} is not a record, or a second record of an "
                 f"input line; remove line {count} to run the input line again, or {_START_OVER}"
@@ -237,7 +237,7 @@ class BatchOutput:
         self._file.close()  # file and lock of the replaced file
         self._file = self.path.open("ab+", buffering=0)
         self._lock()
-        self.answered -= self.failed
+        self.completed -= self.failed
         self.failed.clear()
 
 

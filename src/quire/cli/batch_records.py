@@ -18,13 +18,13 @@ class BatchTally:
     """Tally of the records of a run.
 
     Attributes:
-        answered: records of this run, including error records.
+        completed: records of this run, including error records.
         errors: error records of this run.
         prompt_tokens, completion_tokens, preemptions: sums over the outputs.
         finish_reasons: number of records by finish reason.
     """
 
-    answered: int = 0
+    completed: int = 0
     errors: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -33,7 +33,7 @@ class BatchTally:
 
     def add(self, record: Record, output: "RequestOutput | None") -> None:
         """Count a record."""
-        self.answered += 1
+        self.completed += 1
         self.errors += is_error(record)
         reason = "error" if output is None else output.finish_reason
         self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1

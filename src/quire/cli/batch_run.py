@@ -15,7 +15,7 @@ from quire.cli.drive import Driver, Job
 from quire.config.generation_request import GenerationRequest
 from quire.errors import NeverFits, RequestError
 from quire.sampling.outputs import RequestOutput, merged
-from quire.serve.config import MAX_ANSWERS
+from quire.serve.config import MAX_OUTPUTS
 
 GROUP_RECORDS = 32
 GROUP_S = 0.5
@@ -85,7 +85,7 @@ class BatchRun:
     def _jobs(self) -> Iterator[Job]:
         with self._task.source.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
-                if not raw.strip() or number in self._output.answered:
+                if not raw.strip() or number in self._output.completed:
                     continue
                 try:
                     line = parse_line(raw, number, self._task.form)
@@ -102,10 +102,10 @@ class BatchRun:
         number = line.head.number
         own = {"seed": (self._output.seed + number) % _SEED_RANGE} | dict(line.sampling)
         params = replace(self._task.sampling, **own)
-        if len(line.prompts) * params.num_sequences > MAX_ANSWERS:
+        if len(line.prompts) * params.num_sequences > MAX_OUTPUTS:
             raise RequestError(
                 f"{len(line.prompts)} prompts x {params.num_sequences} outputs exceed the limit of "
-                f"{MAX_ANSWERS} outputs per line: write several lines"
+                f"{MAX_OUTPUTS} outputs per line: write several lines"
             )
         return [
             Job(

@@ -47,7 +47,7 @@ def demo(
     typer.echo(f"running {requests} requests in {kv_memory} of KV memory ...", err=True)
     result = DemoRun(llm, prompts).run()
     typer.echo("comparing with Transformers ...", err=True)
-    exactness = compare_with_generate(settings.model, result.answers[:_CHECKED])
+    exactness = compare_with_generate(settings.model, result.outputs[:_CHECKED])
     claims = result.claims() | {
         "exactness_checked": exactness.checked,
         "exactness_equal": exactness.equal,
@@ -55,7 +55,7 @@ def demo(
     }
     show_demo(result, claims, exactness)
     if as_json:
-        arms = {"answers": [asdict(answer.usage) for answer in result.answers]}
+        arms = {"answers": [asdict(output.usage) for output in result.outputs]}
         config = settings.as_dict() | {"requests": requests, "max_tokens": max_tokens}
         typer.echo(json.dumps(envelope("demo", claims, arms, config)))
     if not exactness.passed:

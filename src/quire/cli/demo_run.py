@@ -43,14 +43,14 @@ class DemoResult:
 
     Attributes:
         prompts: the prompts.
-        answers: the outputs, in the order of the prompts.
+        outputs: the outputs, in the order of the prompts.
         crowd: KV memory at the step with the most running requests.
         stats: statistics of the engine at the end.
         seconds: run time, without model loading.
     """
 
     prompts: Sequence[DemoPrompt]
-    answers: Sequence[RequestOutput]
+    outputs: Sequence[RequestOutput]
     crowd: Crowd
     stats: EngineStats
     seconds: float
@@ -58,17 +58,17 @@ class DemoResult:
     @property
     def facts(self) -> list[bool]:
         """Whether the output of each retrieval prompt is correct."""
-        pairs = zip(self.prompts, self.answers, strict=True)
+        pairs = zip(self.prompts, self.outputs, strict=True)
         return [a.text.startswith(p.answer) for p, a in pairs if p.answer is not None]
 
     def claims(self) -> dict[str, int | float]:
         """The results as a flat mapping, for JSON."""
-        new_tokens = sum(a.usage.completion_tokens for a in self.answers)
-        first_s = [a.usage.first_token_s for a in self.answers]
-        token_s = [_token_s(a) for a in self.answers if a.usage.completion_tokens > 1]
+        new_tokens = sum(a.usage.completion_tokens for a in self.outputs)
+        first_s = [a.usage.first_token_s for a in self.outputs]
+        token_s = [_token_s(a) for a in self.outputs if a.usage.completion_tokens > 1]
         return {
-            "requests": len(self.answers),
-            "prompt_tokens": sum(a.usage.prompt_tokens for a in self.answers),
+            "requests": len(self.outputs),
+            "prompt_tokens": sum(a.usage.prompt_tokens for a in self.outputs),
             "completion_tokens": new_tokens,
             "run_s": self.seconds,
             "completion_tokens_per_s": new_tokens / self.seconds,
@@ -88,8 +88,8 @@ class DemoResult:
         }
 
 
-def _token_s(answer: RequestOutput) -> float:
-    usage = answer.usage
+def _token_s(output: RequestOutput) -> float:
+    usage = output.usage
     return (usage.total_s - usage.first_token_s) / (usage.completion_tokens - 1)
 
 
@@ -107,7 +107,7 @@ class DemoRun:
 
     def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt]) -> None:
         self._llm, self._prompts = llm, prompts
-        self._answers: dict[int, RequestOutput] = {}
+        self._outputs: dict[int, RequestOutput] = {}
         self._crowd = Crowd()
 
     def run(self) -> DemoResult:
@@ -121,16 +121,16 @@ class DemoRun:
 
             def on_step() -> None:
                 self._watch()
-                progress.show(len(self._answers), self._llm.stats)
+                progress.show(len(self._outputs), self._llm.stats)
 
             driver = Driver(self._llm, window=len(self._prompts), on_step=on_step)
-            for job, answer in driver.run(iter(self._jobs())):
-                if isinstance(answer, QuireError):
-                    raise answer
-                self._answers[job.key] = answer
+            for job, output in driver.run(iter(self._jobs())):
+                if isinstance(output, QuireError):
+                    raise output
+                self._outputs[job.key] = output
         return DemoResult(
             prompts=self._prompts,
-            answers=[self._answers[key] for key in range(len(self._prompts))],
+            outputs=[self._outputs[key] for key in range(len(self._prompts))],
             crowd=self._crowd,
             stats=self._llm.stats(),
             seconds=time.monotonic() - start_s,

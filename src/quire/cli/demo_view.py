@@ -18,8 +18,8 @@ _SHOWN_CHARACTERS = 60
 def show_demo(result: DemoResult, claims: Mapping[str, int | float], exactness: Exactness) -> None:
     """Print the result of the demo on standard output."""
     console = Console()
-    for prompt, answer in _examples(result):
-        console.print(_example(prompt, answer))
+    for prompt, output in _examples(result):
+        console.print(_example(prompt, output))
     table = Table(show_header=False)
     for name, value in _rows(claims):
         table.add_row(name, value)
@@ -28,17 +28,17 @@ def show_demo(result: DemoResult, claims: Mapping[str, int | float], exactness: 
 
 
 def _examples(result: DemoResult) -> Iterator[tuple[DemoPrompt, RequestOutput]]:
-    pairs = list(zip(result.prompts, result.answers, strict=True))
+    pairs = list(zip(result.prompts, result.outputs, strict=True))
     yield pairs[0]
     yield from [pair for pair in pairs[1:] if pair[0].answer is not None][:1]
 
 
-def _example(prompt: DemoPrompt, answer: RequestOutput) -> str:
+def _example(prompt: DemoPrompt, output: RequestOutput) -> str:
     end = escape(repr(prompt.text[-_SHOWN_CHARACTERS:]))
-    text = escape(repr(answer.text[:_SHOWN_CHARACTERS]))
+    text = escape(repr(output.text[:_SHOWN_CHARACTERS]))
     if prompt.answer is None:
         return f"...{end} -> {text}"
-    right = answer.text.startswith(prompt.answer)
+    right = output.text.startswith(prompt.answer)
     verdict = "[green]correct[/]" if right else f"[red]wrong, expected {prompt.answer}[/]"
     return f"...{end} -> {text} ({verdict})"
 

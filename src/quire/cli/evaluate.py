@@ -48,7 +48,7 @@ def gate(
         raise ConfigError("the gate sets its own eviction rules: leave --evict out")
     judge = Judge(settings)
     cases = QUICK_CASES if quick else GATE_CASES
-    report = run_gate(judge.answer, measure=judge.measure, cases=cases, seed=seed)
+    report = run_gate(judge.generate, measure=judge.measure, cases=cases, seed=seed)
     _show(report)
     if as_json:
         config = settings.as_dict() | {"seed": seed, "cases": [asdict(case) for case in cases]}
@@ -70,7 +70,7 @@ class Judge:
         self._llm = settings.open_llm()
         self._evicting: tuple[str, LLM] | None = None
 
-    def answer(self, prompts: list[str], evict: str, max_tokens: int) -> list[str]:
+    def generate(self, prompts: list[str], evict: str, max_tokens: int) -> list[str]:
         """Generate greedy outputs, in the order of the prompts.
 
         Raises:

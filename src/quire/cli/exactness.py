@@ -40,12 +40,12 @@ class Exactness:
         return self.equal + self.ties == self.checked
 
 
-def compare_with_generate(model_path: str, answers: "Sequence[RequestOutput]") -> Exactness:
+def compare_with_generate(model_path: str, outputs: "Sequence[RequestOutput]") -> Exactness:
     """Compare with `generate` of Transformers: greedy, float32, on the CPU, one prompt at a time.
 
     Args:
         model_path: model of the engine.
-        answers: greedy outputs, computed in float32.
+        outputs: greedy outputs, computed in float32.
     """
     import torch
     from transformers import AutoConfig
@@ -57,25 +57,25 @@ def compare_with_generate(model_path: str, answers: "Sequence[RequestOutput]") -
     folder, _ = find_model(model_path)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     model = read_model(folder, config, read_headers(folder), dtype=torch.float32)  # in eval mode
-    verdicts = [_verdict(model, folder, answer) for answer in answers]
+    verdicts = [_verdict(model, folder, output) for output in outputs]
     return Exactness(
         checked=len(verdicts), equal=verdicts.count("equal"), ties=verdicts.count("tie")
     )
 
 
-def _verdict(model: "PreTrainedModel", folder: Path, answer: "RequestOutput") -> str:
+def _verdict(model: "PreTrainedModel", folder: Path, output: "RequestOutput") -> str:
     import torch
 
-    prompt = torch.tensor([answer.prompt_token_ids])
+    prompt = torch.tensor([output.prompt_token_ids])
     with torch.inference_mode():
         whole = model.generate(  # type: ignore[operator]
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=len(answer.token_ids),
+            max_new_tokens=len(output.token_ids),
             do_sample=False,
         )
     theirs = whole[0, prompt.shape[1] :].tolist()
-    ours = list(answer.token_ids)
+    ours = list(output.token_ids)
     if theirs == ours:
         return "equal"
     index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)

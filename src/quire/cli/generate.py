@@ -48,12 +48,12 @@ def generate(
     """
     text = _prompt(settings, prompt, prompt_option)
     with watching(kv_events) as watch:
-        answer = _stream(settings, text, watch)
-        typer.echo(usage_line(answer.usage, settings.kv.evict), err=True)
+        output = _stream(settings, text, watch)
+        typer.echo(usage_line(output.usage, settings.kv.evict), err=True)
         if as_json:
-            typer.echo(json.dumps(_object(settings, answer)))
-        if answer.error is not None:
-            raise RequestError(answer.error)
+            typer.echo(json.dumps(_object(settings, output)))
+        if output.error is not None:
+            raise RequestError(output.error)
 
 
 def usage_line(usage: "Usage", evict: str) -> str:
@@ -112,31 +112,31 @@ def _stream(settings: Settings, text: str, watch: KVWatch) -> "RequestOutput":
         if not several:
             typer.echo(delta.text, nl=False)
             sys.stdout.flush()
-        answer = builder.add(delta)
-        if answer is not None:
+        output = builder.add(delta)
+        if output is not None:
             break
-    typer.echo("" if not several else _side_by_side(answer))
-    assert answer is not None, "a stream ends with a finish reason"
-    return answer
+    typer.echo("" if not several else _side_by_side(output))
+    assert output is not None, "a stream ends with a finish reason"
+    return output
 
 
-def _side_by_side(answer: "RequestOutput | None") -> str:
+def _side_by_side(output: "RequestOutput | None") -> str:
     """All choices, each after a line with its index and its score, if any."""
     parts = []
-    for choice in () if answer is None else answer.choices:
+    for choice in () if output is None else output.choices:
         score = "" if choice.score is None else f", score {choice.score:.3f}"
         parts.append(f"[{choice.index}{score}]\n{choice.text}")
     return "\n".join(parts)
 
 
-def _object(settings: Settings, answer: "RequestOutput") -> dict[str, object]:
+def _object(settings: Settings, output: "RequestOutput") -> dict[str, object]:
     return {
         "name": "generate",
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "error": answer.error,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "error": output.error,
         "choices": [
             {
                 "text": choice.text,
@@ -144,8 +144,8 @@ def _object(settings: Settings, answer: "RequestOutput") -> dict[str, object]:
                 "finish_reason": choice.finish_reason,
                 "score": choice.score,
             }
-            for choice in answer.choices
+            for choice in output.choices
         ],
-        "usage": asdict(answer.usage),
+        "usage": asdict(output.usage),
         "config": settings.as_dict(),
     }

@@ -115,7 +115,7 @@ class InputProcessor:
         none = statistics_used(self._layout, ())
         if not rule.evicts:
             return _Policy(memory=RequestMemory(statistics=none))
-        eviction = _alike_in_layers(
+        eviction = _equal_caps_per_layer(
             self._rules.resolve(rule, prompt_tokens), self._model.spec.num_kv_heads
         )
         spec = eviction.spec
@@ -166,14 +166,14 @@ class _Policy:
     eviction: RequestEviction = field(default_factory=RequestEviction)
 
 
-def _alike_in_layers(eviction: Eviction, heads: int) -> Eviction:
+def _equal_caps_per_layer(eviction: Eviction, heads: int) -> Eviction:
     """Give all heads of a layer with a shared retained set one cap: the smallest of their caps."""
     caps, policy = eviction.spec.lane_caps, eviction.policy
     if caps is None or policy is None or policy.scope != LAYER:
         return eviction
     least = [min(caps[i : i + heads]) for i in range(0, len(caps), heads)]
-    alike = tuple(cap for cap in least for _ in range(heads))
-    return replace(eviction, spec=replace(eviction.spec, lane_caps=alike))
+    equal = tuple(cap for cap in least for _ in range(heads))
+    return replace(eviction, spec=replace(eviction.spec, lane_caps=equal))
 
 
 # ---- validation ----------------------------------------------------------------------------------
@@ -275,13 +275,13 @@ def checked_params(
     """
     resolved = params.resolve(model.generation)
     resolved.validate_for(model.spec.vocab_size)
-    room = context_tokens - prompt_tokens
-    if resolved.max_tokens and not room:
+    available = context_tokens - prompt_tokens
+    if resolved.max_tokens and not available:
         raise RequestError(
             f"the prompt's {prompt_tokens} tokens fill the model's whole context: no new token "
             "fits; shorten the prompt",
             param="prompt",
         )
-    if resolved.max_tokens <= room:
+    if resolved.max_tokens <= available:
         return resolved
-    return replace(resolved, max_tokens=room, min_tokens=min(resolved.min_tokens, room))
+    return replace(resolved, max_tokens=available, min_tokens=min(resolved.min_tokens, available))

@@ -34,8 +34,8 @@ def kv_memory_bytes(
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # swap space and KV offload use the same memory
-        beside = config.swap_space + config.offload.kv_memory
-        free_bytes = max(0, free_bytes - beside)
+        reserved_bytes = config.swap_space + config.offload.kv_memory
+        free_bytes = max(0, free_bytes - reserved_bytes)
     if config.memory is not None:
         if config.memory > free_bytes:
             raise ConfigError(

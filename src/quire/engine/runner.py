@@ -113,8 +113,8 @@ class Runner:
             assert isinstance(self._decoder, LayerByLayer), "several batches need layer-by-layer"
             return self._decoder.forward_together(batches, rope_variant=variant)
         (one,) = batches
-        ids, places, samples = one.token_ids, one.positions, one.sample_rows
-        return [self._decoder.forward(ids, places, samples, one.attention, rope_variant=variant)]
+        ids, positions, samples = one.token_ids, one.positions, one.sample_rows
+        return [self._decoder.forward(ids, positions, samples, one.attention, rope_variant=variant)]
 
     def _prepare(self, rows: list[RowPart]) -> _Prepared:
         rows.sort(key=lambda row: row.tokens != 1)  # decode rows before prefill rows
@@ -134,8 +134,8 @@ class Runner:
             np.array([row.later for row in rows], dtype=np.int32),
         )
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
-        places = [(request, logical[first], count) for request, first, count in wanted]
-        return _Prepared(self._batch(token_ids, positions, sample_rows, attention), places)
+        wanted_logits = [(request, logical[first], count) for request, first, count in wanted]
+        return _Prepared(self._batch(token_ids, positions, sample_rows, attention), wanted_logits)
 
     def _batch(
         self,
@@ -149,8 +149,8 @@ class Runner:
             bridge = PaddedBridge(bridge, len(token_ids))
             token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
             sample_rows = padded(sample_rows, self._fixed_rows) if sample_rows else []
-        ids, places, samples = map(self._tensor, (token_ids, positions, sample_rows))
-        return Batch(ids, places, samples, bridge)
+        ids, position_ids, samples = map(self._tensor, (token_ids, positions, sample_rows))
+        return Batch(ids, position_ids, samples, bridge)
 
     def _tensor(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._decoder.device)

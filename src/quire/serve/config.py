@@ -9,7 +9,7 @@ from quire.layout.options import Size, check_options, option
 from quire.layout.sizes import parse_size
 
 UnknownFields = Literal["refuse", "warn"]
-MAX_ANSWERS = 2048
+MAX_OUTPUTS = 2048
 """Limit of the outputs of one HTTP request: its prompts times the sequences of each prompt."""
 
 LARGEST_PORT = 65_535

@@ -11,7 +11,7 @@ from quire.engine.ledger import Snapshot
 from quire.errors import EngineDead
 from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
-from quire.serve.config import MAX_ANSWERS, ServerConfig
+from quire.serve.config import MAX_OUTPUTS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
 from quire.serve.logprobs import TokenPieces
 from quire.serve.tenant_keys import TenantKeys
@@ -145,10 +145,10 @@ class Service:
             FieldError: gives the number and the limit.
         """
         each = params.num_sequences
-        if num_prompts * each > MAX_ANSWERS:
+        if num_prompts * each > MAX_OUTPUTS:
             raise FieldError(
                 "prompt",
-                f"{num_prompts} prompts x {each} outputs exceed the limit of {MAX_ANSWERS} outputs "
+                f"{num_prompts} prompts x {each} outputs exceed the limit of {MAX_OUTPUTS} outputs "
                 "per request: send several requests",
             )
 

@@ -83,17 +83,17 @@ class MachineConfig:
 
     name: MachineName = option(
         "a100",
-        help="machine whose steps are timed; profile: this machine, as `quire profile` measured it",
+        help="machine to simulate; profile: this machine, as measured by `quire profile`",
         flag="machine",
         common=True,
     )
     efficiency: float | None = option(
         None,
-        help=f"part of its rates that steps reach, above 0 and up to 1; not said: "
-        f"{REACHED_OF_PEAKS} of a data sheet's peaks, 1 of what was measured",
+        help=f"fraction (above 0, up to 1) of the machine's rates that steps reach; unset: "
+        f"{REACHED_OF_PEAKS} for peak rates of a data sheet, 1 for measured rates",
     )
     step_overhead_ms: float = option(
-        2.0, help="what every step takes beside reading and multiplying", unit="milliseconds"
+        2.0, help="overhead of every step in addition to memory and compute time", unit="ms"
     )
 
     def __post_init__(self) -> None:

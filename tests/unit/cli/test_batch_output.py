@@ -42,7 +42,7 @@ def test_a_new_start_knows_what_is_answered(path: Path):
     fill(path, 3, 1)
 
     with start(path) as output:
-        assert output.answered == {1, 3}
+        assert output.completed == {1, 3}
 
 
 def test_a_line_cut_anywhere_is_taken_away_and_counts_as_unanswered(path: Path):
@@ -52,7 +52,7 @@ def test_a_line_cut_anywhere_is_taken_away_and_counts_as_unanswered(path: Path):
         num_whole = whole[:length].count(b"\n")
 
         with start(path) as output:
-            assert output.answered == set(range(1, num_whole + 1))
+            assert output.completed == set(range(1, num_whole + 1))
 
         assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:num_whole])
 
@@ -97,7 +97,7 @@ def test_overwriting_starts_over_under_the_new_state(path: Path):
     other = RunState("other", 2, {}, 1)
 
     with start(path, other, overwrite=True) as output:
-        assert output.answered == set()
+        assert output.completed == set()
 
     assert path.read_bytes() == b""
     with start(path, other) as output:
@@ -118,7 +118,7 @@ def test_an_empty_file_may_be_used(path: Path):
     fill(path, 1)
 
     with start(path) as output:
-        assert output.answered == {1}
+        assert output.completed == {1}
 
 
 @pytest.mark.parametrize("state", ["", "{", "[]", "null", '"x"', "{}"])
@@ -182,7 +182,7 @@ def test_records_are_written_when_the_run_ends_by_an_error(path: Path):
     with pytest.raises(KeyboardInterrupt):
         fail()
     with start(path) as output:
-        assert output.answered == {4}
+        assert output.completed == {4}
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch):
@@ -208,7 +208,7 @@ def test_records_of_errors_are_known_after_a_new_start_and_while_writing(path: P
 
     with start(path) as output:
         assert output.failed == {2, 3}
-        assert output.answered == {1, 2, 3}
+        assert output.completed == {1, 2, 3}
 
 
 def test_failed_lines_are_dropped_for_another_try_and_the_lock_stays(path: Path):
@@ -216,7 +216,7 @@ def test_failed_lines_are_dropped_for_another_try_and_the_lock_stays(path: Path)
         output.write(ERRORS)
 
     with BatchOutput(path, STATE, overwrite=False, retry_failed=True) as output:
-        assert (output.answered, output.failed) == ({1}, set())
+        assert (output.completed, output.failed) == ({1}, set())
         assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1]
         with pytest.raises(ConfigError, match="being written"):
             start(path)

@@ -119,7 +119,7 @@ def test_the_tally_counts_answers_and_errors():
     tally.add(output_record(line(), answer(), model="m"), answer())
     tally.add(error_record(line().head, "no"), None)
 
-    assert (tally.answered, tally.errors) == (2, 1)
+    assert (tally.completed, tally.errors) == (2, 1)
     assert (tally.prompt_tokens, tally.completion_tokens, tally.preemptions) == (3, 2, 4)
     assert tally.finish_reasons == {"stop": 1, "error": 1}
 

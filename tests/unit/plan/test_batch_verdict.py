@@ -43,10 +43,10 @@ def test_what_holds_no_row_is_not_waited_for():
 @pytest.mark.parametrize(
     ("batch", "pays", "reason"),
     [
-        (2, False, "ample"),
-        (3, False, "fit whole"),
+        (2, False, "memory suffices"),
+        (3, False, "the whole prompts of the fixed batch of 3 rows fit"),
         (8, True, "3 rows only"),
-        (9, False, "no variant holds 9"),
+        (9, False, "9 rows fit with no variant"),
     ],
 )
 def test_a_fixed_batch_pays_only_where_whole_prompts_do_not_fit(batch, pays, reason):

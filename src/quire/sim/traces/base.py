@@ -106,36 +106,37 @@ class TraceOptions:
 
     format: TraceName = option(
         AUTO,
-        help="format of the trace; auto: recognised from the file",
+        help="format of the trace; auto: detected from the file",
         flag="trace-format",
         common=True,
     )
     requests: int | None = option(
-        None, help="number of requests to run, the first by arrival; unset: all", common=True
+        None, help="number of requests, the first by arrival time; unset: all", common=True
     )
     time_scale: float = option(
-        1.0, help="factor on the times between arrivals; 0.5 sends twice as fast"
+        1.0, help="scale factor of the times between arrivals; 0.5 doubles the request rate"
     )
-    length_scale: float = option(1.0, help="factor on the lengths of prompts and answers")
+    length_scale: float = option(1.0, help="scale factor of prompt and output lengths")
     max_tokens: int | None = option(
         None,
-        help="leave out, and count, requests longer than this, prompt and answer",
+        help="maximum length of a request, prompt and output; longer requests are skipped and "
+        "counted",
         unit="tokens",
         flag="max-length",
     )
     request_rate: float | None = option(
         None,
-        help="draw arrivals (Poisson) in place of the trace's own times; not said: those, and "
-        "all at once where it has none",
+        help="Poisson arrivals at this rate; unset: arrival times of the trace, or all requests "
+        "at once if the trace has none",
         unit="requests per second",
         common=True,
     )
     tenants: str = option(
         "",
-        help="who sends what: column:NAME, round_robin:a,b or share:a=0.9,b=0.1",
+        help="tenants of the requests: column:NAME, round_robin:a,b or share:a=0.9,b=0.1",
         flag="trace-tenants",
     )
-    seed: int = option(0, help="of drawn arrivals and tenants", flag="trace-seed")
+    seed: int = option(0, help="seed of random arrivals and tenants", flag="trace-seed")
 
     def __post_init__(self) -> None:
         check_options(self)
