@@ -320,8 +320,7 @@ def policies() -> str:
         "`granularity` and `chunk_tokens`:\n"
         "see [eviction](../eviction.md).\n\n" + _table(_RULE_COLUMNS, rules) + "\n## Budgets\n\n"
         "A budget divides a cap over layers and heads, as in `budget=(pyramid:beta=20)`. If the\n"
-        "total is not bounded, a lane may retain all tokens.\n\n"
-        + _table(_BUDGET_COLUMNS, budgets)
+        "total is not bounded, a lane may retain all tokens.\n\n" + _table(_BUDGET_COLUMNS, budgets)
     )
 
 

@@ -178,7 +178,7 @@ def test_a_fixed_batch_whose_prompts_fit_needs_no_blocks(folder: Path):
     run = last_line(quire_plan(*requested(folder, "--batch", "2")))
 
     assert run["claims"]["prefill_and_decode_pays"] == 0
-    assert "ample" in run["arms"]["verdict"]["reasons"][0]
+    assert "memory suffices" in run["arms"]["verdict"]["reasons"][0]
 
 
 def test_a_prompt_below_the_cap_is_said(folder: Path):
