@@ -1,4 +1,4 @@
-"""Checks the types of calls of quire's functions while tests run, and shapes if a signature has them.
+"""Checks types, and shapes if a signature has them, of calls of quire while tests run.
 
 jaxtyping's own wrapper binds the arguments, checks them twice and checks the result once, which
 takes five times the scheduler's own time. Here beartype checks once. A function with axes in its
