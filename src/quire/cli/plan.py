@@ -21,6 +21,12 @@ __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
 ALL_WEIGHTS = "all"
 DEFAULT_BATCH = 8
 
+# Groups of the options in --help.
+MEMORY = "Memory"
+MODEL = "Model and KV"
+REQUESTS = "Requests"
+LARGEST_BATCH = "Largest batch"
+
 
 def plan(  # noqa: PLR0913 - one parameter per option
     model: Annotated[
@@ -29,54 +35,77 @@ def plan(  # noqa: PLR0913 - one parameter per option
     *,
     memory: Annotated[
         str | None,
-        typer.Option(help="Device memory, e.g. 16GiB. Default: memory of this machine."),
+        typer.Option(
+            help="Device memory, e.g. 16GiB. Default: memory of this machine.",
+            rich_help_panel=MEMORY,
+        ),
     ] = None,
     kv_memory: Annotated[
-        str, typer.Option(help="KV memory, e.g. 64MiB; auto: all remaining memory.")
+        str,
+        typer.Option(
+            help="KV memory, e.g. 64MiB; auto: all remaining memory.", rich_help_panel=MEMORY
+        ),
     ] = "auto",
     weights_memory: Annotated[
         str,
         typer.Option(
             help="Device memory for weights, e.g. 4GiB; further layers are offloaded. all: no "
-            "weight offload."
+            "weight offload.",
+            rich_help_panel=MEMORY,
         ),
     ] = ALL_WEIGHTS,
     disk_kv_memory: Annotated[
-        str, typer.Option(help="Disk space for cached prefixes, e.g. 200GiB.")
+        str,
+        typer.Option(help="Disk space for cached prefixes, e.g. 200GiB.", rich_help_panel=MEMORY),
     ] = "0",
     headroom: Annotated[
         str | None,
-        typer.Option(help="Memory to leave free, e.g. 1GiB. Default: 10% of the memory."),
+        typer.Option(
+            help="Memory to leave free, e.g. 1GiB. Default: 10% of the memory.",
+            rich_help_panel=MEMORY,
+        ),
     ] = None,
     dtype: Annotated[
         str,
         typer.Option(
-            help="Dtype of the weights: float32, float16, bfloat16; auto: of config.json."
+            help="Dtype of the weights: float32, float16, bfloat16; auto: of config.json.",
+            rich_help_panel=MODEL,
         ),
     ] = "auto",
     kv_codec: Annotated[
         str | None,
         typer.Option(
-            help="KV codec, e.g. int8, or int8/int4 for keys/values. Default: dtype of the weights."
+            help="KV codec, e.g. int8, or int8/int4 for keys/values. Default: dtype of the "
+            "weights.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
-    page_tokens: Annotated[int, typer.Option("--block-size", help="Tokens per page.")] = 16,
+    page_tokens: Annotated[
+        int, typer.Option("--block-size", help="Tokens per page.", rich_help_panel=MODEL)
+    ] = 16,
     sequence_tokens: Annotated[
         int | None,
-        typer.Option(help="Sequence length in tokens. Default: 2048 or the model's context."),
+        typer.Option(
+            help="Sequence length in tokens. Default: 2048 or the model's context.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Batch size in sequences. Default: 8; with --maximize-batch the largest possible."
+            help="Batch size in sequences. Default: 8; with --maximize-batch the largest possible.",
+            rich_help_panel=REQUESTS,
         ),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per step.")
+        int, typer.Option(help="Maximum tokens per step.", rich_help_panel=REQUESTS)
     ] = STEP_TOKENS,
     activation_peak: Annotated[
         str | None,
-        typer.Option(help="Measured peak of activation memory, e.g. 300MiB. Default: estimated."),
+        typer.Option(
+            help="Measured peak of activation memory, e.g. 300MiB. Default: estimated.",
+            rich_help_panel=MEMORY,
+        ),
     ] = None,
     workload: Annotated[
         str | None,
@@ -84,6 +113,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
             metavar="IN,OUT,BATCH",
             help="Assess the benefit of KV management for a workload: input tokens, output "
             "tokens, batch size.",
+            rich_help_panel=REQUESTS,
         ),
     ] = None,
     maximize_batch: Annotated[
@@ -92,26 +122,38 @@ def plan(  # noqa: PLR0913 - one parameter per option
             metavar="INPUT,OUTPUT",
             help="Compute the largest batch and its tokens/s for rows of INPUT and OUTPUT tokens: "
             "with full KV, with eviction in decode, and with eviction in prefill and decode.",
+            rich_help_panel=LARGEST_BATCH,
         ),
     ] = None,
     evict: Annotated[
         str | None,
         typer.Option(
-            help="Eviction rule for --maximize-batch, as in h2o:cap=512,every=64. Default: average."
+            help="Eviction rule for --maximize-batch, as in h2o:cap=512,every=64. Default: "
+            "average.",
+            rich_help_panel=LARGEST_BATCH,
         ),
     ] = None,
     cap: Annotated[
         str | None,
-        typer.Option(help="Cap of the rule: tokens per lane, 25% of the prompt, or 2MiB."),
+        typer.Option(
+            help="Cap of the rule: tokens per lane, 25% of the prompt, or 2MiB.",
+            rich_help_panel=LARGEST_BATCH,
+        ),
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per eviction. Default: cap / 8, at most 64."),
+        typer.Option(
+            min=1,
+            help="Tokens per eviction. Default: cap / 8, at most 64.",
+            rich_help_panel=LARGEST_BATCH,
+        ),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Measure step times now. Default: use those of quire profile."
+            "--measure",
+            help="Measure step times now. Default: use those of quire profile.",
+            rich_help_panel=LARGEST_BATCH,
         ),
     ] = False,
     as_json: AsJson = False,
