@@ -24,7 +24,8 @@ from quire.layout.eviction import (
 )
 from quire.layout.statistics import Statistic
 from quire.policies.base import Decision, EvictionPolicy, ScorePolicy
-from quire.policies.budgets.base import Budget, Shape, Uniform
+from quire.policies.budgets.base import Budget, Shape
+from quire.policies.budgets.uniform import Uniform
 from quire.policies.choose import in_whole_pieces
 from quire.policies.lane_shape import LaneShape
 from quire.policies.options import without_parentheses

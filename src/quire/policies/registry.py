@@ -16,7 +16,8 @@ from quire.errors import ConfigError, UnknownName
 from quire.layout.eviction import parse_policy
 from quire.policies import budgets
 from quire.policies.base import EvictionPolicy
-from quire.policies.budgets.base import Budget, Uniform
+from quire.policies.budgets.base import Budget
+from quire.policies.budgets.uniform import Uniform
 from quire.policies.options import Nested, check_options, make_with_options
 
 FULL = "full"

@@ -13,7 +13,8 @@ from quire.layout.statistics import AttentionSum, ResidualSimilarity
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.budgets.ada import Ada
-from quire.policies.budgets.base import UNBOUNDED, Uniform
+from quire.policies.budgets.base import UNBOUNDED
+from quire.policies.budgets.uniform import Uniform
 from quire.policies.eviction import Eviction, make_eviction
 from quire.policies.h2o import H2O
 from quire.policies.lane_shape import LaneShape

@@ -9,7 +9,8 @@ import pytest
 from quire.errors import ConfigError, UnknownName
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy
-from quire.policies.budgets.base import Budget, Uniform
+from quire.policies.budgets.base import Budget
+from quire.policies.budgets.uniform import Uniform
 from quire.policies.h2o import H2O
 from quire.policies.recent import Recent
 from quire.policies.value_norm import ValueNorm

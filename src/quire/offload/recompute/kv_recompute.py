@@ -3,9 +3,8 @@
     link      | X 0 | X 1 | KV of the others |
     device          | recompute 0 | recompute 1 |  attend
 
-X is transferred in chunks, so that recompute starts with the first chunk. The staging of X is next
-to the arena and has two slots: for the current layer and the next. Keys and values are written to
-the staging pages, as transferred ones are. The model's first layer needs no X, only its token ids.
+X is transferred in chunks; recompute starts with the first. The staging of X, outside of the arena,
+has slots for two layers. Keys and values go to the staging pages. Layer 0 needs token ids only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -129,8 +128,7 @@ class KVRecompute:
 
     def staging(self, group: str, tokens: int) -> UInt8[Tensor, "slot token row_bytes"]:
         """Staging of X for two layers of a group, encoded; each group has its own."""
-        row_bytes = self.store.codec.row_bytes
-        needed = SLOTS * tokens * row_bytes
+        needed = SLOTS * tokens * (row_bytes := self.store.codec.row_bytes)
         if group not in self._staging or self._staging[group].numel() < needed:
             with torch.inference_mode(mode=False):
                 fresh = torch.empty(needed, dtype=torch.uint8, device=self.device)
@@ -168,9 +166,8 @@ class StepKVRecompute:
         self._positions: dict[int, Tensor] = {}
         variants = {kv_recompute.tokens.rope_variant(row) for row in self.rows}
         self._rope_variant = variants.pop() if variants else 0
-        self._first = (
-            self._recompute_first() if self.tokens and self._group.layers[0] == 0 else None
-        )
+        starts = bool(self.tokens) and self._group.layers[0] == 0
+        self._first = self._recompute_first() if starts else None
 
     def prefetch(self, index: int, submit: Submit) -> None:
         """Start the transfer of a layer's X into its staging slot."""
@@ -293,8 +290,7 @@ def _places(
         pages.append(table.pages[row, lanes, column[None, :, None]].astype(np.int64))
         offsets.append(np.repeat(offset[:, None], group.lanes_per_layer, axis=1))
     if not pages:
-        empty = np.empty((SLOTS, 0, group.lanes_per_layer), dtype=np.int64)
-        return empty, empty[0]
+        return (empty := np.empty((SLOTS, 0, group.lanes_per_layer), dtype=np.int64)), empty[0]
     return np.concatenate(pages, axis=1), np.concatenate(offsets)
 
 

@@ -128,11 +128,6 @@ class Budget:
         return keep
 
 
-@dataclass(frozen=True, slots=True)
-class Uniform(Budget):
-    """The same cap for every lane."""
-
-
 # ---- shares --------------------------------------------------------------------------------------
 
 # Rounding to whole tokens with an exact total: the largest fractions are rounded up.
