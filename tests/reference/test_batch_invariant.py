@@ -214,16 +214,19 @@ def test_without_the_option_bits_do_change():
 @pytest.mark.parametrize(
     ("kv", "says"),
     [
-        ({"evict": "h2o:cap=48"}, "adds up a statistic.*such as sinks, keydiff or snapkv"),
-        ({"evict": "average:cap=48"}, "adds up a statistic"),
-        ({"evict": "sinks:cap=48,when=pressure"}, "the other requests decide .* use another when="),
+        ({"evict": "h2o:cap=48"}, "sum a statistic over tokens.*such as sinks, keydiff or snapkv"),
+        ({"evict": "average:cap=48"}, "sum a statistic over tokens"),
+        (
+            {"evict": "sinks:cap=48,when=pressure"},
+            "an eviction depends on other requests; use another when=",
+        ),
         ({"evict": "streaming:cap=48"}, "needs native attention, got unrotated"),
         (
             {"codec": "int8+residual=16"},
             "keeps a full-precision window of recent tokens; use --kv-codec none",
         ),
         ({"attention": "gathered"}, "--attention gathered"),
-        ({"offload_memory": "1MiB"}, "KV offload"),
+        ({"offload_memory": "1MiB"}, "attention over offloaded KV"),
     ],
 )
 def test_what_depends_on_the_batch_is_refused(kv, says):
@@ -234,7 +237,7 @@ def test_what_depends_on_the_batch_is_refused(kv, says):
 def test_a_request_that_depends_on_the_batch_is_refused():
     config = KVConfig(memory="1MiB", evict="sinks:cap=48")
     engine = Engine(model_of("llama"), config, ScheduleConfig(batch_invariant=True))
-    with pytest.raises(RequestError, match="the other requests decide"):
+    with pytest.raises(RequestError, match="an eviction depends on other requests"):
         engine.submit(
             GenerationRequest([5] * 60, SamplingParams(), evict="sinks:cap=40,when=pressure")
         )

@@ -237,8 +237,8 @@ class SchedulerLoad:
         )
         tenants, percent = "", self.memory.total_bytes // 100
         if setting.guaranteed is not None:
-            mine, borrowed = percent * setting.guaranteed, percent * setting.burst
-            tenants = f"a:weight=2,guaranteed={mine};b:burst={borrowed}"
+            mine, above = percent * setting.guaranteed, percent * setting.burst
+            tenants = f"a:weight=2,guaranteed={mine}B;b:burst={above}B"
         return ScheduleConfig(
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=budget,
