@@ -1,5 +1,5 @@
-"""Whose weights run: the decoder seam, the Transformers adapter and the loader.
+"""Model execution: the decoder seam, the Transformers adapter and the loader.
 
-The engine sees a `Decoder`; a decoder sees a `PagedAttention`. Neither knows how the other works,
-and nothing here knows where keys and values lie.
+The engine calls a `Decoder`; a decoder calls a `PagedAttention`. Neither depends on the other's
+implementation, and no module in this package knows where keys and values are stored.
 """

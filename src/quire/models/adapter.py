@@ -1,8 +1,8 @@
-"""Any causal model of Transformers as a decoder: its layers run, attention is the engine's.
+"""A decoder for any causal Transformers model: its layers run with the engine's attention.
 
-The flat batch goes through as one row, [1, num_tokens], with explicit positions and no cache of
-Transformers' own. What architectures differ in (window, softcap, sinks, scale) arrives with each
-attention call; see `bridge`. Which architectures cannot be right is declared in `support`.
+The flat batch is passed to the model as one row, [1, num_tokens], with explicit positions and no
+Transformers cache. Architecture-specific settings (window, softcap, sinks, scale) are passed with
+each attention call; see `bridge`. Unsupported architectures are declared in `support`.
 """
 
 import inspect
@@ -34,19 +34,20 @@ from quire.models.support import refuse_class, refuse_config
 class TransformersDecoder:
     """A Transformers model behind the `Decoder` seam.
 
-    The decoder takes the model over: its attention and rotary modules are changed for good,
-    bfloat16 linear layers on a CPU are packed (see `packing`; `save_pretrained` would miss their
-    weights) or, where the CPU cannot multiply them, held in float32 (see `widening`), and a model
-    belongs to one decoder.
-    Forwards of one decoder run one after the other, also when several threads ask; different
+    The decoder changes the model permanently: attention and rotary modules are replaced. On a
+    CPU, bfloat16 linear layers are packed, and `save_pretrained` would miss their weights. If the
+    CPU cannot multiply bfloat16, the layers are stored in float32 instead (see `linear_weights`
+    for both). A model belongs to one decoder.
+    Forwards of one decoder run one after the other, even if several threads call it. Different
     decoders do not wait for each other.
 
     Args:
         model: a causal language model on its final device, in its final dtype.
-        weights: brings those of its layers that are not on the device; None: all are.
+        weights: prefetches the weights of layers that are not on the device; None if all layers
+            are on the device.
 
     Raises:
-        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
+        UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
     """
 
     def __init__(self, model: PreTrainedModel, weights: LayerSource | None = None) -> None:
@@ -62,7 +63,7 @@ class TransformersDecoder:
         self._bridge = install(model)
         pack_linears(model, () if weights is None else weights.modules)
         widen_linears(model)
-        self._forward_lock = threading.RLock()  # getting ready runs forwards
+        self._forward_lock = threading.RLock()  # reentrant: `prepare` runs forwards
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
         self._observing = Observing(model, self._bridge, self._spec, self._probe)
@@ -70,7 +71,7 @@ class TransformersDecoder:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Transformers model that runs."""
+        """The wrapped Transformers model."""
         return self._model
 
     @property
@@ -85,12 +86,12 @@ class TransformersDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._device
 
     @property
     def num_rope_variants(self) -> int:
-        """1, or 2 for long-RoPE models."""
+        """Number of RoPE scaling variants: 1, or 2 for long-RoPE models."""
         return self._rope.count
 
     def rope_variant(self, final_tokens: int) -> int:
@@ -112,10 +113,10 @@ class TransformersDecoder:
             return rows_depend(self, rows)
 
     def prepare_recomputation(self) -> str | None:
-        """Get ready to make keys and values again, and to show attention what they are made of.
+        """Prepare to recompute keys and values, and to pass each layer's attention input on.
 
         Returns:
-            Why this model cannot, or None.
+            The reason why this model cannot recompute them, or None if it can.
         """
         if self._weights is not None:
             return (
@@ -159,13 +160,13 @@ class TransformersDecoder:
 
     @contextmanager
     def _frequencies(self, rope_variant: int) -> Iterator[None]:
-        """Outside of a forward: these frequencies, and nobody else's."""
+        """Select these RoPE frequencies outside of a forward, under the forward lock."""
         with self._forward_lock:
             self._rope.select(rope_variant)
             yield
 
     def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
-        """Show one token at these positions; nobody wants the logits."""
+        """Run the model on one token at these positions; no logits are computed."""
         places = torch.tensor(positions, device=self._device)
         token = torch.full_like(places, self._spec.vocab_size // 2)
         self.forward(token, places, places[:0], attention)
@@ -221,7 +222,7 @@ class TransformersDecoder:
     def reference_logits(
         self, token_ids: Int[Tensor, " num_tokens"]
     ) -> Float[Tensor, "num_tokens vocab"]:
-        """Logits of one sequence by Transformers alone, with its own eager attention and masks."""
+        """Logits of one sequence, computed with Transformers' own eager attention and masks."""
         with self._forward_lock, torch.inference_mode():
             self._rope.select(0)
             self._model.set_attn_implementation("eager")

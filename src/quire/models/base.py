@@ -1,7 +1,7 @@
-"""The seam between a model and the engine: who computes logits, and who answers attention.
+"""The seam between a model and the engine: decoders compute logits, the engine attention.
 
-A decoder runs every layer of the model on one flat batch of tokens and asks the engine for
-attention, layer by layer. It keeps no keys and no values of its own.
+A decoder runs every layer of the model on one flat batch of tokens. In each layer it calls the
+engine's attention. A decoder stores no keys or values.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,17 @@ from quire.models.rotary import Rotary
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer asks of attention, besides its queries, keys and values.
+    """Parameters of one layer's attention call, in addition to queries, keys and values.
 
     Attributes:
         layer: index of the layer, from 0.
         scale: factor on query-key products, dimensionless (usually head_dim ** -0.5).
-        window: sliding window W in tokens: a query at position p sees positions > p - W; None sees
-            every position up to its own.
+        window: sliding window W in tokens: a query at position p attends to positions > p - W;
+            None: a query attends to every position up to its own.
         softcap: products become `softcap * tanh(product / softcap)` before the softmax; or None.
-        sinks: [num_heads] learned logits that join each softmax and carry no value; None for none.
-        rotary: what RoPE did to the queries; None where nobody asked, or where none can tell (see
+        sinks: [num_heads] learned logits that join each softmax and have no value; None if the
+            layer has no sinks.
+        rotary: RoPE of the layer; None if it was not requested or is unknown (see
             `Decoder.prepare`).
     """
 
@@ -42,12 +43,12 @@ class AttentionCall:
 
 @runtime_checkable  # for the shape checks in tests
 class PagedAttention(Protocol):
-    """Stores the keys and values of a flat batch, and attends over what each sequence holds.
+    """Stores the keys and values of a flat batch, and attends over each sequence's cached tokens.
 
-    One instance serves one forward pass: it knows which row belongs to which sequence and where.
-    One that has `wants_residual_similarity` set is also told
-    `note_residual_similarity(layer, cosines)`, once for each layer: the cosine between the residual
-    stream before and after attention was added, for each token.
+    One instance serves one forward pass: it knows the sequence and the position of each row.
+    If an instance has `wants_residual_similarity` set, its
+    `note_residual_similarity(layer, cosines)` is called once for each layer. `cosines` is, for each
+    token, the cosine between the residual stream before and after attention was added.
     """
 
     def attend(
@@ -83,15 +84,15 @@ class Batch:
 
 @runtime_checkable
 class MeanRotations(Protocol):
-    """What RoPE will do to queries, on average."""
+    """Mean RoPE rotation of queries over a range of positions."""
 
     def mean_rotation(
         self, layer: int, start: int, tokens: int
     ) -> Float[Tensor, "head_dim head_dim"]:
         """R for which R @ q is the mean of q rotated to `tokens` positions from `start` on.
 
-        float32, with the factor on cosines and sines where a model has one; the identity for a
-        layer without RoPE.
+        float32, including the model's factor on cosines and sines, if it has one. The identity
+        for a layer without RoPE.
         """
         ...
 
@@ -104,8 +105,8 @@ class Decoder(Protocol):
         spec: the model's shape, from its config.
         dtype: type of the weights, and of the keys and values given to attention.
         device: where the weights are, and where the arguments of `forward` must be.
-        num_rope_variants: 1 for most models; 2 where the rotary frequencies depend on how long the
-            whole request will be (0 short, 1 long).
+        num_rope_variants: number of RoPE scaling variants. 1 for most models; 2 if the rotary
+            frequencies depend on the final length of a request (0 short, 1 long).
     """
 
     @property
@@ -121,37 +122,38 @@ class Decoder(Protocol):
     def num_rope_variants(self) -> int: ...
 
     def rope_variant(self, final_tokens: int) -> int:
-        """Say which frequencies a request needs, for all of its life.
+        """Select the RoPE scaling variant of a request, fixed for its lifetime.
 
         Args:
-            final_tokens: prompt plus the most tokens it may generate.
+            final_tokens: prompt tokens plus the maximum number of generated tokens.
 
         Returns:
-            A regime in range(num_rope_regimes); different regimes never share a forward.
+            A variant in range(num_rope_variants); requests of different variants never share a
+            forward.
         """
         ...
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """Get ready to give attention what a statistic needs, in every forward from now on.
+        """Prepare every later forward to pass attention the inputs of a statistic.
 
         Returns:
-            Why this model cannot, or None.
+            The reason why this model cannot provide them, or None if it can.
         """
         ...
 
     def prepare_pre_rope(self) -> str | None:
-        """Get ready to give attention queries and keys before RoPE, and what turns them.
+        """Prepare to pass attention queries and keys before RoPE, together with their RoPE.
 
-        From then on a forward whose positions are all 0 gives them: there nothing turns. Each
-        `AttentionCall.rotary` moves them.
+        Afterwards, a forward whose positions are all 0 passes unrotated queries and keys, since
+        RoPE at position 0 is the identity. `AttentionCall.rotary` rotates them to other positions.
 
         Returns:
-            Why this model cannot, or None.
+            The reason why this model cannot provide them, or None if it can.
         """
         ...
 
     def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
-        """Mean rotations of queries; None where layers rotate in a way that nobody can tell."""
+        """Mean rotations of queries; None if the RoPE of a layer is unknown."""
         ...
 
     def forward(
@@ -163,14 +165,14 @@ class Decoder(Protocol):
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        """Run all layers on a flat batch, and the head on the rows that will be sampled.
+        """Run all layers on a flat batch, and the head on the rows to sample from.
 
         Args:
             token_ids: int64, tokens of all sequences one after the other.
             positions: int64, logical position of each token in its own sequence, from 0.
-            sample_rows: int64, rows of the batch whose logits are wanted; may be empty.
-            attention: answers each layer's attention for exactly this batch.
-            rope_variant: regime of every request in this batch.
+            sample_rows: int64, rows of the batch whose logits are returned; may be empty.
+            attention: computes each layer's attention for exactly this batch.
+            rope_variant: RoPE scaling variant of every request in this batch.
 
         Returns:
             Logits in the model's dtype or float32, one row for each of sample_rows, in their order.
@@ -180,13 +182,13 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class FixedShapes(Decoder, Protocol):
-    """A decoder of which a row's logits depend on neither its place nor the other rows."""
+    """A decoder in which a row's logits depend on neither its index nor the other rows."""
 
     def prepare_fixed_shapes(self, rows: int) -> str | None:
-        """Get ready for forwards of so many rows each, padded ones included.
+        """Prepare for forwards of a fixed number of rows, including padding rows.
 
         Returns:
-            Why a row's logits depend on the others all the same, or None.
+            The reason why a row's logits still depend on other rows, or None if they do not.
         """
         ...
 
@@ -198,21 +200,21 @@ class LayerByLayer(Decoder, Protocol):
     def forward_together(
         self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
-        """Run batches, each as `Decoder.forward` would, layer by layer.
+        """Run batches layer by layer, each with the result of `Decoder.forward`.
 
         Args:
-            batches: of different sequences, at most `MOST_BATCHES`.
-            rope_variant: of all of them.
+            batches: batches of different sequences, at most `MOST_BATCHES`.
+            rope_variant: RoPE scaling variant of all batches.
 
         Returns:
-            The logits of each.
+            The logits of each batch.
         """
         ...
 
 
 @runtime_checkable
 class Comparable(Decoder, Protocol):
-    """A decoder that can also run its model as Transformers does."""
+    """A decoder that can also run its model with Transformers' own attention."""
 
     def reference_logits(
         self, token_ids: Int[Tensor, " num_tokens"]

@@ -1,8 +1,8 @@
-"""The attention function Transformers calls, and how it finds the engine.
+"""The attention function that Transformers calls, and its connection to the engine.
 
 Quire registers one function under the name "quire". There is no global context: every layer's
-attention module carries a `Bridge`, put there when its model was loaded, and the decoder lays the
-attention of the current forward on that bridge. Two models in one process never meet.
+attention module has a `Bridge`, set when its model was loaded. The decoder sets the attention of
+the current forward on that bridge. Two models in one process share no state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ from quire.models.rotary import Rotary
 ATTENTION_NAME = "quire"
 BRIDGE_ATTRIBUTE = "quire_bridge"
 
-# Options that models pass along and that change nothing for a causal layer without a cache; so do
-# all that begin with "output_".
+# Options that have no effect on a causal layer without a cache. Options that begin with "output_"
+# are ignored as well.
 _HARMLESS_OPTIONS = frozenset(
     {
         "cache_position",
@@ -38,11 +38,11 @@ _KNOWN_OPTIONS = _HARMLESS_OPTIONS | _READ_OPTIONS
 
 
 class Bridge:
-    """Carries the attention of the forward in progress to the modules of one model.
+    """Provides the attention of the forward in progress to the modules of one model.
 
     Attributes:
         attention: None outside of a forward.
-        rotaries: what RoPE does in each layer, once somebody has asked.
+        rotaries: RoPE of each layer; empty until it is first requested.
     """
 
     __slots__ = ("attention", "rotaries")
@@ -53,7 +53,7 @@ class Bridge:
 
     @contextmanager
     def attending(self, attention: PagedAttention | None) -> Iterator[None]:
-        """Give every layer this attention for the length of a forward."""
+        """Set the attention of every layer for the duration of a forward."""
         before, self.attention = self.attention, attention
         try:
             yield
@@ -61,22 +61,22 @@ class Bridge:
             self.attention = before
 
     def switch(self, attention: PagedAttention) -> None:
-        """Give the layers that follow another attention, within `attending`."""
+        """Replace the attention for the layers that follow, within `attending`."""
         self.attention = attention
 
     def learn_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
-        """Note what RoPE does in each layer."""
+        """Store the RoPE of each layer."""
         self.rotaries = rotaries
 
 
 def register() -> None:
-    """Make "quire" known to Transformers; doing it again changes nothing."""
+    """Register the attention "quire" with Transformers; idempotent."""
     AttentionInterface.register(ATTENTION_NAME, attend_through_bridge)
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
 def install(model: nn.Module) -> Bridge:
-    """Put one new bridge on every module of a model that knows its layer, and return it.
+    """Set one new bridge on every module that has a `layer_idx`, and return the bridge.
 
     Raises:
         InvariantError: the model already belongs to a decoder.
@@ -91,14 +91,14 @@ def install(model: nn.Module) -> Bridge:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take the bridge off every module again."""
+    """Remove the bridge from every module."""
     for module in model.modules():
         if hasattr(module, BRIDGE_ATTRIBUTE):
             delattr(module, BRIDGE_ATTRIBUTE)
 
 
 def no_mask(*_arguments: object, **_options: object) -> None:
-    """Answer Transformers' request for a mask: paged attention knows who sees whom."""
+    """Return no mask to Transformers: paged attention derives visibility from positions."""
 
 
 def attend_through_bridge(
@@ -110,22 +110,22 @@ def attend_through_bridge(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Answer one layer's attention from the pages of the forward in progress.
+    """Compute one layer's attention over the pages of the forward in progress.
 
     Args:
-        module: the layer's attention module; carries the bridge and `layer_idx`.
+        module: the layer's attention module; has the bridge and `layer_idx`.
         query: [1, num_heads, num_tokens, head_dim], after RoPE.
         key: [1, num_kv_heads, num_tokens, head_dim], after RoPE.
         value: like key.
-        attention_mask: None, since `no_mask` made it.
+        attention_mask: None, the value that `no_mask` returns.
         scaling: factor on query-key products; None means head_dim ** -0.5.
-        options: what else the architecture passes; window, softcap and sinks are read.
+        options: further arguments of the architecture; window, softcap and sinks are used.
 
     Returns:
-        [1, num_tokens, num_heads, head_dim], and None for the weights, which nobody sees.
+        [1, num_tokens, num_heads, head_dim], and None in place of the attention weights.
 
     Raises:
-        UnsupportedModel: the layer asks for something paged attention does not compute.
+        UnsupportedModel: the layer requires attention that paged attention does not compute.
     """
     bridge: Bridge | None = getattr(module, BRIDGE_ATTRIBUTE, None)
     if bridge is None or bridge.attention is None:
@@ -176,7 +176,7 @@ def _check(
 
 
 def _window(module: nn.Module, options: Mapping[str, Any]) -> int | None:
-    # Some models (Qwen2-MoE) leave the window to the mask and only keep it as an attribute.
+    # Some models (Qwen2-MoE) apply the window in the mask and store it as an attribute only.
     window = options.get("sliding_window", getattr(module, "sliding_window", None))
     return int(window) if window else None
 

@@ -1,7 +1,7 @@
-"""Calls into code that is not Quire's: Transformers, and the Python code of model folders.
+"""Calls into third-party code: Transformers, and the Python code of model folders.
 
-What such code raises for an unusual config or a damaged file is not part of its interface, so
-every exception becomes a ModelError of one line. The original exception is its cause.
+The exceptions that such code raises for an unusual config or a damaged file are not part of its
+interface. Every exception becomes a ModelError of one line, with the original as its cause.
 """
 
 import logging
@@ -19,7 +19,7 @@ _SPEAKING = (
     ValueError,
     ImportError,
     StrictDataclassError,
-)  # their texts need no name of a class
+)  # their texts are clear without the class name
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def foreign_code(what: str) -> Iterator[None]:
         what: what failed, as in "config.json cannot be read".
 
     Raises:
-        ModelError: the block raised something that is not Quire's own.
+        ModelError: the block raised an exception other than a QuireError.
     """
     try:
         yield
@@ -42,9 +42,9 @@ def foreign_code(what: str) -> Iterator[None]:
 
 @contextmanager
 def held_warnings() -> Iterator[None]:
-    """Hold what Transformers logs in this thread until the block ends.
+    """Hold Transformers' log records of this thread until the block ends.
 
-    Where the block raises, the exception says what is wrong, and the records are dropped.
+    If the block raises, the records are dropped: the exception describes the problem.
     """
     handlers = list(logging.getLogger("transformers").handlers)
     held = _Held(threading.get_ident())
@@ -74,7 +74,7 @@ class _Held(logging.Filter):
 
 
 def reason(error: BaseException) -> str:
-    """The text of an exception on one line, with its class where the text alone says little."""
+    """The text of an exception on one line, with its class name if the text alone is unclear."""
     text = " ".join(str(error).split())
     if len(text) > _LONGEST_REASON:
         text = f"{text[: _LONGEST_REASON - 3]}..."

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says: where to stop, and how its authors sample."""
+"""Defaults from a model's generation_config.json: end tokens and sampling parameters."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -19,16 +19,16 @@ _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """A model's own defaults. None where the model says nothing, so that the engine's stand.
+    """A model's own generation defaults. None: unset, the engine's default applies.
 
     Attributes:
-        eos_token_ids: tokens that end an answer; empty when the model names none.
-        temperature: 0 where the model asks for greedy decoding (`do_sample` false).
+        eos_token_ids: tokens that end a completion; empty if the model names none.
+        temperature: 0 if the model requires greedy decoding (`do_sample` false).
         top_k: keep this many of the likeliest tokens.
         top_p: keep the likeliest tokens that sum up to this probability.
-        min_p: keep tokens with at least this share of the likeliest token's probability.
+        min_p: keep tokens with at least this fraction of the likeliest token's probability.
         repetition_penalty: divides the logits of tokens seen before; applies to greedy as well.
-        max_tokens: the most new tokens of one answer.
+        max_tokens: maximum number of new tokens of a completion.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -43,16 +43,16 @@ class GenerationDefaults:
 def read_generation_defaults(
     folder: Path, config: Mapping[str, object], vocab_size: int | None = None
 ) -> GenerationDefaults:
-    """Read generation_config.json; without it, take the end tokens of config.json.
+    """Read generation_config.json; without it, use the end tokens of config.json.
 
-    As in Transformers, temperature and top-* mean something only where `do_sample` is written:
-    true samples with them, false is greedy, and without it they are ignored. A value that is
-    ignored, and an end token that the vocabulary lacks, is a warning where it cannot be.
+    As in Transformers, temperature and top-* depend on `do_sample`: true samples with them, false
+    is greedy, and if it is missing they are ignored. An ignored value that is invalid, and an end
+    token outside the vocabulary, is logged as a warning.
 
     Args:
         folder: the model's folder.
         config: its parsed config.json.
-        vocab_size: of the model; None checks no upper end of token ids.
+        vocab_size: of the model; None: the upper limit of token ids is not checked.
 
     Raises:
         ModelError: the file is not a JSON object, or a value has the wrong type or range.
@@ -120,7 +120,7 @@ _RANGES: Mapping[str, _Range | _Flag] = {
 
 
 def _read(values: Mapping[str, object], name: str) -> object:
-    """A value, checked; None where it is not there."""
+    """A checked value; None if it is unset."""
     value = values.get(name)
     if value is not None and value not in _RANGES[name]:
         raise ModelError(f"{_FILE}: {name!r} is {shown(value)}, expected {_RANGES[name]}")
@@ -135,7 +135,7 @@ def _warn_if_wrong(values: Mapping[str, object], name: str) -> None:
 
 
 def _number(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:
-    """None where the value is not there or changes nothing."""
+    """A checked number; None if it is unset or equals the neutral value."""
     value = _read(values, name)
     return float(value) if isinstance(value, int | float) and value != neutral else None
 
@@ -164,7 +164,7 @@ def _token_ids(file: str, value: object, vocab_size: int | None) -> tuple[int, .
             f"{file}: 'eos_token_id' is {shown(value)}, expected a token id or a list of them"
         )
     known = tuple(token for token in ids if 0 <= token < (vocab_size or LARGEST_INTEGER))
-    if len(known) < len(ids):  # Transformers never meets it either; some models have -1 for none
+    if len(known) < len(ids):  # as in Transformers, such an id never occurs; some models use -1 for none
         logger.warning(
             "%s: 'eos_token_id' is %s, expected ids from 0 to %d; ids outside end no answer",
             file,

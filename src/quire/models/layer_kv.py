@@ -1,15 +1,15 @@
-"""Keys and values of a layer once more, from what its attention was given.
+"""Recompute the keys and values of a layer from the input of its attention.
 
-What a layer's attention is given (X: behind the norm where norms come first, before it where they
-come last) is half the bytes of keys and values in models without grouped heads. The layer's own
-module makes keys and values of it again: its projections, biases and norms run as they always do,
-at position 0, where nothing turns, and stop where attention would begin; then keys are turned to
-their positions. Queries are left out where the module has a projection of their own.
+The input of a layer's attention is X: after the norm in pre-norm models, before it in post-norm
+models. In models without grouped heads, X is half the bytes of keys and values. The layer's own
+module recomputes keys and values: its projections, biases and norms run unchanged at position 0,
+where RoPE is the identity, and stop at the attention call. Then keys are rotated to their
+positions. Queries are skipped if the module has a separate query projection.
 
 The first layer needs no X: token ids are enough.
 
 Source: KVPR (Jiang et al. 2024), section 3. Differs from the paper: grouped heads, norms of heads
-and rotary positions are right, since the model's own code makes them.
+and rotary positions are supported, since the model's own code computes them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,14 +36,14 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 class _Caught(Exception):
-    """Not an error: the way out of a layer where attention would begin."""
+    """Not an error: ends a layer at its attention call."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key, value
 
 
 class _Catching:
-    """Attention that ends the forward with what it was given."""
+    """Attention that ends the forward and returns the keys and values of its call."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `PagedAttention.attend`."""
@@ -51,10 +51,10 @@ class _Catching:
 
 
 class _NoQuery(nn.Module):
-    """Stands where a projection of queries was: zeros, without a product.
+    """Replaces a query projection: returns zeros without a matrix product.
 
     Args:
-        width: numbers of all heads.
+        width: elements of all heads.
     """
 
     def __init__(self, width: int) -> None:
@@ -62,7 +62,7 @@ class _NoQuery(nn.Module):
         self._width = width
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """As the projection is called."""
+        """Return zeros in the shape of the projection's output."""
         return hidden.new_zeros(()).expand(*hidden.shape[:-1], self._width)
 
 
@@ -72,10 +72,10 @@ class _Layer:
 
     Attributes:
         module: of the model.
-        args, kwargs: what it was given beside hidden states, at position 0.
-        hidden_first: whether hidden states are its first argument, or one with a name.
-        rotary: what turns its keys.
-        no_query: stands in for its queries; None where they are part of one product.
+        args, kwargs: its other arguments besides hidden states, at position 0.
+        hidden_first: whether hidden states are the first positional argument, or a keyword.
+        rotary: RoPE of its keys.
+        no_query: replaces its query projection; None if queries are part of a joint product.
     """
 
     module: nn.Module
@@ -86,7 +86,7 @@ class _Layer:
     no_query: _NoQuery | None = None
 
     def run(self, hidden: Tensor) -> None:
-        """Give the module hidden states [1, token, hidden]."""
+        """Run the module on hidden states [1, token, hidden]."""
         if self.hidden_first:
             self.module(hidden, *self.args[1:], **self.kwargs)
         else:
@@ -94,12 +94,12 @@ class _Layer:
 
 
 class LayerKV:
-    """Makes keys and values again. One forward of the model at a time: its owner sees to that.
+    """Recomputes keys and values. The owner ensures one forward of the model at a time.
 
     Args:
         model: has a bridge; prepared by its decoder.
         bridge: the model's.
-        rotaries: what turns the keys of each layer.
+        rotaries: RoPE of the keys of each layer.
         probe: runs the model.
     """
 
@@ -114,7 +114,7 @@ class LayerKV:
 
     @property
     def leaves_queries_out(self) -> bool:
-        """Whether no layer computes queries for nothing."""
+        """Whether every layer skips the computation of queries."""
         return all(layer.no_query is not None for layer in self._layers.values())
 
     def keys_and_values(
@@ -123,14 +123,14 @@ class LayerKV:
         inputs: Float[Tensor, "token hidden"],
         positions: Int[Tensor, " token"],
     ) -> KeysAndValues:
-        """What a layer stores of tokens, [token, num_kv_heads, head_dim] each, keys after RoPE.
+        """Keys and values of a layer, [token, num_kv_heads, head_dim] each, keys after RoPE.
 
-        Equal to what was stored up to the order in which products are added up.
+        Equal to the stored ones up to the summation order of products.
 
         Args:
-            layer: the model's.
-            inputs: what its attention was given, as `watch_inputs` shows it.
-            positions: logical.
+            layer: index of the layer.
+            inputs: input of the layer's attention, as passed by `watch_inputs`.
+            positions: logical positions.
         """
         found = self._layers[layer]
         key, value = self._caught(found, inputs[None])
@@ -139,7 +139,7 @@ class LayerKV:
     def first_layer(
         self, token_ids: Int[Tensor, " token"], positions: Int[Tensor, " token"]
     ) -> KeysAndValues:
-        """The same of layer 0, from token ids alone."""
+        """Keys and values of layer 0, computed from token ids."""
         with self._catching() as caught:
             self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return caught[0].key, caught[0].value
@@ -151,7 +151,7 @@ class LayerKV:
 
     @contextmanager
     def _catching(self) -> Iterator[list[_Caught]]:
-        """Runs its block until attention begins; also while a forward waits for its attention."""
+        """Run the block until its attention call; also usable while a forward is in attention."""
         caught: list[_Caught] = []
         with self._bridge.attending(_Catching()):
             try:
@@ -162,7 +162,7 @@ class LayerKV:
             raise InvariantError("a layer ran to its end without asking for attention")
 
     def _with_no_query(self, layer: _Layer) -> _Layer:
-        """The layer without the product of its queries, where keys and values stay the same."""
+        """The layer without its query product, if keys and values do not change; else `layer`."""
         query = layer.module._modules.get(QUERY)
         if query is None or "k_proj" not in layer.module._modules:
             return layer
@@ -178,16 +178,16 @@ class LayerKV:
         )
         try:
             found = self._caught(lighter, given)
-        except RuntimeError:  # it writes into its queries
+        except RuntimeError:  # the module writes into its queries
             return layer
         return lighter if all(map(_near, found, expected)) else layer
 
 
 def watch_inputs(model: nn.Module, bridge: Bridge) -> list[RemovableHandle]:
-    """From now on show every attention that wants it what each layer's attention is given.
+    """Register hooks that pass the input of each layer's attention to the `PagedAttention`.
 
-    An attention that has `wants_inputs` is told `note_input(layer, inputs)` for each layer, inputs
-    [token, hidden], before it is asked to attend.
+    If the attention has `wants_inputs` set, `note_input(layer, inputs)` is called for each layer
+    before `attend`; inputs are [token, hidden].
     """
 
     def show(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _seen_layers(
     model: nn.Module, rotaries: Mapping[int, Rotary], probe: Probe
 ) -> dict[int, _Layer]:
-    """How each layer's attention is called, from one token at position 0."""
+    """Record the arguments of each layer's attention in a forward of one token at position 0."""
     seen: dict[int, _Layer] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ def _seen_layers(
 
 
 class _Zeros:
-    """Attention that answers nothing."""
+    """Attention that returns zeros."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `PagedAttention.attend`."""
@@ -250,7 +250,7 @@ class _Zeros:
 
 @contextmanager
 def _replaced(layer: _Layer) -> Iterator[None]:
-    """The layer without its queries, for a while."""
+    """Replace the query projection of the layer within the block."""
     if layer.no_query is None:
         yield
         return

@@ -1,11 +1,11 @@
-"""Runs several forwards of one model layer by layer: each layer for all of them, then the next.
+"""Run several forwards of one model layer by layer: each layer for all forwards, then the next.
 
-    row by row           a: 0 1 2 3   b: 0 1 2 3        every layer is brought twice
-    column by column     a0 b0  a1 b1  a2 b2  a3 b3     every layer is brought once
+    row by row           a: 0 1 2 3   b: 0 1 2 3        every layer is prefetched twice
+    column by column     a0 b0  a1 b1  a2 b2  a3 b3     every layer is prefetched once
 
-A forward is the model's own, on a thread of its own, of which only one runs at a time: where a
-layer begins, it hands the turn to the next one. What waits keeps its hidden states and no more, so
-beside those, activations are never of more than one forward.
+Each forward is the model's own and runs on its own thread. Only one thread runs at a time: at the
+start of a layer, a forward passes its turn to the next one. A waiting forward holds its hidden
+states only; all other activations in memory are those of one forward.
 """
 
 import contextvars
@@ -30,13 +30,13 @@ class _Stopped(Exception):
 
 @dataclass(slots=True)
 class _Turns:
-    """Whose turn it is.
+    """Schedules the turns of forwards.
 
     Attributes:
-        mine: one for each forward; released when it is to go on.
-        enter: told who goes on.
-        done: which have ended.
-        failed: whether one has raised.
+        mine: one semaphore for each forward; released when the forward may continue.
+        enter: called with the number of the forward that continues.
+        done: numbers of the finished forwards.
+        failed: whether a forward has raised.
     """
 
     mine: list[threading.Semaphore]
@@ -64,11 +64,11 @@ class _Turns:
 
 
 class LayerMajor:
-    """The layers of one model, at whose beginnings forwards take turns.
+    """The layers of one model; forwards switch at the start of each layer.
 
     Args:
-        layers: of the model; from now on each has a hook.
-        device: where it runs.
+        layers: layers of the model; a hook is registered on each.
+        device: device of the model.
     """
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -76,18 +76,18 @@ class LayerMajor:
         self._threads = ThreadPoolExecutor(MOST_BATCHES, thread_name_prefix="quire-batch")
         self._number = threading.local()
         self._turns: _Turns | None = None
-        for layer in layers:  # before whatever else is to happen when a layer begins
+        for layer in layers:  # runs before all other hooks of the layer
             layer.register_forward_pre_hook(self._at_layer, prepend=True)
 
     def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[int], None]) -> list[T]:
-        """Run forwards, at most `MOST_BATCHES`, and return what each returned.
+        """Run at most `MOST_BATCHES` forwards and return the result of each.
 
         Args:
             forwards: each runs all layers, in order.
-            enter: called with a forward's number whenever it goes on.
+            enter: called with a forward's number each time the forward continues.
 
         Raises:
-            BaseException: what the first to fail raised; the others have been stopped then.
+            BaseException: the exception of the first failed forward; the others were stopped.
         """
         turns = self._turns = _Turns([threading.Semaphore(0) for _ in forwards], enter)
         stream = None

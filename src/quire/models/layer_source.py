@@ -1,8 +1,8 @@
-"""The port of weight offload: what a model and an engine know of layers that are not on the device.
+"""The interface of weight offload: how models and engines see layers that are not on the device.
 
     load_model --- check, place ---> LayerPlacer ---> LayerSource ---> TransformersDecoder, engine
 
-`quire.offload.weights` implements both; a model that lies whole on its device has neither.
+`quire.offload.weights` implements both; a model whose layers are all on the device uses neither.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from quire.plan.offload.resident import WeightsPlacement
 
 @runtime_checkable
 class LayerSource(Protocol):
-    """Brings weights of layers that are not on the device, by hooks on the layers."""
+    """Prefetches weights of layers that are not on the device, by hooks on the layers."""
 
     @property
     def place(self) -> WeightsPlacement:
-        """Where weights lie."""
+        """Placement of the weights."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -30,53 +30,54 @@ class LayerSource(Protocol):
 
     @property
     def device_s(self) -> float:
-        """The device's own work in all passes so far: what they took, without waiting."""
+        """Device compute time of all passes so far in seconds, waiting excluded."""
 
     @property
     def copied_s(self) -> float:
-        """What copies have taken."""
+        """Time of all copies so far in seconds."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes transferred so far."""
 
     def shared_by(self, batches: int) -> AbstractContextManager[None]:
-        """Within, so many forwards run layer by layer: a layer goes when all have left it."""
+        """Run this many forwards layer by layer; a layer is freed after the last of them."""
 
 
 @runtime_checkable
 class LayerPlacer(Protocol):
-    """Puts a model on its device with some layers' weights outside of it."""
+    """Places a model on its device and offloads the weights of some layers."""
 
     def check(
         self, config: PreTrainedConfig, *, dtype: torch.dtype | None, trust_remote_code: bool
     ) -> None:
-        """Refuse before a weight is read what cannot be placed, from the model's shapes alone.
+        """Refuse a model that cannot be placed, from its shapes, before any weight is read.
 
         Args:
             config: of the model.
-            dtype: of the weights; None: as config says.
-            trust_remote_code: run the code the folder brings.
+            dtype: of the weights; None: the config's dtype.
+            trust_remote_code: run Python code from the model folder.
 
         Raises:
-            ConfigError: too small a memory; names the least.
-            UnsupportedModel: the layers' weights cannot be brought one by one.
+            ConfigError: the memory is too small; states the minimum.
+            UnsupportedModel: the layers' weights cannot be prefetched layer by layer.
         """
 
     def place(
         self, model: PreTrainedModel, device: torch.device
     ) -> tuple[WeightsPlacement, LayerSource | None]:
-        """Put a model on its device.
+        """Place a model on its device.
 
         Args:
-            model: on the CPU, in its final dtype; nobody has looked for its weights yet.
-            device: where the model runs.
+            model: on the CPU, in its final dtype; no reference to its weights has been taken yet.
+            device: device on which the model runs.
 
         Returns:
-            Where weights lie, and what brings those that are not on the device; None where all are.
+            The placement of the weights, and the source that prefetches offloaded layers; None if
+            all layers are on the device.
 
         Raises:
-            ConfigError: too small a memory, or no room on the device or outside of it; nothing has
-                been moved then.
-            UnsupportedModel: the layers' weights cannot be brought one by one.
+            ConfigError: the memory is too small, or the device or the offload target has too
+                little free memory; no weight was moved.
+            UnsupportedModel: the layers' weights cannot be prefetched layer by layer.
         """

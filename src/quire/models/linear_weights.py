@@ -1,9 +1,8 @@
-"""Weights of linear layers as a CPU reads them best: widened to float32, packed in its order.
+"""CPU formats of linear layer weights: widened to float32, or packed for the matrix product.
 
-Without instructions for bfloat16 (AVX-512 BF16, AMX) oneDNN's products of it run at a tenth of
-float32's rate. A widened layer multiplies in float32 and rounds once, as those instructions do:
-activations, keys and values stay what they were, byte for byte as many; weights take four bytes
-each instead of two.
+Without instructions for bfloat16 (AVX-512 BF16, AMX), oneDNN's bfloat16 products run at a tenth of
+the float32 rate. A widened layer multiplies in float32 and rounds once, as those instructions do.
+Activations, keys and values keep their type and size; weights take four bytes each instead of two.
 """
 
 import logging
@@ -28,11 +27,11 @@ _SUPPORTED = {
 
 
 class WidenedLinear(nn.Module):
-    """A linear layer whose weight is held, and multiplied, in float32.
+    """A linear layer whose weight is stored and multiplied in float32.
 
     Args:
         linear: in half precision on a CPU.
-        weight: its weight in float32; layers that share one share this.
+        weight: its weight in float32; layers that share a weight share the float32 copy.
     """
 
     def __init__(self, linear: nn.Linear, weight: nn.Parameter) -> None:
@@ -52,17 +51,18 @@ def multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for products of a type."""
     name = _SUPPORTED.get(dtype)
     if name is None or platform.machine() not in _X86:
-        return True  # elsewhere torch has other libraries: nothing is known to be slow
+        return True  # other machines use other libraries; no slow type is known
     if not hasattr(torch.ops.mkldnn, name):
         return True
     return bool(getattr(torch.ops.mkldnn, name)())
 
 
 def widen_linears(model: nn.Module) -> None:
-    """Replace linear layers that this CPU would multiply slowly; say so where memory is short.
+    """Replace linear layers that this CPU multiplies slowly; log a warning if memory is short.
 
-    One layer at a time. Left alone: layers derived from `nn.Linear`, layers with hooks, and all of
-    them where wide weights would take more than half of the memory that is available.
+    Layers are replaced one at a time. Layers derived from `nn.Linear` and layers with hooks are
+    not replaced. No layer is replaced if the float32 weights would take more than half of the
+    available memory.
     """
     slow = [module for module in model.modules() if _is_slow(module)]
     weights = {id(linear.weight): linear.weight for linear in slow}
@@ -102,15 +102,16 @@ def _is_slow(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 # Weights of linear layers in the order in which the CPU's matrix product reads them.
 #
-# oneDNN reorders a plain weight in every product; kept reordered, a product of 1 to 32 rows takes
-# two thirds to nine tenths of the time, larger ones the same or less, and gives the same bits.
+# oneDNN reorders a plain weight in every product. With a reordered weight, a product of 1 to 32
+# rows takes two thirds to nine tenths of the time, and larger ones the same or less. The result is
+# bit-identical.
 # Torch's inductor does the same with these operators when it freezes a model.
 
-_DTYPE = torch.bfloat16  # float32 gains nothing: its products are bound by arithmetic
+_DTYPE = torch.bfloat16  # no gain for float32: its products are compute-bound
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is held reordered, and only so.
+    """A linear layer that stores its weight in reordered form only.
 
     Args:
         linear: in bfloat16 on a CPU.
@@ -122,12 +123,12 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self._multiply = (
             torch.ops.mkldnn._linear_pointwise.default
-        )  # found once: it is called often
+        )  # looked up once, since it is called often
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     @property
     def weight(self) -> Tensor:
-        """A copy in the plain order, for code that looks at it."""
+        """A copy in the plain order, for code that reads the weight."""
         return self._packed.to_dense()
 
     @property
@@ -152,16 +153,16 @@ def can_pack() -> bool:
 
 
 def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
-    """Replace the linear layers of a model on a CPU by packed ones, where nothing else changes.
+    """Replace the linear layers of a model on a CPU by packed layers.
 
-    One layer at a time: besides the model, memory is taken for the largest weight only.
+    Layers are replaced one at a time, so the extra memory is that of the largest weight.
 
-    Left alone: weights that another module shares (a head tied to the embedding: it would be there
+    Not replaced: weights shared with another module (a head tied to the embedding would be stored
     twice), layers derived from `nn.Linear`, and layers with hooks.
 
     Args:
         model: on its final device.
-        left_alone: modules in which nothing is packed.
+        left_alone: modules whose layers are not packed.
     """
     if not can_pack():
         return
@@ -177,7 +178,7 @@ def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None
                 continue
             if _is_packable(child) and owners[id(child.weight)] == 1:
                 places.setdefault(id(child), []).append((parent, name))
-    # nothing here may hold a plain layer: each must go before the next is packed
+    # hold no reference to a plain layer: each must be freed before the next is packed
     for found in places.values():
         packed = PackedLinear(getattr(*found[0]))
         for parent, name in found:

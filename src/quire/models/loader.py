@@ -1,6 +1,6 @@
-"""From a name or a folder to a model that runs: everything about it is checked on the way.
+"""Load and check a model from a name or a folder.
 
-Cheap checks come first: names, config, the table of refusals and the headers of the weight files,
+Checks run in order of cost: names, config, the table of refusals, the headers of the weight files,
 then weights, then the comparison with Transformers.
 """
 
@@ -39,14 +39,14 @@ class LoadedModel:
 
     Attributes:
         decoder: computes logits.
-        tokenizer: None where the folder has none; then prompts are token ids.
-        generation: where the model stops and how its authors sample.
+        tokenizer: None if the folder has none; then prompts are token ids.
+        generation: end tokens and sampling defaults of the model.
         spec: its shape.
-        name: for people: the folder's name or the hub's.
+        name: display name: the folder's name or the hub's.
         weight_bytes: memory of parameters and buffers, on the decoder's device.
-        folder: where its files are; None where it was made in memory.
-        weights: brings layers whose weights are not on the device; None where all are.
-        place: where weights lie; None where they were given no memory of their own.
+        folder: folder of its files; None if the model was built in memory.
+        weights: prefetches layers whose weights are offloaded; None if no layer is offloaded.
+        place: placement of the weights; None if no weight memory limit was set.
     """
 
     decoder: Decoder
@@ -75,19 +75,19 @@ def load_model(
     Args:
         path: "quire-tiny" (inside the package), a local folder, or a name on the hub.
         dtype: auto (as stored), float32, bfloat16 or float16.
-        device: auto (CUDA where there is one, else the CPU), or a device of torch.
-        trust_remote_code: run Python code that the model folder brings.
+        device: auto (CUDA if available, else the CPU), or a device of torch.
+        trust_remote_code: run Python code from the model folder.
         verify: check that weights are finite, and compare a short prompt with Transformers' own
             attention (one more forward).
-        placer: puts the layers beyond some bytes of the device elsewhere, from where they are
-            brought in every pass (see `quire.offload.weights.placement.place_beyond`); None keeps
-            all of them on the device.
+        placer: offloads the layers beyond a limit of device memory; they are prefetched in every
+            pass (see `quire.offload.weights.placement.place_beyond`). None: all layers are on the
+            device.
 
     Raises:
-        ConfigError: a wrong dtype or device, code that nobody trusted, or too small a memory for
-            weights.
+        ConfigError: a wrong dtype or device, a model with Python code without
+            `trust_remote_code`, or too small a memory for weights.
         ModelError: the folder is missing, incomplete or damaged.
-        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
+        UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
     """
     wanted_dtype = _dtype(dtype)
     target = _device(device)
@@ -132,7 +132,7 @@ def load_model(
 def _config(
     folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    # Everything that can be refused without a weight in memory is refused here.
+    # All checks that need no weights in memory are here.
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ModelError(f"{folder / 'config.json'} has no 'model_type': add it, for example llama")

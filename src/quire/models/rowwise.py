@@ -1,10 +1,10 @@
-"""Forwards of a fixed number of rows, in which a row's result depends on no other row or place.
+"""Forwards of a fixed number of rows, in which a row's result depends on no other row or index.
 
-A forward of one shape runs the same kernels with the same cuts, whatever its rows hold. In a matrix
-product every row is then summed in the same order. Elementwise functions are the exception: torch
-cuts a tensor into equal parts for its threads, computes most of a part with vector instructions and
-the last few numbers without, and the two can round exp, tanh and erf in different ways. So
-activations take as many whole rows at a time as one thread computes alone.
+Forwards of equal shape run the same kernels with the same splits, independent of their contents.
+In a matrix product every row is then summed in the same order. Elementwise functions are the
+exception: torch splits a tensor into equal parts for its threads. It computes most of a part with
+vector instructions and the last few elements without, and the two can round exp, tanh and erf
+differently. Activations are therefore computed in groups of whole rows that one thread computes.
 """
 
 import torch
@@ -14,8 +14,8 @@ from transformers.activations import ACT2CLS
 
 from quire.models.base import AttentionCall, Decoder
 
-ONE_THREAD_NUMBERS = 16_384  # torch cuts no elementwise function of so few up for its threads
-VECTOR_NUMBERS = 64  # a multiple of what torch computes at a time on any CPU
+ONE_THREAD_NUMBERS = 16_384  # up to this size torch runs elementwise functions on one thread
+VECTOR_NUMBERS = 64  # a multiple of torch's vector width on any CPU
 _SEED = 20
 
 
@@ -29,7 +29,7 @@ _CLASSES = tuple({_class_of(made) for made in ACT2CLS.values()})
 
 
 class RowwiseActivation(nn.Module):
-    """An activation that treats every row alike, wherever it stands.
+    """An activation whose result for a row does not depend on the row's index.
 
     Args:
         activation: elementwise.
@@ -40,7 +40,7 @@ class RowwiseActivation(nn.Module):
         self.activation = activation
 
     def forward(self, numbers: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        """Apply it."""
+        """Apply the activation."""
         width = numbers.shape[-1]
         together = 1 if width % VECTOR_NUMBERS else max(1, ONE_THREAD_NUMBERS // width)
         rows = numbers.reshape(-1, width)
@@ -49,7 +49,7 @@ class RowwiseActivation(nn.Module):
 
 
 def make_activations_rowwise(model: nn.Module) -> None:
-    """Wrap every activation of a model; doing it again changes nothing."""
+    """Wrap every activation of a model; idempotent."""
     for parent in list(model.modules()):
         if isinstance(parent, (RowwiseActivation, *_CLASSES)):
             continue
@@ -66,14 +66,14 @@ class _OwnRow:
 
 
 def rows_depend(decoder: Decoder, rows: int) -> str | None:
-    """Compare forwards of the same rows in other places, bit for bit.
+    """Compare forwards of the same rows in different orders, bit for bit.
 
     Args:
-        decoder: runs them.
-        rows: of a forward.
+        decoder: runs the forwards.
+        rows: number of rows of a forward.
 
     Returns:
-        Why a row depends on its place, or None where all logits are equal.
+        The reason why a row depends on its index, or None if all logits are equal.
     """
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)

@@ -1,4 +1,4 @@
-"""Where a model's files are: inside the package, in a local folder, or on the hub."""
+"""Location of a model's files: inside the package, in a local folder, or on the hub."""
 
 import re
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ _PACKAGED_FOLDER = Path(__file__).parents[1] / "assets" / PACKAGED
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WHOLE_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 CONFIG_ONLY = ("config.json",)
-"""What a plan needs of a model on the hub."""
+"""Files that a plan needs of a model on the hub."""
 
 
 def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tuple[Path, str]:
-    """Resolve what a user calls a model.
+    """Resolve a model name or path to a folder.
 
     Args:
         path: "quire-tiny" (exactly this text), a local folder, or a name on the hub. A local folder
-            wins over the hub; "./quire-tiny" is a local folder.
+            takes precedence over the hub; "./quire-tiny" is a local folder.
         wanted: patterns of the files to fetch from the hub.
 
     Returns:
-        The folder, and a short name for people.
+        The folder, and a short display name.
 
     Raises:
         ModelError: there is no such folder, and the hub cannot be reached or does not have it.
