@@ -164,7 +164,7 @@ def _token_ids(file: str, value: object, vocab_size: int | None) -> tuple[int, .
             f"{file}: 'eos_token_id' is {shown(value)}, expected a token id or a list of them"
         )
     known = tuple(token for token in ids if 0 <= token < (vocab_size or LARGEST_INTEGER))
-    if len(known) < len(ids):  # as in Transformers, such an id never occurs; some models use -1 for none
+    if len(known) < len(ids):  # never generated; some models use -1 for "none"
         logger.warning(
             "%s: 'eos_token_id' is %s, expected ids from 0 to %d; ids outside end no answer",
             file,

@@ -1,4 +1,4 @@
-"""What must be found out about a model before some rules can be served: when first asked."""
+"""Model properties that some eviction rules need; found by a probe at the first request."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from quire.models.rotary import Rotary
 
 
 class Observing:
-    """Looks into one model, and puts what it finds on its bridge.
+    """Probes one model and stores the results on its bridge.
 
     Args:
         model: has a bridge already.
@@ -80,12 +80,12 @@ class Observing:
 
     @property
     def recomputation(self) -> LayerKV:
-        """Makes keys and values again."""
+        """The recomputation of keys and values; after `prepare_recomputation`."""
         assert self._recomputation is not None, "prepared before"
         return self._recomputation
 
     def watch_inputs(self) -> None:
-        """From now on show every attention that wants it what layers' attentions are given."""
+        """Pass the input of each layer's attention to every attention with `wants_inputs`."""
         if not self._inputs:
             self._inputs = watch_inputs(self._model, self._bridge)
 
@@ -93,7 +93,7 @@ class Observing:
         """Mean rotations of all layers without a window.
 
         Args:
-            chosen: enters the frequencies of one kind of request.
+            chosen: selects the frequencies of one RoPE scaling variant.
         """
         if not self._all_turn_as_known:
             return None
@@ -101,7 +101,7 @@ class Observing:
         return Rotations(self._rotaries, self._spec.head_dim, model.device, chosen)
 
     def close(self) -> None:
-        """Stop looking: nothing of this stays on the model."""
+        """Remove all hooks from the model."""
         for handle in (*(vars(self).pop("_shift", None) or ()), *self._inputs):
             handle.remove()
         self._inputs = []
@@ -112,7 +112,7 @@ class Observing:
 
     @cached_property
     def _rotaries(self) -> dict[int, Rotary]:
-        if self._spec.learned_positions:  # they are in the hidden states; nothing turns
+        if self._spec.learned_positions:  # in the hidden states; no rotation
             found = dict.fromkeys(range(self._spec.num_layers), Rotary(None))
         else:
             found = find_rotaries(self._model, self._probe)
@@ -121,7 +121,7 @@ class Observing:
 
     @property
     def _all_turn_as_known(self) -> bool:
-        """Statistics are of layers without a window only."""
+        """Whether the RoPE of every layer without a window is known; others need no statistics."""
         layers = enumerate(self._spec.layers)
         return all(number in self._rotaries for number, layer in layers if layer.window is None)
 
@@ -132,14 +132,14 @@ class Observing:
 
 # ---- shift ---------------------------------------------------------------------------------------
 
-# Shows an attention how much it changed the residual stream of each layer.
+# Measures how much attention changed the residual stream of each layer.
 #
-# In a layer `after = before + attention`, perhaps scaled or normalised first; `after` is what the
-# next part of the layer is given. Which part that is, is found out once by running the model: the
-# first one behind attention whose input differs from `before` by what attention gave. Layers that
-# add attention and MLP at once have none.
+# In a layer `after = before + attention`, perhaps scaled or normalised first; `after` is the input
+# of the next submodule of the layer. That submodule is found by running the model once: it is the
+# first one after attention whose input differs from `before` by the output of attention. Layers
+# that add attention and MLP in one step have no such submodule.
 
-MOST_ERROR = 0.02  # relative, of what attention gave times a factor, against what was added
+MOST_ERROR = 0.02  # relative, of the attention output times a factor, against the added tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Ran:
-    """What the parts of a layer were given and gave, in the order they ran."""
+    """Inputs and outputs of a layer's submodules, in the order they ran."""
 
     before: Tensor | None = None
     parts: list[tuple[str, Tensor, Tensor]] | None = None
@@ -162,11 +162,11 @@ class _Ran:
 def watch_residual_similarity(
     model: nn.Module, bridge: Bridge, probe: Probe
 ) -> list[RemovableHandle] | None:
-    """From now on tell every attention that wants it; None where a layer cannot be watched.
+    """Register hooks that report residual similarity; None if a layer is not supported.
 
-    An attention that has `wants_residual_similarity` is told
-    `note_residual_similarity(layer, cosines)` for each layer: the cosine between the residual
-    stream before and after for each token, float32.
+    If an attention has `wants_residual_similarity` set, its
+    `note_residual_similarity(layer, cosines)` is called for each layer. `cosines` is, for each
+    token, the cosine between the residual stream before and after attention, float32.
     """
     layers = list(_layers(model))
     ran = _run(layers, probe)
@@ -189,7 +189,7 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 
 
 def _run(layers: list[_Layer], probe: Probe) -> list[_Ran]:
-    """Run the model once and note what each layer's parts were given."""
+    """Run the model once and record the inputs and outputs of each layer's submodules."""
     notes, handles = [], []
     for layer in layers:
         note = _Ran(parts=[])
@@ -208,7 +208,7 @@ def _run(layers: list[_Layer], probe: Probe) -> list[_Ran]:
 
 
 class _Answering:
-    """Attention that gives something else for each token, so that what it adds can be told."""
+    """Attention with a different output for each token, so that its addition can be detected."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `PagedAttention.attend`."""
@@ -234,24 +234,24 @@ def _note_part(note: _Ran, name: str) -> Any:
 
 
 def _stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states a module is given, [tokens, hidden]."""
+    """The hidden states in a module's arguments, [tokens, hidden]."""
     given = args[0] if args else kwargs["hidden_states"]
     assert isinstance(given, Tensor), "modules of a layer take hidden states first"
     return given.reshape(-1, given.shape[-1])
 
 
 def _next_part(layer: _Layer, ran: _Ran) -> str | None:
-    """The part that is given the residual stream after attention was added."""
+    """The submodule whose input is the residual stream after attention was added."""
     parts, before = ran.parts or [], ran.before
     names = [name for name, _, _ in parts]
     if before is None or layer.attention not in names:
         return None
     at = names.index(layer.attention)
-    added = [parts[at][2]]  # what attention gave, and what a norm made of it
+    added = [parts[at][2]]  # the attention output, and its normalised form
     for name, given, made in parts[at + 1 :]:
         if given.shape != before.shape:
             continue
-        # attention may be so much larger than the stream that both look alike: the better one is it
+        # attention may be much larger than the stream, so that both fit: the smaller error decides
         alone, onto_stream = _error(added[0], given), min(_error(x, given - before) for x in added)
         if onto_stream <= min(MOST_ERROR, alone):
             return name
@@ -261,7 +261,7 @@ def _next_part(layer: _Layer, ran: _Ran) -> str | None:
 
 
 def _error(given: Tensor, seen: Tensor) -> float:
-    """How much of what is seen is not what was given times a factor, relative."""
+    """Relative error of `seen` against the best multiple of `given`."""
     if given.shape != seen.shape or not seen.any():
         return math.inf
     x, y = given.float().flatten(), seen.float().flatten()

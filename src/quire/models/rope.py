@@ -1,8 +1,8 @@
-"""RoPE of a model: frequencies fixed for a request, whatever its length, and what queries get.
+"""RoPE of a model: frequencies fixed for the lifetime of a request, and the rotation of queries.
 
-Transformers picks long-RoPE frequencies from the largest position of a batch, so in a flat batch
-one long request would turn the keys of all the others. Here a request's regime follows from the
-most tokens it may ever have, and a forward uses the regime it is told.
+Transformers selects long-RoPE frequencies by the largest position of a batch. In a flat batch, one
+long request would then change the keys of all others. Here the RoPE scaling variant of a request
+follows from its maximum number of tokens, and each forward is given the variant to use.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from quire.errors import InvariantError, UnsupportedModel
 from quire.models.base import AttentionCall, PagedAttention
 from quire.models.rotary import Rotary
 
-# Rotary frequencies that depend on a request's length, fixed for the whole of its life.
+# Rotary frequencies that depend on a request's final length, fixed for its lifetime.
 
 LONGROPE = "longrope"
 
@@ -55,17 +55,17 @@ class _RotaryModule:
 
 
 class RopeVariants:
-    """The frequencies a model has to choose from, and the choice in force.
+    """The RoPE scaling variants of a model, and the variant in use.
 
-    Building it freezes the model's rotary modules: they no longer look at positions to choose their
-    frequencies, until `release`.
+    The constructor freezes the model's rotary modules: until `release` they no longer select their
+    frequencies by position.
 
     Args:
         model: a Transformers model on its final device.
 
     Raises:
-        UnsupportedModel: the frequencies change with the length reached ("dynamic"), so keys that
-            are already in pages would have to turn again.
+        UnsupportedModel: the frequencies change with the current length ("dynamic"), so cached
+            keys would have to be rotated again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,18 +81,18 @@ class RopeVariants:
 
     @property
     def count(self) -> int:
-        """1, or 2 where short and long requests have different frequencies."""
+        """Number of variants: 1, or 2 if short and long requests have different frequencies."""
         return 1 if self._short_tokens is None else 2
 
     def variant(self, final_tokens: int) -> int:
-        """0 (short) up to the length the model was first trained for, 1 (long) beyond."""
+        """The variant: 0 (short) up to the model's original context length, 1 (long) beyond."""
         return int(self._short_tokens is not None and final_tokens > self._short_tokens)
 
     def select(self, variant: int) -> None:
-        """Use these frequencies from now on.
+        """Use the frequencies of this variant until the next `select` or `release`.
 
         Raises:
-            InvariantError: there is no such regime.
+            InvariantError: there is no such variant.
         """
         if not 0 <= variant < self.count:
             raise InvariantError(f"expected a RoPE regime below {self.count}, got {variant}")
@@ -103,7 +103,7 @@ class RopeVariants:
         self._current = variant
 
     def release(self) -> None:
-        """Let the modules choose for themselves, as they were found, until the next `select`."""
+        """Restore the modules' own frequency selection until the next `select`."""
         for rotary in self._rotary:
             rotary.release()
         self._current = None
@@ -154,26 +154,25 @@ def _longrope(module: Any, prefix: str, layer_type: str | None, tokens: int) -> 
 
 # ---- rotations -----------------------------------------------------------------------------------
 
-# Finds what a model's RoPE does to queries.
+# Finds the RoPE that a model applies to queries.
 #
-# Nothing is read off names. One token is shown to the model at several positions with attention
-# that answers nothing, so that in each layer its queries differ by their rotation alone. Of the
-# model's rotary modules, in the ways there are to use them, the one that explains the difference is
-# the layer's.
+# Module names are not used. The model runs on one token at several positions with attention that
+# returns zeros, so that in each layer the queries differ by their rotation alone. The layer's RoPE
+# is the rotary module, and the way to apply it, that reproduces this difference.
 
 PROBED_POSITIONS = (0, 1, 5, 17)
-MOST_ERROR = 0.05  # relative, of a rotation that explains what is seen; bfloat16 makes 0.005
+MOST_ERROR = 0.05  # relative, of a matching rotation; bfloat16 has about 0.005
 
 Probe = Callable[[Sequence[int], PagedAttention], None]
-"""Shows one token at these positions to the model, each a sequence of its own."""
+"""Runs the model on one token at these positions, each a sequence of its own."""
 
 
 def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
-    """The rotation of each layer; layers that rotate in another way are absent.
+    """The RoPE of each layer; layers with an unknown rotation are absent.
 
     Args:
         model: a Transformers model.
-        probe: runs it.
+        probe: runs the model.
     """
     seen = _Queries()
     probe(PROBED_POSITIONS, seen)
@@ -188,7 +187,7 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
 
 
 class _Queries:
-    """Attention that answers nothing and keeps what it was asked."""
+    """Attention that returns zeros and stores its queries."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, Tensor] = {}
@@ -200,7 +199,7 @@ class _Queries:
 
 
 def _ways(model: nn.Module) -> Iterator[Rotary]:
-    """Every way to use every rotary module of a model, and not to rotate."""
+    """Every way to apply every rotary module of a model, and no rotation."""
     yield Rotary(None)
     for module in model.modules():
         if not any(name.endswith("inv_freq") for name in module._buffers):
@@ -212,24 +211,24 @@ def _ways(model: nn.Module) -> Iterator[Rotary]:
 
 
 def _error(way: Rotary, queries: Tensor) -> float:
-    """How far the queries of all positions are from the first one's, turned; relative."""
+    """Relative error of the first position's query, rotated to all positions, against `queries`."""
     positions = torch.tensor(PROBED_POSITIONS, device=queries.device)
     try:
         first = way.unrotate(queries[:1], positions[:1]).expand_as(queries)
         turned = way.rotate(first, positions)
-    except (RuntimeError, TypeError):  # more numbers turn than a head has; another signature
+    except (RuntimeError, TypeError):  # more rotary elements than head_dim, or another signature
         return float("inf")
     return float((turned - queries).norm() / queries.norm())
 
 
 class Rotations:
-    """Mean rotations of all layers, for rules that ask about queries to come.
+    """Mean rotations of all layers, for eviction rules that predict future queries.
 
     Args:
-        rotaries: of each layer.
-        head_dim: numbers of a query.
-        device: where the model is.
-        chosen: enters the frequencies of one kind of request.
+        rotaries: RoPE of each layer.
+        head_dim: elements of a query.
+        device: device of the model.
+        chosen: selects the frequencies of one RoPE scaling variant.
     """
 
     def __init__(
@@ -247,7 +246,7 @@ class Rotations:
     ) -> Float[Tensor, "head_dim head_dim"]:
         """R for which R @ q is the mean of q rotated to `tokens` positions from `start` on.
 
-        float32, with the factor on cosines and sines where a model has one.
+        float32, including the model's factor on cosines and sines, if it has one.
         """
         with self._chosen(), torch.inference_mode():
             rotary = self._rotaries[layer]

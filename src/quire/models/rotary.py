@@ -1,4 +1,4 @@
-"""RoPE of one layer: put on queries, taken off again, and its mean over positions."""
+"""RoPE of one layer: its application, its inverse, and its mean over positions."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotary:
-    """RoPE of a layer: numbers i and i + half of a head's first numbers turn together.
+    """RoPE of a layer: elements i and i + half of a head's rotary elements rotate as a pair.
 
     Attributes:
-        module: gives cosines and sines for positions; None for a layer that does not rotate.
-        layer_type: what the module is told to tell kinds of layers apart, or None.
-        halves: whether the module gives one number for a pair, or the same for both.
+        module: computes cosines and sines of positions; None for a layer without RoPE.
+        layer_type: argument of the module that selects the kind of layer, or None.
+        halves: whether the module returns one value for each pair (True) or for each element.
     """
 
     module: nn.Module | None
@@ -24,7 +24,7 @@ class Rotary:
     def rotate(
         self, x: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
     ) -> Float[Tensor, "token head head_dim"]:
-        """What the layer makes of queries or keys at these positions, float32."""
+        """Rotate queries or keys to these positions, float32."""
         if self.module is None:
             return x.float()
         cosine, sine = self._turns(positions)
@@ -33,7 +33,7 @@ class Rotary:
     def unrotate(
         self, rotated: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
     ) -> Float[Tensor, "token head head_dim"]:
-        """What they were before, float32; a factor on cosines and sines is taken off too."""
+        """Undo `rotate`, float32; a factor on cosines and sines is removed too."""
         if self.module is None:
             return rotated.float()
         cosine, sine = self._turns(positions)
@@ -43,9 +43,9 @@ class Rotary:
     def move(
         self, still: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
     ) -> Float[Tensor, "token head head_dim"]:
-        """What queries or keys that the layer made at position 0 are at others, float32.
+        """Rotate queries or keys that were computed at position 0 to other positions, float32.
 
-        At position 0 nothing turns; a factor on cosines and sines is in them already.
+        The input is not rotated, but includes a factor on cosines and sines, if there is one.
         """
         if self.module is None:
             return still.float()
@@ -65,7 +65,7 @@ class Rotary:
         return _turned(basis[:, None], cosine, sine)[:, 0].T
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, 1, numbers that turn]."""
+        """Cosines and sines [tokens, 1, rotary elements]."""
         assert self.module is not None, "a layer that rotates"
         kind = () if self.layer_type is None else (self.layer_type,)
         like = torch.empty(1, device=positions.device)

@@ -1,4 +1,4 @@
-"""The tensors in a folder's weight files, by their headers: names, shapes and types, no values."""
+"""Headers of a folder's weight files: names, shapes and types of tensors, without values."""
 
 import math
 import re
@@ -39,17 +39,17 @@ class StoredTensor:
 
     @property
     def num_values(self) -> int:
-        """Numbers in the tensor."""
+        """Number of elements in the tensor."""
         return math.prod(self.shape)
 
     @property
     def is_integer(self) -> bool:
-        """Whether its numbers are integers or booleans."""
+        """Whether its elements are integers or booleans."""
         return self.dtype in _INTEGERS
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Open every weight file's header, so that damage is named before memory is taken.
+    """Read every weight file's header, so that damage is reported before memory is allocated.
 
     Returns:
         Each stored tensor by its name.
@@ -100,16 +100,16 @@ def _indexed_files(index: Path) -> list[Path]:
 
 # ---- shapes --------------------------------------------------------------------------------------
 
-# Does a config describe the stored weights? Answered from the headers of the weight files.
+# Checks that a config describes the stored weights, from the headers of the weight files.
 #
-# The layers and the number of parameters are compared first, without a module: a config that asks
-# for a million layers would keep Transformers building for minutes. The shapes are compared with a
-# model on the meta device, which has no memory.
+# The layers and the number of parameters are compared first, without building a module: for a
+# config with a million layers, Transformers would build modules for minutes. The shapes are
+# compared with a model on the meta device, which allocates no memory.
 
-# The first number of a tensor's name is that of its layer, behind one of these words.
+# The first number of a tensor's name is its layer index, after one of these words.
 _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?(?:layers|layer|blocks|block|h))\.(\d+)\.")
 _CONFIG_FITS = "check that config.json belongs to these weights"
-_MOST_TIMES_STORED = 2  # a spec may count a tied matrix twice, and few vectors not at all
+_MOST_TIMES_STORED = 2  # a spec may count a tied matrix twice and omit a few vectors
 
 
 def check_shapes(
@@ -123,10 +123,10 @@ def check_shapes(
     Args:
         config: of the model.
         stored: see `read_headers`.
-        trust_remote_code: run the code the folder brings.
+        trust_remote_code: run Python code from the model folder.
 
     Raises:
-        ModelError: the weights have other layers or other shapes than the config says.
+        ModelError: the layers or shapes of the weights differ from the config.
     """
     spec = ModelSpec.from_config(config.to_dict())
     known = model_class(config)
@@ -148,7 +148,7 @@ def layer_list(name: str) -> str | None:
 
 
 def is_ignored(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a model class declares that it does without a stored tensor."""
+    """Whether a model class declares a stored tensor as ignorable."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 

@@ -1,6 +1,7 @@
-"""What cannot be right in pages by what a config or a class says; `layout.refusals` knows names.
+"""Refusal of models that paged attention does not support, by their config or class.
 
-Models that pass all of this are still compared with Transformers when they are loaded (`verify`).
+`layout.refusals` refuses models by name. Models that pass all checks are still compared with
+Transformers when they are loaded (`verify`).
 """
 
 import inspect
@@ -54,7 +55,7 @@ _CAPABILITIES: tuple[tuple[Callable[[PreTrainedConfig], bool], Refusal], ...] = 
 
 
 def refuse_config(config: PreTrainedConfig) -> None:
-    """Refuse what a config already shows, before any weight is read.
+    """Refuse an unsupported model by its config, before any weight is read.
 
     Raises:
         UnsupportedModel: with the reason and what to use instead.
@@ -68,7 +69,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
 
 
 def refuse_class(model_class: type[PreTrainedModel]) -> None:
-    """Refuse a model class that keeps attention or positions to itself.
+    """Refuse a model class without Transformers' attention interface or without `position_ids`.
 
     Raises:
         UnsupportedModel: with the reason and what to use instead.

@@ -1,8 +1,7 @@
 """Text to token ids: a model's tokenizer, plain prompts and chats.
 
-Special tokens are added where the tokenizer adds them and nowhere else. The tokenizer of quire-tiny
-adds none: a plain prompt for it begins with `<|doc|>` by the caller's hand, while its chat template
-writes that token itself.
+Only the tokenizer adds special tokens. The tokenizer of quire-tiny adds none: the caller must begin
+a plain prompt with `<|doc|>`, while its chat template writes that token itself.
 """
 
 import inspect
@@ -43,7 +42,7 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a template raises for messages or variables of another shape than it expects."""
+"""Exceptions of a template for messages or variables of an unexpected shape."""
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,10 +58,10 @@ _TOKENIZER_FILES = (
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model folder, or None when the folder has none.
+    """Load the tokenizer of a model folder; None if the folder has none.
 
     Raises:
-        ModelError: there are tokenizer files and they cannot be read.
+        ModelError: tokenizer files exist but cannot be read.
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -83,7 +82,7 @@ def encode_prompt(
     Args:
         tokenizer: of the model.
         text: the prompt.
-        add_special_tokens: those that the tokenizer adds by itself.
+        add_special_tokens: whether the tokenizer adds its special tokens.
 
     Raises:
         RequestError: the text has no tokens, or is no Unicode text.
@@ -104,12 +103,12 @@ def render_chat(
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> str:
-    """The text a chat becomes, by the model's own template.
+    """Render a chat to text with the model's chat template.
 
     Args:
         tokenizer: of the model.
         messages: {"role": ..., "content": ...} each, oldest first.
-        add_generation_prompt: end with what opens the assistant's answer.
+        add_generation_prompt: end with the prefix of the assistant's message.
         template_kwargs: further variables of the template, such as `enable_thinking`.
 
     Raises:
@@ -156,7 +155,7 @@ def _words(template: str) -> frozenset[str]:
 
 
 def _check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
-    """Refuse names that are no variables of a template: `chat_template` would replace it."""
+    """Refuse reserved names: `chat_template`, for example, would replace the template."""
     for name in template_kwargs:
         if name in _RESERVED_NAMES:
             raise RequestError(
@@ -169,7 +168,7 @@ def _check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
 def _refused_by_template(
     render: Callable[..., object], template_kwargs: Mapping[str, Any], error: BaseException
 ) -> RequestError:
-    """The refusal of the variables if the template takes the messages without them."""
+    """Refuse the variables if the template accepts the messages without them, else the messages."""
     what, param = "these messages", "messages"
     if template_kwargs and _renders(render):
         what, param = f"these {KWARGS_FIELD}", KWARGS_FIELD
@@ -209,7 +208,7 @@ def encode_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a chat that `render_chat` made a text of.
+    """Token ids of a chat text that `render_chat` returned.
 
     Raises:
         RequestError: the text is empty.
@@ -225,7 +224,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool
 ) -> list[int]:
-    # a mask is as long as the ids, and nothing here reads one
+    # an attention mask would be as long as the ids, and it is not used
     encoded = tokenizer(
         text,
         add_special_tokens=add_special_tokens,
@@ -237,7 +236,7 @@ def _token_ids(
 
 
 def _check_unicode(text: str, param: str = "messages") -> None:
-    # JSON can write half of a surrogate pair; tokenizers answer that with a TypeError
+    # JSON can encode half of a surrogate pair, for which tokenizers raise a TypeError
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

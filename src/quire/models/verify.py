@@ -1,7 +1,8 @@
-"""The check at load: does this model give Transformers' own logits when attention is the engine's?
+"""The check at load: compare a model's logits under the engine's interface with Transformers'.
 
-A table of names ages; this does not. A short prompt runs twice, once as Transformers runs it and
-once as the engine will: two ragged sequences in one flat batch, in two chunks, over kept keys.
+Unlike a table of supported names, this check does not become outdated. A short prompt runs twice:
+once in Transformers, and once as in the engine. The engine's run has two ragged sequences in one
+flat batch, in two chunks, over cached keys.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,16 +21,17 @@ SHORTER_TOKENS = 17
 CHUNK_TOKENS = 11  # length of the first chunk of each
 
 # Relative distance of a row of logits, ||ours - theirs|| / ||theirs - mean||. Float32 differs by
-# rounding alone. In half precision an expert may flip on some rows, hence the tolerated share.
+# rounding alone. In half precision a router may select another expert on some rows, hence the
+# tolerated fraction of rows.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _TOLERATED_SHARE = {torch.float32: 0.0, torch.float16: 0.25, torch.bfloat16: 0.25}
 
 
 def compare_with_transformers(decoder: Comparable) -> None:
-    """Run a short prompt both ways.
+    """Run a short prompt both ways and compare the logits.
 
     Raises:
-        UnsupportedModel: attention is not asked for as the config promises, or logits differ.
+        UnsupportedModel: attention calls do not match the config, or logits differ.
         ModelError: Transformers' own logits are not finite.
     """
     sequences = _prompts(decoder.spec, decoder.device)
@@ -71,7 +73,7 @@ def _flat_logits(decoder: Comparable, sequences: list[Tensor]) -> list[Tensor]:
 
 
 class _Recorder:
-    # Passes attention on, and checks each call against what the spec promises the engine.
+    # Forwards attention calls, and checks each call against the spec.
 
     def __init__(self, decoder: Comparable, attention: PagedAttention) -> None:
         self._spec = decoder.spec
@@ -137,15 +139,15 @@ def _compare(decoder: Comparable, number: int, ours: Tensor, theirs: Tensor) -> 
 
 # ---- dense ---------------------------------------------------------------------------------------
 
-# Paged attention without pages: every key and value kept, a full float32 softmax, one mask.
+# Paged attention without pages: all keys and values are retained, a full float32 softmax, one mask.
 #
-# The reference that fast attention is compared with, and the attention of the check at load. Slow
-# on purpose: what it computes can be read off the page.
+# The reference for fast attention, and the attention of the check at load. It is simple rather
+# than fast.
 
 
 @dataclass(slots=True)
 class DenseLane:
-    """What one sequence holds in one layer, in the order of arrival.
+    """Cached keys and values of one sequence in one layer, in the order of arrival.
 
     Attributes:
         positions: logical position of each slot.
@@ -159,7 +161,7 @@ class DenseLane:
 
 
 class DenseAttention:
-    """Keeps every key and value of every sequence, for as many forwards as one likes."""
+    """Attention that retains all keys and values of all sequences over any number of forwards."""
 
     def __init__(self) -> None:
         self._lanes: dict[tuple[Hashable, int], DenseLane] = {}
@@ -168,13 +170,13 @@ class DenseAttention:
         """The `PagedAttention` of one flat batch.
 
         Args:
-            sequences: whose token each row is.
+            sequences: sequence of each row.
             positions: logical position of each row in its sequence.
         """
         return DenseBatch(self, tuple(sequences), tuple(positions))
 
     def lane(self, sequence: Hashable, layer: int) -> DenseLane:
-        """What a sequence holds in a layer; empty at first."""
+        """Cached keys and values of a sequence in a layer; empty at first."""
         return self._lanes.setdefault((sequence, layer), DenseLane())
 
 
@@ -209,7 +211,7 @@ class DenseBatch:
 def visible(
     call: AttentionCall, queries: Sequence[int], slots: Sequence[int]
 ) -> Bool[Tensor, "num_queries num_slots"]:
-    """Who sees whom, by logical position: nothing later, nothing outside the window."""
+    """Whether each query attends to each slot: no later position, none outside the window."""
     distance = torch.tensor(queries).unsqueeze(1) - torch.tensor(slots).unsqueeze(0)
     seen = distance >= 0
     return seen if call.window is None else seen & (distance < call.window)
@@ -227,5 +229,5 @@ def _attend(call: AttentionCall, query: Tensor, lane: DenseLane, seen: Tensor) -
     if call.sinks is not None:
         sinks = call.sinks.float().view(-1, 1, 1).expand(-1, query.shape[0], 1)
         products = torch.cat([products, sinks], dim=-1)
-    weights = products.softmax(dim=-1)[..., : len(lane.keys)]  # a sink takes weight, gives no value
+    weights = products.softmax(dim=-1)[..., : len(lane.keys)]  # a sink has weight, but no value
     return torch.einsum("hqs,shd->qhd", weights, values).to(query.dtype)

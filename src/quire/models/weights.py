@@ -1,4 +1,4 @@
-"""Weight files of a model folder, read into a Transformers model."""
+"""Loading of a model folder's weight files into a Transformers model."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,12 +30,12 @@ def read_model(
         folder: of the model.
         config: of the model, checked by `check_shapes`.
         stored: headers of the folder's weight files, see `read_headers`.
-        dtype: of the weights in memory; None keeps what the files and config say.
-        trust_remote_code: run the code the folder brings.
+        dtype: of the weights in memory; None: the dtype of the files and config.
+        trust_remote_code: run Python code from the model folder.
 
     Raises:
-        ModelError: weights do not fit the config, some have no value in the files, or some files'
-            values have no place.
+        ModelError: weights do not fit the config, a parameter has no stored weights, or stored
+            weights have no parameter.
     """
     with foreign_code(f"the weights in {folder} cannot be loaded"), _silence():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -62,7 +62,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    # No progress bars, and no report of keys over many lines: `check_loaded` says what is wrong.
+    # No progress bars and no long report of keys: `check_loaded` reports mismatches.
     shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ def _silence() -> Iterator[None]:
 
 # ---- matching ------------------------------------------------------------------------------------
 
-# After loading: every parameter has its weights, and no weights of a layer were left out.
+# Checks after loading: every parameter has its weights, and all weights of a layer were loaded.
 
 # Tables that old versions of Transformers stored and newer ones compute.
 _COMPUTED = r"\.(inv_freq|original_inv_freq|cos_cached|sin_cached|masked_bias|position_ids)$"
@@ -89,18 +89,18 @@ def check_loaded(
     stored: Mapping[str, StoredTensor],
     folder: Path,
 ) -> None:
-    """Compare what was loaded with what is stored.
+    """Compare the loaded parameters with the stored tensors.
 
     Args:
         model: with its weights.
-        info: `missing_keys` and `unexpected_keys`, as Transformers reports them; it leaves out what
-            the model class declares as ignorable.
+        info: `missing_keys` and `unexpected_keys`, as Transformers reports them; keys that the
+            model class declares as ignorable are absent.
         stored: see `read_headers`.
-        folder: where the weights are.
+        folder: folder of the weights.
 
     Raises:
         ModelError: a parameter has no stored weights, stored weights have no parameter, or weights
-            are stored as integers without a quantization that explains it.
+            are stored as integers without a quantization config.
     """
     missing = sorted(info["missing_keys"])
     if missing:
@@ -115,10 +115,10 @@ def check_loaded(
 
 
 def check_finite(model: nn.Module) -> None:
-    """Read every parameter once.
+    """Check that all parameters are finite.
 
     Raises:
-        ModelError: one holds NaN or an infinity; names it.
+        ModelError: a parameter contains NaN or infinity; names the parameter.
     """
     for name, parameter in model.named_parameters():
         found = _not_finite(parameter.detach())
