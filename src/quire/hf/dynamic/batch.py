@@ -1,4 +1,4 @@
-"""`DynamicBatch`: queries enter and leave a running batch of any Transformers model."""
+"""`DynamicBatch`: continuous batching for any Transformers model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,31 +18,31 @@ from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 
 CANCELLED = "cancelled"
-_FETCHED_BEFORE = 2  # tokens: who is to enter has its KV on the device that long before
+_FETCHED_BEFORE = 2  # tokens before a row is expected to be free: prefetch the next query's KV
 
 
 class DynamicBatch:
-    """A batch whose rows are filled again as they fall free.
+    """A batch whose free rows are filled with queued queries.
 
         batch = DynamicBatch(model, batch_size=8, batcher="baton_pd")
         handles = [batch.submit(ids, max_new_tokens=64) for ids in prompts]
         batch.run()
         answers = [handle.token_ids for handle in handles]
 
-    The model is driven by its ordinary forward and `past_key_values`; nothing about it is changed.
+    The model runs through its ordinary forward and `past_key_values`; it is not modified.
 
     Args:
         model: a causal language model of Transformers, in eval mode, on one device, with sdpa or
             eager attention.
-        options: see `BatchOptions`; single ones can be given by name instead.
+        options: see `BatchOptions`; single options can be passed by name instead.
 
     Attributes:
-        device_meter, host_meter: bytes of KV, now and at most; the device's count the slab, what is
-            being read and the prefilled queue.
-        last: what the last step did.
+        device_meter, host_meter: current and peak bytes of KV; device_meter counts the slab,
+            prefills in progress and the prefilled queue.
+        last: record of the last step.
 
     Raises:
-        UnsupportedModel: rows of different lengths cannot share its forward; says why.
+        UnsupportedModel: rows of different lengths cannot share its forward; states the reason.
         ConfigError, UnknownName: an option is wrong.
     """
 
@@ -92,21 +92,22 @@ class DynamicBatch:
         priority: int = 0,
         deadline_s: int | float | None = None,
     ) -> Query:
-        """Take a query into the line.
+        """Queue a query.
 
         Args:
-            prompt_token_ids: what is asked.
-            max_new_tokens: to be generated at most; those of `sampling` if not said.
-            sampling: how tokens are chosen, seed and stop ids included; greedy if not said.
-            priority: lower goes first, and may take the row of a higher one.
-            deadline_s: on the options' clock; of equal priorities the earliest goes first.
+            prompt_token_ids: the prompt.
+            max_new_tokens: maximum number of generated tokens; default: that of `sampling`.
+            sampling: sampling parameters, seed and stop ids included; default: greedy.
+            priority: lower values are scheduled first, and may preempt higher ones.
+            deadline_s: on the options' clock; among equal priorities the earliest is scheduled
+                first.
 
         Returns:
-            The handle: its `token_ids` grow, `finished` and `finish_reason` say when it is over.
+            The handle: `token_ids` has the tokens so far; see `finished` and `finish_reason`.
 
         Raises:
-            RequestError: it is wrong in itself; says why.
-            NeverFits: it needs more columns or bytes than there may be, even alone.
+            RequestError: the query is invalid; states the reason.
+            NeverFits: the query alone exceeds the column or byte limit.
         """
         query = Query(
             number=self._count,
@@ -132,7 +133,7 @@ class DynamicBatch:
         self._memory.refuse_what_never_fits(query)
 
     def cancel(self, query: Query) -> None:
-        """Give a query up, wherever it stands; others go on. What has ended stays as it is."""
+        """Cancel a query in any state; other queries continue. No effect on a finished query."""
         if query.finished:
             return
         if query.state is QueryState.RUNNING:
@@ -144,10 +145,10 @@ class DynamicBatch:
         self._rest()
 
     def preempt(self, query: Query) -> None:
-        """Take a running query out to the host now; it comes back when its turn comes.
+        """Preempt a running query: swap its KV to CPU memory; it resumes by its rank.
 
         Raises:
-            RequestError: it is in no row.
+            RequestError: the query is in no row.
         """
         if query.state is not QueryState.RUNNING or self._rule.runs_to_end:
             raise RequestError(
@@ -157,10 +158,10 @@ class DynamicBatch:
         self._memory.take_out(query)
 
     def extract(self, query: Query) -> Query:
-        """Take a query out for good, with all of its state; `adopt` puts it into a batch again.
+        """Remove a query from the batch with all of its state; `adopt` adds it to a batch.
 
         Raises:
-            RequestError: it has ended, or its prompt is being read.
+            RequestError: the query is finished, or its prefill is in progress.
         """
         if query.state is QueryState.RUNNING:
             self.preempt(query)
@@ -175,13 +176,13 @@ class DynamicBatch:
         return query
 
     def adopt(self, query: Query) -> None:
-        """Take over a query that was extracted from a batch of the same model.
+        """Add a query that was extracted from a batch of the same model.
 
-        Its KV goes to the host; where that is full its tokens are read again.
+        Its KV is moved to CPU memory; if that is full, its KV is recomputed.
 
         Raises:
-            RequestError: it was not extracted.
-            NeverFits: it needs more columns or bytes than there may be here, even alone.
+            RequestError: the query was not extracted.
+            NeverFits: the query alone exceeds the column or byte limit of this batch.
         """
         if query.state is not QueryState.EXTRACTED:
             raise RequestError(
@@ -196,7 +197,7 @@ class DynamicBatch:
 
     @property
     def has_work(self) -> bool:
-        """Whether some query has not ended."""
+        """Whether any query is unfinished."""
         return bool(self._batch_slots.live or len(self._line) or self._reader.reading)
 
     @property
@@ -211,21 +212,21 @@ class DynamicBatch:
         return len(self._line) + (len(reading.queries) if reading else 0)
 
     def run(self) -> None:
-        """Step until every query has ended."""
+        """Step until every query is finished."""
         while self.has_work:
             self.step()
 
     def step(self) -> list[NewToken]:
-        """Make room, fill rows, give every row its next token.
+        """Free memory, fill rows, and decode one token for every row.
 
         Returns:
-            New tokens, first ones of prompts included.
+            New tokens, first tokens of prompts included.
 
         Raises:
-            SlabFull: vector shaping has left more holes than the capacity takes. Queries keep what
-                they have; nothing can go on but by `cancel`.
-            Exception: of the model, as it is. Queries keep their tokens and those in rows are read
-                again, so that another step can be tried.
+            SlabFull: vector shaping has left more holes than the capacity allows. Queries keep
+                their state; only `cancel` can free columns.
+            Exception: an exception of the model, unchanged. Queries keep their tokens, and the KV
+                of those in rows is recomputed, so that another step can be tried.
         """
         self._sampling_step.begin_step()
         record = self.last = StepRecord()
@@ -277,7 +278,7 @@ class DynamicBatch:
                 self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
 
     def _fed(self, query: Query | None) -> list[int]:
-        """Tokens a row's query processes in this step."""
+        """Tokens of a row's query that this step processes."""
         if query is None:
             return []
         if query not in self._filling.shaped:
@@ -287,7 +288,7 @@ class DynamicBatch:
         return [*query.prompt_token_ids, *query.output_token_ids]
 
     def _fetch(self) -> None:
-        """Bring the next query's KV to the device before a row is expected to fall free."""
+        """Prefetch the next query's KV to the device before a row is expected to be free."""
         soon = any(query.tokens_left <= _FETCHED_BEFORE for query in self._batch_slots.live)
         if soon and self._line.ready:
             self._memory.fetch(self._line.ready[0])

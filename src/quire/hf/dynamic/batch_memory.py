@@ -1,4 +1,4 @@
-"""Memory of a dynamic batch: what lies on the device, what on the host, who has to make room."""
+"""Memory of a dynamic batch: KV on the device and in CPU memory, and preemption."""
 
 import torch
 
@@ -12,17 +12,17 @@ from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.window import spare_columns
 
 _HOST = torch.device("cpu")
-_COMES_BACK = 0.9  # of `scale_at`: more rows only below it, or they would go and come in turns
+_COMES_BACK = 0.9  # fraction of `scale_at` below which rows are added; avoids repeated preemption
 
 
 class BatchMemory:
-    """Bytes, and who is taken out of rows for want of them.
+    """Byte limits of a batch; preempts queries when memory is short.
 
     Args:
-        model: whose KV it is.
+        model: the model of the KV.
         options: limits.
         batch_slots: rows.
-        line: where those go who are taken out.
+        line: queues for preempted queries.
         device, host: count bytes.
     """
 
@@ -43,10 +43,10 @@ class BatchMemory:
     # ---- what fits -----------------------------------------------------------------------------
 
     def refuse_what_never_fits(self, query: Query) -> None:
-        """Refuse a query that is over the limit even alone.
+        """Refuse a query that exceeds the limit even alone.
 
         Raises:
-            NeverFits: says by how much.
+            NeverFits: states the needed and the allowed bytes.
         """
         if self._scale_at is None:
             return
@@ -61,12 +61,12 @@ class BatchMemory:
             )
 
     def fits(self, rows: int, columns: int, *, more: bool = True) -> bool:
-        """Whether the slab may come to hold so many rows and columns.
+        """Whether a slab of this size is within the limit.
 
         Args:
             rows: of the slab.
             columns: of the slab.
-            more: as a step up, which leaves room to grow.
+            more: whether rows are added; the limit is then lower, to leave memory for growth.
         """
         if self._scale_at is None:
             return True
@@ -74,11 +74,11 @@ class BatchMemory:
         return self._others() + self._batch_slots.peak_bytes(rows, columns) <= limit
 
     def affordable(self, group: list[Query]) -> list[Query]:
-        """As many of a group as may be read beside what there is; one where nothing runs."""
+        """The first queries of a group whose prefill fits; at least one if the batch is idle."""
         if self._scale_at is None:
             return group
         used = self.device.used_bytes
-        if self._batch_slots.live:  # whose next step comes after the reading
+        if self._batch_slots.live:  # their next step follows the prefill
             used = self._others() + self._batch_slots.peak_bytes(
                 len(self._batch_slots.rows), self._batch_slots.columns + 1
             )
@@ -89,7 +89,7 @@ class BatchMemory:
         return group
 
     def may_begin(self, members: list[Query]) -> bool:
-        """Whether a batch that runs to its end may begin with these."""
+        """Whether a batch that runs to its end may start with these queries."""
         if self._capacity_tokens and final_columns(members) > self._capacity_tokens:
             return False
         if self._scale_at is None:
@@ -98,14 +98,14 @@ class BatchMemory:
         return self._others() + slab <= self._scale_at
 
     def planned_columns(self) -> int:
-        """Columns that will be needed for certain; 0 where rows may have to go before."""
+        """Columns that are certain to be needed; 0 if rows may be preempted before."""
         if self._scale_at is not None:
             return 0
         running = (query.certain_tokens for query in self._batch_slots.live)
         return max(self._line.certain_tokens, *running, 0)
 
     def make_room_for(self, query: Query) -> None:
-        """Where nothing runs, let others wait on the host until this one can enter."""
+        """Swap ready queries to CPU memory until this query fits; for an idle batch."""
         while not self.fits(1, query.num_to_read, more=False):
             if not self._send_ready_to_host(but=query):
                 return
@@ -113,12 +113,12 @@ class BatchMemory:
     def _others(self) -> int:
         return self.device.used_bytes - self._batch_slots.num_bytes
 
-    # ---- who gives way -------------------------------------------------------------------------
+    # ---- preemption ----------------------------------------------------------------------------
 
     def shrink(self) -> None:
-        """Take rows out until the next step fits; those of the lowest rank first, never the last.
+        """Preempt queries until the next step fits, last in rank first; one query remains.
 
-        What waits with its KV on the device goes to the host before a row does.
+        Ready queries with KV on the device are swapped to CPU memory before a row is preempted.
         """
         batch_slots = self._batch_slots
         if batch_slots.slab is None or self.fits(
@@ -138,7 +138,7 @@ class BatchMemory:
             batch_slots.resize(rows, 0)
 
     def _fits_beside(self, rows: int, columns: int) -> bool:
-        """Whether a part of a slab of this size may lie beside the one that there is."""
+        """Whether a partial slab of this size fits in addition to the current slab."""
         assert self._scale_at is not None
         shape = self._model.shape
         part = shape.growing_bytes(rows, columns) - shape.slab_bytes(rows, columns)
@@ -157,7 +157,7 @@ class BatchMemory:
         return False
 
     def take_out(self, query: Query) -> None:
-        """Free a query's row. Its KV goes to the host; where that is full it is read again."""
+        """Preempt a query: swap its KV to CPU memory; recompute it if that memory is full."""
         query.preemptions += 1
         try:
             self._batch_slots.take_out(query, _HOST, self.host)
@@ -170,14 +170,14 @@ class BatchMemory:
     # ---- the queue -----------------------------------------------------------------------------
 
     def store(self, query: Query) -> None:
-        """Put a prefilled query's KV where the queue lies; on the device where the host is full."""
+        """Move a prefilled query's KV to the queue's memory, unless CPU memory is full."""
         if self._on_host and query.kv is not None:
             assert query.kv.lies_in(self.device)
             if self.host.can_take(query.kv.num_bytes):
                 query.kv = query.kv.moved(_HOST, self.host)
 
     def take_in(self, query: Query) -> None:
-        """Let a query stand in line: with its KV on the host, or to be read again."""
+        """Queue a query with its KV in CPU memory, or for recompute if that memory is full."""
         try:
             query.kv = query.kv and query.kv.moved(_HOST, self.host)
         except HostPoolFull:
@@ -188,7 +188,7 @@ class BatchMemory:
             self._line.stand_ready(query)
 
     def fetch(self, query: Query) -> None:
-        """Bring KV that lies on the host to the device, where that fits."""
+        """Prefetch a query's KV from CPU memory to the device, if it fits."""
         if query.kv is None or query.kv.lies_in(self.device):
             return
         more = query.kv.num_bytes

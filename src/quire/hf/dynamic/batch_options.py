@@ -1,4 +1,4 @@
-"""What a user can say about a dynamic batch."""
+"""Options of a dynamic batch."""
 
 import time
 from collections.abc import Callable
@@ -18,26 +18,26 @@ SYNC, ASYNC = "sync", "async"
 DEVICE, HOST = "device", "host"
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # run-time type checks in tests must not preempt Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """How a dynamic batch runs.
+    """Options of a dynamic batch.
 
     Attributes:
-        batch_size: rows at most.
-        batcher: a rule for dense rows of `quire.scheduler.batchers`, options and all.
-        capacity_tokens: columns of the slab at most; None: the model's context.
-        swap_space: for KV that was taken out, in bytes or as "64MiB"; None: no limit. What finds
-            no room there is read again.
-        scale_at: KV memory, in bytes or as "64MiB", from which rows are taken out; they come back
-            when there is room. None: never.
-        prefill: sync reads a prompt when there is a row for it; async reads ahead, at most
-            `prefill_tokens` between two steps. Of the batchers that read ahead: baton_pd and
-            baton_pd_best_fit; the others read a prompt when there is a row for it.
-        prefill_tokens: see there.
-        group_tokens: most tokens, pads counted, that are read together.
-        queue: device or host: where prefilled queries wait, under the same two.
-        clock: seconds; deadlines and times are on it.
+        batch_size: maximum number of rows.
+        batcher: a rule for dense rows of `quire.scheduler.batchers`, with its options.
+        capacity_tokens: maximum columns of the slab; None: the model's context.
+        swap_space: CPU memory for KV of preempted queries, in bytes or as "64MiB"; None: no limit.
+            If it is full, the KV is recomputed.
+        scale_at: KV memory, in bytes or as "64MiB", above which queries are preempted; they resume
+            when there is free memory. None: never.
+        prefill: sync prefills a prompt when there is a row for it; async prefills ahead, at most
+            `prefill_tokens` between two steps. Only baton_pd and baton_pd_best_fit prefill ahead;
+            other batchers prefill a prompt when there is a row for it.
+        prefill_tokens: see `prefill`.
+        group_tokens: maximum tokens, pads counted, that are prefilled together.
+        queue: device or host: memory of the KV of prefilled queries, for the same two batchers.
+        clock: returns seconds; the clock of deadlines and times.
     """
 
     batch_size: int = 8
@@ -69,14 +69,14 @@ class BatchOptions:
 
 # ---- checks --------------------------------------------------------------------------------------
 
-# What a dynamic batch refuses before it takes any memory.
+# Checks of a dynamic batch before it allocates memory.
 
 
 def read_params(params: SamplingParams | None, max_new_tokens: int | None) -> SamplingParams:
-    """Options of a query, filled; greedy where nothing is said.
+    """Resolve the sampling parameters of a query; default: greedy.
 
     Raises:
-        RequestError: what needs text, more than one answer, or more than tokens in it.
+        RequestError: options that need text, several completions, or more output than tokens.
     """
     found = params or SamplingParams()
     if max_new_tokens is not None:
@@ -107,17 +107,17 @@ def check_query(
     context_tokens: int | None,
     capacity_tokens: int | None,
 ) -> None:
-    """Refuse a query that cannot ever be answered.
+    """Refuse a query that can never run.
 
     Args:
-        query: with its options filled.
+        query: with resolved parameters.
         vocab_size: of the model.
         context_tokens: longest sequence of the model.
-        capacity_tokens: most columns of the slab.
+        capacity_tokens: maximum columns of the slab.
 
     Raises:
-        RequestError: an empty prompt, a token that is none, more tokens than the model has places,
-            a priority or deadline that is no number.
+        RequestError: an empty prompt, an invalid token id, more tokens than the model's context,
+            a priority or deadline that is not a number.
         NeverFits: more tokens than the slab may have columns.
     """
     prompt_token_ids, params = query.prompt_token_ids, query.params

@@ -1,4 +1,4 @@
-"""Who sits in which row of the slab, and how many rows there are."""
+"""Rows of the slab: the query of each row, and the number of rows."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,19 @@ from quire.kv.dense.window import Window, spare_columns
 
 
 class BatchSlots:
-    """Rows and the queries in them.
+    """The rows of the slab and their queries.
 
     Args:
         shape: of a token's KV.
         meter: counts the slab's bytes.
-        limit: most columns.
-        holds: rows that fall free keep their memory until the last has gone, so that nothing is
-            there twice while they are given back.
+        limit: maximum number of columns; None: no limit.
+        holds: whether free rows keep their memory until the last row is freed, so that freeing
+            rows makes no copy of the slab.
 
     Attributes:
         slab: None before the first row.
-        rows: the query in each row of the slab; None where it is free, or has ended.
-        planned: columns that queries will need for certain; a slab is made for so many at once.
+        rows: the query in each row of the slab; None if the row is free.
+        planned: columns that queries are certain to need; a new slab has at least this many.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BatchSlots:
         self._shape, self._meter, self._limit = shape, meter, limit
 
     def plan_for(self, columns: int) -> None:
-        """Note how many columns queries will need for certain."""
+        """Set the number of columns that queries are certain to need."""
         self.planned = columns
 
     @property
@@ -47,29 +47,29 @@ class BatchSlots:
 
     @property
     def columns(self) -> int:
-        """Of the longest row."""
+        """Columns of the longest row."""
         return self.slab.window.width if self.slab else 0
 
     @property
     def num_bytes(self) -> int:
-        """Of the slab."""
+        """Bytes of the slab."""
         return self.slab.num_bytes if self.slab else 0
 
-    # ---- how many ------------------------------------------------------------------------------
+    # ---- number of rows ------------------------------------------------------------------------
 
     def start_over(self, rows: int, columns: int) -> None:
-        """An empty slab with room for so much, and for no more unless it must grow."""
+        """Allocate an empty slab of exactly this size; it grows only if needed."""
         self.close()
         self.slab = DenseSlab(self._shape, rows, columns, meter=self._meter, limit=self._limit)
         self.slab.window.planned = self.planned
         self.rows = [None] * rows
 
     def resize(self, rows: int, longest: int) -> None:
-        """Have so many rows, at least those that are taken; empty ones come last.
+        """Change the number of rows, never below the occupied ones; free rows are last.
 
         Args:
-            rows: wanted.
-            longest: tokens of whoever is to enter.
+            rows: requested number.
+            longest: tokens of the longest query to be placed.
         """
         if self.slab is None or not self.live:
             window = Window(0, limit=self._limit, planned=self.planned)
@@ -89,7 +89,7 @@ class BatchSlots:
                 query.row = row
 
     def peak_bytes(self, rows: int, columns: int) -> int:
-        """Most bytes of the slab when it comes to hold so many rows and columns."""
+        """Peak bytes of the slab while it grows to this many rows and columns."""
         spare = spare_columns(columns)
         if self.slab is not None and rows == self.slab.rows:
             window, capacity = self.slab.window, self.slab.window.capacity
@@ -100,15 +100,15 @@ class BatchSlots:
         return self._shape.growing_bytes(rows, columns + spare)
 
     def close(self) -> None:
-        """Give the slab back."""
+        """Free the slab."""
         if self.slab is not None:
             self.slab.free()
         self.slab, self.rows = None, []
 
-    # ---- who -----------------------------------------------------------------------------------
+    # ---- queries in rows -----------------------------------------------------------------------
 
     def embed(self, query: Query) -> None:
-        """Let a query with KV take a free row."""
+        """Place a query with KV in a free row and copy its KV there."""
         assert self.slab is not None
         assert isinstance(query.kv, RowKV), "only what was read can be embedded"
         row = self.place(query)
@@ -117,17 +117,17 @@ class BatchSlots:
         query.drop_kv()
 
     def place(self, query: Query) -> int:
-        """Let a query take a free row; its tokens come with the next forward."""
+        """Place a query in a free row; the next forward processes its tokens."""
         row = query.row = self.rows.index(None)
         self.rows[row] = query
         query.state = QueryState.RUNNING
         return row
 
     def read_here(self, group: Sequence[Query]) -> tuple[SlabRows, Sequence[Query]]:
-        """Let queries take free rows that lie side by side, where their prompts will be read.
+        """Place queries in adjacent free rows, in which their prompts will be prefilled.
 
         Returns:
-            The rows, and the first of the group as far as they reach.
+            The rows, and the queries from the start of the group that were placed in them.
         """
         assert self.slab is not None
         first = self.rows.index(None)
@@ -155,7 +155,7 @@ class BatchSlots:
         """Copy a query's KV out of its row, and free the row.
 
         Raises:
-            HostPoolFull: there is no room for it; nothing was changed.
+            HostPoolFull: not enough free memory in the pool; no state was changed.
         """
         assert self.slab is not None
         assert query.row is not None

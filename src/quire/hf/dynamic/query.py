@@ -1,7 +1,7 @@
-"""A query: what was asked, what has been answered, where it stands. All of its state is here.
+"""A query: its prompt, its output and its entire state.
 
-Nothing about a query is kept by the number of its row, so sampler, seed, penalties, stop rules and
-positions travel with it when it is taken out of a batch and put back.
+No state of a query is indexed by its row. Sampler, seed, penalties, stop rules and positions
+therefore remain valid when the query is preempted and resumed.
 """
 
 import enum
@@ -18,7 +18,7 @@ from quire.kv.dense.meter import ByteMeter
 
 @runtime_checkable
 class OutsideKV(Protocol):
-    """KV of a query that is in no row; `quire.kv.dense.row` has it."""
+    """KV of a query that is in no row; implemented in `quire.kv.dense.row`."""
 
     @property
     def num_bytes(self) -> int: ...  # noqa: D102
@@ -28,11 +28,11 @@ class OutsideKV(Protocol):
 
 
 class QueryState(enum.Enum):
-    """Where a query is in its life."""
+    """State of a query."""
 
-    WAITING = "waiting"  # to be read
-    READING = "reading"  # its prompt, in the background
-    READY = "ready"  # has its KV and a next token, and no row
+    WAITING = "waiting"  # for its prefill
+    READING = "reading"  # its prefill is in progress
+    READY = "ready"  # has its KV and a next token, but no row
     RUNNING = "running"  # in a row
     EXTRACTED = "extracted"  # in no batch
     FINISHED = "finished"
@@ -40,23 +40,23 @@ class QueryState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """One query, which is also the handle its sender gets.
+    """One query; `DynamicBatch.submit` returns it as the handle.
 
     Attributes:
         number: in the order of arrival.
-        prompt_token_ids: what was asked.
-        params: how tokens are chosen and when to stop.
-        sampling_seed: where `params.seed` is None.
-        priority: lower goes first, as in the engine, and may take the row of a higher one.
-        deadline_s: on the batch's clock; of equal priorities the earliest goes first.
-        output_token_ids: what has been answered.
-        state: where it stands.
-        finish_reason: stop, length or cancelled; None while it goes on.
-        row: of the batch.
-        kv: where it has some outside the batch.
-        times_s: when each token came, on the batch's clock.
-        submitted_s, entered_s, finished_s: likewise; entered when its prompt was begun.
-        preemptions: how often it was taken out.
+        prompt_token_ids: the prompt.
+        params: sampling parameters and stop conditions.
+        sampling_seed: seed used if `params.seed` is None.
+        priority: lower values are scheduled first, as in the engine, and may preempt higher ones.
+        deadline_s: on the batch's clock; among equal priorities the earliest is scheduled first.
+        output_token_ids: tokens generated so far.
+        state: the query's state.
+        finish_reason: stop, length or cancelled; None until it is finished.
+        row: row of the batch; None if it has none.
+        kv: KV outside of the batch; None if it has none.
+        times_s: time of each generated token, on the batch's clock.
+        submitted_s, entered_s, finished_s: likewise; entered: the start of its prefill.
+        preemptions: number of preemptions.
     """
 
     number: int
@@ -78,65 +78,65 @@ class Query:
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer so far."""
+        """Tokens generated so far."""
         return self.output_token_ids
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens come."""
+        """Whether the query is finished."""
         return self.state is QueryState.FINISHED
 
     @property
     def to_read(self) -> list[int]:
-        """Tokens whose KV it needs before its next one: all but the newest of the answer."""
+        """Tokens whose KV the next token needs: all but the newest output token."""
         return [*self.prompt_token_ids, *self.output_token_ids[:-1]]
 
     @property
     def num_to_read(self) -> int:
-        """How many those are."""
+        """Number of tokens in `to_read`."""
         return len(self.prompt_token_ids) + max(0, len(self.output_token_ids) - 1)
 
     @property
     def tokens_left(self) -> int:
-        """Tokens to be generated at most."""
+        """Maximum number of tokens still to be generated."""
         return self.params.max_tokens - len(self.output_token_ids)
 
     @property
     def columns_left(self) -> int:
-        """Columns that follow those it has to read; the last token takes none."""
+        """Columns needed after those of `to_read`; the last token needs none."""
         return self.tokens_left - (not self.output_token_ids)
 
     @property
     def final_tokens(self) -> int:
-        """Slots it takes at its end at most; the last token has none."""
+        """Maximum number of slots at its end; the last token has none."""
         return len(self.prompt_token_ids) + self.params.max_tokens - 1
 
     @property
     def certain_tokens(self) -> int:
-        """Slots it will take for certain: to its end where nothing can end it early."""
+        """Slots it is certain to need: `final_tokens` if no stop condition can end it early."""
         may_end = self.params.stop_token_ids or not self.params.ignore_eos
         return self.num_to_read if may_end else self.final_tokens
 
     def finish(self, reason: str, now_s: float) -> None:
-        """No more tokens come."""
+        """Mark the query as finished."""
         self.state, self.finish_reason, self.finished_s = QueryState.FINISHED, reason, now_s
 
     def drop_kv(self) -> None:
-        """Give back what it has outside the batch."""
+        """Free the query's KV outside of the batch."""
         if self.kv is not None:
             self.kv.free()
             self.kv = None
 
     @property
     def rank(self) -> tuple[int, int | float, int]:
-        """Its place in line: by priority, then deadline, then arrival."""
+        """Sort key in the queues: priority, then deadline, then arrival."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s
         return (self.priority, deadline_s, self.number)
 
 
 # ---- queues --------------------------------------------------------------------------------------
 
-# Who waits: prompts to be read, and queries with KV but no row, each in line.
+# The queues: queries that wait for their prefill, and queries with KV but no row.
 
 _IN_LINE = (QueryState.WAITING, QueryState.READY)
 
@@ -145,24 +145,24 @@ class QueryQueues:
     """Two queues, by rank.
 
     Attributes:
-        waiting: to be read.
-        ready: read, or taken out of a row.
+        waiting: queries that wait for their prefill.
+        ready: prefilled or preempted queries with KV.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Query] = []
         self.ready: list[Query] = []
-        self._longest: list[tuple[int, int, Query]] = []  # heap; those who left stay for a while
+        self._longest: list[tuple[int, int, Query]] = []  # heap; entries are removed lazily
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.ready)
 
     def wait(self, query: Query) -> None:
-        """To be read."""
+        """Queue a query for its prefill."""
         self._enter(query, self.waiting, QueryState.WAITING)
 
     def stand_ready(self, query: Query) -> None:
-        """Has its KV."""
+        """Queue a query that has its KV."""
         self._enter(query, self.ready, QueryState.READY)
 
     def _enter(self, query: Query, queue: list[Query], state: QueryState) -> None:
@@ -172,32 +172,32 @@ class QueryQueues:
 
     @property
     def certain_tokens(self) -> int:
-        """Most that anybody in line will have for certain."""
+        """Maximum of `Query.certain_tokens` over the queued queries."""
         while self._longest and self._longest[0][-1].state not in _IN_LINE:
             heappop(self._longest)
         return -self._longest[0][0] if self._longest else 0
 
     def leave(self, query: Query) -> None:
-        """Go, to a row or for good."""
+        """Remove a query from its queue."""
         (self.waiting if query.state is QueryState.WAITING else self.ready).remove(query)
 
     def first(self) -> Query | None:
-        """Whoever is first of both."""
+        """The first query of both queues; None if both are empty."""
         heads = [queue[0] for queue in (self.waiting, self.ready) if queue]
         return min(heads, key=lambda found: found.rank, default=None)
 
 
 # ---- record --------------------------------------------------------------------------------------
 
-# What a step of a dynamic batch did: tokens for the user, numbers for benches.
+# Records of a step of a dynamic batch: tokens for the user, measurements for benchmarks.
 
 
 class NewToken(NamedTuple):
     """A token of a query.
 
     Attributes:
-        query: whose.
-        token_id: which.
+        query: the query of the token.
+        token_id: the token.
     """
 
     query: Query
@@ -206,12 +206,12 @@ class NewToken(NamedTuple):
 
 @dataclass(slots=True)
 class ReadRecord:
-    """A forward over prompts.
+    """A prefill forward.
 
     Attributes:
-        rows, columns: of it, pads counted.
+        rows, columns: shape of the forward, pads counted.
         seen: columns before it.
-        seconds: it took, sampling left out.
+        seconds: duration, sampling excluded.
     """
 
     rows: int
@@ -225,15 +225,15 @@ class StepRecord:
     """One step.
 
     Attributes:
-        rows: of the slab, empty ones and those that have ended included; 0 where none decoded.
-        live: rows that went on.
-        columns: that attention saw.
-        new_columns: of the forward; more than 1 where prompts were read by it.
+        rows: rows of the slab, free and finished ones included; 0 if no row decoded.
+        live: rows with a running query.
+        columns: columns in attention.
+        new_columns: columns of the forward; more than 1 if it also prefilled prompts.
         valid_tokens: sum of the live rows' lengths.
-        queued: whether others waited when it decoded.
-        decode_s: the forward and choosing tokens.
-        reads: prompts read apart.
-        kv_bytes: held at the end.
+        queued: whether queries were queued at the decode forward.
+        decode_s: duration of the decode forward and of sampling.
+        reads: separate prefill forwards.
+        kv_bytes: KV bytes on the device at the end of the step.
     """
 
     rows: int = 0
