@@ -1,4 +1,4 @@
-"""Fills free rows: reads prompts when a rule says so, lets ready queries in, makes room."""
+"""Filling of free rows: prefills prompts under a batching rule, admits ready queries, preempts."""
 
 from dataclasses import replace
 from heapq import merge
@@ -15,18 +15,18 @@ from quire.scheduler.batchers.registry import parse_dense_batcher
 
 
 class Filling:
-    """Who is read when, and who gets which row.
+    """Schedules prefills and assigns rows to queries.
 
     Args:
-        model: reads prompts.
+        model: runs the prefill.
         options: of the batch.
         batch_slots, line, memory: of the batch.
-        accept: takes the logits of prompts that were read, and gives each query its first token.
+        accept: called with the logits of prefilled prompts; samples each query's first token.
 
     Attributes:
-        rule: decides.
-        shaped: queries whose tokens the batch's next forward reads.
-        reader: reads prompts.
+        rule: the batching rule.
+        shaped: queries whose prompt tokens the batch's next forward processes.
+        reader: prefills prompts.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Filling:
         self._batch_slots, self._line, self._memory = batch_slots, line, memory
 
     def view(self) -> BatchView[Query]:
-        """What the rule sees."""
+        """State of the batch for the batching rule."""
         return BatchView(
             size=self._options.batch_size,
             live=self._batch_slots.live,
@@ -58,7 +58,7 @@ class Filling:
     # ---- rows ----------------------------------------------------------------------------------
 
     def make_way(self) -> None:
-        """Take rows from those who are less urgent for others who find none free."""
+        """Preempt running queries for queued queries of higher priority without a free row."""
         if self.rule.runs_to_end:
             return
         free = self._options.batch_size - len(self._batch_slots.live)
@@ -73,7 +73,7 @@ class Filling:
             self._memory.take_out(last)
 
     def fill(self, record: StepRecord) -> None:
-        """Fill the rows that are open."""
+        """Fill the free rows that the rule opens."""
         self.shaped = []
         if not self.rule.open_rows(self.view()):
             return
@@ -99,7 +99,7 @@ class Filling:
             self._drop_free_rows()
 
     def _next(self, record: StepRecord) -> Query | None:
-        """Who enters next, read if need be."""
+        """The next query to place in a row, prefilled if necessary; None if there is none."""
         while not self.rule.shapes and self._wants_more():
             if not self.reader.read_now(self.view(), record):
                 break
@@ -118,7 +118,7 @@ class Filling:
         return self._memory.fits(rows, max(batch_slots.columns, query.num_to_read))
 
     def _add_rows(self, least: int, longest: int) -> None:
-        """Let the slab have that many free rows, and more where more are waiting and fit."""
+        """Add free rows up to `least`, and more if more queries are queued and fit."""
         batch_slots = self._batch_slots
         live = len(batch_slots.live)
         if len(batch_slots.rows) >= live + least:
@@ -129,10 +129,10 @@ class Filling:
             rows -= 1
         batch_slots.resize(rows, longest)
 
-    # ---- prompts read where they stay ----------------------------------------------------------
+    # ---- prefill in the query's row ------------------------------------------------------------
 
     def _may_read_here(self) -> bool:
-        """Whether the next to enter are read in rows of theirs: there is no queue in between."""
+        """Whether the next queries are prefilled in their own rows, without the ready queue."""
         options, rule = self._options, self.rule
         ahead = rule.reads_ahead and (options.prefill, options.queue) != (SYNC, DEVICE)
         queued = ahead or rule.least_ready > 1
@@ -167,10 +167,10 @@ class Filling:
         if live < len(self._batch_slots.rows):
             self._batch_slots.resize(live, 0) if live else self._batch_slots.close()
 
-    # ---- prompts read by the batch itself ------------------------------------------------------
+    # ---- prefill in the batch's forward --------------------------------------------------------
 
     def _shape(self) -> None:
-        """Place waiting queries in free rows; the next forward reads them all."""
+        """Place waiting queries in free rows; the next forward prefills all of them."""
         group = self.rule.next_group(self.view())
         live, columns = len(self._batch_slots.live), self._batch_slots.columns
         while len(group) > 1 or (group and live):
@@ -190,14 +190,14 @@ class Filling:
         self.shaped = group
 
     def take_back(self) -> None:
-        """Put those in line again whose tokens the forward could not read."""
+        """Queue the queries again whose tokens the forward could not process."""
         for query in self.shaped:
             self._batch_slots.leave(query, clear=False)
             self._line.wait(query)
         self.shaped = []
 
     def begin_again(self) -> None:
-        """A step has failed: whose KV may be half written wait to be read again."""
+        """Recover from a failed step: queue queries with incomplete KV for recompute."""
         queries = dict.fromkeys([*self._batch_slots.live, *self.reader.give_up()])
         self._batch_slots.close()
         self.shaped = []
@@ -208,7 +208,7 @@ class Filling:
                 self._line.wait(query)
 
     def _begin_batch(self, record: StepRecord) -> None:
-        """Begin a batch that runs to its end, in a slab of just the size it will need."""
+        """Start a batch that runs to its end, in a slab of its final size."""
         members = self._members()
         if not members:
             return
@@ -227,7 +227,7 @@ class Filling:
             unread = [query for query in unread if query not in read]
 
     def _members(self) -> list[Query]:
-        """Who begins together. Where prompts are shaped, those with KV and those without do not."""
+        """Queries of the next batch. If prompts are shaped, all have KV or all have none."""
         first = self._line.first()
         if first is None:
             return []

@@ -1,4 +1,4 @@
-"""Reading prompts: a group at a time, whole or in chunks, in its rows or apart from the batch."""
+"""Prefill of a group of prompts, whole or in chunks, in the batch's rows or in a separate slab."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,17 @@ from quire.kv.dense.slab import DenseSlab
 
 
 class Prefill:
-    """Prompts that are being read, each from column 0 on, pads behind the shorter ones.
+    """A prefill in progress; prompts start at column 0, shorter prompts have pads at their end.
 
     Args:
-        model: reads them.
+        model: runs the prefill.
         queries: the group.
-        slab: where their KV comes to lie.
+        slab: destination of their KV.
 
     Attributes:
-        queries: as given.
-        columns: of the longest.
-        logits: of each query's last token, once it was read.
+        queries: the group.
+        columns: of the longest prompt.
+        logits: of each query's last token, once it was processed.
     """
 
     def __init__(
@@ -38,24 +38,24 @@ class Prefill:
 
     @property
     def done(self) -> bool:
-        """Whether all was read."""
+        """Whether the prefill is complete."""
         return self.columns_read == self.columns
 
     @property
     def columns_read(self) -> int:
-        """Columns read so far."""
+        """Columns processed so far."""
         return self._slab.window.hi - self._first
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts, pads counted."""
+        """Tokens of all prompts, pads counted."""
         return self.columns * len(self.queries)
 
     def advance(self, tokens: int) -> int:
-        """Read on, at most so many tokens with pads counted, but always a column.
+        """Process at most `tokens` tokens, pads counted, but at least one column.
 
         Returns:
-            Columns that were read.
+            Number of processed columns.
         """
         first = self.columns_read
         columns = min(max(1, tokens // len(self.queries)), self.columns - first)
@@ -73,7 +73,7 @@ class Prefill:
         return columns
 
     def finish(self) -> None:
-        """Give each query its KV, unless it was read where it stays."""
+        """Assign each query its KV, unless the prefill was in the batch's rows."""
         if isinstance(self._slab, SlabRows):
             self._slab.hold([len(ids) for ids in self._token_ids])
             return
@@ -81,18 +81,18 @@ class Prefill:
             query.kv = kv
 
     def drop(self) -> None:
-        """Give back what lies beside the batch."""
+        """Free the separate slab."""
         if isinstance(self._slab, DenseSlab):
             self._slab.free()
 
 
 def read_apart(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Prefill:
-    """Begin to read prompts beside the batch."""
+    """Start a prefill in a separate slab."""
     columns = max(query.num_to_read for query in queries)
     return Prefill(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))
 
 
 def prefill_bytes(model: SlabModel, queries: Sequence[Query]) -> int:
-    """Bytes while a group is read and taken apart: its slab, and one layer of it twice."""
+    """Peak bytes of a group's prefill and split: its slab, and one layer of it twice."""
     columns = max(query.num_to_read for query in queries)
     return model.shape.growing_bytes(len(queries), columns)

@@ -1,4 +1,4 @@
-"""Reads prompts when a rule says so: where they will stay, beside the batch, or between steps."""
+"""Prefill of prompts under a batching rule: in their rows, in a separate slab, or between steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,23 +15,23 @@ from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows
 from quire.scheduler.batchers.base import BatchView, DenseRule
 
-_READ_AHEAD = 4  # queries, where prompts are read in the background
+_READ_AHEAD = 4  # queries, if prompts are prefilled in the background
 
 Accept = Callable[[dict[Query, Tensor]], None]
 
 
 class Reader:
-    """Prompts of a dynamic batch.
+    """Prefills the prompts of a dynamic batch.
 
     Args:
-        model: reads them.
+        model: runs the prefill.
         options: of the batch.
-        rule: groups them.
+        rule: groups prompts.
         batch_slots, line, memory: of the batch.
-        accept: takes the logits of prompts that were read, and gives each query its first token.
+        accept: called with the logits of prefilled prompts; samples each query's first token.
 
     Attributes:
-        reading: the group that is read in the background.
+        reading: the group whose prefill runs in the background.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Reader:
 
     @property
     def in_background(self) -> bool:
-        """Whether prompts are read between steps."""
+        """Whether prompts are prefilled between steps."""
         return self._options.prefill == ASYNC and self._rule.reads_ahead
 
     def read(
         self, group: Sequence[Query], record: StepRecord, rows: SlabRows | None = None
     ) -> None:
-        """Read a group whole, apart from the batch or in these rows, which it has taken."""
+        """Prefill a group completely, in a separate slab or in these rows, if given."""
         reading = self._begin(group, rows)
         while not reading.done:
             self._advance(reading, reading.num_tokens, record)
 
     def read_now(self, view: BatchView[Query], record: StepRecord) -> bool:
-        """Read a group at once, unless it is read in the background; False if there is none."""
+        """Prefill a group now, unless it runs in the background; False if there is no group."""
         if self.in_background and self._batch_slots.live and not self._urgent():
             return False
         if self.reading is not None and not self._urgent():
@@ -78,9 +78,9 @@ class Reader:
         return True
 
     def read_ahead(self, view: BatchView[Query], record: StepRecord) -> None:
-        """Read on in the background, within the budget of a step.
+        """Continue the background prefill, within the token budget of a step.
 
-        On a GPU it runs beside the next step; who was read has its first token after that one.
+        On a GPU it overlaps the next step; a prefilled query has its first token after that step.
         """
         if self.reading is not None and self.reading.done:
             self._finish(self.reading)
@@ -98,10 +98,10 @@ class Reader:
                 self._finish(self.reading)
 
     def give_up(self) -> list[Query]:
-        """Let go of all that is being read, as a forward has failed.
+        """Drop all prefills in progress after a failed forward.
 
         Returns:
-            Whose prompts those are.
+            Their queries.
         """
         self._side.join()
         readings, self._unfinished, self.reading = self._unfinished, [], None
@@ -110,7 +110,7 @@ class Reader:
         return [query for reading in readings for query in reading.queries]
 
     def _urgent(self) -> bool:
-        """Whether the first to be read outranks somebody who runs, has run or is being read."""
+        """Whether the first waiting query outranks a running, ready or prefilling query."""
         if not self._line.waiting:
             return False
         read = self.reading.queries if self.reading else ()
@@ -159,7 +159,7 @@ class Reader:
     def _go_on(self, query: Query) -> None:
         if query.row is not None:
             if query.finished:
-                self._batch_slots.leave(query)  # cleared: others of its batch may be read there
+                self._batch_slots.leave(query)  # cleared: the row may be reused for prefill
         elif query.finished:
             query.drop_kv()
         else:
@@ -169,17 +169,17 @@ class Reader:
 
 # ---- side stream ---------------------------------------------------------------------------------
 
-# Where prompts are read in the background: on a GPU beside the steps, elsewhere between them.
+# Background prefill: overlaps the steps on a GPU, runs between them on other devices.
 
 
 class SideStream:
-    """A CUDA stream of its own; on other devices nothing runs beside anything.
+    """A separate CUDA stream; on other devices there is no overlap.
 
     Args:
         device: of the model.
 
     Attributes:
-        overlaps: whether what is done `beside` may still run when it returns.
+        overlaps: whether work in a `beside` block may still run when the block ends.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,7 +189,7 @@ class SideStream:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Do something behind all that was asked of the device, and beside what will be."""
+        """Run the block on the side stream, after all work already queued on the device."""
         if self._stream is None:
             yield
             return
@@ -198,10 +198,10 @@ class SideStream:
             yield
 
     def join(self, results: Iterable[Tensor] = ()) -> None:
-        """Let what is asked of the device from now on wait for it.
+        """Make later work on the current stream wait for the side stream.
 
         Args:
-            results: made beside, and used from now on; their memory is kept until then.
+            results: tensors of the side stream that later work uses; keeps their memory allocated.
         """
         if self._stream is None:
             return

@@ -1,4 +1,4 @@
-"""Chooses the next tokens of queries, and says which of them end there."""
+"""Sampling of the next tokens of queries, and detection of finished queries."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,15 +12,15 @@ from quire.sampling.stop_rules import ending_token
 
 
 class SamplingStep:
-    """The end of every forward.
+    """Samples the next tokens after every forward.
 
     Args:
         vocab_size: of the model.
-        eos_token_ids: end an answer.
-        clock: seconds.
+        eos_token_ids: tokens that end a completion.
+        clock: returns seconds.
 
     Attributes:
-        new: tokens chosen in this step.
+        new: tokens sampled in this step.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class SamplingStep:
         self._eos_token_ids, self._clock = eos_token_ids, clock
 
     def begin_step(self) -> None:
-        """Forget the tokens of the last step."""
+        """Clear the tokens of the last step."""
         self.new = []
 
     def first(self, logits: Mapping[Query, Float[Tensor, " vocab"]]) -> None:
-        """First tokens of prompts that were read; who was read again has them already."""
+        """Sample first tokens after prefill; recomputed queries already have them."""
         fresh = [query for query in logits if not query.output_token_ids and not query.finished]
         if fresh:
             self.next(fresh, torch.stack([logits[query] for query in fresh]))
 
     def next(self, queries: Sequence[Query], logits: Float[Tensor, "query vocab"]) -> None:
-        """A token for each."""
+        """Sample one token for each query."""
         now_s = self._clock()
         for query, token in zip(queries, self._sampler.sample(logits, queries), strict=True):
             if token.error is not None:

@@ -1,4 +1,4 @@
-"""A slab as Transformers sees it: an ordinary cache, handed over as `past_key_values`."""
+"""A slab as an ordinary Transformers cache, passed as `past_key_values`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do: the slab was made before."""
+        """Do nothing: the slab is already allocated."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the forward's columns; return views of all that it sees."""
+        """Write the forward's columns; return views of all columns in attention."""
         del args, kwargs
         return self._slab.append(self._layer, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that are seen, and which is the first."""
+        """Number of columns in attention, and the index of the first."""
         return self._slab.window.width + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -45,7 +45,7 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._slab.window.width
 
     def get_max_length(self) -> int:
-        """-1: none."""
+        """-1: no maximum."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
@@ -63,13 +63,13 @@ class SlabCache(Cache):
 
 # ---- masks ---------------------------------------------------------------------------------------
 
-# Who sees what in a slab: from logical positions, never from columns.
+# Attention masks of a slab, computed from logical positions, never from columns.
 #
-#     a query at position p sees a slot of its row at position s where s <= p, and where a layer
-#     has a window of W tokens, s > p - W
+#     a query at position p attends to a slot of its row at position s if s <= p and, in a layer
+#     with a window of W tokens, s > p - W
 #
-# A query that sees nothing (a pad's, an empty row's) sees its own column: softmax of nothing is
-# NaN.
+# The query of a pad or of an empty row has no visible slot. It attends to its own column, since
+# the softmax of an empty set is NaN.
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _BOOLEAN, _ADDITIVE = "sdpa", "eager"
@@ -79,11 +79,11 @@ Masks = Tensor | Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """Which masks a model takes.
+    """The attention masks that a model needs.
 
     Attributes:
-        kinds: of its layers.
-        by_kind: whether it takes a mask for each kind, or one.
+        kinds: kinds of its layers.
+        by_kind: whether it takes one mask for each kind of layer, or a single mask.
         window: of sliding layers, in tokens.
     """
 
@@ -96,7 +96,7 @@ class MaskRule:
         """Read a config as `create_masks_for_generate` does.
 
         Raises:
-            UnsupportedModel: layers of other kinds; they keep more than keys and values, or less.
+            UnsupportedModel: layers of other kinds, whose state is not keys and values alone.
         """
         kinds = frozenset(get_layer_types_and_kwargs(config)[0])
         others = kinds - {FULL, SLIDING}
@@ -116,12 +116,12 @@ class MaskRule:
         implementation: str,
         dtype: torch.dtype,
     ) -> Masks:
-        """Masks [rows, 1, query, column] of a forward, True where a slot is seen.
+        """Masks [rows, 1, query, column] of a forward, True if a slot is visible.
 
         Args:
-            seen: positions of the columns that attention gets, the forward's own at the end.
+            seen: positions of the columns in attention, the forward's own at the end.
             new_columns: of the forward.
-            implementation: of attention: sdpa reads booleans, eager adds numbers of `dtype`.
+            implementation: of attention: sdpa uses booleans, eager adds values of `dtype`.
             dtype: of the model.
         """
         made = {
@@ -138,7 +138,7 @@ class MaskRule:
 def visible(
     seen: Int[Tensor, "rows column"], new_columns: int, window: int | None
 ) -> Bool[Tensor, "rows 1 query column"]:
-    """Which slots each query sees."""
+    """Whether each query attends to each slot."""
     query = seen[:, -new_columns:, None]
     slot = seen[:, None, :]
     found = (slot != NOTHING) & (slot <= query)
@@ -157,10 +157,10 @@ def _form(found: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
 
 
 def check_implementation(name: str | None) -> str:
-    """The attention implementation, if its masks are known.
+    """Return the attention implementation if its masks are supported.
 
     Raises:
-        UnsupportedModel: another one.
+        UnsupportedModel: the implementation is not supported.
     """
     if name not in (_BOOLEAN, _ADDITIVE):
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""A Transformers model over slabs: reads prompts, decodes a batch, by its ordinary forward."""
+"""A Transformers model over slabs: prefill and batched decoding by its ordinary forward."""
 
 import inspect
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from quire.kv.dense.row import KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab
 from quire.models.rope import refuse_dynamic
 
-_PAD = 0  # any token: what it makes is never seen
+_PAD = 0  # any token id: its KV is never attended to
 _CHANGING_ROPES = ("longrope",)
 
 
 class SlabModel:
-    """A user's model; nothing about it is changed.
+    """A user's model, which is not modified.
 
     Args:
         model: in eval mode, on one device.
@@ -28,10 +28,10 @@ class SlabModel:
     Attributes:
         shape: of a token's KV, measured by a forward of one token.
         vocab_size: of its head.
-        max_tokens: of a sequence, by its config; None where it says nothing.
+        max_tokens: of a sequence, by its config; None if unset.
 
     Raises:
-        UnsupportedModel: rows of different lengths cannot share its forward; says why.
+        UnsupportedModel: rows of different lengths cannot share its forward; states the reason.
         ConfigError: it is in training mode.
     """
 
@@ -51,7 +51,7 @@ class SlabModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, by the model's generation config."""
+        """Tokens that end a completion, by the model's generation config."""
         found = getattr(self._model.generation_config, "eos_token_id", None)
         if found is None:
             return ()
@@ -60,14 +60,14 @@ class SlabModel:
     def decode(
         self, slab: DenseSlab, token_ids: Sequence[Sequence[int]]
     ) -> Float[Tensor, "rows vocab"]:
-        """Process each row's new tokens, right-aligned; logits of the last column.
+        """Process each row's new tokens, right-aligned; return the logits of the last column.
 
         Args:
             slab: of the batch.
-            token_ids: new ones of each row; none for a row that is empty.
+            token_ids: new tokens of each row; empty for a free row.
 
         Raises:
-            SlabFull: no room for them; nothing was changed.
+            SlabFull: the slab has too few columns; no state was changed.
         """
         columns = max(map(len, token_ids))
         slab.begin([len(ids) for ids in token_ids], columns)
@@ -92,13 +92,14 @@ class SlabModel:
     ) -> Float[Tensor, "rows wanted vocab"]:
         """Process the next columns of prompts, left-aligned with pads behind them.
 
-        Causality alone hides the pads, so no mask is needed, and a row is what it is alone.
+        The causal mask hides the pads, so no other mask is needed. A row's result equals that of
+        the row alone.
 
         Args:
-            slab: of the prompts, read so far in the columns in use.
-            token_ids: the next ones of each row, at most `columns`.
+            slab: of the prompts; its columns in use are already prefilled.
+            token_ids: the next tokens of each row, at most `columns`.
             columns: of this chunk.
-            wanted: columns of the chunk whose logits are asked for.
+            wanted: columns of the chunk whose logits are returned.
         """
         done = slab.window.width
         slab.begin([len(ids) for ids in token_ids], columns, at_start=True)
@@ -135,7 +136,7 @@ class SlabModel:
 
     @torch.no_grad()
     def _measure(self) -> KVShape:
-        """Read one token with Transformers' own cache and look at what it holds."""
+        """Measure the KV shape by a forward of one token with Transformers' own cache."""
         device = self._model.device
         cache = DynamicCache()
         token = torch.full((1, 1), _PAD, device=device)
