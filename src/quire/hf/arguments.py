@@ -1,9 +1,9 @@
-"""What a forward was called with: which tokens are new in a batch that is padded on the left.
+"""Arguments of a forward: the new tokens of a batch that is padded on the left.
 
     input_ids        . . a b c      attention_mask   0 0 1 1 1       a row's new tokens are the last
                      d e f g h                       1 1 1 1 1       `counts[row]` columns: 3 and 5
 
-Pads take no slots, no positions and no part in attention; only where they stand must be right.
+Pads take no slots, no positions and no part in attention; they must be on the left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ _HARMLESS = frozenset({"return_dict", "cache_position"})
 def count_new_tokens(
     attention_mask: object, columns: int, past_columns: int, lengths: Sequence[int]
 ) -> NDArray[np.int32]:
-    """Tokens of each row, pads left out.
+    """Count the new tokens of each row, pads excluded.
 
     Args:
-        attention_mask: [rows, past_columns + columns], other than 0 where a token is; or None: no
-            pads among the new columns.
-        columns: new ones, pads included.
-        past_columns: those of earlier forwards.
+        attention_mask: [rows, past_columns + columns], nonzero for tokens; None: no pads among the
+            new columns.
+        columns: new columns, pads included.
+        past_columns: columns of earlier forwards.
         lengths: tokens of each row in earlier forwards.
 
     Raises:
-        RequestError: a mask of another shape, pads on the right, or one that hides what is cached.
+        RequestError: a mask of another shape, with pads on the right, or that hides cached tokens.
     """
     rows = len(lengths)
     if attention_mask is None:
@@ -51,7 +51,7 @@ def count_new_tokens(
         )
     seen = attention_mask != 0
     new = seen[:, past_columns:]
-    gaps = (new[:, :-1] & ~new[:, 1:]).any(dim=1)  # a pad behind a token
+    gaps = (new[:, :-1] & ~new[:, 1:]).any(dim=1)  # a pad after a token
     numbers = torch.stack([seen[:, :past_columns].sum(1), new.sum(1), gaps.long()])
     past, counts, gap = numbers.cpu().numpy()
     held = np.array(lengths)
@@ -74,15 +74,15 @@ def check_positions(
     counts: NDArray[np.int32],
     lengths: Sequence[int],
 ) -> None:
-    """Refuse positions other than 0, 1, 2, ... in each row, which a cache counts itself.
+    """Refuse positions other than 0, 1, 2, ... in each row; the cache counts positions itself.
 
     Args:
-        position_ids: [rows or 1, columns], whatever at pads.
+        position_ids: [rows or 1, columns]; values at pads are ignored.
         counts: new tokens of each row, the last columns.
         lengths: tokens of each row before them.
 
     Raises:
-        RequestError: with the first row that has others.
+        RequestError: names the first row with other positions.
     """
     columns = position_ids.shape[1]
     first = torch.tensor(
@@ -102,10 +102,10 @@ def check_positions(
 
 
 def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
-    """Columns whose logits are asked for, as Transformers reads `logits_to_keep`.
+    """Columns whose logits are requested, by Transformers' definition of `logits_to_keep`.
 
     Args:
-        logits_to_keep: so many of the last ones (0: all), or a list of columns.
+        logits_to_keep: number of last columns (0: all), or a list of columns.
         columns: of the batch.
 
     Raises:
@@ -125,10 +125,10 @@ def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
 
 
 def refuse_unread(arguments: Mapping[str, object]) -> None:
-    """Refuse what would change an answer and cannot be taken into account.
+    """Refuse arguments that would change the output and are not supported.
 
     Raises:
-        RequestError: with the name of the first such argument.
+        RequestError: names the first such argument.
     """
     if arguments.get("use_cache") is False:
         raise RequestError("use_cache=False and a cache exclude each other; leave one of them out")

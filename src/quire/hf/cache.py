@@ -1,4 +1,4 @@
-"""A Transformers cache in Quire's pages: any eviction rule, inside `model.generate`."""
+"""A Transformers cache in Quire's pages, with any eviction rule, for `model.generate`."""
 
 import weakref
 from collections.abc import Mapping
@@ -25,37 +25,38 @@ from quire.kv.store import plain_codec
 
 
 class QuireCache(CacheWithoutLayers, Answering):
-    """KV in pages of a fixed memory, from which an eviction rule takes tokens for good.
+    """KV in pages of a fixed memory; an eviction rule removes tokens permanently.
 
         with QuireCache(model, policy="h2o:recent=64", budget=512) as cache:
             model.generate(**inputs, past_key_values=cache)
 
-    While it is open, forwards of the model that are given this cache run with Quire's attention;
-    all others run as ever. Rows of a batch may be padded on the left; pads take no slots.
+    While the cache is open, forwards of the model with this cache run with Quire's attention; all
+    others are unchanged. Rows of a batch may be padded on the left; pads take no slots.
 
     Args:
         model: a causal language model of Transformers, in eval mode, on one device.
-        policy: an eviction rule with its options, such as `snapkv:window=32`; `full` keeps all.
-        budget: what a lane (one KV head of one layer) may hold: tokens, "25%" of the prompt, or
-            bytes of a sequence such as "2MiB".
+        policy: an eviction rule with its options, such as `snapkv:window=32`; `full` retains all
+            tokens.
+        budget: limit of a lane (one KV head of one layer): tokens, "25%" of the prompt, or bytes
+            of a sequence such as "2MiB".
         when: prefill_and_decode (the default), prefill_end, decode or pressure; see
             `quire.layout.eviction`.
-        every: tokens that leave at a time; None: an eighth of the budget, at most 64.
+        every: tokens evicted at a time; None: an eighth of the budget, at most 64.
         compression_ratio: in place of `budget`, the fraction of the prompt's tokens to remove, as
-            in kvpress: 0.75 is the budget "25%". 0 keeps everything. kvpress evicts once, after the
-            prompt, which is when="prefill_end".
-        memory: of all rows, in bytes or as "64MiB"; None: what the batch can need under its budget,
-            at most nine tenths of what is free.
-        max_tokens: of the longest sequence, prompt and answer; None: the model's context. Models
-            with long RoPE need it: it decides their frequencies.
+            in kvpress: 0.75 is the budget "25%". 0 retains all tokens. kvpress evicts once, after
+            the prompt, which is when="prefill_end".
+        memory: of all rows, in bytes or as "64MiB"; None: the maximum need of the batch under its
+            budget, at most nine tenths of the free memory.
+        max_tokens: of the longest sequence, prompt and output; None: the model's context. Required
+            for models with long RoPE, since it selects their frequencies.
         page_tokens: slots of a page.
-        attention: who computes attention over pages: auto, native, gathered or reference.
+        attention: backend of attention over pages: auto, native, gathered or reference.
         verify: compare a short prompt with Transformers' own attention first.
 
     Raises:
-        ConfigError: an unknown name, a budget below what the rule protects, a model that is in
-            training mode or belongs to an engine.
-        UnsupportedModel: its attention does not fit into pages; says why.
+        ConfigError: an unknown name, a budget below the number of protected tokens, a model that
+            is in training mode or belongs to an engine.
+        UnsupportedModel: its attention does not work with pages; states the reason.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter per option
@@ -114,7 +115,7 @@ class QuireCache(CacheWithoutLayers, Answering):
             )
         return self._decoder.rope_variant(self._options.max_tokens)
 
-    # ---- what it holds -------------------------------------------------------------------------
+    # ---- contents ------------------------------------------------------------------------------
 
     @property
     def kv_used_bytes(self) -> int:
@@ -124,12 +125,12 @@ class QuireCache(CacheWithoutLayers, Answering):
 
     @property
     def kv_peak_bytes(self) -> int:
-        """Most bytes that were in use at once since the last `reset`."""
+        """Peak bytes in use since the last `reset`."""
         return self._kv.memory.arena_peak_bytes if self._kv else 0
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 before the first forward."""
+        """Number of rows; -1 before the first forward."""
         return len(self._sequences.rows) if self._sequences else -1
 
     def retained_positions(self, row: int, layer: int) -> list[list[int]]:
@@ -153,11 +154,11 @@ class QuireCache(CacheWithoutLayers, Answering):
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Run `model(**arguments)` with this cache; called by the model's forward.
 
-        After an error while tokens were processed the cache is empty.
+        If an error occurs while tokens are processed, the cache is emptied.
 
         Raises:
-            RequestError: inputs that a cache in pages cannot take; says why.
-            OutOfPages: the memory is too small; says by how much.
+            RequestError: inputs that a cache in pages does not support; states the reason.
+            OutOfPages: the memory is too small; states the shortage.
             PolicyError: the rule broke its contract.
         """
         self.require_open()
@@ -177,7 +178,7 @@ class QuireCache(CacheWithoutLayers, Answering):
         try:
             logits = sequences.read(token_ids, counts, wanted)
         except BaseException:
-            self.reset()  # some rows may have had more than others
+            self.reset()  # rows may have processed different numbers of tokens
             raise
         self._columns += columns
         output = CausalLMOutputWithPast(logits=logits, past_key_values=self)
@@ -219,17 +220,17 @@ class QuireCache(CacheWithoutLayers, Answering):
         self._sequences = Sequences(self._decoder, self._kv, evicting, rows)
         return self._sequences
 
-    # ---- what Transformers asks ----------------------------------------------------------------
+    # ---- Transformers' cache interface ---------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch so far, pads and evicted tokens included: where it goes on."""
+        """Columns of the batch so far, pads and evicted tokens included."""
         del layer_idx
         return self._columns
 
     # ---- rows ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget everything; the memory is kept for the next batch of as many rows."""
+        """Free all rows; the memory is retained for the next batch of equal size."""
         if self._kv is None or self._sequences is None:
             return
         self._sequences.close()
@@ -237,11 +238,11 @@ class QuireCache(CacheWithoutLayers, Answering):
         self._kv.memory.arena_peak_bytes = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with these rows, as beam search asks; copies of a row share its pages."""
+        """Select rows for beam search; copies of a row share its pages."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with these rows in this order."""
+        """Select rows in this order."""
         _, sequences = self._open_rows()
         sequences.select([int(index) for index in indices.tolist()])
 
@@ -250,10 +251,10 @@ class QuireCache(CacheWithoutLayers, Answering):
         _, sequences = self._open_rows()
         sequences.select([i for i in range(len(sequences.rows)) for _ in range(repeats)])
 
-    # ---- the end -------------------------------------------------------------------------------
+    # ---- close ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the memory; the last cache of a model leaves it as it was found."""
+        """Free the memory; closing a model's last cache restores the model."""
         self._sequences = self._kv = None
         self._columns = 0
         self._closing()
@@ -270,7 +271,7 @@ class QuireCache(CacheWithoutLayers, Answering):
 
 # ---- retained ------------------------------------------------------------------------------------
 
-# Which positions a row still holds, head by head.
+# Positions that a row retains, for each head.
 
 
 def retained_positions(kv: PagedKV, row: int, layer: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The KV memory of a cache: the engine's own parts, for the rows of one batch."""
+"""The KV memory of a cache: the engine's components for the rows of one batch."""
 
 from dataclasses import dataclass
 
@@ -19,20 +19,21 @@ from quire.models.base import Decoder
 from quire.models.device_memory import free_device_bytes
 from quire.scheduler.schedule_config import ScheduleConfig
 
-SCRATCH_BYTES = 64 << 20  # gathered pages at a time, outside the KV memory
-_FREE_SHARE = 0.9  # of free memory, where nobody says how much
+SCRATCH_BYTES = 64 << 20  # for gathered pages, outside the KV memory
+_FREE_SHARE = 0.9  # fraction of free memory, if no size is set
 _LEAST_ROWS = 64  # a batch can be repeated; a row costs a table, no pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """How large the KV memory of a cache is, and in what pages.
+    """Size and page layout of a cache's KV memory.
 
     Attributes:
-        memory: bytes or a size; None: what the batch can need, at most nine tenths of what is free.
+        memory: bytes or a size; None: the maximum need of the batch, at most nine tenths of the
+            free memory.
         max_tokens: of the longest sequence.
         page_tokens: slots of a page.
-        attention: who computes attention over pages.
+        attention: backend of attention over pages.
     """
 
     memory: int | str | None
@@ -68,11 +69,11 @@ def make_memory(
         decoder: the model.
         layout: of each sequence.
         rows: of the batch.
-        eviction: of the row that may hold most.
-        options: see there.
+        eviction: of the row with the largest limit.
+        options: see `MemoryOptions`.
 
     Raises:
-        ConfigError: the memory is more than there is, or holds not one token.
+        ConfigError: the size exceeds the free memory, or is too small for one token of each row.
     """
     device = decoder.device
     backend = select_backend(
@@ -82,7 +83,7 @@ def make_memory(
         head_dim=decoder.spec.head_dim,
         scratch_bytes=SCRATCH_BYTES,
     ).backend
-    with torch.inference_mode(mode=False):  # it outlives whatever mode the caller is in
+    with torch.inference_mode(mode=False):  # the arena outlives the caller's inference mode
         return allocate_kv(
             layout,
             _memory_bytes(device, layout, rows, eviction, options),

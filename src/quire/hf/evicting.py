@@ -1,8 +1,8 @@
-"""Eviction inside a cache: the rule as a researcher writes it, and when the rows of a cache evict.
+"""Eviction inside a cache: parsing of the rule, and the schedule on which rows evict.
 
-read up to the cap -> evict -> read `every` more -> evict -> ...      prefill_and_decode
-read the prompt -> evict once | before answers                        prefill_end | decode
-read -> no page is left -> evict -> read on                           pressure
+prefill up to the cap -> evict -> prefill `every` more -> evict ...   prefill_and_decode
+prefill the prompt -> evict once | before decoding                    prefill_end | decode
+prefill -> no page is free -> evict -> continue                       pressure
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ from quire.scheduler.lane_slots import (
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 
-# When the rows of a cache evict, and how far they read before: the engine's rules, row by row.
+# When the rows of a cache evict, and the block size before eviction: the engine's rules, by row.
 
 BLOCK_TOKENS = ScheduleConfig().chunk_tokens  # bounds activations, as in the engine
 
@@ -53,21 +53,21 @@ class Evicting:
             self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, cache(decoder.rotations))
 
     def block_tokens(self, row: Request, left: int) -> int:
-        """Tokens of a row's next block, once `bring_down` has made room for them.
+        """Tokens of a row's next block, after `bring_down` has freed slots for them.
 
         Args:
             row: a sequence.
-            left: of this forward.
+            left: remaining tokens of this forward.
         """
         tokens = min(left, free_tokens(row, self._table))
         return tokens if in_blocks(row) else min(tokens, BLOCK_TOKENS)
 
     def bring_down(self, row: Request) -> None:
-        """Evict what must leave before the row's next block.
+        """Evict the tokens that the rule requires before the row's next block.
 
         Raises:
             PolicyError: the rule broke its contract.
-            OutOfPages: no room for private copies of pages that beams share.
+            OutOfPages: no free pages for private copies of pages that beams share.
         """
         if self._table is None or self._evictor is None or row.eviction.spec.cap is None:
             return
@@ -77,16 +77,16 @@ class Evicting:
         self._evict(row, slots_to_keep(row, self._table, lookahead(row)))
 
     def end_prompt(self, row: Request) -> None:
-        """Evict at once what must leave a prompt that has been read, not with the next token."""
+        """Evict from a prompt at the end of its prefill, not before the next token."""
         if row.eviction.spec.when == PREFILL_END:
             self.bring_down(row)
 
     def relieve(self, rows: Iterable[Request], enough: Callable[[], bool]) -> None:
-        """Memory is short: let rows that waited for that go down to their cap, the longest first.
+        """Evict rows under the pressure schedule down to their cap, the longest first.
 
         Args:
             rows: of the batch.
-            enough: whether it is no longer short.
+            enough: whether enough memory is free.
         """
         if self._table is None:
             return
@@ -109,7 +109,7 @@ class Evicting:
 
 # ---- policy --------------------------------------------------------------------------------------
 
-# What a researcher writes beside a model, as the one text that the engine reads too.
+# The arguments of a cache, converted to the policy text that the engine parses.
 
 
 def make_rule(
@@ -119,19 +119,19 @@ def make_rule(
     every: int | None,
     compression_ratio: float | None = None,
 ) -> EvictionRule:
-    """Put the parts together and check them.
+    """Build the eviction rule from its arguments and check it.
 
     Args:
         policy: such as `h2o:recent=64`.
         budget: of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
         when: a schedule.
-        every: tokens that leave at a time.
-        compression_ratio: in place of `budget`, the fraction of the prompt that is removed; 0
-            keeps everything.
+        every: tokens evicted at a time.
+        compression_ratio: in place of `budget`, the fraction of the prompt to remove; 0 retains
+            all tokens.
 
     Raises:
-        ConfigError: a part given twice or missing, an unknown name, a budget below what the rule
-            protects.
+        ConfigError: an argument given twice or missing, an unknown name, a budget below the number
+            of protected tokens.
     """
     if not isinstance(policy, str):
         raise ConfigError(f"expected policy to be a text such as 'h2o:recent=64', got {policy!r}")
@@ -184,10 +184,10 @@ def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) ->
 
 
 def refuse_rerotation(rule: EvictionRule) -> None:
-    """Refuse rules that store keys before RoPE: `model.generate` gives them after it.
+    """Refuse rules that store pre-RoPE keys: `model.generate` passes keys after RoPE.
 
     Raises:
-        UnsoundCombination: with what to use instead.
+        UnsoundCombination: names an alternative.
     """
     if rule.policy is not None and rule.policy.rerotates_keys:
         raise UnsoundCombination(
