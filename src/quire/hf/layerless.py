@@ -1,4 +1,4 @@
-"""What Transformers may ask of a cache and pages do not answer."""
+"""The parts of Transformers' cache interface that paged KV does not support."""
 
 from abc import abstractmethod
 from typing import NoReturn
@@ -9,17 +9,17 @@ from quire.errors import ConfigError, UnsoundCombination
 
 
 class CacheWithoutLayers(Cache):
-    """A `Cache` that has no layers of tensors: keys and values are not handed out."""
+    """A `Cache` without layers of tensors: keys and values are not returned."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
 
     @abstractmethod
     def require_open(self) -> None:
-        """Refuse to be used after it was closed."""
+        """Raise ConfigError if the cache is closed."""
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no longest sequence."""
+        """-1: no maximum length."""
         del layer_idx
         return -1
 
@@ -34,7 +34,7 @@ class CacheWithoutLayers(Cache):
         raise self._not_through_forward()
 
     def update(self, *arguments: object, **options: object) -> NoReturn:
-        """Refused: keys and values arrive through Quire's attention, with the queries."""
+        """Refused: keys and values are stored by Quire's attention."""
         del arguments, options
         raise self._not_through_forward()
 
@@ -47,15 +47,15 @@ class CacheWithoutLayers(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False: evicted tokens do not come back."""
+        """False: evicted tokens cannot be recovered."""
         return False
 
     def activate_past_recording(self) -> NoReturn:
-        """Refused: assisted decoding takes tokens back."""
+        """Refused: assisted decoding removes rejected tokens."""
         self.crop()
 
     def crop(self, *arguments: object, **options: object) -> NoReturn:
-        """Refused: tokens that were evicted meanwhile do not come back."""
+        """Refused: tokens evicted since then cannot be recovered."""
         del arguments, options
         raise UnsoundCombination(
             "assisted decoding and crop take tokens back, but what was evicted since then is gone; "

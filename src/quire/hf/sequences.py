@@ -1,4 +1,4 @@
-"""The rows of a batch in pages: read their new tokens block by block, evict between blocks."""
+"""The rows of a batch in pages: process new tokens block by block, evict between blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,21 +33,21 @@ def start_rows(
     prompts: Sequence[int],
     rope_variant: int,
 ) -> list[Request]:
-    """Open a row of the memory for each prompt.
+    """Allocate a row of the memory for each prompt.
 
     Args:
-        memory: has rows left.
-        rule: of all.
-        evictions: the rule in numbers, for each.
-        prompts: tokens of each.
-        rope_variant: of all.
+        memory: has enough free rows.
+        rule: eviction rule of all rows.
+        evictions: the rule's parameters for each row.
+        prompts: number of prompt tokens of each row.
+        rope_variant: RoPE scaling variant of all rows.
     """
     statistics = statistics_used(memory.layout, rule.statistics)
     return [
         Request(
             RequestSpec(
                 request_id=f"row {i}",
-                prompt_token_ids=[0] * tokens,  # only their number is read
+                prompt_token_ids=[0] * tokens,  # only the count is used
                 params=SamplingParams(),
                 rope_variant=rope_variant,
                 evict=rule.text,
@@ -68,9 +68,9 @@ class Sequences:
 
     Args:
         decoder: the model.
-        kv: its memory, with rows enough for the batch twice.
-        evicting: what leaves, and when.
-        rows: each with its row of the memory, and nothing read yet.
+        kv: its memory, with at least twice as many rows as the batch.
+        evicting: eviction of the rows.
+        rows: each with its row of the memory, before any token is processed.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Sequences:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens each row has had."""
+        """Tokens that each row has processed."""
         return [row.progress.num_computed for row in self.rows]
 
     def select(self, indices: Sequence[int]) -> None:
-        """Go on with these rows, in this order; one named twice is forked and shares its pages.
+        """Select rows in this order; a repeated row is forked and shares its pages.
 
         Raises:
-            OutOfPages: no room for the statistics of the forks; nothing was changed.
+            OutOfPages: no free memory for the forks' statistics; no state was changed.
         """
         chosen: list[Request] = []
         forks: list[int] = []
@@ -106,11 +106,11 @@ class Sequences:
         self.rows = chosen
 
     def close(self) -> None:
-        """Give all pages back."""
+        """Free all pages."""
         self._kv.memory.release([row.memory.row for row in self.rows])
         self.rows = []
 
-    # ---- reading -------------------------------------------------------------------------------
+    # ---- processing ----------------------------------------------------------------------------
 
     def read(
         self,
@@ -121,15 +121,15 @@ class Sequences:
         """Process new tokens.
 
         Args:
-            token_ids: of each row the last `counts` are new.
+            token_ids: the last `counts` tokens of each row are new.
             counts: new tokens of each row.
-            columns: of `token_ids`, whose logits are wanted.
+            columns: columns of `token_ids` whose logits are returned.
 
         Returns:
-            Logits; zeros where a column is a pad.
+            Logits; zeros for pads.
 
         Raises:
-            OutOfPages: the memory is too small; says by how much. Blocks before this one are read.
+            OutOfPages: the memory is too small; states the shortage. Earlier blocks are processed.
             PolicyError: the rule broke its contract.
         """
         shape = (len(counts), len(columns), self._decoder.spec.vocab_size)
@@ -139,7 +139,7 @@ class Sequences:
             block = self._next_block(counts - done)
             first = token_ids.shape[1] - counts + done
             part, places = self._run(token_ids, first, block, columns)
-            logits = logits.to(part.dtype)  # some models answer in float32 whatever their weights
+            logits = logits.to(part.dtype)  # some models return float32 for any weight dtype
             logits[places] = part
             done += block
             for row, tokens in zip(self.rows, block.tolist(), strict=True):
@@ -149,7 +149,7 @@ class Sequences:
         return logits
 
     def _next_block(self, left: Counts) -> Counts:
-        """Make room for the next tokens of each row; how many they are."""
+        """Allocate slots for the next tokens of each row, and return the token counts."""
         sizes = np.zeros_like(left)
         for i in np.flatnonzero(left):
             self._evicting.bring_down(self.rows[i])
@@ -157,7 +157,7 @@ class Sequences:
         return self._grow(sizes)
 
     def _grow(self, sizes: Counts) -> Counts:
-        """Take pages for so many tokens, or for fewer of rows that only evict under pressure."""
+        """Allocate pages for these tokens, or for fewer in rows that evict under pressure only."""
         memory = self._kv.memory
         going = np.flatnonzero(sizes)
         rows = np.array([self.rows[i].memory.row for i in going], dtype=np.int64)
@@ -183,7 +183,7 @@ class Sequences:
         block: Counts,
         columns: NDArray[np.int64],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One flat batch; logits of the wanted columns in it, and their places in the answer.
+        """Run one flat batch; return logits of requested columns and their output indices.
 
         Args:
             token_ids: as in `read`.
@@ -217,7 +217,7 @@ class Sequences:
 
 
 def _fork_of(parent: Request, row: int) -> Request:
-    """A request that has what another has, in a row of its own."""
+    """A copy of a request's state in a row of its own."""
     return Request(
         parent.spec,
         replace(parent.progress, output_token_ids=list(parent.output_token_ids)),

@@ -1,11 +1,10 @@
-"""A user's own model as a decoder: Quire's attention is in force during its forwards only.
+"""A user's own model as a decoder: Quire's attention is active only in forwards with a QuireCache.
 
-    model(..., past_key_values=a QuireCache)   -> the cache answers, block by block
-    model(anything else)                       -> as if Quire were not there
+    model(..., past_key_values=a QuireCache)   -> the cache runs the forward, block by block
+    model(anything else)                       -> the model's own forward, unchanged
 
-The model's `forward` is wrapped, nothing else stays changed between two forwards: attention
-implementation and rotary frequencies are put in and taken out again around each block. When the
-last cache of a model is closed, the wrapper goes too.
+Only the model's `forward` is wrapped. Attention implementation and rotary frequencies are set for
+each block and restored after it. When the last cache of a model is closed, the wrapper is removed.
 """
 
 import functools
@@ -37,23 +36,23 @@ Forward = Callable[..., object]
 
 
 class Answering(ABC):
-    """A cache that runs the forwards it is given to."""
+    """A cache that runs the forwards it is passed to."""
 
     @abstractmethod
     def answer(
         self, arguments: Mapping[str, object]
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
-        """What `model(**arguments)` returns, where `past_key_values` is this cache."""
+        """Return the output of `model(**arguments)` with this cache as `past_key_values`."""
 
 
 class WrappedModel:
-    """A Transformers model behind the `Decoder` seam, to be given back as it was.
+    """A Transformers model behind the `Decoder` seam; it is restored after the last cache.
 
     Args:
-        model: in eval mode, whole on one device.
+        model: in eval mode, entirely on one device.
 
     Raises:
-        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
+        UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
         ConfigError: it is in training mode, on several devices, or belongs to an engine.
     """
 
@@ -90,13 +89,13 @@ class WrappedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         device: torch.device = self._model.device
         return device
 
     @property
     def num_rope_variants(self) -> int:
-        """1, or 2 for long-RoPE models."""
+        """Number of RoPE scaling variants: 1, or 2 for long-RoPE models."""
         return self._rope.count
 
     def rope_variant(self, final_tokens: int) -> int:
@@ -108,7 +107,7 @@ class WrappedModel:
         return self._observing.prepare(statistic)
 
     def prepare_pre_rope(self) -> str | None:
-        """See `Decoder.prepare_pre_rope`: positions are given by who calls the model."""
+        """See `Decoder.prepare_pre_rope`: unsupported, since the model's caller sets positions."""
         return "keys come at the positions that the model's caller counts"
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
@@ -125,7 +124,7 @@ class WrappedModel:
                 self._rope.release()
 
     def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
-        """Show one token at these positions; nobody wants the logits."""
+        """Run the model on one token at these positions; no logits are computed."""
         places = torch.tensor(positions, device=self.device)
         token = torch.full_like(places, self._spec.vocab_size // 2)
         self.forward(token, places, places[:0], attention)
@@ -148,7 +147,7 @@ class WrappedModel:
     def reference_logits(
         self, token_ids: Int[Tensor, " num_tokens"]
     ) -> Float[Tensor, "num_tokens vocab"]:
-        """Logits of one sequence by Transformers alone, with its own eager attention and masks."""
+        """Logits of one sequence, computed with Transformers' own eager attention and masks."""
         with self._in_force("eager", None, 0):
             return self._run(token_ids)
 
@@ -180,7 +179,7 @@ class WrappedModel:
             self._users += 1
 
     def leave(self) -> None:
-        """Count one off; the last one puts the model back as it was."""
+        """Release one cache's use of the model; the last release restores the model."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -191,22 +190,22 @@ class WrappedModel:
         uninstall(self._model)
         delattr(self._model, _ATTRIBUTE)
         if vars(self._model).get("forward") is not self._wrapper:
-            return  # wrapped again by somebody else; ours passes everything on
+            return  # wrapped again by other code; Quire's wrapper then only forwards calls
         del vars(self._model)["forward"]
         if self._own_forward is not None:
             vars(self._model)["forward"] = self._own_forward
 
 
 def wrap_model(model: PreTrainedModel, *, verify: bool) -> WrappedModel:
-    """The model as a decoder: the one that other caches use, or a new one.
+    """Return the model's decoder: the existing one of other caches, or a new one.
 
     Args:
-        model: of the user.
+        model: the user's model.
         verify: compare a short prompt with Transformers' own attention the first time.
 
     Raises:
-        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
-        ConfigError: it is not in a state to be used.
+        UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
+        ConfigError: it is in training mode, on several devices, or belongs to an engine.
     """
     found: WrappedModel | None = getattr(model, _ATTRIBUTE, None)
     if found is not None:
@@ -243,14 +242,14 @@ def _refuse(model: object) -> None:
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every config that some module asks which attention to use, each once."""
+    """The configs from which modules read their attention implementation, without duplicates."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
     return list(configs.values())
 
 
 def _wrapper(forward: Forward, names: tuple[str, ...]) -> Forward:
-    """A forward that lets a cache of ours answer."""
+    """Wrap a forward: calls with a QuireCache are run by the cache."""
 
     @functools.wraps(forward)
     def answering(*arguments: object, **options: object) -> object:
