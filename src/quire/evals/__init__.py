@@ -1,6 +1,6 @@
-"""Quality: tasks whose answer stands in the prompt, and the gate every judging model must pass.
+"""Quality evaluation: tasks with the answer in the prompt, and a sanity check of models.
 
-`tasks` makes prompts from a seed, `haystack` is the book text between the records, `recall` asks
-them under several eviction rules and counts exact answers by depth, `gate` says whether a model
-may judge a rule at all. Nothing here loads torch: the caller brings a function that answers.
+`tasks` makes prompts from a seed. `questions` gives the prompts of a task at one length. `gate`
+counts exact answers by depth and checks whether a model can evaluate an eviction policy. This
+package does not import torch: the caller passes a function that generates outputs.
 """

@@ -1,14 +1,15 @@
-"""The gate: may this model judge an eviction rule?
+"""The gate: a check of whether a model can evaluate an eviction policy.
 
-A judge has to read its context, and has to fail when the context is gone. So two arms:
+The model must answer from its context, and must fail if the context is evicted. Two variants:
 
-    arm      cache                                  asked where        bar
+    variant  cache                                  depths             threshold
     full     every token                            all five depths    >= 0.90 exact answers
     recent   sinks and the newest half, no more     depths 0 and .25   <= 0.05 exact answers
 
-The records at depth 0 and .25 lie outside the recent half: whoever answers them there knows the
-answer from elsewhere, and would call every rule good. Depths beyond .5 lie inside it and say
-nothing. This module knows prompts and counts; the model is a function that the caller brings.
+The records at depths 0 and .25 are outside the recent half. A model that answers them without the
+context knows the answer from another source, and would rate every policy as good. Depths above .5
+are inside the recent half and give no information. This module makes prompts and counts answers;
+the caller passes the model as a function.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from quire.evals.questions import DEPTHS, Question, make_questions
 from quire.evals.tasks import Filler, Measure
 
 OLD_DEPTH = 0.25
-"""The deepest place that surely lies outside a recent half."""
+"""The largest depth that is certainly outside the recent half."""
 MIN_FULL = 0.9
 MAX_EVICTED = 0.05
 
@@ -28,7 +29,7 @@ EvictFor = Callable[[int], str]
 """(prompt tokens) -> policy text such as "recent:cap=256,every=32,sinks=4"."""
 
 AnswerFunction = Callable[[list[str], str, int], list[str]]
-"""(prompts, policy text, most new tokens) -> the greedy continuations, in the prompts' order."""
+"""(prompts, policy text, maximum new tokens) -> greedy continuations, in the prompts' order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ class GateCase:
 
     Attributes:
         task: a registered task family whose records have a depth.
-        tokens: length of a prompt with its answer.
-        n: number of prompts; the depths take turns, so a multiple of 5 weighs them equally.
+        tokens: length of a prompt and its answer.
+        n: number of prompts; the depths alternate, so a multiple of 5 weights them equally.
     """
 
     task: str
@@ -54,7 +55,7 @@ class GateCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRow:
-    """What one arm answered at one depth of one case."""
+    """Results of one variant at one depth of one case."""
 
     task: str
     tokens: int
@@ -65,19 +66,19 @@ class GateRow:
 
     @property
     def accuracy(self) -> float:
-        """Share of exact answers."""
+        """Fraction of exact answers (0 to 1)."""
         return self.correct / self.requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateVerdict:
-    """One case against the two bars.
+    """The result of one case, compared with the two thresholds.
 
     Attributes:
         task: the task family.
         tokens: length of a prompt.
-        full: exact answers with the full cache, all depths.
-        evicted: exact answers about old records with sinks and the newest half only.
+        full: fraction of exact answers with the full cache, all depths.
+        evicted: fraction of exact answers about old records, with sinks and the newest half only.
     """
 
     task: str
@@ -87,13 +88,13 @@ class GateVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the model reads this context, and only this context."""
+        """Whether the model answers from this context, and only from this context."""
         return self.full >= MIN_FULL and self.evicted <= MAX_EVICTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReport:
-    """All counts, and one verdict a case."""
+    """All counts, and one verdict per case."""
 
     rows: tuple[GateRow, ...]
     verdicts: tuple[GateVerdict, ...]
@@ -104,7 +105,7 @@ class GateReport:
         return all(verdict.passed for verdict in self.verdicts)
 
     def claims(self) -> dict[str, float]:
-        """Flat name -> share of exact answers, such as `lines_512_full`."""
+        """Flat name, such as `lines_512_full` -> fraction of exact answers."""
         found: dict[str, float] = {}
         for verdict in self.verdicts:
             found[f"{verdict.task}_{verdict.tokens}_full"] = verdict.full
@@ -122,12 +123,12 @@ GATE_CASES = (
 
 
 def keep_all(tokens: int) -> str:
-    """The policy text of the full cache, whatever the prompt."""
+    """The policy text of the full cache, for prompts of any length."""
     return "full"
 
 
 def keep_recent_half(tokens: int) -> str:
-    """The policy text that keeps four sinks and the newest of half as many tokens."""
+    """The policy text of a cap of half the prompt: four sinks and the newest tokens."""
     return f"recent:cap={tokens // 2},every=32,sinks=4"
 
 
@@ -137,16 +138,16 @@ GATE_ARMS: Mapping[str, EvictFor] = MappingProxyType({"full": keep_all, "recent"
 def questions(
     case: GateCase, *, measure: Measure, filler: Filler | None = None, seed: int = 1
 ) -> list[Question]:
-    """The prompts of one case; they depend on nothing but the arguments.
+    """The prompts of one case; equal arguments give equal prompts.
 
     Args:
-        case: task, length and number.
-        measure: tokens of a text, as the judged model counts them.
-        filler: the haystack; None takes the shipped books.
-        seed: another seed gives other prompts.
+        case: task, length and number of prompts.
+        measure: counts the tokens of a text with the evaluated model's tokenizer.
+        filler: the haystack; None: the shipped books.
+        seed: seed of the prompts.
 
     Returns:
-        `case.n` questions, the depths taking turns.
+        `case.n` questions; the depths alternate.
     """
     return make_questions(case.task, case.tokens, case.n, measure=measure, filler=filler, seed=seed)
 
@@ -160,22 +161,22 @@ def evaluate(
     filler: Filler | None = None,
     seed: int = 1,
 ) -> tuple[GateRow, ...]:
-    """Ask every case under every arm and count exact answers by depth.
+    """Evaluate every case with every variant and count exact answers by depth.
 
-    A hit is a continuation that begins with the answer. `answer` is called once for each case
-    and arm, with all prompts, so that an engine can batch them; the arm's policy text is made for
-    the length of the case, which no prompt exceeds.
+    A hit is a continuation that begins with the expected answer. `answer` is called once for each
+    case and variant, with all prompts, so that an engine can batch them. The policy text of a
+    variant is made for the length of the case, which no prompt exceeds.
 
     Args:
-        cases: what is asked.
+        cases: the cases to evaluate.
         arms: name -> policy text for a prompt length in tokens.
-        answer: the model.
-        measure: tokens of a text, as the model counts them.
-        filler: the haystack; None takes the shipped books.
-        seed: of the prompts; all arms see the same ones.
+        answer: generates the model's continuations.
+        measure: counts the tokens of a text with the model's tokenizer.
+        filler: the haystack; None: the shipped books.
+        seed: seed of the prompts; all variants get the same prompts.
 
     Returns:
-        One row for each case, arm and depth, in that order.
+        One row for each case, variant and depth, in that order.
     """
     rows: list[GateRow] = []
     for case in cases:
@@ -211,17 +212,17 @@ def run_gate(
     filler: Filler | None = None,
     seed: int = 1,
 ) -> GateReport:
-    """Ask the gate's cases with a full cache and with the recent half, and judge.
+    """Evaluate the gate's cases with a full cache and with the recent half.
 
     Args:
-        answer: the model; `evict` is "full" or "recent:cap=...".
-        measure: tokens of a text, as the model counts them.
-        cases: what is asked.
-        filler: the haystack; None takes the shipped books.
-        seed: of the prompts.
+        answer: generates the continuations; `evict` is "full" or "recent:cap=...".
+        measure: counts the tokens of a text with the model's tokenizer.
+        cases: the cases to evaluate.
+        filler: the haystack; None: the shipped books.
+        seed: seed of the prompts.
 
     Returns:
-        Counts by depth and one verdict a case; `report.passed` is the answer.
+        Counts by depth and one verdict per case; `report.passed` is the overall result.
     """
     rows = evaluate(cases, GATE_ARMS, answer, measure=measure, filler=filler, seed=seed)
     verdicts = tuple(_judge(case, rows) for case in cases)

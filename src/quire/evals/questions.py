@@ -1,7 +1,7 @@
-"""Prompts of a task at one length, with the answers that count: what judges of quality ask.
+"""Prompts of a task at one length, with their expected answers, for quality evaluations.
 
-No prompt with its answer is longer than was asked for: families that only guess at lengths are
-asked for less until they fit.
+A prompt and its answer never exceed the requested length. Some families only estimate lengths:
+their target length is reduced until the prompt fits.
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ from quire.evals.tasks.fillers import haystack
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DOCUMENT_START = "<|doc|>"
-"""What every training sequence of quire-tiny begins with; other models read it as plain text."""
+"""The beginning of every training sequence of quire-tiny; plain text for other models."""
 _LEAST_TOKENS = 16
 _SHRINK = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt, what a greedy continuation must begin with, and where that stands.
+    """A prompt, its expected answer, and the depth of the answer in the prompt.
 
     Attributes:
-        prompt, answer: texts.
-        depth: asked for, one of DEPTHS.
-        place: where it came to stand, 0 first to 1 last; None: in no single place.
+        prompt: text of the prompt.
+        answer: text that a greedy continuation must begin with.
+        depth: the requested depth, one of DEPTHS.
+        place: the actual depth, 0 (first) to 1 (last). None if the answer has no single location.
     """
 
     prompt: str
@@ -42,21 +43,21 @@ def make_questions(
     filler: Filler | None = None,
     seed: int = 1,
 ) -> list[Question]:
-    """The first `n` prompts of a task; they depend on nothing but the arguments.
+    """The first `n` prompts of a task; equal arguments give equal prompts.
 
     Args:
         task: a registered family.
-        tokens: most tokens of a prompt with its answer.
-        n: how many.
-        measure: tokens of a text, as the judged model counts them.
-        filler: the haystack; None takes the shipped books.
-        seed: another seed gives other prompts.
+        tokens: maximum length of a prompt and its answer, in tokens.
+        n: number of prompts.
+        measure: counts the tokens of a text with the evaluated model's tokenizer.
+        filler: the haystack; None: the shipped books.
+        seed: seed of the prompts.
 
     Returns:
-        `n` questions, the depths taking turns.
+        `n` questions; the depths alternate.
 
     Raises:
-        UnknownName: no such family.
+        UnknownName: the family is not registered.
         ConfigError: the family's shortest prompt is longer than `tokens`.
     """
     made = []
@@ -78,7 +79,7 @@ def _question(task: Task, depth: float) -> Question:
 def _fitting(
     task: str, seed: int, tokens: int, depth: float, *, measure: Measure, filler: Filler
 ) -> Task:
-    asked_for = tokens - 2  # the start of the document, and a token that falls apart at a border
+    asked_for = tokens - 2  # the start of the document, and a token that is split at a boundary
     while asked_for >= _LEAST_TOKENS:
         found = make(task, seed, asked_for, filler=filler, measure=measure, depth=depth)
         if measure(DOCUMENT_START + found.prompt() + found.queries[0].answer) <= tokens:

@@ -1,7 +1,8 @@
-"""Seeded tasks whose answer stands in the prompt, or follows from it. One family a file.
+"""Seeded tasks whose answer is in the prompt or follows from it. One family per file.
 
 `make("lines", seed, tokens, depth=0.25)` gives the same text on every machine and in every
-version: published scores are about these very prompts. Nothing here needs torch or a model.
+version, so that published scores refer to exactly these prompts. This package does not need torch
+or a model.
 """
 
 import random
@@ -75,12 +76,12 @@ def build(name: str, rng: random.Random, setting: Setting, **options: Any) -> Ta
         The task.
 
     Raises:
-        UnknownName: no such family, or the family has no such option.
+        UnknownName: the family is not registered, or has no such option.
     """
     if name not in FAMILIES:
         raise UnknownName("task", name, FAMILIES)
     family = FAMILIES[name]
-    # Every family is a dataclass; the abstract base, which has no fields, is not.
+    # Every family is a dataclass; the abstract base has no fields and is not a dataclass.
     known = {field.name for field in fields(family)}  # type: ignore[arg-type]
     for option in options.keys() - known:
         raise UnknownName(f"option of task {name!r}", option, known | _SETTINGS)
@@ -92,15 +93,15 @@ def make(name: str, seed: int, tokens: int, **options: Any) -> Task:
 
     Args:
         name: a registered family, such as "lines".
-        seed: equal seeds make equal tasks.
+        seed: equal seeds give equal tasks.
         tokens: target length of context and questions, in units of `measure`.
         options: fields of `Setting` (filler, measure, split, queries, depth) and of the family.
 
     Returns:
-        The task; `task.prompt()` is what a model reads, `task.queries[0].answer` what it must say.
+        The task; `task.prompt()` is the prompt, `task.queries[0].answer` the expected output.
 
     Raises:
-        UnknownName: no such family or option.
+        UnknownName: the family or option does not exist.
         ConfigError: an option is out of range.
     """
     shared = {key: value for key, value in options.items() if key in _SETTINGS}

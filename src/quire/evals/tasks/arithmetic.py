@@ -1,7 +1,7 @@
-"""Few-shot sums of numbers with one or two digits: `arithmetic`. Held-out operands are asked.
+"""Few-shot sums of numbers with one or two digits: `arithmetic`, with held-out operands.
 
-The length is guessed from four random examples; worked sums vary so much that a prompt can be
-twice as long as asked for. Leave room, or measure.
+The length is estimated from four random examples. The length of worked sums varies: a prompt can
+be twice as long as the target length. Reserve tokens for this, or measure the prompt.
 """
 
 import random
@@ -40,7 +40,7 @@ def _belongs(left: int, right: int, split: Split) -> bool:
 
 
 def _worked_addition(left: int, right: int) -> str:
-    """Units first, then tens with the carry, as on paper."""
+    """The written method: units first, then tens with the carry."""
     units = left % 10 + right % 10
     carry = units // 10
     tens = left // 10 + right // 10 + carry
@@ -63,7 +63,7 @@ class Arithmetic(TaskFamily):
     steps: bool | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         digits = self.digits or rng.choice([1, 2])
         steps = rng.random() < 0.4 if self.steps is None else self.steps
         sums = _Sums(digits=digits, steps=steps)
@@ -80,7 +80,7 @@ class Arithmetic(TaskFamily):
 
 
 def _sample(rng: random.Random, sums: _Sums) -> str:
-    """A text of an example's length: one problem's question with another's answer."""
+    """A text as long as an example: the question of one problem with the answer of another."""
     question, _ = sums.problem(rng, "train")
     _, answer = sums.problem(rng, "train")
     return f"{question}{answer}\n"

@@ -1,12 +1,12 @@
-r"""What a task is: a context of weighted spans, and questions whose answers it holds.
+r"""Base classes of tasks: a context of weighted spans, and questions about its contents.
 
     spans:    "Pairs:\n" | "old-lamp": "48213",\n ... |
     queries:                                           Key "old-lamp": " | 48213 | "\n
     prompt:   ----------------- context ------------- + --- question ---
     training: ----------------- context ------------- + question, answer, tail of every query
 
-The one rule all families share: the same random state gives the same task, character by
-character, so that scores measured at different times are about the same prompts.
+All families are deterministic: equal random states give tasks that are equal character by
+character. Scores measured at different times therefore refer to the same prompts.
 """
 
 import random
@@ -25,20 +25,21 @@ TEXT_WEIGHT = 0.5
 
 
 def rough_measure(text: str) -> int:
-    """Length in tokens, guessed as a third of the characters, at least 1."""
+    """Length in tokens, estimated as a third of the characters, at least 1."""
     return max(1, len(text) // 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """One question: what follows it must be `answer`.
+    """One question and its expected answer.
 
     Attributes:
-        question: text put behind the context; the answer follows without a blank in between.
-        answer: what a greedy continuation has to begin with.
-        tail: what ends the answer in training.
-        depth: place of the asked record in the context, 0 first to 1 last; None: no single place.
-        key: the word that names the record, if there is one.
+        question: text after the context; the answer follows without a space.
+        answer: text that a greedy continuation must begin with.
+        tail: text after the answer in training.
+        depth: location of the queried record in the context, 0 (first) to 1 (last). None if the
+            answer has no single location.
+        key: the word that names the record. None if the record has no key.
     """
 
     question: str
@@ -56,7 +57,7 @@ class Task:
         name: the registered name of the family.
         spans: (text, loss weight in training) of the context, in order.
         queries: the questions; an evaluation uses the first.
-        chance: share of right answers a guess would get.
+        chance: accuracy of random guessing (0 to 1).
     """
 
     name: str
@@ -70,7 +71,7 @@ class Task:
         return "".join(text for text, _ in self.spans)
 
     def prompt(self, index: int = 0) -> str:
-        """The context and one question, as an evaluation sends it."""
+        """The context and one question: the prompt of an evaluation."""
         return self.context + self.queries[index].question
 
     def training_spans(self) -> tuple[Span, ...]:
@@ -85,15 +86,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What every family is told.
+    """Settings that all families share.
 
     Attributes:
         tokens: target length of context and questions together, in units of `measure`.
-        filler: source of the running text between the records.
-        measure: length of a text in tokens.
-        split: which word lists and operands are used; the two never meet.
-        queries: number of questions; None fills the room that training wants filled.
-        depth: place of the record that the first question asks for, 0 to 1; None is random.
+        filler: generates the running text between the records.
+        measure: counts the tokens of a text.
+        split: selects the word lists and operands; the two splits are disjoint.
+        queries: number of questions; None: as many as a training sequence should hold.
+        depth: location of the first question's record, 0 to 1; None: random.
     """
 
     tokens: int
@@ -116,10 +117,10 @@ class Setting:
 
 
 class TaskFamily(ABC):
-    """A frozen dataclass whose fields are the options of one kind of task."""
+    """Base of task families: a frozen dataclass whose fields are the family's options."""
 
     __slots__ = ()
 
     @abstractmethod
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""

@@ -1,4 +1,4 @@
-"""Repeat a passage word for word: `copy`, and `headline`, the first sentence of an article."""
+"""Repeat a passage verbatim: `copy` (a marked passage), `headline` (first line of an article)."""
 
 import random
 import re
@@ -12,13 +12,13 @@ _SENTENCE = re.compile(r'[A-Z][a-z][^.!?\n"]{25,100}[.!?]')
 
 
 def _passage(rng: random.Random, size_tokens: int, setting: Setting) -> str:
-    """About `size_tokens` tokens of text in one line."""
+    """Text of about `size_tokens` tokens in one line."""
     text = setting.filler(rng, int(size_tokens * CHARACTERS_PER_TOKEN)).replace("\n", " ").strip()
     while len(text) > 12 and setting.measure(text) > size_tokens:
         cut = min(0.97, size_tokens / setting.measure(text))
         text = text[: int(len(text) * cut)].strip()
     if setting.split == "train" and rng.random() < 0.3:
-        # In random order the words cannot be guessed from each other, only copied.
+        # Words in random order cannot be predicted from each other, only copied.
         words = text.split(" ")
         rng.shuffle(words)
         text = " ".join(words)
@@ -27,16 +27,16 @@ def _passage(rng: random.Random, size_tokens: int, setting: Setting) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy(TaskFamily):
-    """A marked passage inside running text is asked for at the end.
+    """A marked passage inside running text, which the final question asks to repeat.
 
     Attributes:
-        passage: its length in tokens; None: 24 in an evaluation, random in training.
+        passage: length of the passage in tokens; None: 24 in an evaluation, random in training.
     """
 
     passage: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         most = setting.tokens // 2 - 12
         size = self.passage or 24
         if self.passage is None and not setting.evaluates:
@@ -65,10 +65,10 @@ class Copy(TaskFamily):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline(TaskFamily):
-    """The headline of an article, which is its first line, is asked for at its end."""
+    """An article, then a question for its headline, which is its first line."""
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         found = _SENTENCE.search(setting.filler(rng, 900))
         head = found.group(0) if found else setting.filler(rng, 70).replace("\n", " ").strip()
         text = setting.filler(rng, int(max(24, setting.tokens) * CHARACTERS_PER_TOKEN))

@@ -19,7 +19,7 @@ _TEMPLATES: tuple[tuple[str, str, WordKind], ...] = (
     ("{n} has lost a {v}.", "What has {n} lost? {n} has lost a", "noun"),
     ("{n} will bring a {v}.", "What will {n} bring? {n} will bring a", "noun"),
 )
-"""Statement, question, kind of the value; n is the person, v the value."""
+"""(statement, question, kind of the value); n is the person, v the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,16 @@ def _fact(rng: random.Random, setting: Setting, person: str) -> _Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(TaskFamily):
-    """Where people live, what they lost, what they will bring.
+    """Facts about people: the city they live in, objects they lost or will take along.
 
     Attributes:
-        count: how many facts are buried; None: 4, or, when several are asked for, a random number.
+        count: number of inserted facts. None: 4 for one query, a random number for several.
     """
 
     count: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         people = vocabulary("name", setting.split)
         count = max(1, min(self._wanted(rng, setting), int(0.6 * setting.tokens / 26), len(people)))
         queries = setting.queries or count

@@ -1,4 +1,4 @@
-"""Running text between the records: slices of a book, or sentences made of nothing."""
+"""Running text between the records: slices of a book, or generated sentences."""
 
 import random
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 
 Filler = Callable[[random.Random, int], str]
-"""(random state, characters) -> about that many characters of neutral text."""
+"""(random state, characters) -> neutral text of about this many characters."""
 
 _SUBJECTS = (
     *("The old man", "A young girl", "The farmer", "My brother", "The captain"),
@@ -24,7 +24,7 @@ _PLACES = (
 
 
 def synthetic_filler(rng: random.Random, characters: int) -> str:
-    """Short made-up sentences: needs no file, but is easier to tell from records than prose."""
+    """Short generated sentences, easier to distinguish from records than prose; no file needed."""
     text = ""
     while len(text) < characters:
         text += f"{rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {rng.choice(_PLACES)}. "
@@ -33,16 +33,16 @@ def synthetic_filler(rng: random.Random, characters: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BookFiller:
-    """Slices of one long text, cut at blanks.
+    """Slices of one long text, cut at spaces.
 
     Attributes:
-        text: the whole text; a slice begins anywhere but in its last 400 characters.
+        text: the whole text; a slice begins anywhere except in the last 400 characters.
     """
 
     text: str
 
     def __call__(self, rng: random.Random, characters: int) -> str:
-        """A slice of at most `characters` characters from a random place."""
+        """A slice of at most `characters` characters from a random position."""
         if characters <= 0:
             return ""
         start = rng.randrange(max(1, len(self.text) - characters - 400))
@@ -60,10 +60,10 @@ class BookFiller:
 
 @cache
 def haystack() -> BookFiller:
-    """A filler over 195,000 characters of public-domain prose that quire-tiny never trained on."""
+    """A filler of 195,000 characters of public-domain prose, not in quire-tiny's training data."""
     return BookFiller(book_text())
 
 
 def book_text() -> str:
-    """That prose in one piece."""
+    """The whole haystack text."""
     return (files("quire") / "assets" / "haystack.txt").read_text(encoding="ascii")

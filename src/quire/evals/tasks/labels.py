@@ -1,7 +1,7 @@
-"""Few-shot label mapping: `labels`. Word classes get random labels, a new word must follow.
+"""Few-shot label mapping: `labels`. Word classes get random labels; the query is a new word.
 
-The asked word is not in the prompt, only its class is, so the answer cannot be copied from one
-place: many records carry it, and losing some of them costs little.
+The prompt contains the class of the queried word, but not the word. The answer cannot be copied
+from one location: many records contain it, and evicting some of them costs little.
 """
 
 import random
@@ -15,19 +15,19 @@ _Shot = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels(TaskFamily):
-    """`fountain: green` shots, then a word of one of the classes.
+    """Shots such as `fountain: green`, then a word of one of the classes.
 
     Attributes:
-        classes: how many classes; None: 4 in an evaluation, 2 to 5 in training.
-        new_words: ask for a word that training never used; this needs word knowledge that a model
-            of a few million parameters hardly has.
+        classes: number of classes; None: 4 in an evaluation, 2 to 5 in training.
+        new_words: query a word that is not in the training split; this needs word knowledge that a
+            model of a few million parameters rarely has.
     """
 
     classes: int | None = None
     new_words: bool = False
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         count = self.classes or (4 if setting.evaluates else rng.choice([2, 3, 4, 5]))
         chosen = rng.sample(CLASS_NAMES, count)
         names = rng.sample(LABELS, count)
@@ -45,7 +45,7 @@ class Labels(TaskFamily):
 
 
 def _shots(rng: random.Random, classes: list[str], count: int, hidden: str | None) -> list[_Shot]:
-    """(word, class index) examples, each class once first; `hidden` is never among them."""
+    """(word, class index) examples, first one of each class; `hidden` is excluded."""
     shots: list[_Shot] = []
     while len(shots) < count:
         first = len(shots) < len(classes)
@@ -57,7 +57,7 @@ def _shots(rng: random.Random, classes: list[str], count: int, hidden: str | Non
 
 
 def _dense(shots: list[_Shot], names: list[str]) -> tuple[Span, ...]:
-    """Training: every shot after the first of its class is a question."""
+    """Questions for training: every shot after the first of its class."""
     spans: list[Span] = []
     seen: set[int] = set()
     for word, index in shots:

@@ -1,6 +1,6 @@
-"""Numbers hidden in running text: `niah`, the needle in a haystack.
+"""Numbers hidden in running text: the task `niah` (needle in a haystack).
 
-Source: Kamradt's needle test in RULER's wording (Hsieh et al. 2024), with word pairs as keys.
+Source: Kamradt's needle test in RULER's wording (Hsieh et al. 2024). Keys are word pairs.
 """
 
 import random
@@ -20,19 +20,19 @@ def _question(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needles(TaskFamily):
-    """Sentences with a special magic number, buried in prose.
+    """Sentences with a special magic number, inserted into prose.
 
     Attributes:
         digits: length of a number; None: 6 in an evaluation, 3 to 6 in training.
-        needles: how many are buried; more than 1 is the multi-key variant; None: 1, or, when
-            several are asked for, a random number.
+        needles: number of inserted needles; more than 1 is the multi-key variant. None: 1 for one
+            query, a random number for several queries.
     """
 
     digits: int | None = None
     needles: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         digits = self.digits or (6 if setting.evaluates else rng.choice([3, 4, 5, 6]))
         wanted = self._wanted(rng, setting)
         needle_tokens = setting.measure(_needle(SAMPLE_KEY, number(rng, digits)))

@@ -1,4 +1,4 @@
-"""Parts that several task families are made of: numbers, keys, trimmed text, buried statements."""
+"""Components of several task families: numbers, keys, trimmed text, inserted statements."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from quire.evals.tasks.base import TEXT_WEIGHT, Measure, Setting, Span
 from quire.evals.tasks.words import Split, vocabulary
 
 CHARACTERS_PER_TOKEN = 4.2
-"""More than any text has, so that a slice is always long enough to be trimmed."""
+"""More than any text needs, so that a slice is always long enough to be trimmed."""
 SAMPLE_KEY = "mellow-lantern"
 """A key of typical length, to measure how many tokens one record takes."""
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
@@ -22,7 +22,7 @@ def number(rng: random.Random, digits: int) -> str:
 
 
 def letters(rng: random.Random, count: int) -> str:
-    """`count` capital letters, without I and O, which look like digits."""
+    """`count` capital letters, without I and O, which resemble digits."""
     return "".join(rng.choice(_LETTERS) for _ in range(count))
 
 
@@ -38,7 +38,7 @@ def _key(rng: random.Random, split: Split, style: str) -> str:
 
 
 def distinct_keys(rng: random.Random, count: int, split: Split) -> list[str]:
-    """`count` different keys; word pairs in an evaluation, now and then other forms in training."""
+    """`count` different keys; word pairs in an evaluation, sometimes other forms in training."""
     style = "pair"
     if split == "train":
         style = rng.choices(["pair", "syllables", "letters"], [6, 2, 1])[0]
@@ -61,13 +61,13 @@ def trim(text: str, room_tokens: int, measure: Measure, *, floor: int = 40) -> s
 
 
 def running_text(rng: random.Random, room_tokens: int, setting: Setting, *, floor: int = 40) -> str:
-    """Filler text of about `room_tokens` tokens, never more unless the floor forbids it."""
+    """Filler text of at most about `room_tokens` tokens; the minimum length may exceed this."""
     text = setting.filler(rng, int(room_tokens * CHARACTERS_PER_TOKEN))
     return trim(text, room_tokens, setting.measure, floor=floor)
 
 
 def snap(text: str, cut: int) -> int:
-    """Move a cut to the next blank, so that no word is torn apart."""
+    """Move a cut to the next space, so that no word is split."""
     if cut <= 0:
         return 0
     blank = text.find(" ", cut)
@@ -76,7 +76,7 @@ def snap(text: str, cut: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burial:
-    """Where the statements lie in a running text.
+    """Locations of statements in a running text.
 
     Attributes:
         text: the running text.
@@ -89,11 +89,11 @@ class Burial:
     requested: int
 
     def depth(self, index: int) -> float:
-        """Relative place of one statement, 0 to 1."""
+        """Relative location of one statement, 0 to 1."""
         return self.cuts[index] / max(1, len(self.text))
 
     def spans(self, statements: Sequence[str], *, end: str = "") -> tuple[Span, ...]:
-        """The text with the statements in place; they carry no loss in training."""
+        """The text with the statements inserted; their loss weight in training is 0."""
         spans: list[Span] = []
         last = 0
         for cut, index in sorted(zip(self.cuts, range(len(self.cuts)), strict=True)):
@@ -102,7 +102,7 @@ class Burial:
         return (*spans, (self.text[last:].rstrip() + end, TEXT_WEIGHT))
 
     def asking_order(self, rng: random.Random, queries: int) -> Iterator[int]:
-        """The asked statement, then the others in random order, again and again."""
+        """The queried statement, then the others in random order, repeated without end."""
         count = len(self.cuts)
         others = [index for index in rng.sample(range(count), count) if index != self.requested]
         return islice(cycle([self.requested, *others]), queries)
@@ -111,7 +111,7 @@ class Burial:
 def bury(
     rng: random.Random, text: str, count: int, depth: float | None, *, in_order: bool = False
 ) -> Burial:
-    """Choose places for `count` statements; the asked one goes to `depth` unless that is None."""
+    """Choose locations for `count` statements; the queried one is at `depth` unless it is None."""
     requested = rng.randrange(count)
     cuts = [rng.randrange(len(text) + 1) for _ in range(count)]
     if in_order:

@@ -1,8 +1,10 @@
-"""Many records, then questions that repeat a record's beginning: `lines`, `longeval`, `kv`.
+"""Many records, then questions that repeat a record's key: `lines`, `longeval`, `kv`.
 
-Every record but the asked one is a distractor of the same shape, which makes these the strictest
-recall tasks here. Sources: LongEval's line retrieval (Li et al. 2023) and the key-value retrieval
-of "Lost in the Middle" (Liu et al. 2023); keys are word pairs, values are numbers.
+All records except the queried one are distractors of the same form. These are therefore the
+strictest recall tasks in this package. Keys are word pairs, values are numbers.
+
+Sources: LongEval's line retrieval (Li et al. 2023) and the key-value retrieval of "Lost in the
+Middle" (Liu et al. 2023).
 """
 
 import random
@@ -16,7 +18,7 @@ _LONGEVAL_WORDS = " REGISTER_CONTENT is"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wording:
-    """The text around keys and values; `{k}` and `{v}` stand for them."""
+    """Templates of the text around keys and values; `{k}` and `{v}` are the placeholders."""
 
     name: str
     intro: str
@@ -33,7 +35,7 @@ class _Wording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """How many records and questions fit."""
+    """Number of records and questions that fit."""
 
     digits: int
     records: int
@@ -43,7 +45,7 @@ class _Shape:
 def _shape(
     rng: random.Random, setting: Setting, wording: _Wording, digits: int | None, share: float
 ) -> _Shape:
-    """Measure one record and one question, then fill the room."""
+    """Measure one record and one question, and compute how many fit into the token budget."""
     if digits is None:
         digits = 5 if setting.evaluates else rng.choice([2, 3, 4, 5, 5])
     measure = setting.measure
@@ -85,12 +87,12 @@ def _records(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines(TaskFamily):
-    """`line brisk-lamp: <48213>`, one a line.
+    """Records such as `line brisk-lamp: <48213>`, one per line.
 
     Attributes:
         digits: length of a value; None: 5 in an evaluation, 2 to 5 in training.
-        share: part of the room that questions fill when their number is left open.
-        words: text between key and value; None: nothing, in training now and then LongEval's.
+        share: fraction (0 to 1) of the tokens for questions if their number is unset.
+        words: text between key and value; None: no text, in training sometimes LongEval's text.
     """
 
     digits: int | None = None
@@ -98,7 +100,7 @@ class Lines(TaskFamily):
     words: str | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         words = self.words or ""
         if self.words is None and setting.split == "train":
             words = rng.choices(["", _LONGEVAL_WORDS], [3, 1])[0]
@@ -114,36 +116,36 @@ class Lines(TaskFamily):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongEval(TaskFamily):
-    """`lines` in LongEval's wording, which puts five more tokens between key and value.
+    """`lines` in LongEval's wording, which has five more tokens between key and value.
 
     Attributes:
         digits: length of a value; None: 5 in an evaluation, 2 to 5 in training.
-        share: part of the room that questions fill when their number is left open.
+        share: fraction (0 to 1) of the tokens for questions if their number is unset.
     """
 
     digits: int | None = None
     share: float = 0.4
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         lines = Lines(digits=self.digits, share=self.share, words=_LONGEVAL_WORDS)
         return replace(lines.build(rng, setting), name="longeval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValue(TaskFamily):
-    """`"brisk-lamp": "48213",` pairs, one a line.
+    """Pairs such as `"brisk-lamp": "48213",`, one per line.
 
     Attributes:
         digits: length of a value; None: 5 in an evaluation, 2 to 5 in training.
-        share: part of the room that questions fill when their number is left open.
+        share: fraction (0 to 1) of the tokens for questions if their number is unset.
     """
 
     digits: int | None = None
     share: float = 0.4
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         wording = _Wording(
             name="kv",
             intro="Pairs:\n",

@@ -1,4 +1,4 @@
-"""Assignments, some of one variable to another: `variables`. One hop needs two look-ups."""
+"""Assignments, some of one variable to another: `variables`. One hop needs two lookups."""
 
 import random
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class _Variable:
 
 
 def _program(rng: random.Random, count: int, digits: int) -> list[_Variable]:
-    """`count` assignments to different names; every source stands above its use."""
+    """`count` assignments to different names; every variable is assigned before its use."""
     direct: list[_Variable] = []
     made: dict[str, _Variable] = {}
     while len(made) < count:
@@ -45,14 +45,14 @@ class Variables(TaskFamily):
 
     Attributes:
         digits: length of a value; None: 3 in an evaluation, 2 to 4 in training.
-        hops: 0 asks for direct assignments only, 1 for indirect ones; None: either.
+        hops: 0: questions about direct assignments; 1: about indirect assignments; None: both.
     """
 
     digits: int | None = None
     hops: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings make equal tasks."""
+        """Make one task; equal random states and settings give equal tasks."""
         digits = self.digits or (3 if setting.evaluates else rng.choice([2, 3, 4]))
         line_tokens = setting.measure("VAR ABC = 1234\n" * 8) / 8
         query_tokens = setting.measure("value of ABC is 123\n" * 8) / 8
@@ -77,7 +77,7 @@ class Variables(TaskFamily):
 
 
 def _choose(rng: random.Random, wanted: list[int], count: int, depth: float | None) -> int:
-    """A random one of the wanted assignments, or the one nearest to `depth`."""
+    """A random assignment of the requested kind, or the assignment nearest to `depth`."""
     if depth is None:
         return rng.choice(wanted)
     return min(wanted, key=lambda index: abs(index / max(1, count - 1) - depth))

@@ -1,7 +1,7 @@
-"""Word lists of the tasks, and their split into a training and an evaluation part.
+"""Word lists of the tasks, split into training and evaluation words.
 
-A key, name, place or object asked for in an evaluation was never an answer in training, so a
-model that answers has read its prompt and does not remember the word.
+The keys, names, places and objects of evaluation questions were never answers in training. A
+correct answer therefore comes from the prompt, not from memorized words.
 """
 
 import random
@@ -114,7 +114,7 @@ LABELS = (
 
 
 def _part(words: str, split: Split, *, train_share: float) -> tuple[str, ...]:
-    """Cut a list in two after a shuffle that depends on its length only."""
+    """Split a list in two after a shuffle that depends only on its length."""
     shuffled = sorted(set(words.split()))
     random.Random(len(shuffled)).shuffle(shuffled)
     cut = int(train_share * len(shuffled))
@@ -123,7 +123,7 @@ def _part(words: str, split: Split, *, train_share: float) -> tuple[str, ...]:
 
 @cache
 def vocabulary(kind: WordKind, split: Split) -> tuple[str, ...]:
-    """The words of one kind that belong to a split: 80 % train, 20 % eval, no overlap."""
+    """The words of one kind in a split: 80 % train, 20 % eval, no overlap."""
     lists: dict[WordKind, str] = {
         "adjective": _ADJECTIVES,
         "noun": _NOUNS,
