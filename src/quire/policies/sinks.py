@@ -1,8 +1,8 @@
 """Attention sinks (StreamingLLM, Xiao et al. 2023, section 3.2): `recent` with four sinks.
 
 Differs from the paper: keys keep the rotary positions they were written with, so the distance to
-the sinks grows with the sequence. The paper renumbers the positions of retained tokens, which keeps
-positions below the cap at any length; that is the rule `streaming`.
+the sinks grows with the sequence. The paper re-rotates the retained keys to new positions, which
+keeps positions below the cap at any length; the policy `streaming` does this.
 """
 
 from dataclasses import dataclass

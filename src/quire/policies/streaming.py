@@ -8,7 +8,7 @@ model's context.
     positions in the text     0 1 2 3 | 60 61 62 63 64      (cap 9, sinks 4)
     positions in attention    0 1 2 3 |  4  5  6  7  8
 
-Keys before RoPE are stored in a separate kind of page: all requests of an engine renumber
+Keys before RoPE are stored in a separate kind of page: all requests of an engine re-rotate
 positions, or none does.
 
 Differs from the paper: `every` tokens are evicted at a time instead of one per step, and prefill
@@ -25,7 +25,7 @@ from quire.policies.sinks import Sinks
 @register("streaming")
 @dataclass(frozen=True, slots=True)
 class Streaming(Sinks):
-    """Retain the first tokens and the newest of the rest, and renumber their positions.
+    """Retain the first tokens and the newest of the rest, at re-rotated positions.
 
     Attributes:
         sinks: tokens at the start of the sequence that are never evicted.

@@ -1,4 +1,4 @@
-"""Whether tenants get equal parts while all of them want more."""
+"""Fairness among tenants while all of them are backlogged."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,18 +12,18 @@ LEAST_ENTRIES = 10
 class ServedTokens:
     """Tokens processed for each tenant in steps that find requests of every tenant waiting.
 
-    Only such steps tell of fairness: a tenant that asks for little gets little. And only many of
-    them on end do: who waits for a moment, until the next one of the others is done, waits while
-    all tokens are theirs. So a stretch of such steps counts as settled where `LEAST_ENTRIES`
-    requests of every tenant were let in during it.
+    Only such steps measure fairness: a tenant with few requests gets few tokens. The interval of
+    such steps must also be long: in a short interval a tenant can wait for a request of another
+    tenant to finish, and gets no tokens. An interval therefore counts as settled if at least
+    `LEAST_ENTRIES` requests of every tenant were admitted during it.
 
     Args:
-        tenants: all that will come.
-        weights: of those whose weight is not 1.
+        tenants: all tenants of the trace.
+        weights: weights of the tenants; default: 1.
 
     Attributes:
-        tokens: in all such steps.
-        settled: in stretches that are long enough to compare by.
+        tokens: tokens of each tenant in all such steps.
+        settled: tokens of each tenant in settled intervals.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class ServedTokens:
         self._entries: Counter[str] = Counter()
 
     def arrived(self, tenant: str) -> None:
-        """A request waits."""
+        """Count a request that starts to wait."""
         self._waiting[tenant] += 1
 
     def entered(self, tenant: str) -> None:
-        """A request waits no more."""
+        """Count a request that was admitted or stopped waiting."""
         if self.all_backlogged:
             self._entries[tenant] += 1
         self._waiting[tenant] -= 1
@@ -53,14 +53,14 @@ class ServedTokens:
 
     @property
     def by_weight(self) -> dict[str, float]:
-        """Settled tokens of each tenant over its weight: equal where all got their share."""
+        """Settled tokens of each tenant over its weight: equal values mean fair shares."""
         return {
             tenant: tokens / self._weights.get(tenant, 1.0)
             for tenant, tokens in self.settled.items()
         }
 
     def served(self, requests: Iterable[Request], tokens: Iterable[int]) -> None:
-        """Count a step's tokens; the caller has asked `all_backlogged` before the step."""
+        """Count a step's tokens; the caller checks `all_backlogged` before the step."""
         for request, number in zip(requests, tokens, strict=True):
             self.tokens[request.tenant] += number
             self._stretch[request.tenant] += number
@@ -76,10 +76,10 @@ class ServedTokens:
 
 
 def jain_index(served: Mapping[str, float]) -> float | None:
-    """1 where all got the same, 1 / n where one of n got everything; None where nobody got any.
+    """Jain's index: 1 for equal service, 1 / n if one of n tenants got all; None if all got 0.
 
     Args:
-        served: tenant to what it got for its weight.
+        served: tenant -> service divided by weight.
 
     Source: Jain, Chiu and Hawe, 1984: (sum x)^2 / (n sum x^2).
     """

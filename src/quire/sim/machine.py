@@ -1,4 +1,4 @@
-"""The machine whose steps a simulation times: one of data sheets, or a measured one."""
+"""The simulated machine, with rates from a data sheet or measured rates."""
 
 import math
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from quire.plan.ceilings import Ceilings
 
 # ---- rates ---------------------------------------------------------------------------------------
 
-# How fast a simulated machine is: what it reads, multiplies and copies in a second.
+# Rates of a simulated machine: memory reads, matrix products and copies per second.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What decides how long a step takes.
+    """Rates that determine the duration of a step.
 
     Attributes:
         read_bytes_per_s: memory, for weights and KV.
         flops_per_s: matrix products.
         copy_bytes_per_s: between device and host, for swapped KV.
-        overhead_s: of every step, whatever is in it: scheduling, launches, sampling.
+        overhead_s: fixed time of every step: scheduling, launches, sampling.
 
     Raises:
         ConfigError: a rate of 0 or less, or a negative overhead.
@@ -41,7 +41,7 @@ class Rates:
                 raise ConfigError(f"expected {field.name} above 0, got {value}")
 
     def scaled(self, efficiency: int | float) -> "Rates":
-        """These rates as far as they are reached.
+        """These rates multiplied by a fraction (0 to 1).
 
         Raises:
             ConfigError: a share outside of 0 to 1.

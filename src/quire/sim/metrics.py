@@ -1,4 +1,4 @@
-"""What a simulation says: latencies, throughput, memory, sharing, fairness, as flat numbers."""
+"""Metrics of a simulation: latencies, throughput, memory, sharing, fairness, as flat numbers."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ Numbers = dict[str, int | float]
 
 
 def summarise(result: SimResult) -> Numbers:
-    """Every number of a run, by a flat name; what cannot be said is left out."""
+    """All metrics of a run by flat name; undefined metrics are omitted."""
     finished = [record for record in result.records if record.finished]
     return (
         _counts(result, finished)
@@ -46,7 +46,7 @@ def percentiles(name: str, values: Iterable[float]) -> Numbers:
     """`NAME_p50_s` and so on, interpolated linearly; NaN values do not count.
 
     Returns:
-        Nothing where no value is left.
+        An empty mapping if no value is left.
     """
     found = np.fromiter(values, dtype=np.float64)
     found = found[~np.isnan(found)]
@@ -100,7 +100,7 @@ def _throughput(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers
 
 
 def _preemptions(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers:
-    """The last token of an answer is never processed, cached ones neither."""
+    """Preemptions and recomputed tokens; last output tokens and cached tokens need no steps."""
     needed = sum(r.prompt_tokens - r.cached_tokens + r.answer_tokens - 1 for r in finished)
     preemptions = sum(record.preemptions for record in finished)
     minutes = result.gauges.time_s / _SECONDS_PER_MINUTE
@@ -148,7 +148,7 @@ def _memory(result: SimResult) -> Numbers:
 
 
 def _sharing(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers:
-    """Hits, and beside them what a cache that forgets nothing could hit."""
+    """Cache hits, and the hits of an unlimited cache."""
     prompts = sum(record.prompt_tokens for record in finished)
     cached = sum(record.cached_tokens for record in finished)
     reuse = reusable(result.trace.requests)
@@ -170,18 +170,18 @@ def _fairness(result: SimResult) -> Numbers:
 
 # ---- reuse ---------------------------------------------------------------------------------------
 
-# How much of a trace's prompts could come from a cache that forgets nothing.
+# The part of a trace's prompts that an unlimited prefix cache could serve.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """What has been asked before, over all prompts of a trace.
+    """Repeated content over all prompts of a trace.
 
     Attributes:
-        block_fraction: pieces of prompts (a block of 512 tokens for each hash id of Mooncake) that
-            stood in an earlier prompt, over all pieces: what Mooncake counts.
-        token_fraction: tokens of the pieces from a prompt's begin up to its first new one, over
-            all tokens of prompts: what a prefix cache can save.
+        block_fraction: prompt segments (for Mooncake one block of 512 tokens per hash id) that
+            occur in an earlier prompt, over all segments: Mooncake's definition.
+        token_fraction: tokens of the segments before the first new segment of each prompt, over
+            all prompt tokens: the tokens that a prefix cache can save.
     """
 
     block_fraction: float
@@ -189,7 +189,7 @@ class Reuse:
 
 
 def reusable(requests: Iterable[TraceRequest]) -> Reuse:
-    """Count what requests repeat of requests before them.
+    """Count the content that requests share with earlier requests.
 
     Source: Mooncake section 4.2, cache hits with a pool of any size.
     """

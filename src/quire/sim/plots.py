@@ -1,4 +1,4 @@
-"""Pictures of a simulation: memory over time, the queue, and how long first tokens take."""
+"""Plots of a simulation: memory over time, queue length, time to first token."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ def _draw_ttft(axes: "Axes", ttft_s: Sequence[float]) -> None:
 
 # ---- svg -----------------------------------------------------------------------------------------
 
-# Draws one picture as an SVG file: the same bytes for the same drawing.
+# Draw one plot as an SVG file; equal plots give equal bytes.
 
 _SIZE_INCHES = (8, 4)
 

@@ -1,4 +1,4 @@
-"""What a simulation remembers of each request."""
+"""Records of simulated requests, and statistics over all steps."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,23 +12,23 @@ NEVER_FITS = "memory"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's life, in virtual seconds; NaN where it never came so far.
+    """Times and lengths of one request, in virtual seconds; NaN for stages it did not reach.
 
     Attributes:
-        line: of the trace.
-        tenant: on whose account.
-        arrival_s: when it came.
-        prompt_tokens: of its prompt.
-        answer_tokens: generated in the end; an answer of 0 tokens counts as 1, for a request that
-            runs samples once.
-        cut_tokens: of its recorded answer, left out because the context ended.
-        refused: why it never ran: its prompt does not fit the model's context, or its KV the
-            memory. None: it was answered.
-        admitted_s: begin of the first step with it.
+        line: line number in the trace.
+        tenant: tenant that sent the request.
+        arrival_s: arrival time.
+        prompt_tokens: length of the prompt.
+        answer_tokens: length of the output; an output of 0 tokens counts as 1, because a request
+            that runs samples at least once.
+        cut_tokens: tokens of the recorded output beyond the context length.
+        refused: the reason if the request was rejected: its prompt exceeds the model's context, or
+            its KV exceeds the memory. None if it was accepted.
+        admitted_s: start of the first step with the request.
         first_token_s, finish_s: ends of the steps with its first and last token.
-        cached_tokens: of its prompt, found in the cache when it entered.
-        preemptions: times it was thrown out.
-        deadline_s: seconds from its arrival in which its answer was wanted; None: whenever.
+        cached_tokens: prompt tokens found in the prefix cache at admission.
+        preemptions: number of preemptions.
+        deadline_s: seconds from arrival to the deadline of the output; None: no deadline.
     """
 
     line: int
@@ -47,47 +47,47 @@ class RequestRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether it was answered."""
+        """Whether the request finished."""
         return not math.isnan(self.finish_s)
 
     @property
     def due_s(self) -> float:
-        """When its answer is wanted; infinity where that does not matter."""
+        """Time of the deadline; infinity if the request has no deadline."""
         return math.inf if self.deadline_s is None else self.arrival_s + self.deadline_s
 
     @property
     def in_time(self) -> bool:
-        """Whether it was answered by then."""
+        """Whether the request finished by its deadline."""
         return self.finish_s <= self.due_s
 
     @property
     def queue_s(self) -> float:
-        """From its arrival to its first step."""
+        """Queue time: from arrival to the first step."""
         return self.admitted_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float:
-        """Time to its first token."""
+        """Time to first token."""
         return self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float:
-        """Time per token after the first; NaN for an answer of one token."""
+        """Time per token after the first; NaN for an output of one token."""
         if self.answer_tokens < 2:
             return math.nan
         return (self.finish_s - self.first_token_s) / (self.answer_tokens - 1)
 
     @property
     def e2e_s(self) -> float:
-        """From its arrival to its end."""
+        """Latency: from arrival to finish."""
         return self.finish_s - self.arrival_s
 
 
 def open_record(request: TraceRequest, max_positions: int) -> RequestRecord:
-    """The record of a request that has just come.
+    """The record of a new request.
 
-    An answer that would pass the model's context is cut there, as an engine cuts it; a prompt that
-    leaves no room for a token is refused.
+    As in the engine, an output is truncated at the model's context length. A request is rejected
+    if its prompt fills the whole context.
     """
     prompt, wanted = request.prompt_tokens, max(1, request.answer.tokens)
     room = max_positions - prompt
@@ -106,22 +106,22 @@ def open_record(request: TraceRequest, max_positions: int) -> RequestRecord:
 
 # ---- gauges --------------------------------------------------------------------------------------
 
-# What is read off a simulation at every step, weighted by the time the step takes.
+# Statistics recorded at every step, weighted by the duration of the step.
 
 _SAMPLES_AT_MOST = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One look.
+    """State of the memory and the queue at one step.
 
     Attributes:
-        time_s: begin of the step.
-        used_bytes: of the arena, pages that wait in the prefix cache included.
-        allocated_bytes: pages of running sequences, as often as a sequence names them, and pages
-            reserved for them.
-        wasted_bytes: of these, slots without a token.
-        running, waiting: requests.
+        time_s: start of the step.
+        used_bytes: used bytes of the arena, including pages in the prefix cache.
+        allocated_bytes: pages of running sequences, including reserved pages; a shared page counts
+            once for each sequence.
+        wasted_bytes: slots without a token in these pages.
+        running, waiting: number of requests.
     """
 
     time_s: float
@@ -133,7 +133,7 @@ class Reading:
 
 
 def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> Reading:
-    """Look at a memory. Slots a step is about to write count as filled."""
+    """Read the state of a memory. Slots that the step will write count as filled."""
     allocated = wasted = 0
     for table in memory.tables.values():
         page = table.group.page_class
@@ -157,10 +157,10 @@ class Gauges:
     """Sums, peaks, and a thinned series of readings.
 
     Attributes:
-        time_s: held so far.
+        time_s: total duration of the readings.
         used_byte_s, allocated_byte_s, wasted_byte_s, running_s, waiting_s: readings x seconds.
-        peak_used_bytes, peak_running, peak_waiting: the most.
-        samples: every so many readings, at most 4,096 of them.
+        peak_used_bytes, peak_running, peak_waiting: maximum of the readings.
+        samples: readings at regular intervals, at most 4,096.
     """
 
     time_s: float = 0.0
@@ -177,7 +177,7 @@ class Gauges:
     _held: int = 0
 
     def hold(self, reading: Reading, seconds: float) -> None:
-        """Count a reading that stands for so many seconds."""
+        """Add a reading that is valid for the given duration in seconds."""
         self.time_s += seconds
         self.used_byte_s += reading.used_bytes * seconds
         self.allocated_byte_s += reading.allocated_bytes * seconds

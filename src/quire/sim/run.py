@@ -1,4 +1,4 @@
-"""A trace and a configuration in, a result out."""
+"""Run the simulation of a trace with a configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -31,21 +31,21 @@ from quire.sim.stand_ins import OldestLeave, TimedCopies, VirtualClock, folded_l
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Trace
 
-_SECRET = bytes(32)  # nobody to hide salts from, and every run the same
+_SECRET = bytes(32)  # a simulation needs no secret salts; a constant makes runs reproducible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
-    """What a trace is run on.
+    """Configuration of a simulation.
 
     Attributes:
-        model: its shape.
-        rates: of the machine.
+        model: shape of the model.
+        rates: rates of the machine.
         kv: the memory; `auto` is one that never runs full.
         schedule: steps and queues.
         dtype: of weights, and of KV where `kv.codec` says nothing else.
-        eviction: how many tokens a lane may hold, for the longest prompt; which ones leave is not
-            simulated.
+        eviction: how many tokens a lane may hold, for the longest prompt; the choice of
+            evicted tokens is not simulated.
         eviction_of: the same by tokens of a prompt, where the cap depends on it; None: one for all.
     """
 
@@ -62,12 +62,12 @@ def simulate(trace: Trace, config: SimConfig, progress: Progress | None = None) 
     """Run a trace through scheduler and memory.
 
     Args:
-        trace: what comes when.
-        config: on what.
-        progress: called now and then.
+        trace: the requests and their arrival times.
+        config: the simulated configuration.
+        progress: called at intervals during the run.
 
     Raises:
-        ConfigError: an option that cannot be, before the run starts.
+        ConfigError: an option is invalid; raised before the run starts.
     """
     return make_simulator(trace, config).run(progress)
 
@@ -76,11 +76,11 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     """A simulator ready to run.
 
     Args:
-        trace: what comes when.
-        config: on what.
+        trace: the requests and their arrival times.
+        config: the simulated configuration.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: an option is invalid.
     """
     refuse_unsimulated(config.kv)
     layout = folded_layout(
@@ -106,7 +106,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
 
 
 def make_timer(config: SimConfig) -> StepTimer:
-    """How long steps of a configuration take."""
+    """The step timer of a configuration."""
     return StepTimer(config.model, config.rates, bytes_per_value=dtype_bytes(config.dtype))
 
 
@@ -148,11 +148,11 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
 
 # ---- unsimulated ---------------------------------------------------------------------------------
 
-# Options of KV outside the KV memory that a simulation knows nothing of.
+# KV options that a simulation does not support.
 
 
 def refuse_unsimulated(kv: KVConfig) -> None:
-    """Refuse options that would change nothing in a simulation.
+    """Reject options that have no effect in a simulation.
 
     Raises:
         ConfigError: with the option to leave out.

@@ -1,12 +1,12 @@
-"""Runs a trace through the engine's scheduler and KV memory, on a clock of its own.
+"""Simulation of a trace with the engine's scheduler and KV memory, in virtual time.
 
-    requests that have come -> submit -> schedule -> seconds of the step -> commit -> next tokens
+    requests that arrived   -> submit -> schedule -> seconds of the step -> commit -> next tokens
                  ^                                          |
                  '------------------- clock ----------------'
 
-The scheduler, admission, page tables and allocator are the engine's own. Instead of a model there
-is a timer, and answers have the lengths that the trace says. Nothing is drawn: the same trace and
-options give the same result, to the last bit.
+The scheduler, admission, page tables and allocator are the engine's. A timer replaces the model,
+and outputs have the lengths of the trace. The simulation is deterministic: the same trace and
+options give the same result, bit for bit.
 """
 
 import math
@@ -32,7 +32,7 @@ from quire.tenancy.tenants import parse_tenants
 
 # ---- tally ---------------------------------------------------------------------------------------
 
-# What the scheduler's events add up to: work lost, and KV moved between device and host.
+# Totals of the scheduler's events: lost work, and KV copied between device and host.
 
 _SWAPS = ("swapped_out", "swapped_in")
 
@@ -42,10 +42,10 @@ class EventTally:
     """A listener of KV events.
 
     Attributes:
-        lost_tokens: whose KV was thrown away by preemptions.
-        num_swaps_out, num_swaps_in: sequences moved to the host and back.
-        swapped_bytes: of both.
-        copied_bytes: of pages copied because somebody else reads them.
+        lost_tokens: tokens whose KV was freed by preemptions.
+        num_swaps_out, num_swaps_in: sequences swapped out and in.
+        swapped_bytes: KV bytes of all swaps, both directions.
+        copied_bytes: KV bytes of pages copied on write because they are shared.
     """
 
     lost_tokens: int = 0
@@ -55,7 +55,7 @@ class EventTally:
     copied_bytes: int = 0
 
     def __call__(self, event: KVEvent) -> None:
-        """Note an event."""
+        """Count an event."""
         if event.kind in _SWAPS:
             self.swapped_bytes += int(event.data["kv_bytes"])
             self.num_swaps_out += event.kind == "swapped_out"
@@ -68,24 +68,24 @@ class EventTally:
 
 # ---- simulator -----------------------------------------------------------------------------------
 
-Progress = Callable[[float, int], None]  # (virtual seconds, requests that have come)
+Progress = Callable[[float, int], None]  # (virtual seconds, arrived requests)
 _PROGRESS_STEPS = 1000
 
 
 @dataclass(slots=True)
 class SimResult:
-    """What came of a trace.
+    """The result of a simulated trace.
 
     Attributes:
-        trace: that was run.
-        memory_bytes: of the arena.
-        records: of all requests, in the order of arrival.
-        gauges: read at every step.
-        served: tokens of tenants while all were backlogged.
-        tally: what events add up to.
-        num_steps: steps run.
-        processed_tokens: tokens the steps processed, those read again included.
-        busy_s: seconds of all steps; the clock's rest was idle.
+        trace: the simulated trace.
+        memory_bytes: size of the arena.
+        records: one for each request, in the order of arrival.
+        gauges: statistics of the memory and queue, recorded at every step.
+        served: tokens of each tenant while all tenants were backlogged.
+        tally: totals of the events.
+        num_steps: number of steps.
+        processed_tokens: tokens that the steps processed, including recomputed tokens.
+        busy_s: duration of all steps; the rest of the time was idle.
     """
 
     trace: Trace
@@ -101,22 +101,22 @@ class SimResult:
 
 @dataclass(slots=True)
 class _Job:
-    """A request that has been submitted: its record, and what it will answer."""
+    """A submitted request: its record, and its output tokens."""
 
     record: RequestRecord
     answer: list[int]
 
 
 class Simulator:
-    """One trace over one memory.
+    """Simulation of one trace with one KV memory.
 
     Args:
-        trace: what comes when.
-        scheduler: over an empty memory without bytes; its events carry the clock's time.
-        timer: how long steps take.
-        clock: at 0.
-        copies: of the host pool; the step that follows them waits for them.
-        eviction: of a request, by the tokens of its prompt.
+        trace: the requests and their arrival times.
+        scheduler: scheduler of an empty simulated memory; its events use the clock's time.
+        timer: computes the duration of steps.
+        clock: the virtual clock, at 0.
+        copies: copies of the host pool; the next step waits for them.
+        eviction: eviction of a request, as a function of its prompt length.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class Simulator:
         self._not_entered: set[str] = set()
 
     def run(self, progress: Progress | None = None) -> SimResult:
-        """Run until every request is finished or refused.
+        """Run until every request is finished or rejected.
 
         Raises:
-            InvariantError: a request can neither run nor be refused, or a page was lost.
+            InvariantError: a request can neither run nor be rejected, or a page was lost.
         """
         while True:
             self._submit_arrived()
@@ -248,7 +248,7 @@ class Simulator:
     # ---- time ----------------------------------------------------------------------------------
 
     def _wait_blocked(self) -> None:
-        """Nothing can run now: time passes until somebody comes."""
+        """No request can run: advance the clock to the next arrival."""
         if self._num_arrived < len(self._arrivals):
             self._wait(self._arrivals[self._num_arrived].arrival_s)
         elif self.scheduler.has_work:
@@ -256,7 +256,7 @@ class Simulator:
 
     def _wait(self, until_s: float) -> None:
         self._hold(until_s - self.clock.now_s)
-        self.clock.now_s = until_s  # to the last bit, whatever the sum says
+        self.clock.now_s = until_s  # exact, without the rounding error of the sum
 
     def _hold(self, seconds: float) -> None:
         reading = read(

@@ -1,4 +1,4 @@
-"""What a simulation has for an engine's parts: a clock, copies, tokens, evictions, KV memory."""
+"""Simulated components of the engine: clock, copies, tokens, eviction, KV memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,11 +23,11 @@ from quire.scheduler.lane_slots import Slots, evicting_table
 from quire.scheduler.request import Request
 from quire.sim.traces.base import Segment
 
-# The clock of a simulation: it stands still until it is told how much time has passed.
+# The virtual clock of a simulation, advanced by the simulator.
 
 
 class VirtualClock:
-    """Seconds since the first request came.
+    """Virtual time in seconds since the first arrival.
 
     Attributes:
         now_s: the time.
@@ -37,23 +37,23 @@ class VirtualClock:
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        """The time, as event logs ask for it."""
+        """The current time, in the interface of event logs."""
         return self.now_s
 
 
 # ---- copies --------------------------------------------------------------------------------------
 
-# Copies between device and host that move no bytes and take their time all the same.
+# Copies between device and host that transfer no bytes, but take simulated time.
 
 
 class TimedCopies:
-    """`HostCopies` on a clock of their own: it advances by bytes over a rate.
+    """`HostCopies` in simulated time: a copy takes its bytes divided by the rate.
 
     Args:
-        bytes_per_s: of a link, either way.
+        bytes_per_s: rate of the link, in each direction.
 
     Attributes:
-        seconds: of all copies so far.
+        seconds: total duration of all copies.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -62,7 +62,7 @@ class TimedCopies:
         self._paid_s = 0.0
 
     def __call__(self) -> float:
-        """The clock, as who times copies reads it."""
+        """The clock for timing copies."""
         return self.seconds
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
@@ -74,17 +74,17 @@ class TimedCopies:
         self.save(page_class, pages, start)
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: no copy is pending."""
 
     def unpaid_s(self) -> float:
-        """Seconds since this was last asked: the next step waits for them."""
+        """Copy time since the last call; the next step waits for it."""
         unpaid_s, self._paid_s = self.seconds - self._paid_s, self.seconds
         return unpaid_s
 
 
 # ---- tokens --------------------------------------------------------------------------------------
 
-# Token ids for pieces of text that are known by their identity and their length alone.
+# Token ids for text segments that are known only by identity and length.
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -92,10 +92,10 @@ _ID_BITS = 31  # ids fit into int32 wherever they are packed
 
 
 def token_ids(segments: Sequence[Segment]) -> list[int]:
-    """Ids of a sequence of pieces, from their contents and offsets alone.
+    """Ids of a sequence of segments, computed from their contents and offsets.
 
-    Equal contents give equal ids at equal offsets, others differ but for one chance in 2^31 a
-    token. Ids are no entries of a vocabulary.
+    Equal contents give equal ids at equal offsets, others collide with probability
+    2^-31 per token. Ids are not entries of a vocabulary.
 
     Source: the mixing function of SplitMix64 (Steele et al., 2014).
     """
@@ -110,23 +110,23 @@ def token_ids(segments: Sequence[Segment]) -> list[int]:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values * _STEP + _STEP  # wraps around, as meant
+    values = values * _STEP + _STEP  # overflow is intended
     values = (values ^ (values >> np.uint64(30))) * _FIRST
     values = (values ^ (values >> np.uint64(27))) * _SECOND
     mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
     return mixed
 
 
-# ---- forgetting ----------------------------------------------------------------------------------
+# ---- eviction ------------------------------------------------------------------------------------
 
-# Eviction without tensors: which slots leave changes no page count, so the oldest ones do.
+# Eviction without tensors: the choice of slots does not change page counts, so evict the oldest.
 
 
 class OldestLeave:
-    """Brings the lanes of a request down to what the schedule lets them keep.
+    """Evicts the oldest slots of a request until its lanes fit their capacities.
 
     Args:
-        memory: of the simulation.
+        memory: KV memory of the simulation.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -135,7 +135,7 @@ class OldestLeave:
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
-        """Keep the last `keep` [lanes] slots of every lane that may lose some."""
+        """Retain the last `keep` [lanes] slots of every lane that can evict tokens."""
         memory, table = self._memory, evicting_table(self._memory)
         assert table is not None, "requests evict where lanes lose tokens"
         held = table.num_slots[request.memory.row]
@@ -148,19 +148,19 @@ class OldestLeave:
         return Evicted(int((held - keep).clip(min=0).sum()), len(held))
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
-        """Nothing is noted, so that nothing is repeated: it is evicted anew."""
+        """Raise: no evictions are recorded, so none can be repeated."""
         raise InvariantError(f"request {request.request_id} repeats what was not noted")
 
     def finalize(self, request: Request) -> None:
-        """Caps stay as they are: how a prompt would divide them only a model can tell."""
+        """Leave the capacities unchanged: dividing them by prompt needs a model."""
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
-# A KV memory without bytes, in which a simulation's sequences live.
+# A KV memory without bytes, which holds the sequences of a simulation.
 
 MAX_PAGES = 1 << 28
-"""Pages of a simulated memory at most: each takes some bytes of bookkeeping, though it has none."""
+"""Maximum pages of a simulated memory: each page needs a few bytes of bookkeeping."""
 
 
 def folded_layout(
@@ -194,18 +194,18 @@ def make_memory(
     lengths: Sequence[int],
     max_num_seqs: int,
 ) -> KVMemory:
-    """Bookkeeping over an arena that is not there.
+    """Create a KV memory with bookkeeping only: its arena is not allocated.
 
     Args:
         layout: lane groups.
         config: how large, in which store; `auto` never runs full.
-        limits: of the longest sequence, for stores that reserve.
-        lengths: of the sequences that `auto` has room for, in tokens.
-        max_num_seqs: sequences at once.
+        limits: lengths of the longest sequence, for stores that reserve memory.
+        lengths: lengths in tokens of the sequences that fit into an `auto` memory.
+        max_num_seqs: maximum number of concurrent sequences.
 
     Raises:
-        ConfigError: it would hold no token, or more pages than can be kept account of, or a store
-            that cannot do what is asked.
+        ConfigError: the memory holds no token, or exceeds the maximum number of pages, or the store
+            does not support the options.
     """
     refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     maker = placement_maker(config.store, limits)

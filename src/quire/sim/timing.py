@@ -1,4 +1,4 @@
-"""How long a step would take: the floors of its parts at given rates, and what every step costs."""
+"""Predicted step time: lower bounds of the step's parts at given rates, plus a fixed overhead."""
 
 from collections import Counter
 
@@ -36,8 +36,8 @@ class StepTimer:
 
         Args:
             new: [rows] tokens processed, each 1 or more.
-            before: [rows] tokens whose KV is there.
-            sampled_rows: rows that get a token.
+            before: [rows] tokens whose KV is already computed.
+            sampled_rows: number of rows that sample a token.
         """
         key = int(new.sum()), sampled_rows
         dense_s = self._dense_s.get(key)

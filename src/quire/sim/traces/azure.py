@@ -24,7 +24,7 @@ def read_azure(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
     """Requests of an Azure trace.
 
     Raises:
-        TraceError: a line that cannot be.
+        TraceError: a line is invalid.
     """
     columns = (TIME, PROMPT, ANSWER, *([tenant_column] if tenant_column else []))
     for row in csv_rows(path, *columns):

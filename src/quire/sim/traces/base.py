@@ -1,4 +1,4 @@
-"""What a trace is: requests with times and lengths, and which of their tokens are the same."""
+"""Data classes of traces: requests with times, lengths and the identity of their tokens."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ DEFAULT_TENANT = "default"
 
 
 class Segment(NamedTuple):
-    """A run of tokens inside a prompt or an answer.
+    """A segment of tokens in a prompt or an output.
 
     Attributes:
         content: segments of equal content hold equal tokens, as far as both reach. What loaders
@@ -28,13 +28,13 @@ class TraceRequest:
     """One recorded request.
 
     Attributes:
-        line: where it stands in its file, for errors and for its name.
+        line: line number in the file, for errors and for the request's name.
         arrival_s: seconds; only differences count.
-        prompt: what it asks, piece by piece; at least one token.
-        answer: what was generated; 0 tokens where nothing was.
-        tenant: on whose account.
-        priority: lower goes first, within its tenant.
-        deadline_s: seconds from its arrival in which its answer is wanted; None: whenever.
+        prompt: segments of the prompt; at least one token.
+        answer: the generated output; may have 0 tokens.
+        tenant: tenant that sent the request.
+        priority: lower values are scheduled first within a tenant.
+        deadline_s: seconds from arrival to the deadline of the output; None: no deadline.
     """
 
     line: int
@@ -52,7 +52,7 @@ class TraceRequest:
 
     @property
     def tokens(self) -> int:
-        """Length at its end."""
+        """Length of the prompt and the output."""
         return self.prompt_tokens + self.answer.tokens
 
 
@@ -61,10 +61,10 @@ class Trace:
     """Requests in the order of their arrival, the first one at 0 s.
 
     Attributes:
-        name: of the file.
-        format: how it was written.
+        name: name of the file.
+        format: name of the trace format.
         requests: at least one.
-        num_dropped: requests left out because they are longer than was asked for.
+        num_dropped: requests skipped because they exceed the maximum length.
     """
 
     name: str
@@ -79,18 +79,18 @@ class Trace:
 
 
 def own_prompt(line: int, tokens: int) -> tuple[Segment, ...]:
-    """A prompt that shares nothing with any other request's."""
+    """A prompt that shares no content with other requests."""
     return (Segment(-2 * line - 1, tokens),)
 
 
 def own_answer(line: int, tokens: int) -> Segment:
-    """An answer that no prompt repeats."""
+    """An output that no prompt repeats."""
     return Segment(-2 * line - 2, tokens)
 
 
 # ---- options -------------------------------------------------------------------------------------
 
-# What a user can change about a trace before it is run.
+# User options that change a trace before it is simulated.
 
 AUTO = "auto"
 TraceName = Literal["auto", "azure", "mooncake", "sharegpt", "vidur"]

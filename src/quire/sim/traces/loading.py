@@ -1,4 +1,4 @@
-"""From a file and options to a trace that can be run."""
+"""Load a trace from a file and options."""
 
 import itertools
 import random
@@ -12,15 +12,15 @@ from quire.sim.traces.registry import find_format
 
 
 def load_trace(path: Path, options: TraceOptions | None = None) -> Trace:
-    """Read a trace: the first `requests` by arrival, stretched, without those that are too long.
+    """Read a trace: the first `requests` by arrival, scaled, without requests that are too long.
 
     Args:
-        path: of the file.
-        options: what to change.
+        path: path of the file.
+        options: options of the trace.
 
     Raises:
-        TraceError: the file cannot be read, or nothing of it is left.
-        ConfigError: an option that cannot be.
+        TraceError: the file cannot be read, or no request is left.
+        ConfigError: an option is invalid.
     """
     options = options or TraceOptions()
     column = tenant_column(options.tenants)
@@ -46,7 +46,7 @@ def load_trace(path: Path, options: TraceOptions | None = None) -> Trace:
 
 
 def _stretched(request: TraceRequest, factor: int | float) -> TraceRequest:
-    """A request with every piece longer or shorter; equal pieces stay equal."""
+    """A request with the lengths of all segments scaled; equal segments remain equal."""
     if factor == 1.0:
         return request
     return replace(
@@ -57,7 +57,7 @@ def _stretched(request: TraceRequest, factor: int | float) -> TraceRequest:
 
 
 def _scaled(segment: Segment, factor: int | float) -> Segment:
-    """What had a token keeps one."""
+    """A segment with a scaled length; a non-empty segment keeps at least one token."""
     return segment._replace(tokens=max(min(1, segment.tokens), round(segment.tokens * factor)))
 
 
@@ -82,18 +82,18 @@ def _poisson(rate: int | float, seed: int) -> Iterator[float]:
 
 # ---- tenants -------------------------------------------------------------------------------------
 
-# Who sends which request of a trace.
+# Assignment of requests to tenants.
 #
-# column:NAME                 the file says it, in a column or key of this name
-# round_robin:a,b,c           in turns
-# share:big=0.95,small=0.05   drawn with these shares
+# column:NAME                 read from the file's column or key of this name
+# round_robin:a,b,c           assigned in rotation
+# share:big=0.95,small=0.05   random with these probabilities
 
 COLUMN, ROUND_ROBIN, SHARE = "column", "round_robin", "share"
 _FORMS = "column:NAME, round_robin:a,b or share:a=0.9,b=0.1"
 
 
 def tenant_column(text: str) -> str | None:
-    """The column that names the tenant; None where the file does not say.
+    """The column that names the tenant; None if the file has no tenants.
 
     Raises:
         ConfigError: not a way to assign tenants.
@@ -114,10 +114,10 @@ def assign_tenants(
     Args:
         requests: in the order of arrival.
         text: see above; "" and `column` leave them as they are.
-        seed: of the draws of `share`.
+        seed: seed of the random assignment of `share`.
 
     Raises:
-        ConfigError: a name twice, or a share that is none.
+        ConfigError: a name is repeated, or a share is invalid.
     """
     kind, _, rest = text.partition(":")
     if kind not in (ROUND_ROBIN, SHARE):

@@ -1,7 +1,9 @@
-"""Mooncake's traces: JSON lines whose `hash_ids` say which blocks of 512 tokens are the same.
+"""Mooncake's traces: JSON lines whose `hash_ids` identify equal blocks of 512 tokens.
 
-Each id stands for a block and everything before it, so two prompts whose lists begin alike begin
-with the same tokens. Source: Qin et al., "Mooncake", 2024, section 4, and its published traces.
+Each id stands for a block and everything before it, so prompts whose lists have a common
+prefix share the tokens of that prefix.
+
+Source: Qin et al., "Mooncake", 2024, section 4, and its published traces.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ def read_mooncake(path: Path, tenant_column: str | None) -> Iterator[TraceReques
     """Requests of a Mooncake trace.
 
     Raises:
-        TraceError: a line that cannot be.
+        TraceError: a line is invalid.
     """
     for row in json_rows(path):
         yield TraceRequest(

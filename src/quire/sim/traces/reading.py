@@ -1,4 +1,4 @@
-"""Reading rows of a trace, with errors that say which line and what was expected there."""
+"""Readers of trace rows, with errors that name the line and the expected content."""
 
 import csv
 import gzip
@@ -18,7 +18,7 @@ class Row:
     """One record of a file.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         line: number of its line, from 1.
         values: column or key to value.
     """
@@ -28,7 +28,7 @@ class Row:
     values: Mapping[str, object]
 
     def error(self, expected: str, got: object) -> TraceError:
-        """What to raise about this row."""
+        """The error to raise for this row."""
         return TraceError(f"{self.path.name}, line {self.line}: expected {expected}, got {got!r}")
 
     def count(self, name: str, *, least: int) -> int:
@@ -46,7 +46,7 @@ class Row:
         """A finite number.
 
         Raises:
-            TraceError: missing, or none.
+            TraceError: the value is missing, or not a finite number.
         """
         return self._number(name)
 
@@ -79,7 +79,7 @@ def opened(path: Path) -> Iterator[TextIO]:
     """A trace as text; one whose name ends in .gz is unpacked.
 
     Raises:
-        TraceError: it cannot be opened, or is not text.
+        TraceError: the file cannot be opened, or is not text.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -96,8 +96,8 @@ def csv_rows(path: Path, *needed: str) -> Iterator[Row]:
     """Rows of a CSV file with a header.
 
     Args:
-        path: of the file.
-        needed: columns that must be there.
+        path: path of the file.
+        needed: required columns.
 
     Raises:
         TraceError: a column is missing, or a line has too few or too many fields.
@@ -131,7 +131,7 @@ def json_rows(path: Path) -> Iterator[Row]:
     """Rows of a file with one JSON object on each line.
 
     Raises:
-        TraceError: a line is none.
+        TraceError: a line is not a JSON object.
     """
     with opened(path) as file:
         for line, text in enumerate(file, start=1):

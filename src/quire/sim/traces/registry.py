@@ -1,4 +1,4 @@
-"""Names of trace formats, and which of them a file is written in."""
+"""Registry of trace formats, and detection of a file's format."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ Recogniser = Callable[[str], bool]  # of the beginning of a file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFormat:
-    """How a trace may be written.
+    """A trace format.
 
     Attributes:
-        name: of the format.
-        about: one sentence.
-        timed: whether it says when requests came.
-        recognises: tells it by the beginning of a file.
-        read: the requests of a file, in its order.
+        name: name of the format.
+        about: description in one sentence.
+        timed: whether the format has arrival times.
+        recognises: detects the format from the beginning of a file.
+        read: yields the requests of a file, in file order.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Conversations in the shape of ShareGPT: a JSON list of turns, without times or token counts.
 
-Every answer of a conversation is a request whose prompt is all turns before it, so a later turn
-repeats what the turns before it asked and answered: real shared prefixes.
+Every response in a conversation is one request. Its prompt is all earlier turns, so later
+requests of a conversation share real prefixes.
 
 Texts have no token counts, and no tokenizer is loaded here: a text counts as one token for each 4
 bytes of its UTF-8, rounded up, which is what English takes with vocabularies of today.

@@ -23,7 +23,7 @@ def read_vidur(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
     """Requests of a vidur trace, all at 0 s.
 
     Raises:
-        TraceError: a line that cannot be.
+        TraceError: a line is invalid.
     """
     columns = (PROMPT, ANSWER, *([tenant_column] if tenant_column else []))
     for row in csv_rows(path, *columns):
