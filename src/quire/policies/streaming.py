@@ -25,7 +25,7 @@ from quire.policies.sinks import Sinks
 @register("streaming")
 @dataclass(frozen=True, slots=True)
 class Streaming(Sinks):
-    """Retain the first tokens and the newest of the rest, at re-rotated positions.
+    """Retain the first tokens and the newest of the rest, and renumber their positions.
 
     Attributes:
         sinks: tokens at the start of the sequence that are never evicted.
