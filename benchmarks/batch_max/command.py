@@ -130,10 +130,10 @@ def _config(model: str, *, quick: bool) -> "BatchMaxConfig":
 
 
 def _speed(config: "SpeedConfig", pools: str, repeats: int | None) -> "SpeedConfig":
-    """The rounds and KV memories that were asked for; what was not said stays as it is.
+    """Apply the given rounds and KV memories; unset options keep their defaults.
 
     Raises:
-        ConfigError: a memory of no rows.
+        ConfigError: a KV memory of fewer than 1 row.
     """
     config = replace(config, repeats=repeats or config.repeats)
     if not pools.strip():
@@ -149,7 +149,7 @@ def _speed(config: "SpeedConfig", pools: str, repeats: int | None) -> "SpeedConf
 
 
 def _dtype(settings: Settings, speed: "SpeedConfig") -> str:
-    """What was asked for; random weights are not stored in any type."""
+    """The requested data type; random weights have no stored type."""
     requested = settings.loading.dtype
     if requested == "auto":
         return speed.dtype

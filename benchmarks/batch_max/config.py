@@ -15,19 +15,19 @@ TASKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedConfig:
-    """Time of the arms in one KV memory, with random weights.
+    """Configuration: time of the variants in one KV memory, with random weights.
 
     Attributes:
         model: a name in SHAPES.
-        dtype: of its weights and of the KV, by PyTorch's name.
-        prompt_tokens, new_tokens: of every row.
-        caps: of Batch-Max; the first is the one that is claimed.
-        every: tokens that leave at a time.
+        dtype: PyTorch name of the data type of the weights and the KV.
+        prompt_tokens, new_tokens: lengths of every row.
+        caps: caps of Batch-Max, in tokens; the claims use the first.
+        every: tokens evicted at a time.
         pools: KV memories, in rows of full KV.
-        claimed_pool: of `pools`, the one whose ratios are the claims; all caps run there.
-        repeats: rounds of the claimed arms in the claimed pool, taking turns.
-        other_repeats: rounds, the first ones, in which all else runs too.
-        continuous_prompts: requests that come at once to the engine as it is; 0 leaves that out.
+        claimed_pool: the entry of `pools` whose ratios are the claims; all caps run there.
+        repeats: interleaved rounds of the claimed variants in the claimed pool.
+        other_repeats: number of first rounds that also run all other variants and pools.
+        continuous_prompts: requests submitted at once to the default engine; 0 skips this run.
     """
 
     model: str = "125m"
@@ -72,18 +72,18 @@ class SpeedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityConfig:
-    """Quality and time of the arms from the same runs, with a model that reads its context.
+    """Configuration: quality and time of the variants from the same runs, with trained weights.
 
     Attributes:
         model: folder, hub name or quire-tiny.
-        tasks: of `quire.evals`.
-        tokens: most of a prompt with its answer.
-        new_tokens: generated behind each prompt, whatever ends before.
+        tasks: tasks of `quire.evals`.
+        tokens: maximum length of a prompt with its output.
+        new_tokens: tokens generated for each prompt; an end-of-sequence token is ignored.
         samples: prompts of each task.
         pool: KV memory, in rows of full KV.
-        shares: caps of Batch-Max as parts of `tokens`, ascending; the first is the one claimed.
-        every: tokens that leave at a time.
-        wanted: part of full KV's quality that is good enough.
+        shares: caps of Batch-Max as fractions of `tokens`, ascending; the claims use the first.
+        every: tokens evicted at a time.
+        wanted: required fraction (0 to 1) of full KV's quality.
     """
 
     model: str = "quire-tiny"

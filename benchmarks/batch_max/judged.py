@@ -14,18 +14,18 @@ from quire.profile.step_rates import static_schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """All prompts of one task under one arm.
+    """Results of all prompts of one task under one variant.
 
     Attributes:
-        task: its name.
-        arm: its name.
+        task: name of the task.
+        arm: name of the variant.
         batch: rows that started together.
         score: mean grade, 0 to 1.
-        samples: prompts.
-        total_s: of all batches, prefill counted.
-        new_tokens: generated.
-        peak_bytes: most KV in use.
-        preemptions: rows that gave way, and were read again in the same time.
+        samples: number of prompts.
+        total_s: time of all batches, including prefill.
+        new_tokens: generated tokens.
+        peak_bytes: peak KV memory in use.
+        preemptions: preempted rows; their recompute time is part of `total_s`.
     """
 
     task: str

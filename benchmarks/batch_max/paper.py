@@ -1,12 +1,13 @@
-"""The paper's protocol on a model and examples of the user's.
+"""The paper's protocol on the user's model and examples.
 
     b0        the smallest batch at which decode-only eviction with a cap of 2 runs out of memory
-    ED, FKV   at the largest batch below it; ED's is the highest throughput decode-only can give
-    BM        at smaller caps and with larger batches, as long as quality stays FKV's
+    ED, FKV   at the largest batch below b0; ED has the highest throughput of decode-only eviction
+    BM        at smaller caps and with larger batches, as long as quality equals FKV's
 
-Caps are multiples of 128, found by bisection as if quality only rose with the cap, then 64 less is
-tried. Two rows are sought: the smallest cap whose score is FKV's or above, and the smallest whose
-score is near it. All that was tried is reported. The memory is fixed: running out is not entering.
+Caps are multiples of 128. Bisection finds them, on the assumption that quality grows with the cap;
+then the cap minus 64 is tried. The search looks for two rows: the smallest cap whose score is at
+least FKV's, and the smallest cap whose score is near FKV's. All tried caps are reported. The memory
+is fixed: a batch runs out of memory if not all of its rows are admitted.
 
 Source: Metel et al. 2025 (Batch-Max), section 4.
 
@@ -65,11 +66,11 @@ class PaperRow:
     """A row of the paper's tables.
 
     Attributes:
-        arm: its name.
-        label: for tables.
+        arm: name of the variant.
+        label: label in tables.
         batch: rows at once.
-        cap: of Batch-Max; None for other arms.
-        judged: score and time; None where so many rows run out of memory.
+        cap: cap of Batch-Max in tokens; None for other variants.
+        judged: score and time; None if this batch runs out of memory.
     """
 
     arm: str
@@ -108,7 +109,7 @@ class PaperProtocol:
         """All of it, in the order in which it was run."""
         ed = decode_only(2)
         most = self._rows(ed)
-        if most < self._config.samples:  # else nothing that is asked here runs out of memory
+        if most < self._config.samples:  # else no requested batch runs out of memory
             self._note(PaperRow(arm=ed.name, label=ed.label, batch=most + 1))
         batch = self._batch(most, ed)
         self._note(self._judge(ed, batch))

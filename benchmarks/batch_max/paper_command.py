@@ -30,11 +30,11 @@ def paper_config(
     new_tokens: int,
     quick: bool,
 ) -> "PaperConfig":
-    """What is run; quick divides all lengths by 4 and asks a tenth.
+    """The configuration to run; quick divides all lengths by 4 and runs a tenth of the samples.
 
     Raises:
         UnknownName: no such task.
-        ConfigError: lengths that cannot be.
+        ConfigError: invalid lengths.
     """
     from benchmarks.batch_max.paper import PaperConfig
     from benchmarks.common.few_shot import task_named
@@ -95,7 +95,7 @@ def _samples(
 def _encoded(
     model: "LoadedModel", task: "FewShotTask", sample: "Sample", input_tokens: int
 ) -> "Encoded":
-    """A prompt whose beginning is left out where it is too long; its first token stays."""
+    """Truncate a prompt that is too long at its beginning; the first token is retained."""
     from benchmarks.batch_max.judged import Encoded
     from benchmarks.common.graded_prompts import GradedPrompt
     from quire.models.tokenizer import encode_prompt

@@ -23,11 +23,11 @@ MIB = 1 << 20
 
 
 def run_quality(model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker) -> PartResult:
-    """The part.
+    """The quality part of the bench.
 
     Args:
-        model: reads its context.
-        config: what is asked.
+        model: model with trained weights.
+        config: tasks, lengths and KV memory.
         make_prompts: makes prompts of a task.
     """
     found = list(measure_quality(model, config, make_prompts))

@@ -71,7 +71,7 @@ class ArmTimer:
         self._batches: dict[tuple[int, str], int] = {}
 
     def pool_bytes(self, pool: int) -> int:
-        """KV bytes of so many rows of full KV."""
+        """KV bytes of the given number of rows of full KV."""
         number_bytes = dtype_bytes(self._config.dtype)
         return pool * self._config.final_tokens * self._model.spec.kv_bytes_per_token(number_bytes)
 
@@ -84,10 +84,10 @@ class ArmTimer:
             answer_all(engine, self._prompts(2, tokens), 4)
 
     def static(self, arm: EvictionArm, pool: int) -> ArmTime:
-        """One batch, all rows together, as large as the paper's set and the pool allow.
+        """Run one batch, as large as the paper's set and the pool allow.
 
-        Pages of several sizes can leave room that none of them fits into: a batch of which a row
-        had to give way is not held, and the next smaller one is run in its place, then and later.
+        Pages of several sizes can fragment the pool. If a row of the batch is preempted, the next
+        smaller batch replaces it, in this and all later rounds.
         """
         batch = self.batch(arm, pool)
         engine = self._engine(arm, pool, static_schedule(batch, self._config.prompt_tokens))

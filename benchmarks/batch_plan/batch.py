@@ -8,10 +8,10 @@ from quire.profile.step_rates import RunShape, static_engine, timed_steps
 
 
 def run_batch(model: LoadedModel, shape: RunShape, kv_bytes: int) -> RunSeconds:
-    """Run a static batch to its end in a KV memory of so many bytes, behind a short warm-up.
+    """Run a static batch to its end in a KV memory of the given bytes, after a short warm-up.
 
     Raises:
-        InvariantError: its rows do not run side by side there.
+        InvariantError: the memory does not hold all rows at the same time.
     """
     warm = replace(shape, prompt_tokens=max(1, shape.prompt_tokens // 8), new_tokens=4)
     engine = static_engine(model, shape, kv_bytes)

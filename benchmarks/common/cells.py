@@ -1,4 +1,4 @@
-"""What benches that ask questions share: material, cells as they are asked, budgets, texts."""
+"""Shared code of quality benches: prompts and texts, progress of cells, budgets."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +72,7 @@ def running_text(model: "LoadedModel", path: Path | None) -> "RunningText":
 
 
 def show_cell(cell: "Cell") -> None:
-    """Print a cell as it is asked."""
+    """Print a cell when it starts."""
     key = cell.key
     where = f"{key.when}, {100 * key.budget:g} %" if key.when else "everything"
     low, high = cell.interval

@@ -51,15 +51,15 @@ def finish(
     *,
     quick: bool = False,
 ) -> dict[str, object]:
-    """Wrap the results, and write them where that was asked for.
+    """Wrap the results, and write them if an output folder is given.
 
     Args:
-        bench: name of the command behind `python -m benchmarks`.
-        results: parts by name.
-        claims: of all parts.
+        bench: name of the command of `python -m benchmarks`.
+        results: results of the parts by name.
+        claims: claims of all parts.
         config: every option as resolved.
-        out: folder, or None.
-        quick: whether small shapes were run, which support no claims.
+        out: output folder; None: do not write.
+        quick: whether small shapes were run; they support no claims.
 
     Returns:
         The run, for the last line of the output.
@@ -95,16 +95,16 @@ Config = TypeVar("Config")
 
 
 def names_of(text: str, known: Mapping[str, object], what: str = "part") -> tuple[str, ...]:
-    """Read names written with commas, in the order of `known`; "" for all.
+    """Parse comma-separated names and return them in the order of `known`; "" selects all.
 
     Args:
-        text: what was asked for.
-        known: by name, in the order in which they run.
-        what: a name stands for, for errors.
+        text: the comma-separated names.
+        known: all objects by name, in the order in which they run.
+        what: the kind of object, for error messages.
 
     Raises:
-        UnknownName: nothing has this name.
-        ConfigError: one is named twice.
+        UnknownName: a name is not in `known`.
+        ConfigError: a name is given twice.
     """
     if not text.strip():
         return tuple(known)

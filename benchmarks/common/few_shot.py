@@ -1,18 +1,18 @@
-"""Few-shot prompts from files of recorded examples, as Batch-Max and KVCrush were measured with.
+"""Few-shot prompts from files of recorded examples, as in the evaluations of Batch-Max and KVCrush.
 
 cnndm         {"article", "highlights"}                    1 shot    ROUGE-2 against the highlights
 narrativeqa   {"context", "question", "answers"}           2 shots   best ROUGE-2 of the answers
 gsm8k         {"question", "answer": "... #### number"}    16 shots  share of right numbers
 xsum          {"document", "summary"}                      3 shots   ROUGE-2 against the summary
 
-NarrativeQA's may also have LongBench's names ("input" for the question), or Hugging Face's nested
-ones. Nothing is brought along: the data has licences of its own.
+NarrativeQA examples may also use LongBench's field names ("input" for the question) or Hugging
+Face's nested fields. Quire ships no examples: the data sets have their own licences.
 
 Source: Metel et al. 2025 (Batch-Max), section 4, and Jha et al. 2025 (KVCrush), table I, which
-print neither prompts nor shots: these wordings are ours.
+print neither prompts nor shots: the wording of the prompts is Quire's.
 
 A file is a JSON list, JSON lines, or an object whose values are the examples. Some examples are
-shown with their answers, the others are prompts.
+shots with their answers, the others are prompts.
 """
 
 import json
@@ -36,13 +36,13 @@ class FewShotTask:
     """One kind of example.
 
     Attributes:
-        name: of the task.
-        shots: solved examples in front of a question.
-        ask: an example without its answer, as a prompt ends with it.
-        answers: of an example, the first one as a shot shows it.
-        grade: (what a model wrote up to the next example, references) to a score from 0 to 1.
-        score: what its mean is called.
-        stop: what begins another example: the answer ends there.
+        name: name of the task.
+        shots: number of solved examples before the question.
+        ask: formats an example without its answer, as the end of a prompt.
+        answers: reference answers of an example; a shot shows the first.
+        grade: maps (output up to the next example, references) to a score from 0 to 1.
+        score: name of the mean score.
+        stop: text that begins the next example; the output is cut there.
     """
 
     name: str
@@ -202,17 +202,17 @@ def make_samples(
     shot_records: Sequence[Record] = (),
     seed: int = 0,
 ) -> list[Sample]:
-    """Draw prompts; all have the same shots, as far as the records and the seed are the same.
+    """Draw prompts; equal records and seeds give all prompts the same shots.
 
     Args:
         task: wording and shots.
-        records: examples to ask.
-        n: how many.
-        shot_records: examples to show; without any, those of `records` that are not asked.
-        seed: of the draw.
+        records: examples for prompts.
+        n: number of prompts.
+        shot_records: examples for shots; if empty, the examples of `records` that are not prompts.
+        seed: random seed.
 
     Raises:
-        ConfigError: too few examples, or one without the fields of the task.
+        ConfigError: too few examples, or an example without the fields of the task.
     """
     shuffled = random.Random(seed).sample(list(records), len(records))
     requested, others = shuffled[:n], list(shot_records) or shuffled[n:]

@@ -19,9 +19,10 @@ class GradedPrompt:
 
     Attributes:
         prompt: text.
-        grade: judges a continuation.
-        answer: what counts as right, to know how long an answer must be.
-        depth: place in the prompt of what is asked, 0 first to 1 last; None: no single place.
+        grade: scores a continuation.
+        answer: the correct answer; its length gives the number of tokens to generate.
+        depth: position in the prompt of the fact in question (0 first, 1 last); None: no single
+            position.
     """
 
     prompt: str
@@ -34,7 +35,7 @@ PromptMaker = Callable[[str, int, int], list[GradedPrompt]]
 """(task, most tokens of a prompt with its answer, how many) to prompts, always the same ones."""
 
 PromptMakerFor = Callable[["LoadedModel"], PromptMaker]
-"""Prompts whose lengths are counted as a model counts them."""
+"""Prompts whose lengths are counted in the model's tokens."""
 
 
 def load(settings: "Settings") -> "LoadedModel":

@@ -31,17 +31,17 @@ def require_host(num_bytes: int, what: str, change: str = CHANGE) -> None:
 
 
 class HostBytes:
-    """A pool that is given out from the front, and taken back as a whole.
+    """A pool of host memory: allocated in ascending order, freed as a whole.
 
     Args:
-        num_bytes: of the pool, above 0.
-        target: the device; a GPU's pool is pinned.
+        num_bytes: size of the pool, above 0.
+        target: the device; the pool of a GPU is pinned.
 
     Attributes:
-        touch_s, pin_s: that writing and pinning took.
+        touch_s, pin_s: time to write and to pin the pool, in seconds.
 
     Raises:
-        ConfigError: more than is free, or than the system pins.
+        ConfigError: the size exceeds the free memory, or the system's limit of pinned memory.
     """
 
     def __init__(self, num_bytes: int, target: Target) -> None:
@@ -91,5 +91,5 @@ class HostBytes:
         return found.view(dtype).view(shape)
 
     def clear(self) -> None:
-        """Take everything back; nobody may use what was given out."""
+        """Free all allocations; their memory must no longer be used."""
         self._taken = 0

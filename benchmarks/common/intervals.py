@@ -31,16 +31,16 @@ def bootstrap_mean(
     resamples: int = 2_000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """95 % interval of the mean over groups of their means, by resampling.
+    """95 % bootstrap interval of the mean over the groups' means.
 
-    Numbers are drawn again, with replacement, inside each group; with `groups_too` the groups are
-    drawn first. The ends are the 2.5 and 97.5 percentiles of what comes out.
+    Numbers are resampled with replacement inside each group; with `groups_too` the groups are
+    resampled first. The ends are the 2.5 and 97.5 percentiles of the resampled means.
 
     Args:
-        groups: numbers, such as differences of pairs, by group.
-        groups_too: whether other groups could have been asked as well.
-        resamples: draws.
-        seed: of the draws.
+        groups: numbers by group, such as differences of pairs.
+        groups_too: whether the groups are a sample too and are resampled.
+        resamples: number of resamples.
+        seed: random seed.
 
     Source: Efron 1979; of groups first, then inside them: Davison and Hinkley 1997, section 3.8.
     """
@@ -69,7 +69,7 @@ def bootstrap_mean(
 
 
 def _sample(numbers: Sequence[float] | Sample) -> Sample:
-    """At least two numbers, which SciPy asks for; the mean of one number has no spread."""
+    """At least two numbers, as SciPy requires; the mean of one number has no spread."""
     found = np.asarray(numbers, dtype=np.float64)
     return found if len(found) > 1 else np.repeat(found, 2)
 

@@ -74,7 +74,7 @@ class Coder:
         return self.width // self.codec.head_dim
 
     def records(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each plane of so many tokens."""
+        """Shape and type of each plane for the given number of tokens."""
         return [((tokens, self._vectors, p.width), DTYPES[p.dtype]) for p in self._planes]
 
     def encode(self, numbers: Float[Tensor, "token width"], into: Sequence[Tensor]) -> None:

@@ -73,7 +73,7 @@ def llama_wide() -> LlamaConfig:
 
 
 def llama_of(spec: ModelSpec, context: int) -> LlamaConfig:
-    """A Llama of any model's shape, whose context is `context` tokens or more."""
+    """A Llama with the shape of a given model and a context of at least `context` tokens."""
     return LlamaConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,

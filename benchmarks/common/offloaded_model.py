@@ -1,11 +1,11 @@
-"""Simulates a model whose KV is on the host: random weights on a device, X and KV in host memory.
+"""Simulate a model with offloaded KV: random weights on a device, X and KV in host memory.
 
-A layer is one product for keys and values, decode attention, a product behind it and an MLP, with
-norms and without rotation. No engine runs: what is timed is the arms of a schedule, which an engine
-does not offer (see `offloaded_step`).
+A layer is a KV projection, decode attention, an output projection and an MLP, with norms and
+without RoPE. No engine runs: the bench times variants of a schedule that an engine does not offer
+(see `offloaded_step`).
 
-Layers that the host's or the device's memory has no room for share numbers with earlier ones: layer
-i has those of layer i mod n. A layer's KV is far larger than any cache, so copies take as long.
+If host or device memory holds only n layers, later layers share their data: layer i uses that of
+layer i mod n. A layer's KV is far larger than any cache, so sharing does not shorten copies.
 """
 
 import math
@@ -203,7 +203,7 @@ class OffloadedModel:
         return self.layers[number % self.distinct]
 
     def x(self, number: int) -> tuple[Tensor, ...]:
-        """Planes of a layer's activations on the host; none where they do not pay."""
+        """Planes of a layer's activations on the host; none if recompute does not pay."""
         return self._host[number % self.distinct][0]
 
     def kv(self, number: int) -> tuple[Tensor, ...]:
@@ -211,7 +211,7 @@ class OffloadedModel:
         return self._host[number % self.distinct][1]
 
     def plain_kv(self, number: int) -> Float[Tensor, "token width"]:
-        """A layer's KV on the device, whatever it is coded in: made once more."""
+        """A layer's KV on the device, for any link codec; computed again by every call."""
         place = number % self.distinct
         x = self.activations(place)
         kv = torch.empty(len(x), self.case.kv_width, dtype=x.dtype, device=x.device)
@@ -243,7 +243,7 @@ class OffloadedModel:
         )
 
     def activations(self, place: int) -> Tensor:
-        """The same for the same layer, whenever they are asked for."""
+        """Random numbers that are equal in every call for the same layer."""
         self._draw.manual_seed(1 + place)
         return self._normal(self.case.tokens)
 

@@ -1,12 +1,12 @@
-"""Simulates a decode step of an offloaded model: copies that do not wait, products, attention.
+"""Simulate a decode step of an offloaded model: asynchronous copies, products, attention.
 
-Recomputed tokens come first and may end within a row. Tokens of the host come last: of a row of
-which it has a part, the two parts of the attention are merged; whole rows need no merging. Staging
-is poisoned where that is asked for.
+Recomputed tokens come first and may end within a row. Tokens with CPU attention come last. If a row
+is split between CPU and device attention, the two partial results are merged; whole rows need no
+merging. Staging is poisoned if the caller enables it.
 
-The engine has one way to do a step, and takes the split that its rates choose. Here every arm of a
-schedule does the same step with the same staging, whatever is recomputed, transferred or attended
-to on the host, so that arms can be compared and predicted one by one.
+The engine runs a step in one way, with the split that its measured rates select. Here every variant
+of a schedule runs the same step with the same staging, for any split into recomputed tokens,
+transferred tokens and CPU attention. Variants can so be compared and predicted one by one.
 """
 
 import math
@@ -60,17 +60,17 @@ class OffloadedStep:
     """A step of one batch.
 
     Args:
-        model: whose step it is.
-        staging: of its device.
-        batch: tokens, equally many of each row; those on the device all or none.
-        rules: of the layout.
-        poison: fill staging with NaN when it has been used.
+        model: the model that the step runs.
+        staging: staging buffers of its device.
+        batch: tokens, equally many of each row; either all or none are on the device.
+        rules: rules of the layout.
+        poison: fill staging with NaN after use.
 
     Attributes:
-        hidden: of the rows, behind the last layer that ran.
+        hidden: hidden states of the rows after the last layer that ran.
 
     Raises:
-        ConfigError: rows of unequal length, or codes for the host to attend to.
+        ConfigError: rows of unequal length, or CPU attention on quantized KV.
     """
 
     def __init__(

@@ -13,10 +13,10 @@ class Table:
     """One table.
 
     Attributes:
-        name: of its files.
-        caption: what it shows, under which conditions.
-        columns: heads, with units.
-        rows: cells; None where there is nothing to say.
+        name: name of its files.
+        caption: contents of the table and conditions of the measurement.
+        columns: column titles, with units.
+        rows: cells; None: no value.
     """
 
     name: str

@@ -1,7 +1,6 @@
 """ROUGE: how much of a reference's words a text has, as F1: pairs of neighbours, or a sequence.
 
-ROUGE-2 counts pairs of neighbouring words, ROUGE-L the longest sequence of words that stands in
-both, in this order, whatever stands between them.
+ROUGE-2 counts pairs of neighbouring words. ROUGE-L takes the longest common subsequence of words.
 
 Words are runs of letters a to z and digits, lower case, without stemming: what the package
 rouge-score does by default. Pairs are counted, so a text that repeats itself gains nothing.

@@ -1,7 +1,7 @@
-"""The device that is measured: its clock, what is free on it, who carries schedules out on it.
+"""The measured device: its clock, its free memory and its executor of schedules.
 
-On a GPU time is what lies between two events of a stream, and nothing but events is waited for; on
-a CPU it is the wall clock's. Everything runs on both, so that it can be tried out without a GPU.
+On a GPU, time is measured between two events of a stream, and only events are synchronized. On a
+CPU, time is wall-clock time. All code runs on both, so that it can be tested without a GPU.
 """
 
 import statistics
@@ -69,7 +69,7 @@ class Target:
         return ThreadExecutor(stall_s=_STALL_S)
 
     def seconds(self, call: Callable[[], object], times: int = 1) -> float:
-        """Of one of so many calls in a row, begun one behind the other."""
+        """Time of one call, as the mean over the given number of back-to-back calls."""
         if not self.on_gpu:
             return max(seconds(lambda: _repeat(call, times)) / times, _LEAST_S)
         with torch.cuda.device(self.device):

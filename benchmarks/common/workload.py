@@ -60,7 +60,7 @@ class Workload:
         return spec.kv_bytes_per_token(2) * slots * self.prompts
 
     def kv_config(self, spec: ModelSpec, *, attention: AttentionName = "auto") -> KVConfig:
-        """That memory, without a prefix cache: a prompt is read anew in each round."""
+        """KV memory without a prefix cache: every round prefills its prompts."""
         return KVConfig(
             memory=self.kv_bytes(spec),
             attention=attention,
