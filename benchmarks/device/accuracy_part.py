@@ -70,10 +70,10 @@ def layer_errors(model: OffloadedModel) -> Numbers:
 
 
 def logit_errors(harness: StepHarness) -> Numbers:
-    """A step with half of its KV recomputed against one with all of it carried.
+    """Compare a step that recomputes half of its KV with a step that transfers all of it.
 
-    accuracy_logits: norm of the difference, relative. accuracy_logits_largest: of all logits.
-    accuracy_same_token: share of rows whose largest logit is the same.
+    accuracy_logits: relative norm of the difference of the logits. accuracy_logits_largest: the
+    largest absolute difference. accuracy_same_token: fraction of rows with the same top token.
     """
     draw = torch.Generator(harness.target.device)
     draw.manual_seed(1)
@@ -127,7 +127,7 @@ def _disk(tier: DiskTier, num_bytes: int, repeats: int) -> Numbers:
 
 @contextmanager
 def _folder(name: str) -> Iterator[Path]:
-    """A folder of its own inside the one named, gone afterwards."""
+    """A temporary folder inside the given folder, deleted at exit."""
     if name and not Path(name).is_dir():
         raise ConfigError(f"expected an existing --folder for the disk tier, got {name!r}")
     with tempfile.TemporaryDirectory(dir=name or None) as place:

@@ -34,13 +34,13 @@ class DeviceBench:
 
     @property
     def pool(self) -> HostBytes:
-        """Pinned when it is first asked for: that takes seconds."""
+        """The pinned pool, allocated at the first use because pinning takes seconds."""
         if not self._pool:
             self._pool.append(HostBytes(self.config.pinned_bytes, self.target))
         return self._pool[0]
 
     def drop_pool(self) -> None:
-        """Unpin the pool, for a part whose engine pins its own; the next part makes a new one."""
+        """Free the pinned pool for a part whose engine pins its own; the next part allocates it."""
         self._pool.clear()
 
     def fitting(self, case: DecodeCase, link_codecs: LinkCodecs | None = None) -> DecodeCase:

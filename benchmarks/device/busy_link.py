@@ -1,7 +1,7 @@
-"""A link of which somebody else takes about half, from a moment on.
+"""A link with background traffic, which takes about half of the bandwidth once it starts.
 
-On a GPU a thread keeps copying to the device on a stream of its own, and copies of both take turns.
-On a CPU, where there is no link, the lane of copies is throttled to a fixed rate, then to half.
+On a GPU, a thread copies to the device on its own stream, and the copies of both streams alternate.
+A CPU has no link: the copy stream is throttled to a fixed rate, then to half of it.
 """
 
 import threading
@@ -22,10 +22,10 @@ _JOIN_S = 30.0
 
 
 class BusyLink(ABC):
-    """Somebody else on the link.
+    """Background traffic on the link.
 
     Attributes:
-        executor: on whose link.
+        executor: the executor whose link is used.
     """
 
     executor: Executor
@@ -40,13 +40,13 @@ class BusyLink(ABC):
 
 
 class ThrottledHalf(BusyLink):
-    """Without a link.
+    """Simulated background traffic on a throttled link, for a device without one.
 
     Args:
-        rate: of copies at first.
+        rate: initial rate of copies.
 
     Attributes:
-        link: whose rate changes.
+        link: the throttled link; its rate changes.
     """
 
     def __init__(self, rate: CopyRate) -> None:

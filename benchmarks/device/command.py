@@ -90,7 +90,7 @@ def device(  # noqa: PLR0913 - one parameter an option
 def _batches(
     config: "DeviceBenchConfig", models: str, rows: int, context: int
 ) -> "DeviceBenchConfig":
-    """The models asked for, with other rows and contexts where these are said."""
+    """The given models; rows and contexts are replaced if they are given."""
     from benchmarks.common.command import names_of
 
     def sized(case: "DecodeCase") -> "DecodeCase":

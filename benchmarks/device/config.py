@@ -10,31 +10,32 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBenchConfig:
-    """All parts.
+    """Configuration of all parts.
 
     Attributes:
-        device: that is measured.
-        pinned_bytes: of host memory, of the one pool that all parts use.
-        repeats: of each measurement, behind one that is not counted.
-        machine: of `benchmarks.offload.machines`, whose data sheet expectations are made of.
-        copy_bytes: sizes of copies, of the part `link`.
-        piece_bytes: sizes of small pieces there.
-        pieces: of each size.
-        product_models, product_tokens: of the part `products`.
-        together: copies and products at a time, of the part `together`.
-        cases: of the part `step`; the first also of `sweep` and `codes`.
-        grouped: of the part `host`: a model whose activations do not pay.
-        sweep_points: splits between none and all tokens.
-        wires: KV and X as they cross the link, of the part `codes`.
-        paged_bytes: swapped through scattered pages, of the part `swap`.
-        swap_model, swap_tokens, chunk_tokens: of its sequences.
-        host_attention: of one layer, of the part `host`.
-        refit_case: of the part `refit`: one whose split moves when the link halves.
-        refit_steps: before and behind the change of the link.
-        accuracy_case: of the part `accuracy`.
-        recompute_model, recompute_tokens: of its comparison through a model's own modules.
-        folder: of the disk tier; a temporary one where it is empty.
-        disk_bytes: written and read there.
+        device: the measured device.
+        pinned_bytes: size of the pinned host memory pool that all parts use.
+        repeats: repeats of each measurement, after one warm-up that is not counted.
+        machine: name in `benchmarks.offload.machines`; its data sheet gives the expected values.
+        copy_bytes: sizes of copies in the part `link`.
+        piece_bytes: sizes of small copies in the part `link`.
+        pieces: number of small copies of each size.
+        product_models, product_tokens: models and token counts of the part `products`.
+        together: concurrent copies and products of the part `together`.
+        cases: cases of the part `step`; `sweep` and `codes` use the first.
+        grouped: model of the part `host` for which recompute from activations does not pay.
+        sweep_points: number of splits between none and all tokens.
+        wires: link codecs of KV and X in the part `codes`.
+        paged_bytes: bytes swapped through scattered pages in the part `swap`.
+        swap_model, swap_tokens, chunk_tokens: model, lengths and chunk size of the part `swap`.
+        host_attention: CPU attention of one layer in the part `host`.
+        refit_case: case of the part `refit`; its split changes when the link rate halves.
+        refit_steps: steps before and after the change of the link.
+        accuracy_case: case of the part `accuracy`.
+        recompute_model, recompute_tokens: model and length of its recompute comparison, which uses
+            the model's own modules.
+        folder: folder of the disk tier; if empty, a temporary folder.
+        disk_bytes: bytes written to and read from the disk tier.
     """
 
     device: str = "auto"

@@ -109,7 +109,7 @@ def _claims(kind: str, rows: list[tuple[Cell, ...]]) -> Numbers:
 
 
 def _call(rows: list[tuple[Cell, ...]], kind: str) -> Numbers:
-    """h2d_call_us: what a copy takes whatever its size, fitted to all sizes."""
+    """h2d_call_us: fixed time per copy, independent of its size, from a fit over all sizes."""
     found = [(float(row[1] or 0), float(row[2] or 1)) for row in rows if row[0] == kind]
     amounts = [(1.0, size) for size, _ in found]
     call_s, _ = fit_seconds(amounts, [size / (rate * 1e9) for size, rate in found])

@@ -39,7 +39,7 @@ def run_products(bench: DeviceBench) -> PartResult:
 
 
 def product_flops(spec: ModelSpec, tokens: int) -> int:
-    """Of keys and values of so many tokens of a layer."""
+    """FLOPs of the KV projection of a layer for the given number of tokens."""
     return 2 * tokens * spec.hidden_size * spec.kv_values_per_layer_token
 
 

@@ -1,6 +1,5 @@
-"""M9: somebody else takes half the link while steps run: how many steps until the split follows?
-
-What is right then is measured: a sweep of splits with the link as it is, and no formula.
+"""M9: number of steps until the split is refit, after background traffic takes half the link.
+The correct split is measured, not computed: a sweep of splits runs on the busy link.
 """
 
 import statistics

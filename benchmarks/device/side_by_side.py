@@ -34,12 +34,12 @@ def run_calls(executor: Executor, calls: Calls) -> Timeline:
 
 
 def call_seconds(timeline: Timeline, kind: Kind, beside: Kind | None = None) -> float:
-    """Median seconds of a kind's calls; of those that ran wholly beside another kind's, if any did.
+    """Median seconds of one kind's calls; only calls fully overlapped by another kind, if any.
 
     Args:
-        timeline: of `run_calls`.
-        kind: whose calls.
-        beside: what ran meanwhile.
+        timeline: result of `run_calls`.
+        kind: kind of the measured calls.
+        beside: kind of the overlapping calls.
     """
     spans = timeline.of(LANES[kind])
     if beside is not None:

@@ -34,22 +34,22 @@ RESIDENT = "resident"
 
 
 class StepHarness:
-    """One batch on one device.
+    """Harness that runs decode steps of one batch on one device.
 
     Args:
         case: the batch.
         target: the device.
         pool: host memory.
-        link_codecs: how X and KV cross the link.
-        host: whether the host may attend, so that its speed is measured too.
-        executor: other than the device's own.
-        poison: staging, for tests.
+        link_codecs: codecs of X and KV on the link.
+        host: whether CPU attention is allowed; if so, its speed is measured too.
+        executor: replaces the device's own executor.
+        poison: fill staging with NaN after use, for tests.
 
     Attributes:
-        speeds: measured at the start.
-        model: whose steps run.
-        executor: of the steps.
-        hidden: of the rows, behind the last step.
+        speeds: speeds measured at the start.
+        model: the model that the steps run.
+        executor: executor of the steps.
+        hidden: hidden states of the rows after the last step.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class StepHarness:
         return replace(found, batch=whole_rows(self.case, found.batch))
 
     def split_layout(self, x_tokens: int, speeds: Speeds | None = None) -> Layout:
-        """So many tokens recomputed, through as small a ring as the pipelined split's."""
+        """Recompute the given number of tokens, with a ring as small as the pipelined split's."""
         arm = replace(BY_NAME["lB"], divide=lambda _rates, _tokens: (x_tokens, 0))
         return self.layout(arm, speeds)
 

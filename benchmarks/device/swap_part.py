@@ -1,9 +1,10 @@
-"""M7: a preempted request is swapped, recomputed, or half of each: what each takes, by length.
+"""M7: time to resume a preempted request by swapping, by recompute, or half by each, by length.
 
-The engine does all of it, with a model of random weights at a real shape: `measure_swap` of
-`python -m benchmarks memory` on the device for the first two, and preempted requests whose KV is
-twice the swap space for the third. That a prefix's front can be recomputed while its back is loaded
-is the part `restore` of `python -m benchmarks offload`: a preempted request does not do it.
+The engine does all of it, with random weights of a real model shape. The first two modes use
+`measure_swap` of `python -m benchmarks memory` on the device. The third uses preempted requests
+whose KV is twice the swap space. Overlapping recompute of the first part of a prefix with loading
+of the rest is measured by the part `restore` of `python -m benchmarks offload`; preempted requests
+do not do this.
 """
 
 import statistics
@@ -105,10 +106,10 @@ def run_swap(bench: DeviceBench) -> PartResult:
 
 
 def lengths_that_fit(bench: DeviceBench) -> list[int]:
-    """Those whose swap space fits the host memory that the bench may pin; its pool is given back.
+    """Free the bench's pinned pool and select the lengths whose swap space fits pinnable memory.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no length fits.
     """
     bench.drop_pool()
     spec, most_bytes = SPECS[bench.config.swap_model], bench.config.pinned_bytes

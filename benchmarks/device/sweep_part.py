@@ -29,7 +29,7 @@ def run_sweep(bench: DeviceBench) -> PartResult:
 
 
 def splits(harness: StepHarness, points: int) -> list[int]:
-    """So many splits; only the first where activations do not pay."""
+    """The splits of the sweep; only the first if recompute from activations does not pay."""
     if not harness.model.with_x:
         return [0]
     last = max(1, points - 1)

@@ -15,18 +15,18 @@ FULL = "full"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellKey:
-    """What a cell asks.
+    """Key of a cell: one configuration of the quality measurement.
 
     Attributes:
-        model: as it was named.
-        task: of `quire.evals`.
-        tokens: most of a prompt with its answer.
-        prompts: how many.
-        rule: its text, or FULL.
-        when: the schedule; "" for FULL.
-        budget: cap as a part of `tokens`; 1 for FULL.
+        model: model name as given.
+        task: task of `quire.evals`.
+        tokens: maximum length of a prompt with its answer.
+        prompts: number of prompts.
+        rule: text of the eviction policy, or FULL.
+        when: the eviction schedule; "" for FULL.
+        budget: cap as a fraction of `tokens`; 1 for FULL.
         evict: as `KVConfig.evict`.
-        commit: of the code that asked; None outside a checkout.
+        commit: commit of the code that ran the cell; None outside a checkout.
         page_tokens: slots in a page.
     """
 
@@ -44,16 +44,16 @@ class CellKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What came of it.
+    """Result of a cell.
 
     Attributes:
-        key: what was asked.
-        hits: right answers.
-        old_hits, old_prompts: of those about the first quarter of the prompt.
-        request_bytes: most KV bytes of a request, mean over the prompts.
-        seconds: it took.
-        outcomes: 1 for each prompt that was answered rightly, else 0, in their order: the same
-            prompts under two rules make pairs.
+        key: key of the cell.
+        hits: number of correct outputs.
+        old_hits, old_prompts: hits and prompts whose fact is in the first quarter of the prompt.
+        request_bytes: peak KV bytes of a request, mean over the prompts.
+        seconds: elapsed time.
+        outcomes: 1 for each prompt with a correct output, else 0, in the order of the prompts. The
+            same prompts under two policies make pairs.
     """
 
     key: CellKey

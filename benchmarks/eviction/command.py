@@ -95,11 +95,11 @@ def _config(model: str, *, quick: bool) -> "EvictionBenchConfig":
 def _cells(
     config: "CellsConfig", tasks: str, budgets: str, when: str, prompts: int | None
 ) -> "CellsConfig":
-    """The cells that were asked for; what was not said stays as it is.
+    """Apply the given options to the cells; unset options keep their defaults.
 
     Raises:
         UnknownName: no such task or schedule.
-        ConfigError: a budget that is none.
+        ConfigError: an invalid budget.
     """
     from benchmarks.common.command import names_of
     from quire.evals.tasks import FAMILIES

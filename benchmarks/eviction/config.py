@@ -45,15 +45,15 @@ class CellsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerplexityConfig:
-    """Texts that are read on under a cap, evicted KV really gone.
+    """Configuration of the perplexity part: texts processed under a cap, with real eviction.
 
     Attributes:
-        rules: full is always there besides.
-        tokens: of each text.
-        texts: how many.
-        budget: cap as a part of `tokens`.
-        every: tokens that leave, and are read, at a time.
-        rows: texts that are read at once.
+        rules: eviction policies; full KV always runs too.
+        tokens: length of each text.
+        texts: number of texts.
+        budget: cap as a fraction of `tokens`.
+        every: tokens that are evicted, and then processed, at a time.
+        rows: texts in a batch.
     """
 
     rules: tuple[Rule, ...] = ARTICLE_RULES
@@ -97,14 +97,14 @@ class KeptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig:
-    """What eviction adds to decode steps, with random weights.
+    """Configuration of the cost part: time that eviction adds to decode steps.
 
     Attributes:
-        model: a name in SHAPES.
-        rule: whose cost is measured.
-        cap, every: of it; prompts are as long as the cap.
-        rows: that decode together.
-        repeats: rounds of all arms, of `every` steps each, after one that is not counted.
+        model: a name in SHAPES; its weights are random.
+        rule: the measured eviction policy.
+        cap, every: cap and eviction interval in tokens; prompts are as long as the cap.
+        rows: rows that decode together.
+        repeats: rounds of all variants, of `every` steps each, after one that is not counted.
     """
 
     model: str = "125m"

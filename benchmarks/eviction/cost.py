@@ -140,7 +140,7 @@ def _round(timed: Mapping[str, TimedArm], steps: int) -> Round:
     for _ in range(steps):
         for rows in turns:
             rows.step()
-        turns = [*turns[1:], turns[0]]  # nobody always follows the same one
+        turns = [*turns[1:], turns[0]]  # vary which variant runs before which
     return {arm: rows.end() for arm, rows in timed.items()}
 
 

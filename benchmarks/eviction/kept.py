@@ -80,11 +80,11 @@ def binned(kept: Kept, bins: int) -> NDArray[np.float64]:
 
 
 def agreement(kept: Kept, heads: int) -> float:
-    """How alike the heads of a layer choose: kept by both over kept by either, mean over pairs.
+    """Agreement of a layer's heads: retained by both over retained by either, mean over pairs.
 
     Args:
-        kept: lanes are layer-major.
-        heads: KV heads of a layer; 1 agrees with itself.
+        kept: retained tokens of each lane; lanes are layer-major.
+        heads: KV heads of a layer; with 1 head the agreement is 1.
     """
     by_layer = kept.reshape(len(kept), -1, heads, kept.shape[2])
     pairs = [(a, b) for a in range(heads) for b in range(a)]
@@ -104,7 +104,7 @@ def _numbers(kept: Kept, heads: int) -> tuple[float, float, float, float]:
 
 
 def claims(found: dict[Rule, Kept], heads: int) -> Numbers:
-    """Of every rule: what it keeps of the oldest half, and how alike heads of a layer choose."""
+    """Per policy: retained fraction of the oldest half, and agreement of a layer's heads."""
     made: Numbers = {}
     for rule, kept in found.items():
         _, old, _, alike = _numbers(kept, heads)

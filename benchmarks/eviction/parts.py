@@ -21,15 +21,15 @@ Part = Callable[[EvictionBenchConfig], PartResult]
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """What the parts are given besides their configuration.
+    """Inputs of the parts in addition to their configuration.
 
     Attributes:
-        load: the model that reads and answers; loaded when the first part needs it.
-        prompt_maker_for: makes prompts for it.
-        running_for: what its long texts are cut from.
-        kept: where finished cells are, and go.
-        commit: of this code.
-        show: called with every cell that is asked.
+        load: loads the model under test, when the first part needs it.
+        prompt_maker_for: makes prompts for the model.
+        running_for: gives the source of the long texts.
+        kept: file that finished cells are read from and written to.
+        commit: commit of this code.
+        show: called with every cell that runs.
     """
 
     load: Callable[[], LoadedModel]

@@ -1,10 +1,11 @@
-"""Part `perplexity`: texts read on under a cap, block by block, evicted KV really gone.
+"""Part `perplexity`: texts processed under a cap, block by block, with real eviction.
 
-Each token is predicted from what its lanes still hold: from the cap on, every rule reads `every`
-tokens after as many have left. Scored are the tokens behind the cap, the same ones for full KV.
+Each token is predicted from the KV that its lanes still hold. Once the cap is reached, every policy
+evicts `every` tokens and then processes as many. The score covers the tokens after the cap; full KV
+is scored on the same tokens.
 
 Source: the table "Eviction Policy Comparison" of "KV Cache: The Hidden Memory Giant" (4,096 tokens,
-a budget of 1,024), whose numbers come without a way to repeat them: measured anew.
+a budget of 1,024). The source does not say how to reproduce its numbers; they are measured here.
 """
 
 import math

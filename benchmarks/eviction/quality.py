@@ -19,11 +19,11 @@ OLD_DEPTH = 0.25
 
 
 class Judge:
-    """Asks cells of a model.
+    """Runs cells on a model.
 
     Args:
-        model: reads its context.
-        config: rows at once.
+        model: model with trained weights.
+        config: configuration; gives the rows at once.
         make_prompts: makes the prompts of a task.
     """
 
@@ -32,7 +32,7 @@ class Judge:
         self._requested: dict[str, list[GradedPrompt]] = {}
 
     def cell(self, key: CellKey) -> Cell:
-        """Answer all prompts of a cell; the memory holds every row whole, so nobody waits for it.
+        """Run all prompts of a cell; the KV memory holds all rows, so no request waits for it.
 
         Raises:
             InvariantError: a request failed.
@@ -57,7 +57,7 @@ class Judge:
         return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_num_seqs=rows))
 
     def kv_config(self, key: CellKey, memory: int) -> KVConfig:
-        """What a cell is asked in."""
+        """KV configuration of a cell."""
         return KVConfig(
             memory=memory,
             page_tokens=key.page_tokens,
@@ -106,7 +106,7 @@ def measure_cells(
     kept: CellFile,
     show: Callable[[Cell], None],
 ) -> Iterator[Cell]:
-    """Yield all cells; those that a file has are not asked again."""
+    """Yield all cells; cells that the file already holds do not run again."""
     known = kept.read()
     for key in keys:
         cell = known.get(key)
@@ -124,14 +124,14 @@ def run_quality(
     kept: CellFile,
     show: Callable[[Cell], None],
 ) -> PartResult:
-    """The part.
+    """The quality part of the bench.
 
     Args:
-        judge: asks.
-        config: of the cells.
-        keys: all cells.
-        kept: where finished ones are, and go.
-        show: called with every cell that is asked.
+        judge: runs cells.
+        config: configuration of the cells.
+        keys: keys of all cells.
+        kept: file that finished cells are read from and written to.
+        show: called with every cell that runs.
     """
     cells = list(measure_cells(judge.cell, keys, kept, show))
     return PartResult(

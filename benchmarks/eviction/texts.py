@@ -9,12 +9,12 @@ from quire.models.tokenizer import encode_prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningText:
-    """What long texts are cut from.
+    """Source of long texts.
 
     Attributes:
-        text: in one piece.
-        start: put in front of each piece; "" for nothing.
-        name: for captions.
+        text: the whole text.
+        start: prefix of each excerpt; "": no prefix.
+        name: name for captions.
     """
 
     text: str
@@ -23,13 +23,13 @@ class RunningText:
 
 
 def pieces(model: LoadedModel, running: RunningText, tokens: int, n: int) -> list[list[int]]:
-    """The first `n` pieces, side by side and of equal length.
+    """Cut the first `n` consecutive excerpts of equal length.
 
     Args:
-        model: whose tokenizer reads the text.
-        running: what is cut.
-        tokens: of a piece, its beginning included.
-        n: how many.
+        model: the model; its tokenizer encodes the text.
+        running: source of the text.
+        tokens: length of an excerpt, including its prefix.
+        n: number of excerpts.
 
     Raises:
         ConfigError: the model has no tokenizer, or the text is too short.

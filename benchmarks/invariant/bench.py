@@ -31,7 +31,7 @@ class InvariantConfig:
     repeats: int = 5
 
     def workload(self, rows: int) -> Workload:
-        """Of so many sequences."""
+        """Workload of the given number of sequences."""
         return Workload(
             model=self.model,
             prompts=rows,

@@ -33,7 +33,7 @@ from quire.policies.signatures.anchors import ALTERNATING, MEAN, RANDOM
 
 
 def tables(config: QualityConfig) -> tuple[ArmTable, ...]:
-    """Those that are asked for; those that would have no arm are left out."""
+    """The requested tables; tables without variants are left out."""
     made = (TABLES[name](config) for name in config.tables)
     return tuple(table for table in made if table.rows)
 

@@ -35,14 +35,14 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """An arm of a table.
+    """A variant in a table.
 
     Attributes:
-        label: for people.
-        arm: what is asked.
-        against: the rule without it, heads keeping what each wants; None: others are compared
-            with this one.
-        one_set: the rule without it, one kept set for the heads of a layer, as KVCrush has.
+        label: label in tables.
+        arm: the variant.
+        against: the base policy with a retained set per head; None: this variant is itself a
+            baseline.
+        one_set: the base policy with one retained set for the heads of a layer, as in KVCrush.
     """
 
     label: str
@@ -101,20 +101,19 @@ def page_arm(config: QualityConfig, rule: Rule) -> Arm:
 
 
 def one_set(base: Rule, *options: str) -> Rule:
-    """A rule whose heads share one kept set: KVCrush without representatives."""
+    """A policy with one retained set for the heads of a layer: KVCrush without representatives."""
     return crushed(base, 0.0, *options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A base rule and what is made of it, at equal budgets.
+    """A base policy and its KVCrush variants, at equal budgets.
 
     Attributes:
-        alone: each KV head keeps what it wants.
-        one_set: the heads of a layer keep the same, as with KVCrush: KVCrush without
-            representatives.
+        alone: the base policy with a retained set per KV head.
+        one_set: one retained set for the heads of a layer: KVCrush without representatives.
         crushing: KVCrush.
-        openvino: OpenVINO's form; None where pages do not leave whole.
+        openvino: OpenVINO's form; None if the policy does not evict whole pages.
     """
 
     alone: Arm

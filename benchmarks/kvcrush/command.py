@@ -130,11 +130,11 @@ def _config(model: str, *, quick: bool) -> "KVCrushBenchConfig":
 def _quality(
     config: "QualityConfig", tasks: str, budget: str, tokens: int | None, prompts: int | None
 ) -> "QualityConfig":
-    """What was asked for; what was not said stays as it is.
+    """Apply the given options; unset options keep their defaults.
 
     Raises:
         UnknownName: no such task.
-        ConfigError: a budget that is none, or more than one.
+        ConfigError: an invalid budget, or a budget above 1.
     """
     from benchmarks.common.command import names_of
     from benchmarks.kvcrush.config import PaperConfig

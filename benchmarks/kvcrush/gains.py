@@ -1,8 +1,8 @@
-"""What a rule wins over another one: the same prompts under both, and how sure that is.
+"""Gain of one policy over another on the same prompts, with confidence intervals.
 
-A pair is one prompt (each is drawn from a seed of its own). Where several pairs of rules are asked,
-a prompt counts with its mean over them: they share it, so they are not independent. Intervals are
-by bootstrap: prompts are drawn again inside each task, and, for the wider ones, the tasks first.
+A pair is one prompt (each has its own seed). If several pairs of policies are compared, a prompt
+counts with its mean over them: they share the prompt, so they are not independent. Intervals are
+bootstrap intervals: prompts are resampled inside each task; the wider ones resample tasks first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ ByTask = Mapping[str, Cell]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """A difference of shares of right answers, mean over tasks.
+    """Difference of two accuracies, mean over tasks.
 
     Attributes:
-        mean: with less without.
-        low, high: 95 % of it, were other prompts and other tasks asked.
-        prompts_low, prompts_high: the same tasks, other prompts.
+        mean: accuracy with the method minus accuracy without it.
+        low, high: 95 % interval over prompts and tasks.
+        prompts_low, prompts_high: 95 % interval over prompts, with the tasks fixed.
     """
 
     mean: float

@@ -1,8 +1,8 @@
-"""Asks many rules the same prompts, which are read once for all that remember the same of them.
+"""Run many policies on the same prompts; policies with equal statistics share one prefill.
 
-A prompt that loses tokens only when it has been read (`when=prefill_end`) is read alike under all
-rules that have the same remembered of it: the engine's prefix cache keeps its KV and what is
-remembered beside it, and the next rule begins at the prompt's last block.
+If eviction starts at the end of prefill (`when=prefill_end`), the prefill is equal under all
+policies that record the same statistics. The engine's prefix cache holds the prompt's KV and these
+statistics, and the next policy starts at the prompt's last block.
 """
 
 import time
@@ -35,13 +35,13 @@ class _Task:
 
 
 class ManyRules:
-    """Asks cells of a model, task by task: another task begins with an empty memory.
+    """Runs cells on a model, task by task; each task starts with an empty KV memory.
 
     Args:
-        model: reads its context.
+        model: model with trained weights.
         config: lengths and rows.
         make_prompts: makes the prompts of a task.
-        rules: all that will be asked, without caps.
+        rules: all policies that will run, without caps.
     """
 
     def __init__(

@@ -25,10 +25,10 @@ class Recorded:
     """Prompts of one file of examples.
 
     Attributes:
-        name: of the task.
-        score: what the mean of the judge's scores is called.
-        prompts: token ids, no longer than was asked for.
-        requested: the same, with judges.
+        name: name of the task.
+        score: name of the mean score.
+        prompts: token ids, within the configured length.
+        requested: the same prompts, with their judges.
     """
 
     name: str

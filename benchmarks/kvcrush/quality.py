@@ -70,15 +70,15 @@ def run_quality(
     kept: CellFile,
     show: Callable[[Cell], None],
 ) -> PartResult:
-    """Either part.
+    """Run either quality part.
 
     Args:
-        ask: gives a cell.
-        config: of the part.
-        model: of the cells.
-        commit: of the cells.
-        kept: where finished cells are, and go.
-        show: called with every cell that is asked.
+        ask: runs a cell.
+        config: configuration of the part.
+        model: model name of the cells.
+        commit: commit of the cells.
+        kept: file that finished cells are read from and written to.
+        show: called with every cell that runs.
     """
     cells = list(measure_cells(ask, keys(config, model, commit), kept, show))
     answers = Answers(config, cells, model, commit)
@@ -136,14 +136,15 @@ def _of_forms(config: QualityConfig) -> Groups:
 
 
 def claims(answers: Answers) -> Numbers:
-    """Gains with their intervals, and right answers over full KV's of every rule at the budget.
+    """Gains with intervals, and correct outputs relative to full KV for every policy at the budget.
 
-    quality_gain, page_gain, openvino_gain: KVCrush by token and by page, and OpenVINO's form, over
-    the rules alone, whose heads keep what each wants; openvino_over_tokens_gain: over the rules by
-    token. With _one_set: over the rules with one set for the heads of a layer, as KVCrush (and the
-    paper's H2O) has it: what the representatives are worth. one_set_gain: those over the rules
-    alone: what sharing costs. With a rule's name: of that rule. dynamic_share_gain, kmeans_gain:
-    over KVCrush with a static share.
+    quality_gain, page_gain, openvino_gain: KVCrush by token, KVCrush by page and OpenVINO's form,
+    over the base policies with a retained set per head. openvino_over_tokens_gain: OpenVINO's form
+    over the base policies by token. Suffix _one_set: over the base policies with one retained set
+    for the heads of a layer, as in KVCrush (and the paper's H2O); this is the gain of the
+    representatives. one_set_gain: one retained set over a set per head; this is the cost of
+    sharing. With a policy's name: the gain for that policy. dynamic_share_gain, kmeans_gain: over
+    KVCrush with a static share.
     """
     made: Numbers = {}
     for name, gain in gains(answers).items():
