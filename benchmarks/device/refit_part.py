@@ -1,4 +1,5 @@
 """M9: number of steps until the split is refit, after background traffic takes half the link.
+
 The correct split is measured, not computed: a sweep of splits runs on the busy link.
 """
 

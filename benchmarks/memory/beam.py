@@ -1,7 +1,7 @@
 """Part `beam`: bytes of a search with several beams over one sequence, with copy-on-write.
 
-The beams share the pages up to where they part, and a page that several hold is copied by whoever
-writes it. Three courses of a search: `part once` lets every beam go its own way to the end, the
+The beams share the pages before their first difference. A beam that writes to a shared page copies
+it first. Three courses of a search: `part once` lets every beam go its own way to the end, the
 most that can be held; `reorder` draws each step's beams from the last step's at random, as a search
 whose scores cross does; both on the engine's memory without bytes. `engine` is a beam search of the
 engine on a small model with random weights.

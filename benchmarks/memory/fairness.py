@@ -41,12 +41,12 @@ class FairnessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairnessRuns:
-    """What came of it.
+    """Result of the part.
 
     Attributes:
         alone, flood, drain: the small tenant by itself, both by the trace's times, both at once.
-        step_s: a step as full as steps can be, which a newcomer may have to wait for.
-        prefill_s: the small tenant's mean prompt read alone.
+        step_s: time of the largest possible step; a new request may wait for one.
+        prefill_s: prefill time of the small tenant's mean prompt, alone.
     """
 
     alone: SimResult

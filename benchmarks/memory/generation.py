@@ -44,12 +44,12 @@ class GenerationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTime:
-    """The next token behind so many others.
+    """Time of the next token after a given number of tokens.
 
     Attributes:
-        tokens: before it.
-        without_s: reading all of them.
-        with_s: a decode step, median of a few.
+        tokens: number of tokens before it.
+        without_s: time without a KV cache: recompute all tokens.
+        with_s: time with a KV cache: a decode step, median of a few.
     """
 
     tokens: int
@@ -89,8 +89,8 @@ def total_s(seconds_by_length: Mapping[int, float], tokens: int) -> float:
     """Time to generate `tokens` tokens from nothing.
 
     Args:
-        seconds_by_length: of the next token behind so many.
-        tokens: no more than the longest of them.
+        seconds_by_length: time of the next token, by the number of tokens before it.
+        tokens: at most the largest of these lengths.
     """
     lengths = sorted(seconds_by_length)
     known = [seconds_by_length[length] for length in lengths]

@@ -124,7 +124,7 @@ def time_steps(config: PageSizesConfig) -> Mapping[int, list[float]]:
 
 
 def _decoding_engine(model: LoadedModel, config: PageSizesConfig, page_tokens: int) -> Engine:
-    """An engine whose rows have read their prompts."""
+    """An engine whose rows have finished prefill."""
     new_tokens = (config.repeats + 1) * config.steps + 2 * config.rows
     length = config.prompt_tokens + new_tokens + page_tokens
     memory = model.spec.kv_bytes_per_token(4) * length * config.rows + (16 << 20)

@@ -1,7 +1,8 @@
 """Part `prefix`: one system prompt in front of many requests, with the prefix cache and without.
 
-The engine answers the same requests both ways, in turns. All come at once, so what is shared must
-be found while it is being read. Weights are float32: answers must be the same, token by token.
+The engine runs the same requests both ways, in interleaved rounds. All requests arrive at once, so
+the shared prefix must be matched while it is being prefilled. Weights are float32, so that the
+outputs of both ways must be equal, token by token.
 """
 
 import random
@@ -46,11 +47,11 @@ class PrefixConfig:
 
     @property
     def shareable_tokens(self) -> int:
-        """Prompt tokens that somebody else reads as well: somebody must read them once."""
+        """Prompt tokens that the prefix cache can save: shared tokens, less one prefill of them."""
         return (self.sharers - 1) * self.system_tokens
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """The same in every process; no two questions begin alike."""
+        """Prompts, equal in every process; no two questions start with the same token."""
         rng = random.Random(0)
 
         def drawn(tokens: int) -> list[int]:
@@ -93,7 +94,7 @@ def measure_prefix(config: PrefixConfig) -> list[PrefixRun]:
 
 
 def run_once(model: LoadedModel, config: PrefixConfig, *, shares: bool) -> PrefixRun:
-    """Answer all requests with a new engine, whose cache is empty."""
+    """Run all requests on a new engine with an empty cache."""
     length = config.system_tokens + config.own_tokens + config.new_tokens + 16
     memory = model.spec.kv_bytes_per_token(4) * length * config.sharers + (32 << 20)
     engine = Engine(

@@ -16,14 +16,13 @@ AZURE, MOONCAKE = "azure_conversation.csv.gz", "mooncake_conversation.jsonl.gz"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedConfig:
-    """On what traces run.
+    """Configuration of simulated traces.
 
     Attributes:
-        trace: file with lengths and times of conversations; "" takes the Azure trace that comes
-            with Quire.
-        prefix_trace: file that says what prompts share; "" takes the beginning of Mooncake's
-            conversation trace that comes with Quire.
-        requests: the first so many of each; None: all.
+        trace: file with lengths and times of conversations; "": the Azure trace shipped with Quire.
+        prefix_trace: file with the shared prefixes of prompts; "": the start of Mooncake's
+            conversation trace, shipped with Quire.
+        requests: number of first requests of each trace; None: all.
         model: a shape, as `quire simulate` names it.
         machine: whose rates time the steps.
         memory: KV bytes.

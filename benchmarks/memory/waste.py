@@ -59,11 +59,11 @@ class StoreRun:
 
     Attributes:
         workload, store: their names.
-        piece: what a piece was made for, tokens or OWN; None where pieces have no maximum.
+        piece: size for which a piece is allocated, tokens or OWN; None if pieces have no maximum.
         piece_tokens: the same as a number.
         dropped: requests longer than that.
         waste_fraction: over time.
-        end_waste_fraction: over requests, when each ends; None where pieces have no fixed size.
+        end_waste_fraction: over requests, when each ends; None if pieces have no fixed size.
         running_mean: sequences at once, mean over time.
         tokens_per_s: generated.
         copied_bytes: of lanes that grew out of their place.
@@ -227,7 +227,7 @@ class ContiguousRun:
         num_dropped: requests longer than that, which such an allocator cannot serve.
         waste_fraction: over time, of pieces held at the same time.
         request_waste_fraction: over requests: slots without a token when each request ends.
-        result: of the requests that are not too long; None where none is left.
+        result: of the requests that are not too long; None if all are too long.
     """
 
     max_tokens: int

@@ -1,9 +1,9 @@
-"""Part `watermarks`: up to which part of the KV memory newcomers are let in.
+"""Part `watermarks`: fraction of the KV memory up to which new requests are admitted.
 
-More requests come than the memory holds, so the mark decides how many run at once. Admission is
-optimistic: answers grow after their requests have been let in, and what a low mark keeps free is
-what they grow into. Both marks of the scheduler are swept: the low one alone, above which nobody
-enters, and with it a high one two points above, above which somebody gives way.
+More requests arrive than the memory holds, so the watermark decides how many run at once. Admission
+is optimistic: outputs grow after admission, into the memory that the low watermark keeps free. Both
+watermarks of the scheduler are swept. The low watermark runs alone: no request is admitted above
+it. It also runs with a high watermark two points above it, above which a request is preempted.
 
 Source: papers call the mark at which admission stops the watermark; its table is re-measured here.
 """
@@ -29,7 +29,7 @@ class WatermarkConfig:
         per_cents: low watermarks; COMPARED must be among them.
         time_scale: factor on the times between arrivals: requests must wait for memory.
         memory: KV bytes.
-        max_num_seqs: sequences at once; so many that memory is what bounds them.
+        max_num_seqs: sequences at once; large enough that memory is the limit.
         requests: of the trace, at most.
     """
 
@@ -46,11 +46,11 @@ class WatermarkRun:
 
     Attributes:
         per_cent: the low mark.
-        gives_way: whether a high mark stood two points above it.
+        gives_way: whether a high watermark was set, two points above the low one.
         largest_batch, mean_batch: sequences at once.
         tokens_per_s: generated, while requests wait.
         preemptions_per_minute: of the time the run took.
-        recomputed_fraction: of processed tokens, those read again.
+        recomputed_fraction: fraction of processed tokens that were recomputed.
         numbers: percentiles of latencies.
     """
 

@@ -1,4 +1,4 @@
-"""The arms: which tokens are recomputed, carried, attended to on the host, and in which layout."""
+"""Variants: tokens to recompute, to transfer and for CPU attention, and the layout of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

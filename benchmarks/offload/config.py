@@ -19,7 +19,7 @@ class OffloadBenchConfig:
         rhos, xis: of the part `sweep`.
         hosts: u / k of the part `host`.
         refit_steps: of the part `refit`, before and behind the change of the link.
-        restore_tokens: of the prefix that the part `restore` brings back.
+        restore_tokens: length of the prefix that the part `restore` loads.
         batches: of the tables on the virtual clock.
         prompts: likewise.
         generated: likewise.

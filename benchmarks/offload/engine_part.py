@@ -1,11 +1,11 @@
-"""Part `engine`: an engine whose KV memory is too small, and what keeping X costs one that reads.
+"""Part `engine`: an engine with too little KV memory, and the cost of storing X during prefill.
 
-off     the first pages are carried as they are
-auto    what measured rates say: here, where the device is the host, mostly the same
-half    half of them is made again from X
-host    half of them is attended to where it lies
+off     the offloaded pages are transferred
+auto    the split that measured rates select; here the device is the CPU, so mostly as `off`
+half    half of the offloaded pages is recomputed from X
+host    half of the offloaded pages is attended to by CPU attention
 
-Steps are timed by the wall clock, reading by CPU seconds; arms take turns.
+Steps are timed by the wall clock, prefill by CPU seconds; variants are interleaved.
 """
 
 import statistics
@@ -123,7 +123,7 @@ def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
 
 
 def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[float, Engine]:
-    """Median seconds of decode steps of a prompt whose front is on the host."""
+    """Median seconds of decode steps of a prompt with an offloaded prefix."""
     token_bytes = model.spec.kv_bytes_per_token(4)
     engine = _engine(model, int(_ROOM * (tokens + count) * token_bytes), ARMS[name])
     params = SamplingParams(max_tokens=count, ignore_eos=True)

@@ -125,7 +125,7 @@ def speeds_of(machine: MachineSpeeds, model: ModelSpec, sizes: Sizes) -> Speeds:
     Args:
         machine: that runs it.
         model: the shape.
-        sizes: KV as it is carried; on the device it is in half precision.
+        sizes: sizes of KV as it is transferred; on the device KV is in half precision.
     """
     kv_bytes = 2 * model.kv_values_per_layer_token
     matrices = 3 if model.gated_mlp else 2

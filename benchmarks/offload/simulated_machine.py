@@ -51,7 +51,7 @@ class Ratios:
         recompute: rho = r / k.
         host: u / k; 0: the host does not attend.
         other: c / (k S).
-        headroom: a device that takes so many times what a product takes here.
+        headroom: time of a product on the simulated device, as a multiple of its time here.
     """
 
     recompute: float = 0.58

@@ -103,5 +103,5 @@ def case_of(
 
 
 def one_by_one(arm: Arm, *, fine: bool) -> Arm:
-    """An arm whose layers are brought one by one, weights coarse or fine."""
+    """A variant that transfers layers one by one, with coarse or fine weight copies."""
     return replace(arm, rules=replace(arm.rules, prefetch=False, fine_weights=fine))

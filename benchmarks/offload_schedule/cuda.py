@@ -136,7 +136,7 @@ class _CudaRun:
                 else:
                     self._on_stream(operation, stream)
                 self._begun[operation.index].set()
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever asked for the run
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that called run
             self._fail(error)
 
     def _on_stream(self, operation: Operation, stream: torch.cuda.Stream) -> None:

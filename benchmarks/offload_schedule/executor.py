@@ -14,7 +14,7 @@ where a device does it in order."""
 
 @runtime_checkable
 class Executor(Protocol):
-    """Carries schedules out."""
+    """Runs schedules."""
 
     def run(self, schedule: Schedule, work: Work | None = None) -> Timeline:
         """Run all operations, each after what it needs; return when all have ended.
@@ -43,7 +43,7 @@ def dispatch(kinds: Mapping[str, Work]) -> Work:
 
 # ---- virtual -------------------------------------------------------------------------------------
 
-# A clock of its own: operations take exactly as long as they are said to, and nobody waits.
+# A virtual clock: operations take exactly their given durations, and no thread waits.
 #
 # Deterministic, so that schedules are tested against formulas, and so is what the work computes: it
 # is called in the order in which operations begin.

@@ -53,8 +53,8 @@ class _Planner:
         self._work, self._rules = work, rules
         self._operations: list[Operation] = []
         self._items: list[_Item] = []
-        self._ring: list[int] = []  # projections of pieces of X that were carried
-        # of each layer and part of its weights, the copies that bring it
+        self._ring: list[int] = []  # projections of transferred pieces of X
+        # copies that transfer each part of the weights of each layer
         self._weights: dict[tuple[int, int], list[int]] = {}
 
     def plan(self) -> Schedule:
@@ -70,9 +70,9 @@ class _Planner:
     # ---- copies to the device ------------------------------------------------------------------
 
     def _bring(self) -> None:
-        """What an item brings over the link, in this order, and what it recomputes."""
+        """Transfers of an item, in link order, and its recompute."""
         item, rules = self._item, self._rules
-        # one batch brings its own weights; of several the first layer's come at once
+        # one batch transfers its own weights; with several, the first layer's weights come at once
         whole = item.batch == 0 and (item.layer == 0 or self._work.num_batches == 1)
         before = (KV_WEIGHTS,) if rules.fine_weights else (KV_WEIGHTS, QO_WEIGHTS)
         for part in before if whole else ():
@@ -236,7 +236,7 @@ class _Planner:
         needs: Iterable[int],
         **place: int,
     ) -> list[int]:
-        """A copy to or from the device; none where there is nothing to copy."""
+        """A copy to or from the device; none if it has no bytes."""
         num_bytes = count * unit_bytes
         if not num_bytes:
             return []

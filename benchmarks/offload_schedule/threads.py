@@ -1,4 +1,4 @@
-"""A thread for each lane: real copies and products, on a link as slow as asked for.
+"""A thread for each lane: real copies and products, on a link throttled to a given rate.
 
 Gains depend on ratios alone (xi, rho, c / kS, layers, slots), so two cores and a throttled link
 show what an accelerator would: the link's copies must be short beside its waits.
@@ -16,7 +16,7 @@ from quire.plan.rates import CopyRate
 
 # ---- pace ----------------------------------------------------------------------------------------
 
-# Makes a lane as slow as something else: a link of so many bytes a second, a host of such a speed.
+# Throttles a lane to a given speed: a link to a rate in bytes a second, a host to its speed.
 #
 # What a lane really does is short; then it waits until an absolute deadline, so that late wake-ups
 # do not add up, neither along a lane nor from lane to lane:
@@ -167,7 +167,7 @@ class _Run:
                 if self._stopped.is_set():
                     return
                 self._do(operation)
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever asked for the run
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that called run
             self._fail(error)
 
     def _do(self, operation: Operation) -> None:

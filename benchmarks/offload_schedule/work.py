@@ -23,10 +23,10 @@ class BatchTokens:
     Attributes:
         rows: that decode, one new token each.
         x: recomputed.
-        kv: carried.
+        kv: transferred.
         resident: on the device already.
         host: attended to on the host.
-        x_here: of `x`, those whose activation need not be carried: of the first layer, which come
+        x_here: of `x`, tokens whose activation needs no transfer: of the first layer, which come
             from the token ids, or held on the device.
 
     Raises:
@@ -147,7 +147,7 @@ def staging_bytes(work: StepWork, rules: Rules) -> int | float:
     """Bytes on the device that a step's KV and X pass through, weights left out.
 
     Args:
-        work: tokens and bytes; KV is staged as it is carried.
+        work: tokens and bytes; KV is staged in its transfer format.
         rules: slots of KV, and pieces or slots of X.
     """
     batches = [batch for layer in work.layers for batch in layer]
@@ -163,14 +163,14 @@ def ring_rules(
     """A layout whose ring of X is as small as it can be without the link ever waiting for it.
 
     While the device attends and finishes a layer, for `other_s`, it projects nothing: the ring
-    takes what the link brings meanwhile, and two pieces more. Where that would be all of X there
-    is no ring.
+    holds what the link transfers meanwhile, and two pieces more. If that is all of X, there is no
+    ring.
 
     Args:
         rates: of a layer.
         tokens: of all rows.
         x_tokens: of these, recomputed.
-        call_s: of a copy, whatever its size.
+        call_s: fixed time of a copy, for any size.
     """
     pieces = _MOST_PIECES
     if call_s:

@@ -56,7 +56,7 @@ def measure_overhead(config: OverheadConfig) -> Iterator[dict[str, float]]:
 
 
 def _filled_engine(config: OverheadConfig) -> Engine:
-    """An engine whose rows have all been read and have begun to decode."""
+    """An engine whose rows have all finished prefill and started to decode."""
     model = random_model(llama_125m(), dtype=torch.bfloat16)
     new_tokens = config.repeats * config.steps + 2 * config.rows
     kv_bytes = model.spec.kv_bytes_per_token(2) * (config.prompt_tokens + new_tokens) * config.rows

@@ -76,7 +76,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
 def _config(
     settings: Settings, codecs: str, batch: int | None, prompts: int | None, *, quick: bool
 ) -> "QuantBenchConfig":
-    """What was asked for; what was not said stays as it is.
+    """Apply the given options; unset options keep their defaults.
 
     Raises:
         UnknownName: no such codec.

@@ -1,8 +1,8 @@
-"""Part `orderings`: which numbers should get the bits, asked of the same texts.
+"""Part `orderings`: which elements should get more bits, measured on the same texts.
 
 * keys per channel (over the tokens of a page) against keys per token, values plain
 * bits for keys against bits for values, every pair of a grid
-* outliers taken out against left in
+* outliers stored separately against outliers left in place
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Part `quality`: texts and tasks read through codes, beside their bytes.
+"""Part `quality`: quality of texts and tasks with quantized KV, and KV bytes.
 
-Tasks are those of the eviction bench, asked of a model whose KV is stored in a codec; every cell
-is kept as it finishes.
+Tasks are those of the eviction bench, on a model whose KV is stored in a codec. Every cell is
+stored when it finishes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ ByCodec = Mapping[str, Mapping[str, Cell]]
 
 
 class CodecJudge(Judge):
-    """Asks cells whose rule is a codec; nothing leaves."""
+    """Runs cells whose rule is a codec; no token is evicted."""
 
     def kv_config(self, key: CellKey, memory: int) -> KVConfig:
         """See `Judge`."""
@@ -67,10 +67,10 @@ def run_quality(
         model: reads.
         config: of the part.
         running: what texts are cut from.
-        ask: asks a cell.
+        ask: runs a cell.
         commit: of this code.
-        kept: where finished cells are, and go.
-        show: called with every cell that is asked.
+        kept: file that finished cells are read from and written to.
+        show: called with every cell that runs.
     """
     cells = list(measure_cells(ask, task_keys(config, commit), kept, show))
     texts = pieces(model, running, config.texts.tokens, config.texts.texts)

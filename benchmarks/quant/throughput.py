@@ -33,7 +33,7 @@ class CodecRate:
     Attributes:
         codec: as it is written.
         rows: at once.
-        attention: who computed it.
+        attention: the attention backend.
         step_s: a decode step, median of each round.
     """
 

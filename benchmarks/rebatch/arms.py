@@ -51,11 +51,11 @@ def run_arm(
 
     Args:
         models: both paths.
-        load: what is asked.
+        load: the queries.
         arm: a batcher.
         batch: rows.
         config: clock, and how far vector shaping may go.
-        memory_bytes: KV from which rows are taken out; None: as much as they need.
+        memory_bytes: KV above which rows are preempted; None: unlimited.
     """
     seconds = _CLOCKS[config.clock]
     longest = max(requested.prompt_tokens for requested in load) + max(

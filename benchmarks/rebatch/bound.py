@@ -9,9 +9,9 @@ A decode step counts from its forward to its tokens; embedding, moving and growi
 count, so an arm pays for them and the ideal does not. The ideal has no pads: its slots are tokens.
 
 Ideal first-come list scheduling: whenever one of b rows is free, the first in line takes it; its
-prompt is read alone (everybody waits), which gives its first token; then every step gives every row
-a token. The last steps, when nobody is left to fill rows, are part of it. Prompts that arms read
-together can cost less than read alone, so an arm may come out slightly above 1.
+prompt is prefilled alone (all rows wait), which gives its first token; then every step gives every
+row a token. The last steps, when no request is left to fill rows, are included. Prefill of several
+prompts together can cost less than alone, so a variant may be slightly above 1.
 """
 
 from collections.abc import Sequence

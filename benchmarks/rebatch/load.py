@@ -1,4 +1,4 @@
-"""What the rebatch bench asks: BATON's two workloads, and a recorded trace, with scaled lengths."""
+"""Load of the rebatch bench: BATON's two workloads and a recorded trace, with scaled lengths."""
 
 import csv
 import random
@@ -16,9 +16,9 @@ class TraceQuery:
     """One query.
 
     Attributes:
-        prompt_tokens: what it asks.
-        new_tokens: of its answer, which never ends early.
-        arrival_s: when it comes.
+        prompt_tokens: length of the prompt.
+        new_tokens: length of the output, which never ends early.
+        arrival_s: arrival time in seconds.
         priority: lower goes first.
     """
 

@@ -62,14 +62,14 @@ class RebatchRun:
         waited_s: from arrival to the first token, of each query that has one.
         kv_bytes: (seconds, bytes) after each step.
         kv_peak_bytes: at any time.
-        preemptions: rows that were taken out.
-        ended: why it did not answer all, or "".
+        preemptions: preempted rows.
+        ended: why it did not finish all queries, or "".
         row_steps, dead_row_steps: of all steps; of rows whose query had ended.
         queued_row_steps, queued_dead_row_steps: the same while others waited.
         slots, pad_slots: that attention read; of them without a token.
         peak_columns: of the slab.
         forwards: single costs.
-        answers: tokens, where all were answered.
+        answers: output tokens, if all queries finished.
     """
 
     arm: str
@@ -205,7 +205,7 @@ def run_dense(
         batch_size: rows.
         seconds: the clock.
         capacity_tokens: most columns of the slab.
-        scale_at: KV bytes from which rows are taken out.
+        scale_at: KV bytes above which rows are preempted.
     """
     clock = SkippingClock(seconds)
     options = BatchOptions(

@@ -1,7 +1,7 @@
 """Part `trace`: recorded arrivals, urgent ones among them, in too small a KV memory.
 
-Times are stretched so that as much is asked as the load says of what ideal list scheduling answers.
-Waiting for an arrival when nobody asks anything is skipped.
+Arrival times are scaled so that the request rate is `load` times that of ideal list scheduling.
+Idle time between arrivals is skipped.
 """
 
 import statistics
@@ -135,7 +135,7 @@ def _row(load: Load, runs: Sequence[RebatchRun]) -> tuple[Cell, ...]:
 
 
 def urgent(run: RebatchRun, load: Load) -> RebatchRun:
-    """The same run, as those saw it who were urgent."""
+    """The same run, restricted to the urgent requests."""
     waited = [
         times[0] - requested.arrival_s
         for times, requested in zip(run.times_s, load, strict=False)

@@ -104,7 +104,7 @@ class Soak:
         self._rng = random.Random(config.seed)
 
     def generate(self, tokens: int) -> None:
-        """Run until so many more tokens have been generated."""
+        """Run until the given number of further tokens has been generated."""
         goal = self.generated_tokens + tokens
         while self.generated_tokens < goal:
             if self.engine.scheduler.num_waiting < self._config.max_num_seqs // 8:

@@ -124,12 +124,12 @@ class _Clock:
 
 
 def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
-    """Serve the load with an engine of its own, whose memory is empty.
+    """Serve the load with a new engine, whose KV memory is empty.
 
     Args:
         model: random weights.
-        load: what is asked.
-        arm: how KV is kept.
+        load: the requests.
+        arm: how KV is stored.
     """
     memory_bytes = load.kv_bytes(model.spec)
     # all of the memory may be given away: it is that of so many contiguous lanes, to the page

@@ -1,6 +1,6 @@
 """Total time of a batch of prompts: Quire beside Transformers, in one run with the ceilings.
 
-Arms take turns, so that whatever else the machine does falls on all of them alike. Each round also
+Variants are interleaved, so that other load on the machine affects all of them. Each round also
 measures what the memory reads and the cores multiply; a claim is the median, over the rounds, of
 ratios of numbers from the same round.
 """
@@ -26,7 +26,7 @@ from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, ProductProbe
 from quire.profile.timing import seconds
 
 PEERS = ("hf_static", "hf_cb")
-SLOW_PEERS = ("hf_cb_default",)  # run when they are asked for
+SLOW_PEERS = ("hf_cb_default",)  # run only on request
 ATTENTION_PASSES = 5  # in each round
 
 

@@ -60,7 +60,7 @@ class PartRow:
 
     @property
     def over_floor(self) -> float | None:
-        """Measured over floor; None where nothing is needed."""
+        """Measured over floor; None if the floor is zero."""
         return self.measured_s / self.floor_s if self.floor_s else None
 
     @property

@@ -153,7 +153,7 @@ def _run(engine: Engine, timed: TimedDecoder, workload: Workload) -> dict[str, l
 
 
 def _timed_step(engine: Engine, timed: TimedDecoder) -> _Step | None:
-    """One step; None where a request ended in it, whose row can be seen no more."""
+    """One step; None if a request ended in it, because its row is no longer visible."""
     before = {r.request_id: r.progress.num_computed for r in engine.scheduler.running}
     timed.seconds.update(dict.fromkeys(PARTS, 0.0))
     started_s = time.perf_counter()
