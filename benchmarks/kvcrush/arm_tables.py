@@ -216,9 +216,9 @@ def _schedule(config: QualityConfig) -> ArmTable:
     rows: list[Row] = []
     for base in config.swept[:1]:
         rows += _compared(config, base, base.text, made)
-        # only where tokens leave more than once do signatures that are kept differ
-        kept = made(crushed(base, config.share, "signatures=kept"))
-        rows.append(replace(rows[-1], label=f"{rows[-1].label}, kept signatures", arm=kept))
+        # only where tokens leave more than once do stored signatures differ
+        kept = made(crushed(base, config.share, "signatures=stored"))
+        rows.append(replace(rows[-1], label=f"{rows[-1].label}, stored signatures", arm=kept))
     return ArmTable(
         name="schedule",
         caption=f"The same with when={config.other_when}, {config.every} leave at a time",

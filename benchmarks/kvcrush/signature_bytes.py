@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def kept_bytes(self) -> int:
-        """Of a signature with `signatures=kept`: one number for each KV head."""
+        """Of a signature with `signatures=stored`: one number for each KV head."""
         return self.kv_heads * NUMBER_BYTES
 
 
@@ -82,7 +82,7 @@ def _table(shapes: Sequence[Shape]) -> Table:
         name="kvcrush-bytes",
         caption=(
             "A token of a layer: bits of its signature against those of its keys. In words: as it "
-            "is compared; kept: what signatures=kept remembers of a slot."
+            "is compared; stored: of a slot with signatures=stored."
         ),
         columns=(
             "model",
@@ -92,7 +92,7 @@ def _table(shapes: Sequence[Shape]) -> Table:
             "all keys bits",
             "times all",
             "in words B",
-            "kept B",
+            "stored B",
         ),
         rows=tuple(_row(shape) for shape in shapes),
     )

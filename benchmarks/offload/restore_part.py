@@ -18,7 +18,7 @@ from quire.engine.core import Engine
 from quire.models.loader import LoadedModel, load_model
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.newest import NewestTier
+from quire.offload.tiers.lru import LRUTier
 from quire.offload.tiers.server import StoreServer
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
 from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
@@ -94,7 +94,7 @@ def _preset(
     read_s, answer = min(_run(plain, prompt) for _ in range(2))
     kv_bytes = tokens * model.spec.kv_bytes_per_token(4)
     server = StoreServer(
-        NewestTier(HostTier(2 * kv_bytes + (8 << 20))),
+        LRUTier(HostTier(2 * kv_bytes + (8 << 20))),
         bytes_per_s=kv_bytes / (_ratio(bytes_per_s) * read_s),
     )
     engine = Engine(

@@ -10,7 +10,7 @@
     ├── RequestError (ValueError)       one request is invalid or fails; others are unaffected
     │   └── NeverFits                   one request needs more KV than the whole KV memory
     ├── OutOfPages                      the arena has too few free pages now
-    ├── HostPoolFull                    the swap space is full now
+    ├── HostMemoryFull                  the memory for swapped or offloaded KV is full now
     ├── SlabFull                        a dense slab needs more columns than its capacity
     ├── OffloadError                    KV outside of the device cannot be loaded or stored
     │   ├── LinkStalled                 a transfer of a step timed out; states which
@@ -95,8 +95,8 @@ class OutOfPages(QuireError):
     """The arena has too few free pages now. The state is unchanged."""
 
 
-class HostPoolFull(QuireError):
-    """The swap space has too little free memory for a swap-out. The state is unchanged."""
+class HostMemoryFull(QuireError):
+    """The CPU memory for swapped or offloaded KV has too few free bytes."""
 
 
 class SlabFull(QuireError):

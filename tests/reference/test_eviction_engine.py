@@ -36,13 +36,13 @@ RULES = {
     "after the prompt": f"h2o:{BLOCKS},recent=4,when=prefill_end",
     "ragged": f"h2o:{BLOCKS},recent=4,budget=ada",
     "crushed": f"kvcrush:{BLOCKS},base=(h2o:recent=4)",
-    "crushed once": f"kvcrush:{BLOCKS},base=(h2o:recent=4),signatures=kept,share=0.5",
+    "crushed once": f"kvcrush:{BLOCKS},base=(h2o:recent=4),signatures=stored,share=0.5",
     "crushed pages": "kvcrush:cap=32,every=8,granularity=page,base=(h2o:recent=4),share=0.5",
     "settled": f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze",
 }
 ALLOW = (
     "recent; h2o; h2o:budget=ada; h2o:budget=squeeze; tova; keydiff; snapkv:window=8; "
-    "kvcrush:base=(h2o:recent=4); kvcrush:base=(h2o:recent=4),signatures=kept"
+    "kvcrush:base=(h2o:recent=4); kvcrush:base=(h2o:recent=4),signatures=stored"
 )
 
 

@@ -22,8 +22,8 @@ from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.host import HostTier
+from quire.offload.tiers.lru import LRUTier
 from quire.offload.tiers.network import What
-from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer
 from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -394,7 +394,7 @@ def store():
             gate.wait(60)
         return 0
 
-    server = StoreServer(NewestTier(HostTier(32 * MIB)), delay=delay)
+    server = StoreServer(LRUTier(HostTier(32 * MIB)), delay=delay)
     yield "{}:{}".format(*server.address), gate
     gate.set()
     server.close()

@@ -38,7 +38,7 @@ def kv_store(
     including prompts. Run the store in a trusted network only.
     """
     # imported here: not needed for --help
-    from quire.offload.tiers.newest import NewestTier
+    from quire.offload.tiers.lru import LRUTier
     from quire.offload.tiers.server import StoreServer
 
     if not host.strip():
@@ -53,7 +53,7 @@ def kv_store(
             f"{format_size(total_bytes)}; give a size with its unit, such as 64GiB"
         )
     tier = _tier(path, total_bytes)
-    server = StoreServer(NewestTier(tier), host, port)
+    server = StoreServer(LRUTier(tier), host, port)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

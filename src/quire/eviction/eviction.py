@@ -73,11 +73,11 @@ class PolicyEvictor:
         if least_gain is not None and plan.gain_bytes < least_gain:
             return None
         entry = EvictionEntry.joined(done, [part.left for part in parts])
-        if _takes_notes(eviction):
+        if _writes_statistics(eviction):
             entry = replace(entry, wanted=keep.astype(np.int32))
         require_private_copies(memory, plan)
         for part in parts:
-            part.take_notes()
+            part.store_statistics()
         commit_compaction(memory, plan)
         self._give_records(request.memory.row, parts)
         return Evicted(entry.num_slots, group.num_lanes, entry)
@@ -86,25 +86,26 @@ class PolicyEvictor:
         """Evict the tokens of a recorded entry again."""
         reader = self._reader(request, range(len(self._table.group.layers)))
         heads = self._table.group.page_class.heads
-        stays = entry.stays(reader.lane_positions)
-        mask = reader.unsort(torch.from_numpy(stays).repeat_interleave(heads, dim=0))
+        retained = entry.retained(reader.lane_positions)
+        mask = reader.unsort(torch.from_numpy(retained).repeat_interleave(heads, dim=0))
         memory, kind = self._kv.memory, _kind_of(_eviction_of(request))
         plan = plan_compaction(memory, self._table.group.name, request.memory.row, mask, kind)
         require_private_copies(memory, plan)
-        self._repeat_notes(request, entry)
+        self._repeat_statistics(request, entry)
         commit_compaction(memory, plan)
         if entry.promoted is not None:
             assert self._promotion is not None, "promoted in a memory with records"
-            promoted = (reader.lane_positions >= 0) & ~entry.promoted.stays(reader.lane_positions)
-            self._promotion.put(reader, request.memory.row, stays, promoted)
+            positions = reader.lane_positions
+            promoted = (positions >= 0) & ~entry.promoted.retained(positions)
+            self._promotion.put(reader, request.memory.row, retained, promoted)
 
-    def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
+    def _repeat_statistics(self, request: Request, entry: EvictionEntry) -> None:
         """Store the statistics of a recorded eviction again, by running the rule again."""
         if entry.wanted is None:
             return
         eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
         for part in self._parts(request):
-            self._choose(request, eviction, keep, part).take_notes()
+            self._choose(request, eviction, keep, part).store_statistics()
 
     def finalize(self, request: Request) -> None:
         """Divide the cap of a request after its prefill."""
@@ -159,7 +160,7 @@ class PolicyEvictor:
         wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
         with _named(eviction):
             decision = eviction.decide(view, wanted)
-            mask = _checked(decision.stays, eviction, view, wanted) & view.live
+            mask = _checked(decision.retained, eviction, view, wanted) & view.live
         lying = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's positions, which a rule may have overwritten
@@ -170,7 +171,7 @@ class PolicyEvictor:
             with _named(eviction):
                 promoted = self._promotion.choose(eviction, view, reader, kept, done)
             left = replace(left, promoted=promoted_entry(done, positions, promoted))
-        return _Chosen(lying, left, reader, decision.notes, kept, promoted)
+        return _Chosen(lying, left, reader, decision.statistics, kept, promoted)
 
     def _give_records(self, row: int, parts: "Sequence[_Chosen]") -> None:
         """Assign the records that were selected for promoted tokens."""
@@ -187,7 +188,7 @@ class _Chosen:
         lying: True for each retained slot, in storage order.
         left: the evicted tokens.
         reader: of the layers.
-        notes: statistics to store before slots move.
+        statistics: values to store before slots move.
         kept: [lanes, slots] retained slots, in the order of positions.
         promoted: [lanes, slots] slots that get a record in a finer codec, in the order of
             positions; None without promotion.
@@ -196,13 +197,13 @@ class _Chosen:
     lying: NDArray[np.bool_]
     left: EvictionEntry
     reader: LaneReader
-    notes: Mapping[Statistic, Tensor]
+    statistics: Mapping[Statistic, Tensor]
     kept: NDArray[np.bool_]
     promoted: NDArray[np.bool_] | None
 
-    def take_notes(self) -> None:
+    def store_statistics(self) -> None:
         """Store the statistics that the policy returned."""
-        for statistic, numbers in self.notes.items():
+        for statistic, numbers in self.statistics.items():
             self.reader.note(statistic, numbers)
 
 
@@ -217,8 +218,8 @@ def _eviction_of(request: Request) -> Eviction:
     return eviction
 
 
-def _takes_notes(eviction: Eviction) -> bool:
-    return eviction.policy is not None and eviction.policy.takes_notes
+def _writes_statistics(eviction: Eviction) -> bool:
+    return eviction.policy is not None and eviction.policy.writes_statistics
 
 
 def _kind_of(eviction: Eviction) -> Kind:

@@ -40,7 +40,7 @@ class Promotion:
         eviction: Eviction,
         view: KVView,
         reader: LaneReader,
-        stays: NDArray[np.bool_],
+        retained: NDArray[np.bool_],
         done: int,
     ) -> NDArray[np.bool_]:
         """Select the tokens that get a record.
@@ -49,46 +49,48 @@ class Promotion:
             eviction: its rule scores the tokens.
             view: view of the reader's layers.
             reader: reader of the layers.
-            stays: [lanes, slots] retained slots of the reader, in the order of positions.
+            retained: [lanes, slots] retained slots of the reader, in the order of positions.
             done: tokens processed.
 
         Returns:
             [lanes, slots] True for each token that gets a record, in the order of positions.
         """
         positions = reader.lane_positions
-        record, free = self._records(reader, positions, stays)
-        leaving = stays & (record < 0) & leaving_window(self.kept.tokens, eviction, positions, done)
+        record, free = self._records(reader, positions, retained)
+        leaving = (
+            retained & (record < 0) & leaving_window(self.kept.tokens, eviction, positions, done)
+        )
         quota = [
             self.promoted.tokens.quota(*counts)
-            for counts in zip(leaving.sum(1).tolist(), stays.sum(1).tolist(), strict=True)
+            for counts in zip(leaving.sum(1).tolist(), retained.sum(1).tolist(), strict=True)
         ]
         scores = _lane_scores(eviction, view, len(positions))
         count = np.minimum(quota, np.minimum(free.sum(axis=1), leaving.sum(axis=1)))
         return _highest(scores, torch.from_numpy(leaving), torch.from_numpy(count)).numpy()
 
     def put(
-        self, reader: LaneReader, row: int, stays: NDArray[np.bool_], promoted: NDArray[np.bool_]
+        self, reader: LaneReader, row: int, retained: NDArray[np.bool_], promoted: NDArray[np.bool_]
     ) -> None:
         """Write tokens to their records.
 
         Args:
             reader: reader of the layers, built before the eviction.
             row: row of the sequence.
-            stays: [lanes, slots] retained slots of the reader, in the order of positions.
+            retained: [lanes, slots] retained slots of the reader, in the order of positions.
             promoted: [lanes, slots] tokens that get a record, in the order of positions.
         """
         positions = reader.lane_positions
         lane, slot = np.nonzero(promoted)
         if not len(lane):
             return
-        _, free = self._records(reader, positions, stays)
+        _, free = self._records(reader, positions, retained)
         first_free = np.argsort(~free, axis=1, kind="stable")
         nth = (np.cumsum(promoted, axis=1) - 1)[lane, slot]
         place = lane + reader.lanes.start, first_free[lane, nth]
         self.promoted.put(row, place, positions[lane, slot], self.kept)
 
     def _records(
-        self, reader: LaneReader, positions: NDArray[np.int32], stays: NDArray[np.bool_]
+        self, reader: LaneReader, positions: NDArray[np.int32], retained: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the record of each token [lanes, slots], -1 for none, and a mask of free records.
 
@@ -96,7 +98,7 @@ class Promotion:
         """
         record = self.promoted.records(reader.row, reader.lanes, positions)
         free = np.ones((len(record), self.promoted.tokens.count), dtype=np.bool_)
-        lane, slot = np.nonzero(stays & (record >= 0))
+        lane, slot = np.nonzero(retained & (record >= 0))
         free[lane, record[lane, slot]] = False
         return record, free
 

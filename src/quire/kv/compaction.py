@@ -259,4 +259,4 @@ def _cut(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
     else:
         freed = table.keep_columns(plan.row, plan.kept_columns)
         table.num_slots[plan.row] = plan.keep_slots
-    memory.placement.take_back(table, freed)
+    memory.placement.free(table, freed)

@@ -120,7 +120,7 @@ class _Counted:
     def _count_private(
         self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
-        reserved = self._placement.reserved_pages
+        reserved = self._placement.num_reserved_pages
         held = np.stack([(t.num_pages[rows] + reserved(t, rows)).sum(axis=1) for t in tables])
         group, place = np.nonzero(held)
         once = np.ones_like(group)
@@ -154,9 +154,9 @@ def _entries(
     widest = int(table.num_pages[rows].max(initial=0))
     block = table.pages[rows, :, :widest]
     place = np.repeat(np.arange(len(rows)), table.num_pages[rows].sum(axis=1))
-    reserved = placement.reserved_pages(table, rows).sum(axis=1)
+    reserved = placement.num_reserved_pages(table, rows).sum(axis=1)
     place = np.concatenate([place, np.repeat(np.arange(len(rows)), reserved)])
-    return place, np.concatenate([block[block != NO_PAGE], placement.set_aside_pages(table, rows)])
+    return place, np.concatenate([block[block != NO_PAGE], placement.reserved_pages(table, rows)])
 
 
 def _numbered(references: NDArray[np.int32], sequences: _Counts) -> tuple[_Counts, _Counts]:
@@ -259,7 +259,7 @@ def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[in
     for name, table in memory.tables.items():
         if table.group.page_class == page_class:
             for row in memory.live_rows.tolist():
-                reserved = memory.placement.set_aside_pages(table, np.array([row]))
+                reserved = memory.placement.reserved_pages(table, np.array([row]))
                 for page in [*table.row_pages(row).tolist(), *reserved.tolist()]:
                     holders[page].append((row, name))
     return dict(holders)

@@ -120,7 +120,7 @@ class KVMemory:
         for table in self.tables.values():
             pages = table.pages_held(rows)
             if self.placement.reserves:
-                pages += self.placement.reserved_pages(table, rows).sum(axis=1)
+                pages += self.placement.num_reserved_pages(table, rows).sum(axis=1)
             held += pages * table.group.page_class.page_bytes
         return held
 
@@ -169,7 +169,7 @@ class KVMemory:
             raise InvariantError(f"rows {rows.tolist()} are not all open, or one is given twice")
         self.listeners.released(rows)
         for table in self.tables.values():
-            self.placement.close(table, rows, table.clear(rows))
+            self.placement.free_rows(table, rows, table.clear(rows))
         self._live[rows] = False
         self._free_rows.extend(int(row) for row in rows)
 
@@ -188,7 +188,7 @@ class KVMemory:
     def can_grow(self, rows: Rows, tokens: Counts) -> bool:
         """Return whether `grow` would succeed; free pages outside windows first, as `grow` does."""
         self.drop_behind_windows(rows)
-        return self.placement.can_give(self._demands(rows, tokens))
+        return self.placement.can_allocate(self._demands(rows, tokens))
 
     def grow(self, rows: Rows, tokens: Counts) -> None:
         """Allocate slots for `tokens[i]` more tokens of row `rows[i]` in every lane, all or none.
@@ -216,7 +216,7 @@ class KVMemory:
             column = table.num_slots[row, lane].astype(np.int64) // page_class.tokens
             self.privatise(table, row, lane, column)
         if demand.new.any():
-            added = self.placement.give(table, rows, demand.new)
+            added = self.placement.allocate(table, rows, demand.new)
             row, lane, column = table.append(rows, demand.new, added)
             if table.group.ordered:  # new pages continue the row's logical positions
                 first = self.lengths[row] - table.num_slots[row, lane]
@@ -256,7 +256,7 @@ class KVMemory:
                 for row, lane, pages in drop_behind_window(
                     table, rows, self.lengths[rows], table.group.window
                 ):
-                    self.placement.pass_window(table, row, lane, pages)
+                    self.placement.free_outside_window(table, row, lane, pages)
 
     def truncate(self, row: int, length: int) -> None:
         """Drop the tokens from logical position `length` on; lanes must be in position order.
@@ -273,7 +273,7 @@ class KVMemory:
         for name, table in self.tables.items():
             if table.group.mirrors is not None and table.active[row]:
                 kept[name] = kept[table.group.mirrors]
-            self.placement.take_back(table, cut_slots(table, row, kept[name]))
+            self.placement.free(table, cut_slots(table, row, kept[name]))
         self.lengths[row] = length
 
     # ---- checks --------------------------------------------------------------------------------

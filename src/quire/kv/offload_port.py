@@ -58,8 +58,8 @@ class StepOffload(Protocol):
 
 
 @runtime_checkable  # for the type checks in tests
-class KVOffload(Protocol):
-    """The offloaded KV of an engine; `quire.offload.kv.step_offload.KVOffload` implements it."""
+class EngineOffload(Protocol):
+    """The offloaded KV of an engine; implemented by `quire.offload.kv.step_offload.KVOffload`."""
 
     @property
     def staging_bytes(self) -> int:

@@ -31,7 +31,7 @@ def prove_references(
     own = {n: table for n, table in tables.items() if table.group.page_class == pool.page_class}
     for table in own.values():
         np.add.at(expected, table.pages[table.pages >= 0], 1)
-        np.add.at(expected, placement.set_aside_pages(table, np.arange(len(table.pages))), 1)
+        np.add.at(expected, placement.reserved_pages(table, np.arange(len(table.pages))), 1)
     for cached_reference in cached_references:
         for name in own:
             np.add.at(expected, cached_reference.get(name, NO_PAGES).reshape(-1), 1)

@@ -24,7 +24,7 @@ from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
 from quire.kv.memory import KVMemory
 from quire.kv.mixed_precision import PromotedBuffer, promoted_buffers
-from quire.kv.offload_port import KVOffload
+from quire.kv.offload_port import EngineOffload
 from quire.kv.statistics.pages import StatisticPages, positions_of
 from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore, store_of
@@ -86,7 +86,7 @@ class PagedKV:
         backend: AttentionBackend,
         measured: MeasuredConstants | None = None,
         *,
-        offload: KVOffload | None = None,
+        offload: EngineOffload | None = None,
     ) -> None:
         self.memory, self.store, self.backend = memory, store, backend
         self.coded = CodedLayers(store, measured)

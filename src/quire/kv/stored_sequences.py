@@ -79,7 +79,7 @@ class SwapSpace(Protocol):
         """Allocate space for a number of pages of each class, all or none.
 
         Raises:
-            HostPoolFull: the free space is too small; nothing changed.
+            HostMemoryFull: the free space is too small; nothing changed.
         """
         ...
 

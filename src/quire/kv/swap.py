@@ -46,7 +46,7 @@ def swap_out(
         keep_from: do not store the tokens before this one (see `can_split`); only for one row.
 
     Raises:
-        HostPoolFull: the pool has too little free space; nothing changed.
+        HostMemoryFull: the pool has too little free space; nothing changed.
         ConfigError: the row cannot be split at `keep_from`; nothing changed.
     """
     if keep_from and (len(rows) != 1 or not can_split(memory, int(rows[0]), keep_from)):

@@ -119,7 +119,7 @@ def _by_class(memory: KVMemory, page_class: PageClass) -> Slots:
         if table.group.page_class == page_class:
             rows = memory.live_rows
             _mark_slots(table, rows, memory.lengths[rows], (low, high))
-            reserved += int(memory.placement.reserved_pages(table, rows).sum())
+            reserved += int(memory.placement.num_reserved_pages(table, rows).sum())
     named = high > NO_PAGE
     hidden = int(np.minimum(low, high)[named].sum()) * page_class.slot_bytes
     held = int(high[named].sum()) * page_class.slot_bytes
@@ -164,7 +164,7 @@ def sequences_that_fit(memory: KVMemory, tokens: int) -> int:
     low, high = 0, len(free_rows) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = memory.placement.can_give(_start_demands(memory, free_rows[:middle], tokens))
+        fits = memory.placement.can_allocate(_start_demands(memory, free_rows[:middle], tokens))
         low, high = (middle, high) if fits else (low, middle)
     return low
 

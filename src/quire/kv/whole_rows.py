@@ -32,7 +32,7 @@ def add_pages(
     memory.placement.reserve(_demands(memory, rows, counts), memory.store)
     added = {}
     for name, table in memory.tables.items():
-        added[name] = memory.placement.give(table, rows, counts[name])
+        added[name] = memory.placement.allocate(table, rows, counts[name])
         table.append(rows, counts[name], added[name])
     return added
 
@@ -88,7 +88,7 @@ def can_place(memory: KVMemory, swapped: Swapped) -> bool:
     """Return whether enough pages are free for `restore_rows`; enough rows must be free."""
     free_rows = np.setdiff1d(np.arange(len(memory.lengths)), memory.live_rows)
     rows = free_rows[: len(swapped.sequences)]
-    return memory.placement.can_give(_demands(memory, rows, _stored_counts(memory, swapped)))
+    return memory.placement.can_allocate(_demands(memory, rows, _stored_counts(memory, swapped)))
 
 
 def _stored_counts(memory: KVMemory, swapped: Swapped) -> dict[str, NDArray[np.int32]]:
@@ -116,7 +116,7 @@ def add_stored(memory: KVMemory, rows: Rows, swapped: Swapped) -> None:
     except BaseException:
         for name, table in memory.tables.items():
             for row, num_pages in zip(rows, held[name], strict=True):
-                memory.placement.take_back(table, table.cut(int(row), num_pages))
+                memory.placement.free(table, table.cut(int(row), num_pages))
         raise
     for row, sequence in zip(rows, shapes, strict=True):
         for name, lanes in sequence.lanes.items():
@@ -141,7 +141,7 @@ def repack_runs(memory: KVMemory, row: int) -> None:
         for name, table in memory.tables.items()
     }
     for table in memory.tables.values():
-        memory.placement.close(table, rows, table.clear(rows))
+        memory.placement.free_rows(table, rows, table.clear(rows))
     pages = add_pages(memory, rows, counts)  # always fits: the arena holds no other sequence
     for name, table in memory.tables.items():
         memory.store.write_pages(table.group.page_class, pages[name], payloads[name])

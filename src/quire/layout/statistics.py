@@ -109,7 +109,7 @@ class LowAttentionCount(OfWeights):
 
     @property
     def name(self) -> str:
-        return f"low_looks.{self.reduction}"
+        return f"low_attention_count.{self.reduction}"
 
 
 MOST_SIGNATURE_BITS = 24  # whole numbers that float32 holds exactly
@@ -219,7 +219,7 @@ class ResidualSimilarity(Statistic):
 
     @property
     def name(self) -> str:
-        return "attention_shift"
+        return "residual_similarity"
 
     def num_slots(self, model: ModelSpec) -> int:
         return 1

@@ -45,10 +45,10 @@ class Average(SinksAndRecent):
         return (AttentionSum(self.heads),)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.remembered(self.statistics[0]) / view.queries_seen
+        return view.statistic(self.statistics[0]) / view.queries_seen
 
     def accumulated(
         self, view: KVView, score: Float[Tensor, "lane slot"]
     ) -> Float[Tensor, "lane slot"]:
         del score
-        return view.remembered(self.statistics[0])
+        return view.statistic(self.statistics[0])

@@ -29,13 +29,13 @@ class Decision:
     """Slots to retain, and statistics to store.
 
     Attributes:
-        stays: bool [lane, slot], True for each retained slot; the caller of the policy checks it.
-        notes: new values of declared statistics, written before any slot moves: per slot [lane,
-            slot], else [lane, record, number].
+        retained: bool [lane, slot], True for each retained slot; the caller checks it.
+        statistics: new values of declared statistics, written before any slot moves: per slot
+            [lane, slot], else [lane, record, number].
     """
 
-    stays: Any
-    notes: Mapping[Statistic, Float[Tensor, "..."]] = field(default_factory=dict)
+    retained: Any
+    statistics: Mapping[Statistic, Float[Tensor, "..."]] = field(default_factory=dict)
 
 
 class EvictionPolicy(ABC):
@@ -68,7 +68,7 @@ class EvictionPolicy(ABC):
         return 1
 
     @property
-    def more_room(self) -> str:
+    def cap_hint(self) -> str:
         """What to change if a cap leaves fewer tokens than `least_cap`; for error messages."""
         return "raise cap or lower every"
 
@@ -108,7 +108,7 @@ class EvictionPolicy(ABC):
         """
 
     @property
-    def takes_notes(self) -> bool:
+    def writes_statistics(self) -> bool:
         """Whether `decide` may return statistics to store."""
         return False
 

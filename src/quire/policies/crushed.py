@@ -122,7 +122,7 @@ class Crushed(ScorePolicy):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        return self.stays(self.selection_context(view, keep, piece_tokens))
+        return self.retained_slots(self.selection_context(view, keep, piece_tokens))
 
     def selection_context(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
@@ -134,15 +134,15 @@ class Crushed(ScorePolicy):
         protected = base.checked_protected(layers, keep, piece_tokens)
         return SelectionContext(base, view, layers, heads, score, protected, keep, piece_tokens)
 
-    def stays(self, context: "SelectionContext") -> Bool[Tensor, "lane slot"]:
+    def retained_slots(self, context: "SelectionContext") -> Bool[Tensor, "lane slot"]:
         """Mark the important slots and the representatives of the rest."""
         units = context.units
         sums = units.sums(context.mean_score)
         count = self.num_representatives(units, sums)
-        stays = units.best(sums, units.num_retained - count)
+        retained = units.best(sums, units.num_retained - count)
         if count.any():
-            stays |= self.represent(context, units.free & ~stays, count)
-        kept = units.spread(stays, context.view.heads_per_layer)
+            retained |= self.represent(context, units.free & ~retained, count)
+        kept = units.spread(retained, context.view.heads_per_layer)
         return kept.to(context.score.device)
 
     @property

@@ -56,9 +56,9 @@ class CrushedShare(Crushed, ABC):
         return self.share if self.representatives == INSIDE else self.share / (1 + self.share)
 
     @property
-    def more_room(self) -> str:
+    def cap_hint(self) -> str:
         if not self.share:
-            return self.base.more_room
+            return self.base.cap_hint
         return "raise cap or share (0: no representatives), or lower every"
 
     def least_free(self, piece_tokens: int) -> int:

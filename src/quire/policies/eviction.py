@@ -78,8 +78,8 @@ class Eviction:
 
     def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         """Select the slots to retain; see `decide`."""
-        stays: Bool[Tensor, "lane slot"] = self.decide(view, keep).stays
-        return stays
+        retained: Bool[Tensor, "lane slot"] = self.decide(view, keep).retained
+        return retained
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"]) -> Decision:
         """Select the slots to retain, and return the statistics to store.
@@ -159,7 +159,7 @@ class EvictionRule:
             raise ConfigError(
                 f"{self.text!r} leaves {least_cap - leaving} tokens in a lane after an "
                 f"eviction (cap {least_cap}, {leaving} evicted), but the rule needs "
-                f"{shape.least - leaving}; {self.policy.more_room}"
+                f"{shape.least - leaving}; {self.policy.cap_hint}"
             )
         return Eviction(
             policy=self.policy,
@@ -186,10 +186,11 @@ class EvictionRule:
             fixed_bytes=lanes.fixed_bytes,
         )
         if not tokens:
-            remembered = f" and {lanes.fixed_bytes:,} B for the statistics of a sequence"
+            fixed = f" and {lanes.fixed_bytes:,} B for the statistics of a sequence"
+            statistics_text = fixed if lanes.fixed_bytes else ""
             raise ConfigError(
                 f"{self.text!r}: a sequence needs {lanes.page_bytes:,} B for one page of "
-                f"{lanes.page_tokens} tokens in every lane{remembered * bool(lanes.fixed_bytes)}, "
+                f"{lanes.page_tokens} tokens in every lane{statistics_text}, "
                 f"got a cap of {cap.num_bytes:,} B; raise cap, or give it in tokens"
             )
         return tokens
@@ -302,7 +303,7 @@ def _check_cap(rule: EvictionRule, cap: int, leaving: int) -> None:
     if policy is not None and cap - leaving < policy.least_cap:
         raise ConfigError(
             f"{rule.text!r} leaves {cap - leaving} tokens after an eviction (cap {cap}, "
-            f"{leaving} evicted), but the rule needs {policy.least_cap}; {policy.more_room}"
+            f"{leaving} evicted), but the rule needs {policy.least_cap}; {policy.cap_hint}"
         )
 
 

@@ -76,7 +76,7 @@ class ExpectedAttention(SinksAndRecent):
         return (reduce_group(weights, self.heads) + self.epsilon) * norms
 
     def _expected_logits(self, view: KVView) -> Float[Tensor, "lane group slot"]:
-        mean, spread = _mean_and_covariance(view.remembered(self._moments), view.head_dim)
+        mean, spread = _mean_and_covariance(view.statistic(self._moments), view.head_dim)
         turn = self._turn(view)
         mean = (turn @ mean[..., None])[..., 0] * view.scale
         spread = turn @ spread @ turn.transpose(2, 3) * (view.scale**2 / 2)

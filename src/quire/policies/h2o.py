@@ -63,7 +63,7 @@ class H2O(ScorePolicy):
         return 2 * self.sinks + 1 if self.recent == HALF else self.sinks + self.recent + 1
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.remembered(self.statistics[0])
+        return view.statistic(self.statistics[0])
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         newest = view.newest(keep[:, None] // 2 if self.recent == HALF else self.recent)

@@ -24,7 +24,7 @@ buckets, and the paper does not specify this case. Here tokens are sorted by (di
 and cut into equal slices. The paper takes a random token of a bucket (`pick=random`); the default
 takes the middle of the slice, which needs no seed. Only tokens that are not important, and would be
 evicted, are grouped. The paper does not specify signatures at later evictions: they are recomputed,
-or (`signatures=kept`) stored when a token first becomes evictable. A rule that overrides `choose`
+or (`signatures=stored`) stored when a token first becomes evictable. A rule that overrides `choose`
 (RoCo) sets bits by its own selection; important tokens are ranked by its scores. `anchors` above 1
 assigns each token to the nearest of several anchors, and divides representatives in proportion.
 `dynamic` scales the share per layer. The paper leaves both for future work.
@@ -63,8 +63,8 @@ from quire.policies.signatures.representatives import (
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 
-RECOMPUTED, KEPT = "recomputed", "kept"
-SIGNATURES = (RECOMPUTED, KEPT)
+RECOMPUTED, STORED = "recomputed", "stored"
+SIGNATURES = (RECOMPUTED, STORED)
 
 
 @register("kvcrush")
@@ -82,7 +82,7 @@ class KVCrush(CrushedShare):
         anchors: number of anchors.
         pick: token of a slice to retain, middle or random.
         dynamic: scale the share per layer, lower if few tokens have most of the score.
-        signatures: recomputed at each eviction, or kept from when a token first became evictable.
+        signatures: recomputed at each eviction, or stored when a token first becomes evictable.
     """
 
     cost = "the base rule for each query head; one distance for each token and anchor"
@@ -102,25 +102,25 @@ class KVCrush(CrushedShare):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        own = (BITS, UNTIL) if self.takes_notes else ()
+        own = (BITS, UNTIL) if self.writes_statistics else ()
         return (*apart(self.base.statistics), *own)
 
     @property
-    def takes_notes(self) -> bool:
-        return self.signatures == KEPT
+    def writes_statistics(self) -> bool:
+        return self.signatures == STORED
 
     def selection_context(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
     ) -> SelectionContext:
         context = CrushedShare.selection_context(self, view, keep, piece_tokens)
-        return replace(context, known=stored_bits(view)) if self.takes_notes else context
+        return replace(context, known=stored_bits(view)) if self.writes_statistics else context
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
         context = self.selection_context(view, keep, piece_tokens)
-        stays = self.stays(context)
-        if not self.takes_notes:
-            return Decision(stays)
-        return Decision(stays, notes_of(view, context.all_bits, context.may_leave))
+        retained = self.retained_slots(context)
+        if not self.writes_statistics:
+            return Decision(retained)
+        return Decision(retained, statistics_to_store(view, context.all_bits, context.may_leave))
 
     def represent(
         self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
@@ -170,15 +170,15 @@ def stored_bits(
     Raises:
         PolicyError: the view was built without them.
     """
-    until = view.remembered(UNTIL)[:, 0]
+    until = view.statistic(UNTIL)[:, 0]
     signed = (view.live & (view.positions < until)).repeat_interleave(view.group, dim=0)
-    numbers = torch.where(view.live, view.remembered(BITS), 0.0).nan_to_num(0, 0, 0).long()
+    numbers = torch.where(view.live, view.statistic(BITS), 0.0).nan_to_num(0, 0, 0).long()
     heads = torch.arange(view.group, device=numbers.device)
     bits = (numbers[:, None] >> heads[:, None]) & 1
     return _by_layer(view, bits.bool()), _by_layer(view, signed)
 
 
-def notes_of(
+def statistics_to_store(
     view: KVView, bits: Bool[Tensor, "layer head slot"], may_leave: Bool[Tensor, "layer slot"]
 ) -> Mapping[Statistic, Float[Tensor, "..."]]:
     """Return the statistics to store for the bits of each query head.
@@ -192,7 +192,7 @@ def notes_of(
     numbers = (bits.view(-1, view.group, bits.shape[2]).long() << heads[:, None]).sum(dim=1)
     behind = torch.where(may_leave, view.first_heads(view.positions) + 1, 0).amax(dim=1)
     behind = behind.repeat_interleave(view.heads_per_layer)[:, None, None]
-    return {BITS: numbers.float(), UNTIL: torch.maximum(view.remembered(UNTIL), behind.float())}
+    return {BITS: numbers.float(), UNTIL: torch.maximum(view.statistic(UNTIL), behind.float())}
 
 
 def _by_layer(

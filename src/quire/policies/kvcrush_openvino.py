@@ -63,7 +63,7 @@ class KVCrushOpenVINO(Crushed):
         return True
 
     @property
-    def more_room(self) -> str:
+    def cap_hint(self) -> str:
         return "raise cap, or lower blocks or every"
 
     def least_free(self, piece_tokens: int) -> int:

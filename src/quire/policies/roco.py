@@ -48,13 +48,13 @@ class RoCo(SinksAndRecent):
         return AttentionSum(self.heads), SquareSum(self.heads)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.remembered(self.statistics[0]) / view.queries_seen
+        return view.statistic(self.statistics[0]) / view.queries_seen
 
     def accumulated(
         self, view: KVView, score: Float[Tensor, "lane slot"]
     ) -> Float[Tensor, "lane slot"]:
         del score
-        return view.remembered(self.statistics[0])
+        return view.statistic(self.statistics[0])
 
     def choose(
         self,
@@ -79,6 +79,6 @@ class RoCo(SinksAndRecent):
         return choose_slots(self._std(view), view.live, protected, held - may_leave)
 
     def _std(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        sums, squares = (view.remembered(statistic) for statistic in self.statistics)
+        sums, squares = (view.statistic(statistic) for statistic in self.statistics)
         mean = sums / view.queries_seen
         return (squares / view.queries_seen - mean.square()).clamp_min(0).sqrt()

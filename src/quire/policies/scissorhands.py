@@ -48,11 +48,11 @@ class Scissorhands(SinksAndRecent):
         return (LowAttentionCount(self.heads),)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        low = view.remembered(self.statistics[0])
+        low = view.statistic(self.statistics[0])
         return -low / view.queries_seen if self.share else -low
 
     def accumulated(
         self, view: KVView, score: Float[Tensor, "lane slot"]
     ) -> Float[Tensor, "lane slot"]:
         del score
-        return -view.remembered(self.statistics[0])
+        return -view.statistic(self.statistics[0])

@@ -121,7 +121,7 @@ class KVView:
         """Values, float32."""
         return self._reader.values()
 
-    def remembered(self, statistic: Statistic) -> Float[Tensor, "..."]:
+    def statistic(self, statistic: Statistic) -> Float[Tensor, "..."]:
         """Return the stored values of a declared statistic.
 
         Raises:

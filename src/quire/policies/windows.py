@@ -25,7 +25,7 @@ def recorded(
     Raises:
         PolicyError: a lane has no query.
     """
-    record = view.remembered(ring)
+    record = view.statistic(ring)
     query_positions = record[:, :, -1].long() - 1
     if bool((query_positions < 0).all(dim=1).any()):
         raise PolicyError(

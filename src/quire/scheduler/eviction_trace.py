@@ -65,12 +65,12 @@ class EvictionEntry:
         return cls(
             num_computed,
             counts,
-            _in_runs(np.concatenate([part.left for part in parts])),
+            _in_runs(np.concatenate([part.evicted for part in parts])),
             promoted=cls.joined(num_computed, promoted) if promoted else None,
         )
 
     @property
-    def left(self) -> Positions:
+    def evicted(self) -> Positions:
         """The evicted positions, ascending within each lane, lane after lane."""
         if len(self.stored) == self.num_slots:
             return self.stored
@@ -78,18 +78,18 @@ class EvictionEntry:
         before = np.cumsum(lengths, dtype=np.int32) - lengths
         return np.repeat(first - before, lengths) + np.arange(self.num_slots, dtype=np.int32)
 
-    def stays(self, positions: NDArray[np.integer]) -> NDArray[np.bool_]:
+    def retained(self, positions: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Mask [lanes, slots] of the slots that a replay of this eviction retains."""
         lanes = np.arange(len(self.counts))
-        evicted = np.repeat(lanes, self.counts) * _LANE + self.left
+        evicted = np.repeat(lanes, self.counts) * _LANE + self.evicted
         held = lanes[:, None] * _LANE + positions
-        stays: NDArray[np.bool_] = (positions >= 0) & ~np.isin(held, evicted)
-        return stays
+        retained: NDArray[np.bool_] = (positions >= 0) & ~np.isin(held, evicted)
+        return retained
 
     @property
     def by_lane(self) -> list[Positions]:
-        """The evicted positions (`left`), split by lane."""
-        return np.split(self.left, np.cumsum(self.counts)[:-1])
+        """The evicted positions (`evicted`), split by lane."""
+        return np.split(self.evicted, np.cumsum(self.counts)[:-1])
 
     @property
     def num_slots(self) -> int:
@@ -101,7 +101,7 @@ class EvictionEntry:
         """Digest of the entry's contents; equal entries have equal digests."""
         digest = hashlib.blake2b(digest_size=8)
         digest.update(np.int64(self.num_computed).tobytes())
-        digest.update(self.counts.tobytes() + self.left.tobytes())
+        digest.update(self.counts.tobytes() + self.evicted.tobytes())
         if self.promoted is not None:
             digest.update(self.promoted.digest.encode())
         return digest.hexdigest()

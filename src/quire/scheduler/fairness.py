@@ -196,7 +196,7 @@ class Fairness:
             self.waiting.charge(tenant, output_tokens=tokens)
             self.meter.served(tenant, output_tokens=tokens)
 
-    def entered(self, request: Request, waited_s: float) -> None:
+    def admitted(self, request: Request, waited_s: float) -> None:
         """Record an admission and charge the tokens found in a prefix cache.
 
         Args:
@@ -204,7 +204,7 @@ class Fairness:
             waited_s: seconds that it waited.
         """
         self.finalize(request)
-        self.meter.entered(request.tenant, waited_s)
+        self.meter.admitted(request.tenant, waited_s)
         self._charge_cached(request)
 
     def _charge_cached(self, request: Request) -> None:

@@ -106,7 +106,7 @@ class Lifecycle:
     def start(self, request: Request) -> None:
         """Mark an admitted request, which holds KV, as running."""
         waited_s = self._sequence_memory.events.now_s() - request.progress.queued_s
-        self._fairness.entered(request, waited_s)
+        self._fairness.admitted(request, waited_s)
         request.progress.state = RequestState.RUNNING
         self._running.append(request)
 

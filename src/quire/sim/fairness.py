@@ -40,7 +40,7 @@ class ServedTokens:
         """Count a request that starts to wait."""
         self._waiting[tenant] += 1
 
-    def entered(self, tenant: str) -> None:
+    def admitted(self, tenant: str) -> None:
         """Count a request that was admitted or stopped waiting."""
         if self.all_backlogged:
             self._entries[tenant] += 1

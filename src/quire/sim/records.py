@@ -139,7 +139,7 @@ def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> Read
         page = table.group.page_class
         pages, slots = int(table.num_pages.sum()), int(table.num_slots.sum())
         if memory.placement.reserves:
-            pages += int(memory.placement.reserved_pages(table, memory.live_rows).sum())
+            pages += int(memory.placement.num_reserved_pages(table, memory.live_rows).sum())
         allocated += pages * page.page_bytes
         wasted += (pages * page.tokens - slots) * page.page_bytes // page.tokens
     return Reading(

@@ -138,7 +138,7 @@ class Simulator:
         self._arrivals = trace.requests
         self._num_arrived = 0
         self._jobs: dict[str, _Job] = {}
-        self._not_entered: set[str] = set()
+        self._not_admitted: set[str] = set()
 
     def run(self, progress: Progress | None = None) -> SimResult:
         """Run until every request is finished or rejected.
@@ -195,7 +195,7 @@ class Simulator:
             return
         answer = token_ids([arrived.answer._replace(tokens=record.answer_tokens)])
         self._jobs[request.request_id] = _Job(record, answer)
-        self._not_entered.add(request.request_id)
+        self._not_admitted.add(request.request_id)
         self.result.served.arrived(arrived.tenant)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -223,15 +223,15 @@ class Simulator:
         return None
 
     def _note_entries(self, requests: Sequence[Request]) -> None:
-        if not self._not_entered:
+        if not self._not_admitted:
             return
         for request in requests:
-            if request.request_id in self._not_entered:
-                self._not_entered.remove(request.request_id)
+            if request.request_id in self._not_admitted:
+                self._not_admitted.remove(request.request_id)
                 record = self._jobs[request.request_id].record
                 record.admitted_s = self.clock.now_s
                 record.cached_tokens = request.progress.cached_tokens
-                self.result.served.entered(request.tenant)
+                self.result.served.admitted(request.tenant)
 
     def _answer(self, ready: Sequence[Request]) -> None:
         for request in ready:

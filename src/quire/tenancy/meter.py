@@ -23,7 +23,7 @@ class TenantStats:
     Attributes:
         tenant: the tenant's name; `OTHERS` for the sum of tenants without a row of their own.
         num_requests: submitted requests.
-        num_entered: admissions, including those after a preemption.
+        num_admitted: admissions, including those after a preemption.
         prompt_tokens: computed prompt tokens; recomputed ones are not counted again.
         cached_tokens: prompt tokens whose KV was found in a prefix cache.
         output_tokens: generated tokens.
@@ -35,7 +35,7 @@ class TenantStats:
 
     tenant: str
     num_requests: int = 0
-    num_entered: int = 0
+    num_admitted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -50,7 +50,7 @@ class _Counts:
     """Mutable counts behind `TenantStats`."""
 
     def __init__(self) -> None:
-        self.num_requests = self.num_entered = self.num_preemptions = 0
+        self.num_requests = self.num_admitted = self.num_preemptions = 0
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.queue_s = 0.0
 
@@ -89,7 +89,7 @@ class TenantMeter:
         """Count a submitted request."""
         self._of(tenant).num_requests += 1
 
-    def entered(self, tenant: str, waited_s: float) -> None:
+    def admitted(self, tenant: str, waited_s: float) -> None:
         """Count an admitted request.
 
         Args:
@@ -97,7 +97,7 @@ class TenantMeter:
             waited_s: seconds since the request was submitted or preempted.
         """
         counts = self._of(tenant)
-        counts.num_entered += 1
+        counts.num_admitted += 1
         counts.queue_s += waited_s
 
     def cached(self, tenant: str, tokens: int) -> None:

@@ -157,7 +157,7 @@ def test_every_gain_has_the_same_rule_with_heads_apart_and_with_one_set():
 def test_signatures_are_kept_where_tokens_leave_more_than_once():
     """After a prompt alone nothing could differ."""
     arms = [row.arm for table in tables(FULL_RUN.sweeps) for row in table.rows]
-    kept = [arm for arm in arms if "signatures=kept" in arm.rule.text]
+    kept = [arm for arm in arms if "signatures=stored" in arm.rule.text]
 
     assert [arm.when for arm in kept] == ["prefill_and_decode"]
 

@@ -41,7 +41,7 @@ def test_every_registered_budget_is_listed_with_when_it_looks():
         "fastgen",
     }
     assert {name for name, row in rows.items() if not row.keeps_total} == {"lazy", "fastgen"}
-    assert rows["squeeze"].statistics == ("attention_shift",)
+    assert rows["squeeze"].statistics == ("residual_similarity",)
 
 
 def test_options_are_listed_with_their_defaults_and_rules_by_name():

@@ -52,6 +52,6 @@ def test_chunks_and_single_tokens_leave_what_the_whole_prompt_leaves(name):
     assert len(whole) == 4
     lanes = full * decoder.spec.num_kv_heads
     torch.testing.assert_close(whole["attention_sum.mean"].sum(dim=1), torch.full((lanes,), 17.0))
-    assert whole["attention_shift"][:, 0, 1].tolist() == [17] * lanes
+    assert whole["residual_similarity"][:, 0, 1].tolist() == [17] * lanes
     assert whole["query_moments.2"][:, 0, 0].tolist() == [15] * lanes
     assert whole["query_ring.4"][0, :, -1].tolist() == [17, 14, 15, 16]

@@ -12,7 +12,7 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.kv.sharing import fork
 from support import engines
 
-CRUSHED = "kvcrush:cap=16,every=4,base=(h2o:recent=4),signatures=kept,share=0.5"
+CRUSHED = "kvcrush:cap=16,every=4,base=(h2o:recent=4),signatures=stored,share=0.5"
 
 
 def test_what_a_rule_notes_is_not_written_where_slots_cannot_move(monkeypatch):

@@ -113,7 +113,7 @@ class StoredTokens:
         store = self.memory.store
         store.poison_free(self.memory)
         for table in self.memory.tables.values():
-            aside = self.memory.placement.set_aside_pages(table, self.memory.live_rows)
+            aside = self.memory.placement.reserved_pages(table, self.memory.live_rows)
             store.pages_of(table.group.page_class)[aside] = POISON
 
     def release(self, row):

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from quire.errors import HostPoolFull, InvariantError, SlabFull
+from quire.errors import HostMemoryFull, InvariantError, SlabFull
 from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import NOTHING, POSITION_BYTES, KVShape, LayerShape, RowKV
@@ -42,7 +42,7 @@ def packed(name: int, tokens: int, meter: ByteMeter) -> RowKV:
     for layer in range(len(SHAPE.layers)):
         pairs = [numbers(name, position, layer) for position in range(tokens)]
         layers.append(tuple(torch.stack(part, dim=1) for part in zip(*pairs, strict=True)))
-    meter.take(tokens * TOKEN_BYTES)
+    meter.reserve(tokens * TOKEN_BYTES)
     return RowKV(layers, meter)
 
 
@@ -323,7 +323,7 @@ def test_a_full_host_refuses_a_row_and_changes_nothing():
     slab = DenseSlab(SHAPE, 1, 4, meter=meter)
     feed(slab, [1], [2])
 
-    with pytest.raises(HostPoolFull, match=r"144 B more within 100 B of CPU memory, 0 B are"):
+    with pytest.raises(HostMemoryFull, match=r"144 B more within 100 B of CPU memory, 0 B are"):
         slab.extract(0, CPU, host)
 
     assert host.used_bytes == 0

@@ -200,7 +200,7 @@ def test_the_shift_sums_the_cosines_of_all_tokens(cut):
     kv, sequence = make_kv(OF_QUERIES), Sequence(TOKENS)
     row = start(kv, OF_QUERIES)
     run(kv, row, sequence, cut)
-    found = remembered(kv, row)["attention_shift"]
+    found = remembered(kv, row)["residual_similarity"]
 
     sums = sequence.cosines[list(FULL_LAYERS)].sum(1).repeat_interleave(2)
     torch.testing.assert_close(found[:, 0, 0], sums, atol=1e-5, rtol=1e-5)

@@ -69,7 +69,7 @@ def test_a_ring_that_has_gone_round_takes_and_returns_no_page():
     for _ in range(4):
         grow(memory, row, 1)
     own = {*memory.tables["window"].row_pages(row).tolist()}
-    own |= {*memory.placement.set_aside_pages(memory.tables["window"], np.array([row])).tolist()}
+    own |= {*memory.placement.reserved_pages(memory.tables["window"], np.array([row])).tolist()}
     held_bytes, counts = memory.row_bytes(row), traffic(memory)
 
     for _ in range(500):

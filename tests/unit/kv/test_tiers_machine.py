@@ -7,7 +7,7 @@ back. Whatever happens, bytes are those of the model, and a failed copy changes 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from quire.errors import HostPoolFull
+from quire.errors import HostMemoryFull
 from quire.kv.swap import swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
 from unit.kv.host_side import CopyFailed, HostSide
@@ -72,7 +72,7 @@ class TiersMachine(MemoryMachine):
         self.host.fail_after = fail_after
         try:
             return act()
-        except (CopyFailed, HostPoolFull):
+        except (CopyFailed, HostMemoryFull):
             after = self.everything()
             del before["bytes"], after["bytes"]  # pages that are free may have been written
             assert after == before

@@ -91,7 +91,7 @@ def test_statistics_have_pages_of_float32_in_one_plane_a_record_for_each_head():
         "full.attention_sum.mean": 2 * 16 * 4,
         "full.query_ring.8": 2 * 8 * (4 * 32 + 1) * 4,
         "full.query_moments.4": 2 * 4 * (1 + 32 + 32 * 32) * 4 + 32,  # whole cache lines
-        "full.attention_shift": 64,
+        "full.residual_similarity": 64,
         "window_64": 4096,
     }
 
@@ -105,7 +105,7 @@ def test_with_heads_apart_statistics_have_a_lane_for_each_head_too():
         "full.attention_sum.mean": 64,
         "full.query_ring.8": 8 * (4 * 32 + 1) * 4 + 32,
         "full.query_moments.4": 4 * (1 + 32 + 32 * 32) * 4 + 48,
-        "full.attention_shift": 64,
+        "full.residual_similarity": 64,
     }
 
 
@@ -146,7 +146,7 @@ def test_a_sequence_uses_the_groups_of_its_own_statistics():
     assert statistics_used(layout, ()) == frozenset()
     assert statistics_used(layout, (ResidualSimilarity(), SquareSum(), AttentionSum())) == {
         "full.attention_sum.mean",
-        "full.attention_shift",
+        "full.residual_similarity",
     }
     assert statistics_used(layout_of(64), STATISTICS) == frozenset()
 

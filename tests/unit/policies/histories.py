@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.layout import statistics as remembered
+from quire.layout import statistics as kinds
 from quire.layout.statistics import Statistic
 from quire.policies.view import KVView
 
@@ -59,13 +59,13 @@ class History:
     def record(self, statistic: Statistic) -> np.ndarray:
         """What a statistic has remembered, as `quire.layout.statistics` describes it."""
         lanes = range(len(self.cached))
-        if isinstance(statistic, remembered.QueryRing):
+        if isinstance(statistic, kinds.QueryRing):
             return np.stack([self._ring(lane, statistic.window) for lane in lanes])
-        if isinstance(statistic, remembered.QueryMoments):
+        if isinstance(statistic, kinds.QueryMoments):
             return np.stack([self._moments(lane, statistic.skip) for lane in lanes])
-        if isinstance(statistic, remembered.SignatureBits):  # nothing was ever signed
+        if isinstance(statistic, kinds.SignatureBits):  # nothing was ever signed
             return np.zeros((len(self.cached), max(map(len, self.cached))))
-        if isinstance(statistic, remembered.SignedUntil):
+        if isinstance(statistic, kinds.SignedUntil):
             return np.zeros((len(self.cached), 1, 1))
         if not statistic.per_slot:
             return np.ones((len(self.cached), 1, 2))
@@ -86,9 +86,9 @@ class History:
     ) -> float:
         weights = self.weights[lane, slice(None) if heads is None else list(heads), token:, token]
         queries_seen = REDUCE[statistic.heads](weights, axis=0)
-        if isinstance(statistic, remembered.AttentionSum):
+        if isinstance(statistic, kinds.AttentionSum):
             return queries_seen.sum()
-        if isinstance(statistic, remembered.SquareSum):
+        if isinstance(statistic, kinds.SquareSum):
             return (queries_seen**2).sum()
         return (queries_seen < 1 / self.requested[lane, token:]).sum()
 

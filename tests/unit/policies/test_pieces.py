@@ -23,12 +23,12 @@ def test_heads_that_compete_in_pieces_leave_room_for_their_edges():
         "h2o:sinks=4,cap=34,every=1,when=decode,granularity=chunk,chunk_tokens=10,budget=ada"
     )
     eviction = rule.for_request(134, LaneShape(1, 2, page_tokens=4, page_bytes=256, fixed_bytes=0))
-    [remembered] = rule.statistics
+    [statistic] = rule.statistics
     view = KVView(
         torch.arange(134).expand(2, 134),
         next_position=134,
         heads_per_layer=2,
-        statistics={remembered.name: torch.rand(2, 134, generator=torch.manual_seed(0))},
+        statistics={statistic.name: torch.rand(2, 134, generator=torch.manual_seed(0))},
     )
 
     kept = eviction.select(view, torch.tensor([33, 33]))

@@ -19,12 +19,12 @@ def test_entries_and_kept_sets_say_the_same(lanes, chunks, rng):
         length += chunk
         for lane in held:
             rng.shuffle(lane)
-        stays = [[rng.random() < 0.6 for _ in lane] for lane in held]
-        positions, keep = _padded(held, -1), _padded(stays, False)
+        retained = [[rng.random() < 0.6 for _ in lane] for lane in held]
+        positions, keep = _padded(held, -1), _padded(retained, False)
         entry = EvictionEntry.of(length, positions, keep)
         for lane in held:
             rng.shuffle(lane)
-        again = entry.stays(_padded(held, -1))
+        again = entry.retained(_padded(held, -1))
         left = [
             {p for p, s in zip(*pair, strict=True) if not s}
             for pair in zip(positions.tolist(), keep.tolist(), strict=True)
@@ -48,12 +48,12 @@ def test_neighbours_take_less_room_and_the_same_have_left(gone):
     left = [p for lane in gone for p in sorted(lane)]
     plain = EvictionEntry(31, entry.counts, np.array(left, dtype=np.int32))
 
-    assert entry.left.tolist() == plain.left.tolist()
-    assert entry.left.dtype == np.int32
+    assert entry.evicted.tolist() == plain.evicted.tolist()
+    assert entry.evicted.dtype == np.int32
     assert len(entry.stored) <= len(plain.stored)
     assert entry.num_slots == plain.num_slots
-    assert (entry.stays(positions) == keep).all()
-    assert EvictionEntry.joined(31, [entry, entry]).left.tolist() == plain.left.tolist() * 2
+    assert (entry.retained(positions) == keep).all()
+    assert EvictionEntry.joined(31, [entry, entry]).evicted.tolist() == plain.evicted.tolist() * 2
 
 
 def test_a_stream_s_trace_takes_two_numbers_for_each_lane_and_eviction():

@@ -86,7 +86,7 @@ def test_tokens_count_while_all_tenants_wait():
     assert served.all_backlogged
 
     served.served([requested("a"), requested("b"), requested("a")], [5, 2, 1])
-    served.entered("b")
+    served.admitted("b")
 
     assert served.tokens == {"a": 6, "b": 2}
     assert not served.all_backlogged
@@ -100,8 +100,8 @@ def test_a_tenant_that_waits_for_moments_is_not_compared():
         for tenant in ("flood", "flood", "small"):
             served.arrived(tenant)
         served.served([flood], [50])
-        served.entered("flood")
-        served.entered("small")
+        served.admitted("flood")
+        served.admitted("small")
         served.served([flood], [1])
 
     assert served.tokens == {"flood": 5_100, "small": 0}
@@ -114,8 +114,8 @@ def test_a_stretch_in_which_all_wait_for_long_is_compared():
     for tenant in "ab" * 11:
         served.arrived(tenant)
     for _ in range(11):
-        served.entered("a")
-        served.entered("b")
+        served.admitted("a")
+        served.admitted("b")
         served.served(both, [3, 1])
 
     assert served.settled == served.tokens == {"a": 33, "b": 11}

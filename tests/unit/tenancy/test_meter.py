@@ -7,19 +7,19 @@ def test_a_meter_counts_each_tenant_alone():
     meter = TenantMeter()
     meter.submitted("a")
     meter.submitted("a")
-    meter.entered("a", 1.5)
+    meter.admitted("a", 1.5)
     meter.cached("a", 16)
     meter.served("a", prompt_tokens=100)
     meter.served("a", output_tokens=3)
     meter.preempted("a")
-    meter.entered("a", 0.5)
+    meter.admitted("a", 0.5)
     meter.submitted("b")
 
     assert meter.report() == (
         TenantStats(
             tenant="a",
             num_requests=2,
-            num_entered=2,
+            num_admitted=2,
             prompt_tokens=100,
             cached_tokens=16,
             output_tokens=3,
@@ -46,7 +46,7 @@ def test_rows_not_seen_for_long_are_added_up_and_busy_ones_stay():
     meter = TenantMeter()
     for number in range(IDLE_KEPT + 3):
         meter.submitted(f"t{number}")
-        meter.entered(f"t{number}", 0.5)
+        meter.admitted(f"t{number}", 0.5)
     meter.served("t0", output_tokens=3)  # so it was seen last of all
 
     meter.fold(busy={"t1"})
@@ -55,7 +55,7 @@ def test_rows_not_seen_for_long_are_added_up_and_busy_ones_stay():
     assert len(rows) == meter.num_tenants == IDLE_KEPT + 2
     assert rows.keys().isdisjoint({"t2", "t3"})
     assert {"t0", "t1", "t4"} < rows.keys()
-    assert rows[OTHERS] == TenantStats(tenant=OTHERS, num_requests=2, num_entered=2, queue_s=1.0)
+    assert rows[OTHERS] == TenantStats(tenant=OTHERS, num_requests=2, num_admitted=2, queue_s=1.0)
 
 
 def test_others_have_no_bytes_of_their_own():

@@ -264,7 +264,7 @@ class DynamicBatch:
         try:
             logits = self._model.decode(slab, fed)
         except SlabFull:
-            self._filling.take_back()
+            self._filling.requeue()
             raise
         live = [row for row, query in enumerate(rows) if query is not None]
         running = [query for query in rows if query is not None]
@@ -283,8 +283,8 @@ class DynamicBatch:
             return []
         if query not in self._filling.shaped:
             return query.output_token_ids[-1:]
-        if query.entered_s is None:
-            query.entered_s = self.options.clock()
+        if query.started_s is None:
+            query.started_s = self.options.clock()
         return [*query.prompt_token_ids, *query.output_token_ids]
 
     def _fetch(self) -> None:

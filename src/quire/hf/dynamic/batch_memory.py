@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.errors import HostPoolFull, NeverFits
+from quire.errors import HostMemoryFull, NeverFits
 from quire.hf.dynamic.batch_options import HOST, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
 from quire.hf.dynamic.prefill import prefill_bytes
@@ -161,7 +161,7 @@ class BatchMemory:
         query.preemptions += 1
         try:
             self._batch_slots.take_out(query, _HOST, self.host)
-        except HostPoolFull:
+        except HostMemoryFull:
             self._batch_slots.leave(query)
             self._line.wait(query)
         else:
@@ -173,14 +173,14 @@ class BatchMemory:
         """Move a prefilled query's KV to the queue's memory, unless CPU memory is full."""
         if self._on_host and query.kv is not None:
             assert query.kv.lies_in(self.device)
-            if self.host.can_take(query.kv.num_bytes):
+            if self.host.can_reserve(query.kv.num_bytes):
                 query.kv = query.kv.moved(_HOST, self.host)
 
     def take_in(self, query: Query) -> None:
         """Queue a query with its KV in CPU memory, or for recompute if that memory is full."""
         try:
             query.kv = query.kv and query.kv.moved(_HOST, self.host)
-        except HostPoolFull:
+        except HostMemoryFull:
             query.drop_kv()
         if query.kv is None:
             self._line.wait(query)

@@ -155,7 +155,7 @@ class BatchSlots:
         """Copy a query's KV out of its row, and free the row.
 
         Raises:
-            HostPoolFull: not enough free memory in the pool; no state was changed.
+            HostMemoryFull: not enough free memory in the pool; no state was changed.
         """
         assert self.slab is not None
         assert query.row is not None

@@ -189,7 +189,7 @@ class Filling:
             self._batch_slots.place(query)
         self.shaped = group
 
-    def take_back(self) -> None:
+    def requeue(self) -> None:
         """Queue the queries again whose tokens the forward could not process."""
         for query in self.shaped:
             self._batch_slots.leave(query, clear=False)

@@ -55,7 +55,7 @@ class Query:
         row: row of the batch; None if it has none.
         kv: KV outside of the batch; None if it has none.
         times_s: time of each generated token, on the batch's clock.
-        submitted_s, entered_s, finished_s: likewise; entered: the start of its prefill.
+        submitted_s, started_s, finished_s: likewise; started_s is the start of its prefill.
         preemptions: number of preemptions.
     """
 
@@ -72,7 +72,7 @@ class Query:
     kv: OutsideKV | None = None
     times_s: list[float] = field(default_factory=list)
     submitted_s: int | float = 0.0
-    entered_s: float | None = None
+    started_s: float | None = None
     finished_s: float | None = None
     preemptions: int = 0
 

@@ -126,8 +126,8 @@ class Reader:
         for query in group:
             self._line.leave(query)
             query.state = QueryState.READING
-            if query.entered_s is None:
-                query.entered_s = self._options.clock()
+            if query.started_s is None:
+                query.started_s = self._options.clock()
         return reading
 
     def _advance(self, reading: Prefill, tokens: int, record: StepRecord) -> None:

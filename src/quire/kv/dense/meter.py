@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire.errors import HostPoolFull
+from quire.errors import HostMemoryFull
 
 
 class ByteMeter:
@@ -19,18 +19,18 @@ class ByteMeter:
         self.limit_bytes = limit_bytes
         self.used_bytes = self.peak_bytes = 0
 
-    def can_take(self, num_bytes: int) -> bool:
+    def can_reserve(self, num_bytes: int) -> bool:
         """Return whether `num_bytes` more bytes are within the limit."""
         return self.limit_bytes is None or self.used_bytes + num_bytes <= self.limit_bytes
 
-    def take(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Add `num_bytes` to the bytes in use.
 
         Raises:
-            HostPoolFull: the limit would be exceeded; nothing changed.
+            HostMemoryFull: the limit would be exceeded; nothing changed.
         """
-        if not self.can_take(num_bytes):
-            raise HostPoolFull(
+        if not self.can_reserve(num_bytes):
+            raise HostMemoryFull(
                 f"expected {num_bytes:,} B more within {self.limit_bytes:,} B of CPU memory, "
                 f"{self.used_bytes:,} B are in use: raise swap_space"
             )
@@ -38,19 +38,19 @@ class ByteMeter:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     @contextmanager
-    def taking(self, num_bytes: int) -> Iterator[None]:
+    def reserving(self, num_bytes: int) -> Iterator[None]:
         """Count `num_bytes` as in use; undo this if the body of the `with` block raises.
 
         Raises:
-            HostPoolFull: see `take`.
+            HostMemoryFull: see `reserve`.
         """
-        self.take(num_bytes)
+        self.reserve(num_bytes)
         try:
             yield
         except BaseException:
-            self.give(num_bytes)
+            self.release(num_bytes)
             raise
 
-    def give(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Subtract `num_bytes` from the bytes in use."""
         self.used_bytes -= num_bytes

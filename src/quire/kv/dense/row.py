@@ -106,16 +106,16 @@ class RowKV:
         """Copy the row to another memory and free this one.
 
         Raises:
-            HostPoolFull: the row does not fit; nothing changed.
+            HostMemoryFull: the row does not fit; nothing changed.
         """
-        with meter.taking(self.num_bytes):
+        with meter.reserving(self.num_bytes):
             layers = [(keys.to(device), values.to(device)) for keys, values in self.layers]
         self.free()
         return RowKV(layers, meter)
 
     def free(self) -> None:
         """Free the bytes."""
-        self._meter.give(self.num_bytes)
+        self._meter.release(self.num_bytes)
         self.layers = ()
 
 

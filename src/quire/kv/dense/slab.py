@@ -173,9 +173,9 @@ class DenseSlab:
             meter: byte counter of the copy's memory.
 
         Raises:
-            HostPoolFull: the copy does not fit; nothing changed.
+            HostMemoryFull: the copy does not fit; nothing changed.
         """
-        with meter.taking(self.lengths[row] * self._shape.token_bytes):
+        with meter.reserving(self.lengths[row] * self._shape.token_bytes):
             return RowKV(self._packed(row, device), meter)
 
     def _packed(self, row: int, device: torch.device) -> list[Layer]:
@@ -289,9 +289,9 @@ class DenseSlab:
         self.window.lo, self.window.hi = hi - width, hi
 
     def _no_positions(self, rows: int, capacity: int) -> Int[Tensor, "rows capacity"]:
-        self._meter.take(POSITION_BYTES * rows * capacity)
+        self._meter.reserve(POSITION_BYTES * rows * capacity)
         return torch.full((rows, capacity), NOTHING, dtype=torch.int32, device=self._shape.device)
 
     def _drop_positions(self) -> None:
-        self._meter.give(POSITION_BYTES * self.positions.numel())
+        self._meter.release(POSITION_BYTES * self.positions.numel())
         self.positions = self.positions.new_empty(0)

@@ -126,7 +126,7 @@ class SlabTensors:
 
     def _split(self, parts: list[Tensor], layer: int, lengths: Sequence[int]) -> list[Tensor]:
         rows = [part[:, :length] for part, length in zip(parts[layer], lengths, strict=True)]
-        self._meter.take(sum(part.numel() * part.element_size() for part in rows))
+        self._meter.reserve(sum(part.numel() * part.element_size() for part in rows))
         rows = [_packed(part) for part in rows]
         self._drop(parts, layer)
         return rows
@@ -138,7 +138,7 @@ class SlabTensors:
                 self._drop(parts, layer)
 
     def _drop(self, parts: list[Tensor], layer: int) -> None:
-        self._meter.give(parts[layer].numel() * parts[layer].element_size())
+        self._meter.release(parts[layer].numel() * parts[layer].element_size())
         parts[layer] = parts[layer].new_empty(0)
 
     def _dims(self) -> tuple[list[int], list[int]]:
@@ -148,7 +148,7 @@ class SlabTensors:
     def _empty(self, layer: int, dim: int, rows: int, capacity: int) -> Tensor:
         size = (rows, self._shape.layers[layer].num_kv_heads, capacity, dim)
         empty = torch.full(size, self._filler, dtype=self._shape.dtype, device=self._shape.device)
-        self._meter.take(empty.numel() * empty.element_size())
+        self._meter.reserve(empty.numel() * empty.element_size())
         return empty
 
 

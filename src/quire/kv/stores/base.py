@@ -96,7 +96,7 @@ class Placement(ABC):
     # ---- growing lanes -------------------------------------------------------------------------
 
     @abstractmethod
-    def can_give(self, demands: Sequence[Demand]) -> bool:
+    def can_allocate(self, demands: Sequence[Demand]) -> bool:
         """Return whether `reserve` would succeed."""
 
     @abstractmethod
@@ -108,13 +108,13 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
+    def allocate(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
         """Allocate the next `counts` [rows, lanes] pages of lanes, row by row, lane by lane."""
 
     # ---- shrinking lanes -----------------------------------------------------------------------
 
     @abstractmethod
-    def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
+    def free(self, table: LaneTable, pages: PageNumbers) -> None:
         """Free pages that were removed from a lane's end, or from anywhere if `drops_pages`.
 
         Args:
@@ -123,21 +123,23 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
+    def free_outside_window(
+        self, table: LaneTable, row: int, lane: int, pages: PageNumbers
+    ) -> None:
         """Free pages of one lane that are outside its window; requires `drops_pages`."""
 
     @abstractmethod
-    def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
+    def free_rows(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
         """Free all pages of rows: `pages`, which were in the table, and reserved pages."""
 
     # ---- what is held --------------------------------------------------------------------------
 
     @abstractmethod
-    def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
+    def num_reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
         """Return the number of reserved pages [rows, lanes], which are not in the table."""
 
     @abstractmethod
-    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def reserved_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """Return the page numbers of the reserved pages, row by row, lane by lane."""
 
     @abstractmethod

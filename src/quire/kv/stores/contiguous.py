@@ -96,7 +96,7 @@ class Contiguous(Placement):
 
     # ---- growing lanes -------------------------------------------------------------------------
 
-    def can_give(self, demands: Sequence[Demand]) -> bool:
+    def can_allocate(self, demands: Sequence[Demand]) -> bool:
         """See `Placement`."""
         longer = self._longer_runs(demands)
         return longer is not None and self._places(longer) is not None
@@ -169,17 +169,19 @@ class Contiguous(Placement):
         held.first[row, lane] = starts
         held.length[row, lane] = runs.length
 
-    def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
+    def allocate(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
         """See `Placement`: the pages that follow in the lanes' runs."""
         follow = self._runs[table.group.name].first[rows] + table.num_pages[rows]
         return spans(follow.reshape(-1), counts.reshape(-1))
 
     # ---- shrinking lanes -----------------------------------------------------------------------
 
-    def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
+    def free(self, table: LaneTable, pages: PageNumbers) -> None:
         """See `Placement`: the pages stay reserved in the lanes' runs."""
 
-    def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
+    def free_outside_window(
+        self, table: LaneTable, row: int, lane: int, pages: PageNumbers
+    ) -> None:
         """Refuse the call: no page is freed at the beginning of a run.
 
         Raises:
@@ -189,7 +191,7 @@ class Contiguous(Placement):
             f"pages of group {table.group.name!r} were removed from the beginning of a run"
         )
 
-    def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
+    def free_rows(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
         """See `Placement`: runs are freed as a whole."""
         held = self._runs[table.group.name]
         runs = spans(held.first[rows].reshape(-1), held.length[rows].reshape(-1))
@@ -198,17 +200,17 @@ class Contiguous(Placement):
 
     # ---- what is held --------------------------------------------------------------------------
 
-    def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
+    def num_reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
         """See `Placement`."""
         reserved: NDArray[np.int32] = (
             self._runs[table.group.name].length[rows] - table.num_pages[rows]
         )
         return reserved
 
-    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def reserved_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         rest = self._runs[table.group.name].first[rows] + table.num_pages[rows]
-        return spans(rest.reshape(-1), self.reserved_pages(table, rows).reshape(-1))
+        return spans(rest.reshape(-1), self.num_reserved_pages(table, rows).reshape(-1))
 
     def peak_pages(self, group: LaneGroup, tokens: Counts, most_slots: int) -> Counts:
         """See `Placement`."""

@@ -42,7 +42,7 @@ class Paged(Placement):
         arena = arena or Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         super().__init__(arena, {c: PagePool(arena, c) for c in layout.page_classes})
 
-    def can_give(self, demands: Sequence[Demand]) -> bool:
+    def can_allocate(self, demands: Sequence[Demand]) -> bool:
         """See `Placement`."""
         return self.fits(pages_by_class(demands))
 
@@ -50,27 +50,29 @@ class Paged(Placement):
         """See `Placement`."""
         require_pages(self, demands)
 
-    def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
+    def allocate(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
         """See `Placement`."""
         return self.pools[table.group.page_class].allocate(int(counts.sum()))
 
-    def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
+    def free(self, table: LaneTable, pages: PageNumbers) -> None:
         """See `Placement`."""
         self.pools[table.group.page_class].release(pages)
 
-    def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
+    def free_outside_window(
+        self, table: LaneTable, row: int, lane: int, pages: PageNumbers
+    ) -> None:
         """See `Placement`."""
-        self.take_back(table, pages)
+        self.free(table, pages)
 
-    def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
+    def free_rows(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
         """See `Placement`."""
-        self.take_back(table, pages)
+        self.free(table, pages)
 
-    def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
+    def num_reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
         """See `Placement`."""
         return np.zeros((len(rows), table.group.num_lanes), dtype=np.int32)
 
-    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def reserved_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         return NO_PAGES
 
@@ -90,7 +92,7 @@ def require_pages(placement: Placement, demands: Sequence[Demand]) -> None:
     Raises:
         OutOfPages: too few free pages; the message gives the needed and free bytes.
     """
-    if not placement.can_give(demands):
+    if not placement.can_allocate(demands):
         raise OutOfPages(placement.shortage(pages_by_class(demands)))
 
 

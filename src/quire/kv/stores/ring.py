@@ -57,11 +57,11 @@ class Ring(Placement):
             if group.window is not None
         }
 
-    def can_give(self, demands: Sequence[Demand]) -> bool:
+    def can_allocate(self, demands: Sequence[Demand]) -> bool:
         """See `Placement`."""
         pages = pages_by_class(demands)
         for demand in demands:
-            own = self.reserved_pages(demand.table, demand.rows)
+            own = self.num_reserved_pages(demand.table, demand.rows)
             pages[demand.page_class] -= int(np.minimum(demand.new, own).sum())
         return self.fits(pages)
 
@@ -69,7 +69,7 @@ class Ring(Placement):
         """See `Placement`."""
         require_pages(self, demands)
 
-    def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
+    def allocate(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
         """See `Placement`: reuse the lane's reserved page first."""
         pool, spare = self.pools[table.group.page_class], self._spare.get(table.group.name)
         if spare is None:
@@ -83,11 +83,13 @@ class Ring(Placement):
         pages[missing] = pool.allocate(int(np.count_nonzero(missing)))
         return pages
 
-    def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
+    def free(self, table: LaneTable, pages: PageNumbers) -> None:
         """See `Placement`."""
         self.pools[table.group.page_class].release(pages)
 
-    def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
+    def free_outside_window(
+        self, table: LaneTable, row: int, lane: int, pages: PageNumbers
+    ) -> None:
         """See `Placement`: reserve one unshared page for the lane if its ring lacks a page."""
         pool, spare = self.pools[table.group.page_class], self._spare[table.group.name]
         alone = np.flatnonzero(pool.ref_counts[pages] == 1)[:1]
@@ -97,15 +99,15 @@ class Ring(Placement):
             pages = np.delete(pages, alone)
         pool.release(pages)
 
-    def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
+    def free_rows(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
         """See `Placement`."""
         pool = self.pools[table.group.page_class]
         pool.release(pages)
-        pool.release(self.set_aside_pages(table, rows))
+        pool.release(self.reserved_pages(table, rows))
         if table.group.window is not None:
             self._spare[table.group.name][rows] = NO_PAGE
 
-    def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
+    def num_reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
         """See `Placement`."""
         spare = self._spare.get(table.group.name)
         if spare is None:
@@ -113,7 +115,7 @@ class Ring(Placement):
         reserved: NDArray[np.int32] = (spare[rows] != NO_PAGE).astype(np.int32)
         return reserved
 
-    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def reserved_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         spare = self._spare.get(table.group.name)
         if spare is None:

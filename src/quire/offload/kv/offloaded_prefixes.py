@@ -127,7 +127,7 @@ class OffloadedPrefixes(MemoryListener):
 
         Raises:
             OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
-            HostPoolFull: the pool cannot hold a group; groups moved before it stay offloaded.
+            HostMemoryFull: the pool cannot hold a group; groups moved before it stay offloaded.
         """
         movable = list(self._movable(row, slots))
         self.use.finalize()

@@ -9,7 +9,7 @@ quarter of its remaining pages at a time: little more than needed moves, and cop
 from collections.abc import Sequence
 from contextlib import suppress
 
-from quire.errors import HostPoolFull, OutOfPages
+from quire.errors import HostMemoryFull, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.layout.layout import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
@@ -150,7 +150,9 @@ class PrefixOffloader:
         self._sharing.withdraw_from_cache(request)
         before = self._prefixes.pool.used_bytes
         while pages > 0 and self._prefixes.pool.used_bytes == before:
-            with suppress(HostPoolFull, OutOfPages):  # groups moved before the error stay offloaded
+            with suppress(
+                HostMemoryFull, OutOfPages
+            ):  # groups moved before the error stay offloaded
                 self._prefixes.offload(request.memory.row, (held + pages) * tokens)
             pages //= 2
         moved = self._prefixes.pool.used_bytes - before

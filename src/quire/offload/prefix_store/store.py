@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from quire.errors import CorruptData, OffloadError, TierUnreachable
 from quire.kv.prefix_key import Block
 from quire.offload.tiers.base import Stored, Tier
-from quire.offload.tiers.newest import NewestTier
+from quire.offload.tiers.lru import LRUTier
 
 Records = NDArray[np.uint8]
 AWAY_S = 10.0
@@ -79,7 +79,7 @@ class PrefixStore:
         self.run_blocks = max(1, -(-_ENTRY_BYTES // record_bytes))
         self.num_stored = self.num_discarded = self.num_failed = 0
         self._clock, self._unreachable_until_s = clock, -math.inf
-        self._tier: Tier = NewestTier(tier, self._forget) if makes_room else tier
+        self._tier: Tier = LRUTier(tier, self._forget) if makes_room else tier
         self._nature = nature
         self._lock = threading.Lock()
         self._places: dict[bytes, Place] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from quire.errors import ConfigError, HostPoolFull, InvariantError
+from quire.errors import ConfigError, HostMemoryFull, InvariantError
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
@@ -121,7 +121,7 @@ class HostPool:
         """Reserve space for a number of pages of each class, all or none.
 
         Raises:
-            HostPoolFull: too few free bytes; nothing was changed.
+            HostMemoryFull: too few free bytes; nothing was changed.
         """
         extents: dict[PageClass, tuple[Extent, ...]] = {}
         for page_class, count in pages.items():
@@ -130,7 +130,7 @@ class HostPool:
                 for given in extents.values():
                     self._map.release(given)
                 needed = sum(c.page_bytes * n for c, n in pages.items())
-                raise HostPoolFull(
+                raise HostMemoryFull(
                     f"{needed:,} B are to be swapped out, and {self.free_bytes:,} of "
                     f"{self.total_bytes:,} B of the host pool are free; raise --swap-space"
                 )

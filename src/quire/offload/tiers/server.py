@@ -41,10 +41,9 @@ class StoreServer:
         delay: Callable[[Message], int | float] | None = None,
     ) -> None:
         try:
-            self._server = _Server((host, port), _Handler)
+            self._server = _Server((host, port), tier, bytes_per_s, delay)
         except OSError as error:
             raise StorageError(f"cannot listen at {host}:{port}: {error.strerror}") from error
-        self._server.tier, self._server.bytes_per_s, self._server.delay = tier, bytes_per_s, delay
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="kv store", daemon=True
@@ -62,12 +61,16 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
-    tier: Tier
-    bytes_per_s: int | float | None = None
-    delay: Callable[[Message], int | float] | None = None
 
-    def __init__(self, place: tuple[str, int], handler: type["_Handler"]) -> None:
-        super().__init__(place, handler)
+    def __init__(
+        self,
+        address: tuple[str, int],
+        tier: Tier,
+        bytes_per_s: int | float | None,
+        delay: Callable[[Message], int | float] | None,
+    ) -> None:
+        super().__init__(address, _Handler)
+        self.tier, self.bytes_per_s, self.delay = tier, bytes_per_s, delay
         self.turn = threading.Lock()
         self.deadline_s = 0.0
 

@@ -68,6 +68,6 @@ class FastGen(Budget):
         keep = torch.full_like(view.num_slots[:, 0], cap - shape.leaving)
         if bool((view.num_slots[:, 0] <= keep).all()):
             return torch.ones_like(keep, dtype=torch.bool)
-        received = view.remembered(_ATTENTION)
+        received = view.statistic(_ATTENTION)
         kept = (received * rule.select(view, keep, shape.piece_tokens)).sum(dim=1)
         return kept >= self.share * received.sum(dim=1)

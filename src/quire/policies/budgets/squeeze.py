@@ -70,7 +70,7 @@ class Squeeze(Budget):
 
     def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         del rule
-        first_heads = view.by_layer(view.remembered(ResidualSimilarity()))[:, 0, 0].double()
+        first_heads = view.by_layer(view.statistic(ResidualSimilarity()))[:, 0, 0].double()
         if bool((first_heads[:, 1] < 1).any()):
             raise PolicyError(
                 "budget squeeze needs the residual similarity of every layer, and some layer has "

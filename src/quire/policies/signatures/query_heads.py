@@ -51,7 +51,7 @@ def first_heads(view: KVView) -> KVView:
 
 def _of_heads(view: KVView, statistic: Statistic) -> Tensor:
     [kept] = apart((statistic,))
-    numbers = view.remembered(kept)
+    numbers = view.statistic(kept)
     split = _SPLIT.get(type(statistic))
     if split is not None:
         return split(numbers, view.group)

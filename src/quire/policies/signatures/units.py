@@ -104,10 +104,10 @@ class Units:
             units = units.repeat(self.piece_tokens, axis=1)[:, : live.shape[1]]
         return units & live
 
-    def spread(self, stays: Marks, heads: int) -> Bool[Tensor, "lane slot"]:
+    def spread(self, retained: Marks, heads: int) -> Bool[Tensor, "lane slot"]:
         """Mark the retained slots for all heads: selected free units and all other slots."""
         kept = self.live.copy()
-        kept[:, self.columns] = self.slots(stays | ~self.free)
+        kept[:, self.columns] = self.slots(retained | ~self.free)
         return torch.from_numpy(kept.repeat(heads, axis=0))
 
 

@@ -260,7 +260,7 @@ class Admission:
 
     def _run(self, request: Request) -> None:
         self._lifecycle.start(request)
-        self._batcher.entered(request)
+        self._batcher.admitted(request)
 
 
 class Rejections:

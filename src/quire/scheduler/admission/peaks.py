@@ -220,8 +220,8 @@ class Peaks:
         counts = np.zeros((len(rows), len(self.page_classes)), dtype=np.int64)
         for table in self.memory.tables.values():
             column = self._index[table.group.page_class]
-            reserved_pages = self.memory.placement.reserved_pages(table, rows)
-            counts[:, column] += table.pages_held(rows) + reserved_pages.sum(axis=1)
+            num_reserved_pages = self.memory.placement.num_reserved_pages(table, rows)
+            counts[:, column] += table.pages_held(rows) + num_reserved_pages.sum(axis=1)
         for row, request in enumerate(requests):
             for page_class, pages in self._pages_in_flight(request).items():
                 counts[row, self._index[page_class]] += pages

@@ -90,7 +90,7 @@ class Batcher(ABC):
         """
 
     @abstractmethod
-    def entered(self, request: Request) -> None:
+    def admitted(self, request: Request) -> None:
         """Record that a request was admitted or resumed."""
 
     @abstractmethod

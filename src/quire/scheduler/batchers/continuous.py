@@ -35,7 +35,7 @@ class EveryStep(Batcher):
         """See `Batcher`."""
         return head
 
-    def entered(self, request: Request) -> None:
+    def admitted(self, request: Request) -> None:
         """See `Batcher`."""
 
     def may_compute(self, request: Request) -> bool:

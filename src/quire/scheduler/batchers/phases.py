@@ -37,14 +37,14 @@ class Phases(Batcher):
 
     def __init__(self, state: BatchState, held: int, order: PrefillOrder) -> None:
         self._state, self._held, self._order = state, held, order
-        self._entered: dict[Unit, None] = {}  # in the order of admission
+        self._admitted: dict[Unit, None] = {}  # in the order of admission
         self._batch: dict[Unit, None] = {}
         self._prefills = True
 
     def begin(self) -> Moves | None:
         """See `Batcher`."""
-        self._entered = {unit: None for unit in self._entered if not has_ended(unit)}
-        self._batch = {unit: None for unit in self._batch if unit in self._entered}
+        self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
+        self._batch = {unit: None for unit in self._batch if unit in self._admitted}
         if self._is_over or self._is_too_large:
             self._next_batch()
         return None
@@ -57,13 +57,13 @@ class Phases(Batcher):
     @property
     def _is_too_large(self) -> bool:
         """Whether a unit was preempted in the prefill phase: end it, or units would alternate."""
-        preempted = self._prefills and any(map(was_preempted, self._entered))
-        return preempted and any(map(is_prefilled, self._entered))
+        preempted = self._prefills and any(map(was_preempted, self._admitted))
+        return preempted and any(map(is_prefilled, self._admitted))
 
     def _next_batch(self) -> None:
         self._batch = {}
         rows = 0
-        for unit in sorted(self._entered, key=lambda unit: not holds_kv(unit)):
+        for unit in sorted(self._admitted, key=lambda unit: not holds_kv(unit)):
             rows += num_rows(unit)
             if self._batch and rows > self._state.max_num_seqs:
                 break
@@ -76,17 +76,17 @@ class Phases(Batcher):
 
     def candidate(self, head: Request, budget: int) -> Request | None:
         """See `Batcher`."""
-        for unit in self._entered if self._prefills else self._batch:
+        for unit in self._admitted if self._prefills else self._batch:
             if waits(unit, self._state.waiting):
                 return first_member(unit)
         chosen = self._order.choose(head) if self._prefills else None
-        if chosen is None or count_rows(self._entered) + num_rows(unit_of(chosen)) > self._held:
+        if chosen is None or count_rows(self._admitted) + num_rows(unit_of(chosen)) > self._held:
             return None
         return chosen
 
-    def entered(self, request: Request) -> None:
+    def admitted(self, request: Request) -> None:
         """See `Batcher`."""
-        self._entered[unit_of(request)] = None
+        self._admitted[unit_of(request)] = None
 
     def may_compute(self, request: Request) -> bool:
         """See `Batcher`."""

@@ -64,7 +64,7 @@ class PrefilledQueue(Batcher):
     def __init__(self, state: BatchState, options: QueueOptions, insertion: Insertion) -> None:
         self._state, self._options, self._insertion = state, options, insertion
         self._order = SimilarLengths(state.waiting, state.max_num_seqs, options.window)
-        self._entered: dict[Unit, None] = {}  # running, swapped out, or to be recomputed
+        self._admitted: dict[Unit, None] = {}  # running, swapped out, or to be recomputed
         self._batch: dict[Unit, None] = {}
         self._fills = options.prefills_apart
 
@@ -72,13 +72,13 @@ class PrefilledQueue(Batcher):
 
     def begin(self) -> Moves | None:
         """See `Batcher`."""
-        self._entered = {unit: None for unit in self._entered if not has_ended(unit)}
-        self._batch = {unit: None for unit in self._batch if unit in self._entered}
+        self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
+        self._batch = {unit: None for unit in self._batch if unit in self._admitted}
         self._batch = {unit: None for unit in self._batch if holds_kv(unit)}
-        if self._options.prefills_apart and not self._queue(self._entered):
+        if self._options.prefills_apart and not self._queue(self._admitted):
             self._fills = True
         self._fill()
-        if self._batch and any(map(was_preempted, self._queue(self._entered))):
+        if self._batch and any(map(was_preempted, self._queue(self._admitted))):
             self._fills = False  # the memory cannot hold a full queue
         return self._moves() if self._options.on_host else None
 
@@ -92,7 +92,7 @@ class PrefilledQueue(Batcher):
 
     def _fill(self) -> None:
         """Insert prefilled running units into free rows; urgent ones also displace others."""
-        queue = self._queue(unit for unit in self._entered if is_prefilled(unit))
+        queue = self._queue(unit for unit in self._admitted if is_prefilled(unit))
         free_rows = self._free_rows
         while queue:
             unit = self._next(queue)
@@ -127,7 +127,7 @@ class PrefilledQueue(Batcher):
 
     def _moves(self) -> Moves:
         """Swap out units that have just been prefilled; swap in those that are needed soon."""
-        queue = [u for u in self._queue(self._entered) if self._is_swapped(u) or is_prefilled(u)]
+        queue = [u for u in self._queue(self._admitted) if self._is_swapped(u) or is_prefilled(u)]
         soon, needed_rows = list[Unit](), self._rows_soon_free()
         rest = list(queue)
         while rest and count_rows(dict.fromkeys(soon)) < needed_rows:
@@ -166,14 +166,14 @@ class PrefilledQueue(Batcher):
         """See `Batcher`."""
         if self._state.is_urgent(head):
             return head
-        for unit in self._entered:
+        for unit in self._admitted:
             if self._is_preempted(unit):
                 return first_member(unit)
         new = self._first_new(head)
         if new is None or (self._options.prefills_apart and not self._fills):
             return None
         chosen = self._order.choose(new)
-        rows = count_rows(self._entered) + num_rows(unit_of(chosen))
+        rows = count_rows(self._admitted) + num_rows(unit_of(chosen))
         return chosen if rows <= self._state.max_num_seqs + self._options.rows else None
 
     def _first_new(self, head: Request) -> Request | None:
@@ -182,10 +182,10 @@ class PrefilledQueue(Batcher):
         waiting = self._state.waiting.of_tenant(head.tenant)
         return next((request for request in waiting if not request.progress.num_admissions), None)
 
-    def entered(self, request: Request) -> None:
+    def admitted(self, request: Request) -> None:
         """See `Batcher`."""
         unit = unit_of(request)
-        self._entered[unit] = None
+        self._admitted[unit] = None
         if is_prefilled(unit) and num_rows(unit) <= self._free_rows:
             self._batch[unit] = None
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from quire.errors import ConfigError, HostPoolFull, UnsoundCombination
+from quire.errors import ConfigError, HostMemoryFull, UnsoundCombination
 from quire.kv.memory import KVMemory
 from quire.kv.stored_sequences import Swapped, SwapSpace
 from quire.kv.swap import append_tail, split_border, swap_in, swap_out
@@ -95,7 +95,7 @@ class Swapper:
         started_s = self._clock()
         try:
             swapped = swap_out(self._memory, rows, self._pool, keep_from=choice.keep_from)
-        except HostPoolFull:
+        except HostMemoryFull:
             return None
         except Exception:  # after any error of a copy the requests can be recomputed
             logger.exception("swap-out of requests %s failed", [r.request_id for r in requests])

@@ -61,5 +61,5 @@ def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> 
     held = np.concatenate([table.row_pages(request.memory.row) for request in requests])
     pages, references = np.unique(held, return_counts=True)
     only = memory.pools[page_class].ref_counts[pages] <= references
-    reserved_pages = memory.placement.reserved_pages(table, rows).sum()
-    return (int(np.count_nonzero(only)) + int(reserved_pages)) * page_class.page_bytes
+    num_reserved_pages = memory.placement.num_reserved_pages(table, rows).sum()
+    return (int(np.count_nonzero(only)) + int(num_reserved_pages)) * page_class.page_bytes

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError, HostPoolFull, OutOfPages
+from quire.errors import ConfigError, HostMemoryFull, OutOfPages
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
@@ -258,7 +258,7 @@ def test_a_full_host_takes_no_part_of_a_group():
     step(kv, {row: 24}, 0)
     before = page_bytes(kv)
 
-    with pytest.raises(HostPoolFull):
+    with pytest.raises(HostMemoryFull):
         kv.offload.prefixes.offload(row, 24)
 
     assert not kv.offload.prefixes.pool.used_bytes

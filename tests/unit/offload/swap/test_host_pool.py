@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.errors import HostPoolFull, InvariantError
+from quire.errors import HostMemoryFull, InvariantError
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.pages import LaneGroup
 from quire.offload.swap.host_pool import HostPool
@@ -79,7 +79,7 @@ def test_a_full_pool_refuses_and_the_sequence_stays():
     row = started(memory, 13)
 
     with pytest.raises(
-        HostPoolFull, match=r"512 B are to be swapped out, and 384 of 384 B.*raise --"
+        HostMemoryFull, match=r"512 B are to be swapped out, and 384 of 384 B.*raise --"
     ):
         swap_out(memory, [row], pool)
 
@@ -92,7 +92,7 @@ def test_a_pool_full_for_the_second_class_gives_the_first_one_back():
     memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
     pool, _ = pooled(memory, 2 * 128)
 
-    with pytest.raises(HostPoolFull):
+    with pytest.raises(HostMemoryFull):
         swap_out(memory, [started(memory, 8)], pool)
 
     assert pool.free_bytes == 256
@@ -149,7 +149,7 @@ def test_closing_frees_all():
 
 
 def test_a_pool_of_no_bytes_takes_nothing():
-    with pytest.raises(HostPoolFull, match="0 of 0 B"):
+    with pytest.raises(HostMemoryFull, match="0 of 0 B"):
         swap_out(memory := one_group(), [started(memory, 1)], HostPool(0))
     HostPool(0).check()
 

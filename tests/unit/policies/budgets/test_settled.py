@@ -37,7 +37,7 @@ class ByLooks(SinksAndRecent):
     """Scores by the attention a slot got."""
 
     def score(self, view: KVView) -> torch.Tensor:
-        return view.remembered(AttentionSum())
+        return view.statistic(AttentionSum())
 
 
 def shape_of(cap: int, layers: int, *, heads: int = 1, least: int = 1, leaving: int = 0) -> Shape:

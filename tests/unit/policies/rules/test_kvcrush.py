@@ -270,10 +270,10 @@ def test_what_is_asked_once_a_layer_is_asked_of_its_first_head():
     assert torch.equal(found.positions, view.positions[first])
     assert torch.equal(found.keys, view.keys[first])
     for statistic in (*base.statistics, AttentionSum()):
-        assert torch.equal(found.remembered(statistic), view.remembered(statistic)[first])
+        assert torch.equal(found.statistic(statistic), view.statistic(statistic)[first])
     heads = (first[:, None] * 3 + torch.arange(3)).flatten()
     each = AttentionSum().each()
-    assert torch.equal(found.remembered(each), view.remembered(each)[heads])
+    assert torch.equal(found.statistic(each), view.statistic(each)[heads])
 
 
 def test_packed_bits_come_back_and_their_distances_are_those_of_bits():
@@ -290,14 +290,14 @@ def test_packed_bits_come_back_and_their_distances_are_those_of_bits():
 def test_kept_signatures_are_those_of_the_first_time():
     """A token's bits are written down and read again; later ones are asked afresh."""
     history = history_of()
-    policy = KVCrush(base=BASE, signatures="kept", share=0.5)
+    policy = KVCrush(base=BASE, signatures="stored", share=0.5)
     view = history.view(policy.statistics)
     keep = torch.full((len(view.positions),), 30)
     context = policy.selection_context(view, keep, 1)
     before = context.all_bits.flatten(0, 1)
 
     decision = policy.decide(view, keep)
-    noted = {s.name: n for s, n in decision.notes.items()}
+    noted = {s.name: n for s, n in decision.statistics.items()}
     until = noted["signed_until"]
     noted["signature_bits"] = torch.where(view.positions % 2 == 0, 7.0, 0.0)  # of all three heads
     noted["signed_until"] = torch.full_like(until, 40)
@@ -305,7 +305,7 @@ def test_kept_signatures_are_those_of_the_first_time():
         changed(view, statistics={**view.statistics, **noted}), keep, 1
     )
 
-    assert torch.equal(decision.stays, KVCrush(base=BASE, share=0.5).select(view, keep))
+    assert torch.equal(decision.retained, KVCrush(base=BASE, share=0.5).select(view, keep))
     assert until.unique().tolist() == [history.tokens - BASE.recent]
     positions = view.positions.repeat_interleave(3, dim=0)
     old, again = positions < 40, again.all_bits.flatten(0, 1)
@@ -316,12 +316,12 @@ def test_kept_signatures_are_those_of_the_first_time():
 def test_signatures_are_written_down_when_a_token_may_leave_for_the_first_time():
     """Layer 0 loses nothing; in layer 1 the newest are protected. What was signed stays so."""
     history = history_of()
-    policy = KVCrush(base=BASE, signatures="kept", share=0.5)
+    policy = KVCrush(base=BASE, signatures="stored", share=0.5)
     view = history.view(policy.statistics)
     held = view.num_slots[:, 0]
     keep = torch.where(torch.arange(len(held)) < history.heads, held, 30)
 
-    notes = {s.name: n for s, n in policy.decide(view, keep).notes.items()}
+    notes = {s.name: n for s, n in policy.decide(view, keep).statistics.items()}
     later = changed(
         view,
         statistics={
@@ -329,7 +329,7 @@ def test_signatures_are_written_down_when_a_token_may_leave_for_the_first_time()
             "signed_until": torch.full_like(notes["signed_until"], 58.0),
         },
     )
-    again = {s.name: n for s, n in policy.decide(later, keep).notes.items()}
+    again = {s.name: n for s, n in policy.decide(later, keep).statistics.items()}
 
     assert notes["signed_until"].flatten().tolist() == [0, 0, 56, 56]
     assert again["signed_until"].flatten().tolist() == [58] * 4
@@ -360,8 +360,8 @@ def test_openvinos_form_keeps_what_the_plain_one_keeps(anchor):
             leave = [n for n in range(len(free)) if n not in chosen]
             ordered = sorted(leave, key=lambda n: (plain_distance(signature[n], own), n))
             saved = [ordered[i * (len(ordered) // 3)] for i in range(3)]
-            stays = [*held, *(free[n] for n in [*chosen, *saved])]
-            expected += [sorted(t for p in stays for t in p)] * history.heads
+            retained = [*held, *(free[n] for n in [*chosen, *saved])]
+            expected += [sorted(t for p in retained for t in p)] * history.heads
 
         kept = policy.select(view, torch.full((len(view.positions),), keep), piece)
 

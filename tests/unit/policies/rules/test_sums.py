@@ -152,7 +152,7 @@ def test_roco_keeps_a_token_whose_weights_vary_though_its_mean_is_the_lowest():
 @pytest.mark.parametrize("share_of_looks", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("group", GROUPS)
-def test_scissorhands_counts_low_looks(group, heads, share_of_looks):
+def test_scissorhands_counts_low_attention_weights(group, heads, share_of_looks):
     history = make_history(group=group, seed=5)
 
     def reference(lane, keep):

@@ -9,7 +9,7 @@ from quire.errors import CorruptData, TierFull
 from quire.offload.tiers.base import Bytes, Stored, Tier
 
 
-class NewestTier:
+class LRUTier:
     """`Tier` over another one that evicts the least recently written or read entries.
 
     Args:
