@@ -220,7 +220,7 @@ def test_without_the_option_bits_do_change():
             {"evict": "sinks:cap=48,when=pressure"},
             "an eviction depends on other requests; use another when=",
         ),
-        ({"evict": "streaming:cap=48"}, "needs native attention, got unrotated"),
+        ({"evict": "streaming:cap=48"}, "needs native attention, got pre_rope"),
         (
             {"codec": "int8+residual=16"},
             "keeps a full-precision window of recent tokens; use --kv-codec none",

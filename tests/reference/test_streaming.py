@@ -379,7 +379,7 @@ def test_other_numbers_and_full_may_be_asked_for(llama):
     assert largest_difference(full, plain) <= TOLERANCE
 
 
-def test_rules_that_renumber_and_rules_that_do_not_are_no_mixture(llama):
+def test_rules_that_need_keys_before_and_after_rope_cannot_be_mixed(llama):
     with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
         engine_of(llama, kv={"evict_allow": "h2o"})
     everything = engine_of(llama, evict="sinks:cap=24,every=6", kv={"evict_allow": "all"})

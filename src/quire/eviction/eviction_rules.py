@@ -165,7 +165,7 @@ class EvictionRules:
     def context_tokens(self, rule: EvictionRule, prompt_tokens: int) -> int:
         """Return the maximum length of a sequence: the model's context.
 
-        UNLIMITED if retained tokens are renumbered and no lane can exceed the context.
+        UNLIMITED if positions are re-rotated and no lane can exceed the context.
 
         Args:
             rule: rule of the request.

@@ -121,7 +121,7 @@ def of_other_pages(wanted: RuleRequirements) -> str:
     """Return why a rule cannot be served by an engine with pages of the other kind."""
     if wanted.rerotates_keys:
         return (
-            f"{wanted.name!r} renumbers positions and needs keys stored before RoPE, but this "
+            f"{wanted.name!r} re-rotates positions and needs keys stored before RoPE, but this "
             "engine stores them after it; start one with --evict streaming:cap=..., or use "
             "'sinks', which retains the same tokens at their original positions"
         )

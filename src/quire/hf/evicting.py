@@ -97,12 +97,12 @@ class Evicting:
             self._evict(row, over_cap(row, self._table, tokens=1))
 
     def _held(self, row: Request) -> int:
-        assert self._table is not None, "asked of rows that evict"
+        assert self._table is not None, "only called if the rule evicts"
         return int(held_slots(self._table, row).sum())
 
     def _evict(self, row: Request, keep: Slots | None) -> None:
-        assert self._table is not None, "asked of rows that evict"
-        assert self._evictor is not None, "likewise"
+        assert self._table is not None, "only called if the rule evicts"
+        assert self._evictor is not None, "only called if the rule evicts"
         if keep is not None and np.any(keep < held_slots(self._table, row)):
             self._evictor.evict(row, keep)
 
@@ -142,7 +142,9 @@ def make_rule(
         raise_for = {"when": when, "every": every}
         given = [name for name, value in raise_for.items() if value is not None]
         if given:
-            raise ConfigError(f"'full' keeps everything: {', '.join(given)} would change nothing")
+            raise ConfigError(
+                f"'full' evicts no tokens: {', '.join(given)} has no effect; remove it"
+            )
         return make_eviction(FULL)
     parts = {"cap": budget, "when": when, "every": every}
     options = [f"{name}={value}" for name, value in parts.items() if value is not None]
@@ -161,8 +163,8 @@ def _checked_ratio(ratio: object, policy: str, budget: object) -> float:
     if budget is not None or "cap" in parse_policy(policy).options:
         named = f"cap= in policy={policy!r}" if budget is None else f"budget={budget!r}"
         raise ConfigError(
-            f"expected either {named} or compression_ratio={ratio!r}, got both: each says how many "
-            "tokens stay; remove one"
+            f"expected either {named} or compression_ratio={ratio!r}, got both: each sets the "
+            "number of retained tokens; remove one"
         )
     return ratio
 
@@ -172,7 +174,7 @@ def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) ->
     if policy.strip() == FULL:
         if ratio:
             raise ConfigError(
-                f"'full' keeps everything, got compression_ratio={ratio}; name an eviction policy "
+                f"'full' evicts no tokens, got compression_ratio={ratio}; use an eviction policy "
                 "such as 'snapkv'"
             )
         return make_rule(policy, None, when, every)
@@ -191,7 +193,7 @@ def refuse_rerotation(rule: EvictionRule) -> None:
     """
     if rule.policy is not None and rule.policy.rerotates_keys:
         raise UnsoundCombination(
-            f"{rule.text!r} stores keys before RoPE, and inside Transformers they come after it, at"
-            " the positions that model.generate counts; use quire.LLM, or 'sinks', which keeps the "
-            "same tokens at the positions they had"
+            f"{rule.text!r} needs keys before RoPE, but model.generate passes keys after RoPE, at "
+            "its own positions; use quire.LLM, or 'sinks', which retains the same tokens at their "
+            "original positions"
         )

@@ -200,16 +200,16 @@ class Sequences:
         index, column = self._tensor(order[owner]), self._tensor(first[order][owner] + offset)
         position = np.array([row.progress.num_computed for row in rows])[owner] + offset
         into = columns - first[order][:, None]  # [rows of this batch, wanted]
-        who, which = np.nonzero((into >= 0) & (into < tokens[:, None]))
+        owned, which = np.nonzero((into >= 0) & (into < tokens[:, None]))
         numbers = np.array([row.memory.row for row in rows], dtype=np.int64)
         part = self._decoder.forward(
             token_ids[index, column],
             self._tensor(position),
-            self._tensor(starts[who] + into[who, which]),
+            self._tensor(starts[owned] + into[owned, which]),
             StepBridge(StepAttention(self._kv, numbers, tokens)),
             rope_variant=rows[0].spec.rope_variant,
         )
-        return part, (self._tensor(order[who]), self._tensor(which))
+        return part, (self._tensor(order[owned]), self._tensor(which))
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = np.ascontiguousarray(numbers, dtype=np.int64)

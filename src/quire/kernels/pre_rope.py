@@ -165,7 +165,7 @@ class PreRopeAttention(TorchSlots):
             longest row needs several copies of its own KV of one layer.
     """
 
-    name = "unrotated"
+    name = "pre_rope"
 
     def __init__(self, device: torch.device, *, scratch_bytes: int = DEFAULT_SCRATCH_BYTES) -> None:
         self._device, self._scratch_bytes = device, scratch_bytes
@@ -221,8 +221,8 @@ class PreRopeAttention(TorchSlots):
             plane[numbers, :, offset].masked_fill_(dead, 0) for plane in (pages.key, pages.value)
         )
         entries, places, heads, head_dim = key.shape
-        unrotated = key.transpose(0, 1).reshape(places, entries * heads, head_dim)
-        rotated = math.rotary.move(unrotated, torch.arange(places, device=key.device))
+        pre_rope = key.transpose(0, 1).reshape(places, entries * heads, head_dim)
+        rotated = math.rotary.move(pre_rope, torch.arange(places, device=key.device))
         self._count(key, value, rotated)
         rotated = rotated.to(dtype).view(places, entries, heads, head_dim)
         return _Gathered(rotated.permute(1, 2, 0, 3), value.transpose(1, 2), slot)

@@ -59,8 +59,8 @@ def select_backend(
                 f"attention={name} needs keys stored after RoPE, but the rule streaming stores "
                 "them before it; use attention=auto, or another eviction rule"
             )
-        unrotated = PreRopeAttention(device, scratch_bytes=scratch_bytes)
-        return BackendChoice(unrotated, "rotates keys at every attention; runs on any device")
+        pre_rope = PreRopeAttention(device, scratch_bytes=scratch_bytes)
+        return BackendChoice(pre_rope, "rotates keys at every attention; runs on any device")
     if name == "reference":
         return BackendChoice(ReferenceAttention(), "selected by name; slow, for comparison")
     gathered = GatheredAttention(device, scratch_bytes=scratch_bytes)

@@ -161,7 +161,7 @@ class PrefixLease:
 
 
 def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
-    """Split nodes, in order, wherever a node is not the child of the node before it."""
+    """Split nodes into chains; each node of a chain is the child of the node before it."""
     chains: list[list[PrefixNode]] = []
     for node in nodes:
         if chains and node.parent is chains[-1][-1]:

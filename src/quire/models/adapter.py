@@ -120,8 +120,8 @@ class TransformersDecoder:
         """
         if self._weights is not None:
             return (
-                "its layers' weights are brought for whichever computes (--weights-memory), and "
-                "to make keys and values again those of the next one would be needed"
+                "its weights are prefetched for the layer in progress only (--weights-memory), but "
+                "KV recompute needs the weights of the next layer"
             )
         with self._forward_lock:
             why_not = self._observing.prepare_recomputation()
@@ -191,7 +191,7 @@ class TransformersDecoder:
         self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
         """See `LayerByLayer`."""
-        assert self._weights is not None, "without weights that are brought nothing is shared"
+        assert self._weights is not None, "only called if weights are offloaded"
 
         def enter(number: int) -> None:
             self._bridge.switch(batches[number].attention)
@@ -203,7 +203,7 @@ class TransformersDecoder:
 
     @cached_property
     def _layer_major(self) -> LayerMajor:
-        assert self._weights is not None, "asked before"
+        assert self._weights is not None, "checked by forward_together"
         return LayerMajor(self._weights.modules, self._device)
 
     @torch.inference_mode()
@@ -238,6 +238,6 @@ class TransformersDecoder:
         in_use = self._model.config._attn_implementation
         if in_use != ATTENTION_NAME:
             raise UnsupportedModel(
-                f"{type(self._model).__name__} stays with attention {in_use!r}: it does not go "
-                "through Transformers' attention interface; run it with Transformers itself"
+                f"{type(self._model).__name__} uses attention {in_use!r} and does not support "
+                "Transformers' attention interface; run it with Transformers itself"
             )

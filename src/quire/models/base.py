@@ -144,8 +144,9 @@ class Decoder(Protocol):
     def prepare_pre_rope(self) -> str | None:
         """Prepare to pass attention queries and keys before RoPE, together with their RoPE.
 
-        Afterwards, a forward whose positions are all 0 passes unrotated queries and keys, since
-        RoPE at position 0 is the identity. `AttentionCall.rotary` rotates them to other positions.
+        Afterwards, a forward whose positions are all 0 passes queries and keys before RoPE,
+        since RoPE at position 0 is the identity. `AttentionCall.rotary` rotates them to other
+        positions.
 
         Returns:
             The reason why this model cannot provide them, or None if it can.

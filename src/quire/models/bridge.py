@@ -84,7 +84,7 @@ def install(model: nn.Module) -> Bridge:
     bridge = Bridge()
     for module in model.modules():
         if hasattr(module, BRIDGE_ATTRIBUTE):
-            raise InvariantError("expected a model of its own, got one that has a decoder already")
+            raise InvariantError("expected a model without a decoder, got one that has a decoder")
         if hasattr(module, "layer_idx"):
             setattr(module, BRIDGE_ATTRIBUTE, bridge)
     return bridge
@@ -161,17 +161,17 @@ def _check(
             continue
         if not option.startswith("output_"):
             raise UnsupportedModel(
-                f"{name} passes {option!r} to attention, which pages do not know; "
+                f"{name} passes {option!r} to attention, which paged attention does not support; "
                 "run this model with Transformers itself"
             )
     if attention_mask is not None:
-        raise UnsupportedModel(f"{name} brings an attention mask of its own; pages are causal")
+        raise UnsupportedModel(f"{name} passes its own attention mask; paged attention is causal")
     if options.get("is_causal") is False:
-        raise UnsupportedModel(f"{name} looks ahead (is_causal=False); pages are causal")
+        raise UnsupportedModel(f"{name} passes is_causal=False; paged attention is causal")
     if key.shape != value.shape:
         raise UnsupportedModel(
             f"{name} has keys {tuple(key.shape)} and values {tuple(value.shape)}; "
-            "pages hold keys and values of one shape"
+            "pages need keys and values of equal shape"
         )
 
 

@@ -135,7 +135,9 @@ def _config(
     # All checks that need no weights in memory are here.
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ModelError(f"{folder / 'config.json'} has no 'model_type': add it, for example llama")
+        raise ModelError(
+            f"{folder / 'config.json'} has no 'model_type': add it, for example 'llama'"
+        )
     refuse_model_type(model_type)
     if model_type not in CONFIG_MAPPING:
         _refuse_unknown(model_type, raw, trust_remote_code=trust_remote_code)
@@ -157,8 +159,8 @@ def _refuse_unknown(model_type: str, raw: Mapping[str, object], *, trust_remote_
         )
     if not trust_remote_code:
         raise ConfigError(
-            f"{model_type!r} is a model that brings its own Python code, which can do anything "
-            "here; read it, and pass trust_remote_code=True to run it"
+            f"{model_type!r} is a model with its own Python code, which would run with your "
+            "permissions; read it, then pass trust_remote_code=True to run it"
         )
 
 

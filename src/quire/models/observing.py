@@ -41,12 +41,12 @@ class Observing:
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`."""
-        if isinstance(statistic, QueryMoments) and not self._all_turn_as_known:
-            return f"{self._name} rotates its queries in a way that cannot be taken off again"
-        if isinstance(statistic, ResidualSimilarity) and self._shift is None:
+        if isinstance(statistic, QueryMoments) and not self._all_rotaries_known:
+            return f"{self._name} rotates its queries in a way that Quire cannot invert"
+        if isinstance(statistic, ResidualSimilarity) and self._similarity_hooks is None:
             return (
-                f"{self._name} does not add attention to its residual stream before all else, so "
-                "there is no stream after attention alone"
+                f"{self._name} does not add attention to its residual stream before the MLP, so "
+                "there is no residual stream after attention alone"
             )
         return None
 
@@ -59,7 +59,8 @@ class Observing:
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
             return (
-                f"layer {unknown[0]} of {self._name} turns its queries in a way that is not known"
+                f"layer {unknown[0]} of {self._name} rotates its queries in a way that Quire does "
+                "not know"
             )
         return None
 
@@ -68,8 +69,8 @@ class Observing:
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
             return (
-                f"layer {unknown[0]} of {self._name} turns its keys in a way that is not known, so "
-                "they cannot be made again"
+                f"layer {unknown[0]} of {self._name} rotates its keys in a way that Quire does not "
+                "know, so it cannot recompute them"
             )
         if self._recomputation is None:
             with torch.inference_mode():
@@ -81,7 +82,7 @@ class Observing:
     @property
     def recomputation(self) -> LayerKV:
         """The recomputation of keys and values; after `prepare_recomputation`."""
-        assert self._recomputation is not None, "prepared before"
+        assert self._recomputation is not None, "call prepare_recomputation first"
         return self._recomputation
 
     def watch_inputs(self) -> None:
@@ -95,14 +96,14 @@ class Observing:
         Args:
             chosen: selects the frequencies of one RoPE scaling variant.
         """
-        if not self._all_turn_as_known:
+        if not self._all_rotaries_known:
             return None
         model = self._model
         return Rotations(self._rotaries, self._spec.head_dim, model.device, chosen)
 
     def close(self) -> None:
         """Remove all hooks from the model."""
-        for handle in (*(vars(self).pop("_shift", None) or ()), *self._inputs):
+        for handle in (*(vars(self).pop("_similarity_hooks", None) or ()), *self._inputs):
             handle.remove()
         self._inputs = []
 
@@ -120,17 +121,17 @@ class Observing:
         return found
 
     @property
-    def _all_turn_as_known(self) -> bool:
+    def _all_rotaries_known(self) -> bool:
         """Whether the RoPE of every layer without a window is known; others need no statistics."""
         layers = enumerate(self._spec.layers)
         return all(number in self._rotaries for number, layer in layers if layer.window is None)
 
     @cached_property
-    def _shift(self) -> list[RemovableHandle] | None:
+    def _similarity_hooks(self) -> list[RemovableHandle] | None:
         return watch_residual_similarity(self._model, self._bridge, self._probe)
 
 
-# ---- shift ---------------------------------------------------------------------------------------
+# ---- residual similarity -------------------------------------------------------------------------
 
 # Measures how much attention changed the residual stream of each layer.
 #
@@ -200,14 +201,14 @@ def _run(layers: list[_Layer], probe: Probe) -> list[_Ran]:
             for name, part in layer.module.named_children()
         ]
     try:
-        probe(PROBED_POSITIONS, _Answering())
+        probe(PROBED_POSITIONS, _ProbeAttention())
     finally:
         for handle in handles:
             handle.remove()
     return notes
 
 
-class _Answering:
+class _ProbeAttention:
     """Attention with a different output for each token, so that its addition can be detected."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ def _note_before(note: _Ran) -> Any:
 def _note_part(note: _Ran, name: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         first = given[0] if isinstance(given, tuple) else given
-        assert note.parts is not None, "made for a run"
+        assert note.parts is not None, "created for a run"
         if isinstance(first, Tensor):
             flat = first.reshape(-1, first.shape[-1])
             note.parts.append((name, _stream(args, kwargs).clone(), flat.clone()))

@@ -95,7 +95,7 @@ class RopeVariants:
             InvariantError: there is no such variant.
         """
         if not 0 <= variant < self.count:
-            raise InvariantError(f"expected a RoPE regime below {self.count}, got {variant}")
+            raise InvariantError(f"expected a RoPE variant below {self.count}, got {variant}")
         if variant == self._current:
             return
         for rotary in self._rotary:
@@ -114,7 +114,8 @@ class RopeVariants:
         short_tokens = int(parameters["original_max_position_embeddings"])
         if self._short_tokens not in (None, short_tokens):
             raise UnsupportedModel(
-                f"layers disagree where long RoPE begins: {self._short_tokens} and {short_tokens}"
+                "expected one original_max_position_embeddings for all layers, got "
+                f"{self._short_tokens} and {short_tokens}"
             )
         self._short_tokens = short_tokens
         prefix = "" if layer_type is None else f"{layer_type}_"

@@ -117,7 +117,7 @@ def render_chat(
     """
     if not tokenizer.chat_template:
         raise RequestError(
-            "this model has no chat template, so nobody knows what text a chat becomes; send a "
+            "this model has no chat template, so messages cannot be converted to a prompt; send a "
             "plain prompt, or add a chat_template.jinja to the model's folder",
             param="messages",
         )
@@ -159,8 +159,8 @@ def _check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
     for name in template_kwargs:
         if name in _RESERVED_NAMES:
             raise RequestError(
-                f"{KWARGS_FIELD} may not have {name!r}, which is no variable of the model's own "
-                "template: leave it out",
+                f"{KWARGS_FIELD} cannot contain {name!r}: the name is reserved, not a variable of "
+                "the model's template; remove it",
                 param=KWARGS_FIELD,
             )
 

@@ -1,4 +1,4 @@
-"""StreamingLLM as published (Xiao et al. 2023, section 3.2): sinks with renumbered positions.
+"""StreamingLLM as published (Xiao et al. 2023, section 3.2): sinks with re-rotated positions.
 
 The retained tokens are those of `sinks`. Keys are stored before RoPE and rotated at every
 attention: the token at index i of a lane gets position i, and a query gets its own index. With
@@ -25,7 +25,7 @@ from quire.policies.sinks import Sinks
 @register("streaming")
 @dataclass(frozen=True, slots=True)
 class Streaming(Sinks):
-    """Retain the first tokens and the newest of the rest, and renumber their positions.
+    """Retain the first tokens and the newest of the rest, at consecutive positions.
 
     Attributes:
         sinks: tokens at the start of the sequence that are never evicted.

@@ -81,10 +81,10 @@ UNSOUND: tuple[Unsound, ...] = (
         instead="a rule with one set per head, such as h2o",
     ),
     Unsound(
-        one="a rule that renumbers positions (streaming)",
+        one="a rule that re-rotates positions (streaming)",
         other="a rule or a budget that stores queries (lazy, fastgen)",
         meets=lambda parts: parts.policy.rerotates_keys and parts.records_queries,
-        reason="queries are stored at their original positions, and keys are renumbered",
+        reason="queries are stored at their original positions, and keys are re-rotated",
         instead="sinks, which retains the same tokens at their original positions",
     ),
 )

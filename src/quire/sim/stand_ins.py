@@ -88,7 +88,7 @@ class TimedCopies:
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_ID_BITS = 31  # ids fit into int32 wherever they are packed
+_ID_BITS = 31  # packed ids fit into int32
 
 
 def token_ids(segments: Sequence[Segment]) -> list[int]:
@@ -137,7 +137,7 @@ class OldestLeave:
     ) -> Evicted | None:
         """Retain the last `keep` [lanes] slots of every lane that can evict tokens."""
         memory, table = self._memory, evicting_table(self._memory)
-        assert table is not None, "requests evict where lanes lose tokens"
+        assert table is not None, "only called for a layout that evicts"
         held = table.num_slots[request.memory.row]
         slot = np.arange(int(held.max(initial=0)))
         mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
@@ -149,7 +149,9 @@ class OldestLeave:
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Raise: no evictions are recorded, so none can be repeated."""
-        raise InvariantError(f"request {request.request_id} repeats what was not noted")
+        raise InvariantError(
+            f"request {request.request_id} repeats an eviction that was not recorded"
+        )
 
     def finalize(self, request: Request) -> None:
         """Leave the capacities unchanged: dividing them by prompt needs a model."""
@@ -168,15 +170,15 @@ def folded_layout(
 ) -> CacheLayout:
     """A sequence's lane groups with one lane in place of each group's layers.
 
-    Layers of a group hold equally many slots of every sequence, so one table with pages as large as
-    all layers' together makes the same decisions about the same bytes, with a fraction of the work.
-    Where layers have different windows, borders of slabs can fall elsewhere, by a page or two.
+    Layers of a group hold the same number of slots of every sequence. One table whose pages are as
+    large as those of all layers together makes the same decisions about the same bytes, in less
+    time. If layers have different windows, slab borders can differ by a page or two.
 
     Args:
         model: the shape.
-        codec: how keys and values are stored.
+        codec: codec of keys and values.
         page_tokens: slots in a page.
-        evicting: lanes of full attention lose tokens one by one.
+        evicting: single tokens are evicted from lanes of full attention.
     """
     layout = layout_for(model, codec=codec, page_tokens=page_tokens, evicting=evicting)
     return CacheLayout(tuple(map(_folded, layout.groups)))
@@ -198,14 +200,14 @@ def make_memory(
 
     Args:
         layout: lane groups.
-        config: how large, in which store; `auto` never runs full.
+        config: size and store; an `auto` memory never runs full.
         limits: lengths of the longest sequence, for stores that reserve memory.
         lengths: lengths in tokens of the sequences that fit into an `auto` memory.
         max_num_seqs: maximum number of concurrent sequences.
 
     Raises:
-        ConfigError: the memory holds no token, or exceeds the maximum number of pages, or the store
-            does not support the options.
+        ConfigError: the memory is too small for a token, exceeds the maximum number of pages, or
+            the store does not support the options.
     """
     refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     maker = placement_maker(config.store, limits)
@@ -221,8 +223,8 @@ def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
     if total_bytes // smallest > MAX_PAGES:
         raise ConfigError(
             f"a simulated KV memory of {total_bytes:,} B has {total_bytes // smallest:,} pages, "
-            f"{MAX_PAGES:,} at most can be kept account of; lower --kv-memory, take fewer or "
-            "shorter requests, or raise --block-size"
+            f"expected at most {MAX_PAGES:,}; lower --kv-memory, use fewer or shorter requests, "
+            "or raise --block-size"
         )
 
 
@@ -232,10 +234,10 @@ def bytes_for_all(
     """Bytes of an arena that holds every request of a trace at once: it never runs full.
 
     Args:
-        config: which store; one that reserves takes the longest sequence's bytes for each.
+        config: the store; a store that reserves memory needs the longest sequence's bytes for each.
         layout: lane groups.
-        limits: of the longest sequence.
-        lengths: of the requests, in tokens.
+        limits: limits of the longest sequence.
+        lengths: lengths of the requests, in tokens.
     """
     reserves = run_lengths(config.store, limits) is not None
     total_bytes = 0

@@ -94,7 +94,7 @@ def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
             "expected machine to be one of a100, h100, h200, profile, got 'a10'",
         ),
         (("--kv-memory", "1kB"), "holds no page"),
-        (("--kv-memory", "9999999TiB"), "pages, 268,435,456 at most can be kept account of"),
+        (("--kv-memory", "9999999TiB"), "pages, expected at most 268,435,456"),
         (("--max-length", "1"), "(--max-length): raise it"),
         (("--requests", "0"), "requests of 1 or more"),
         (("--trace-format", "azur"), "did you mean azure"),

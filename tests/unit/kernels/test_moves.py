@@ -20,7 +20,7 @@ LIBRARY = load_library()
 BACKENDS = {
     "reference": ReferenceAttention(),
     "gathered": GatheredAttention(CPU),
-    "unrotated": PreRopeAttention(CPU),
+    "pre_rope": PreRopeAttention(CPU),
 }
 if isinstance(LIBRARY, NativeLibrary):
     BACKENDS["native"] = NativeAttention(LIBRARY, GatheredAttention(CPU))

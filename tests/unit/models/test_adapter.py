@@ -174,7 +174,7 @@ def test_a_model_belongs_to_one_decoder() -> None:
     model = zoo.build("llama")
     TransformersDecoder(model)
 
-    with pytest.raises(InvariantError, match="has a decoder already"):
+    with pytest.raises(InvariantError, match="got one that has a decoder"):
         TransformersDecoder(model)
 
 
@@ -183,7 +183,7 @@ def test_a_model_belongs_to_one_decoder() -> None:
     [
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"indices": torch.zeros(1)}, "indices"),
-        ({"is_causal": False}, "looks ahead"),
+        ({"is_causal": False}, "passes is_causal=False"),
     ],
 )
 def test_attention_with_unknown_meaning_is_refused(options: dict[str, object], word: str) -> None:
@@ -204,7 +204,7 @@ def test_values_of_another_width_are_refused() -> None:
     module.quire_bridge.attention = Recorder()
     states = torch.zeros(1, 4, 2, 8)
 
-    with pytest.raises(UnsupportedModel, match="one shape"):
+    with pytest.raises(UnsupportedModel, match="equal shape"):
         attend_through_bridge(module, states, states, states[..., :4], None)
 
 

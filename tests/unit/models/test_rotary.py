@@ -178,7 +178,7 @@ def test_a_family_that_turns_neighbours_is_refused_by_name():
     decoder = TransformersDecoder(CohereForCausalLM(config).eval())
 
     assert "CohereForCausalLM rotates" in decoder.prepare(QueryMoments())
-    assert "layer 0 of CohereForCausalLM turns" in decoder.prepare_pre_rope()
+    assert "layer 0 of CohereForCausalLM rotates" in decoder.prepare_pre_rope()
     assert decoder.rotations() is None
     assert seen_by(decoder).calls[0].rotary is None
 

@@ -183,7 +183,7 @@ def test_a_text_that_says_nothing_sensible_is_refused(text, error, says) -> None
         ("tova:cap=99,budget=fastgen,when=decode", "budget fastgen divides a layer over its heads"),
         (
             "streaming:cap=99,budget=lazy,when=decode",
-            "queries are stored at their original positions, and keys are renumbered; use",
+            "queries are stored at their original positions, and keys are re-rotated; use",
         ),
     ],
 )

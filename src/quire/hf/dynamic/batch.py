@@ -27,7 +27,7 @@ class DynamicBatch:
         batch = DynamicBatch(model, batch_size=8, batcher="baton_pd")
         handles = [batch.submit(ids, max_new_tokens=64) for ids in prompts]
         batch.run()
-        answers = [handle.token_ids for handle in handles]
+        outputs = [handle.token_ids for handle in handles]
 
     The model runs through its ordinary forward and `past_key_values`; it is not modified.
 
@@ -167,8 +167,8 @@ class DynamicBatch:
             self.preempt(query)
         if query.state not in (QueryState.WAITING, QueryState.READY):
             raise RequestError(
-                f"expected a query that waits or runs, got one that is {query.state.value}: step "
-                "until its prompt has been read, or take another"
+                f"expected a waiting or running query, got one that is {query.state.value}: step "
+                "until its prefill has ended, or extract another query"
             )
         self._line.leave(query)
         query.state = QueryState.EXTRACTED
@@ -186,7 +186,7 @@ class DynamicBatch:
         """
         if query.state is not QueryState.EXTRACTED:
             raise RequestError(
-                f"expected a query that `extract` has taken out, got one {query.state.value}"
+                f"expected a query that `extract` has returned, got one that is {query.state.value}"
             )
         self._check(query)
         query.number = self._count

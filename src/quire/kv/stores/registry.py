@@ -20,7 +20,7 @@ from quire.layout.pages import CacheLayout
 
 PREFIX_CACHE = "prefix_cache"
 NO_WINDOW = "no_window"
-PRE_ROPE = "unrotated"
+PRE_ROPE = "pre_rope"
 LOSSY_CODEC = "lossy_codec"
 
 

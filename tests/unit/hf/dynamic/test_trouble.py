@@ -165,11 +165,11 @@ def test_only_what_was_extracted_and_fits_is_adopted():
     one, small = DynamicBatch(build("llama")), DynamicBatch(build("llama"), capacity_tokens=20)
     handle = one.submit([3] * 15, 10)
     one.step()
-    with pytest.raises(RequestError, match="that `extract` has taken out, got one running"):
+    with pytest.raises(RequestError, match="that `extract` has returned, got one that is running"):
         small.adopt(handle)
     with pytest.raises(NeverFits, match="need 24 columns, capacity_tokens is 20"):
         small.adopt(one.extract(handle))
-    with pytest.raises(RequestError, match="waits or runs, got one that is extracted"):
+    with pytest.raises(RequestError, match="waiting or running query, got one that is extracted"):
         one.extract(handle)
 
     one.cancel(handle)
