@@ -1,7 +1,7 @@
-"""A scheduler under load, watched: what must hold behind every step, whoever draws the load.
+"""A scheduler under load, with invariants that are checked after every step.
 
-Torch-free: a memory without bytes, an evictor that keeps slots by number, a host pool whose copies
-move nothing and fail when they are told to.
+Torch-free: a KV memory without bytes, an evictor that retains the newest slots, and swap space
+whose copies move no bytes and raise on request.
 """
 
 import logging
@@ -48,13 +48,13 @@ from quire.scheduler.step import StepPlan
 from quire.tenancy.tenants import PUBLIC, parse_tenants
 from support.requests import make_request
 
-COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
+COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # equal cost in both directions
 COSTS = Costs(
     copies=CopyRates(out=COPIES, back=COPIES),
     prefill=PrefillRates(token_s=1e-4),
     chunk_tokens=16,
 )
-ALLOWED_AT_ONCE = (
+REASONS_WITHOUT_PROGRESS = (
     "no running request could be scheduled",
     "another engine needs its guaranteed memory",
     "its tenant would exceed its limit",
@@ -64,11 +64,11 @@ ALLOWED_AT_ONCE = (
 
 
 SUMS, RING = AttentionSum(), QueryRing(window=4)
-LEAST_PAGES_WITH_STATISTICS = 8  # rounding to slabs takes some
+LEAST_PAGES_WITH_STATISTICS = 8  # some are lost to rounding to slabs
 
 
 def make_layout(
-    page_tokens: int, window: int | None, *, evicting: bool, remembering: bool = False
+    page_tokens: int, window: int | None, *, evicting: bool, with_statistics: bool = False
 ) -> CacheLayout:
     numbers = codec_spec("float32")
     full = PageClass(
@@ -78,7 +78,7 @@ def make_layout(
     if window is not None:
         ordered = PageClass(key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens)
         groups.append(LaneGroup(name="window", page_class=ordered, layers=(2,), window=window))
-    if remembering:
+    if with_statistics:
         shape = PageClass(key=numbers, value=None, head_dim=1, heads=2, tokens=page_tokens)
         sums, ring = (statistics_name("full", statistic) for statistic in (SUMS, RING))
         groups += [
@@ -89,7 +89,7 @@ def make_layout(
 
 
 class FailingCopies(NoCopies):
-    """Copies that raise after so many calls, once."""
+    """Copies that raise once, after `fail_after` calls."""
 
     def __init__(self) -> None:
         self.fail_after: int | None = None
@@ -102,11 +102,11 @@ class FailingCopies(NoCopies):
                 raise OSError("the link is gone")
 
 
-class Newest:
-    """An evictor that keeps the last slots, and notes how many left.
+class RetainsNewest:
+    """An evictor that retains the newest slots and records the number evicted.
 
     Args:
-        memory: without bytes.
+        memory: a KV memory without bytes.
         broken: ids of requests whose policy raises.
     """
 
@@ -121,7 +121,7 @@ class Newest:
         held = self.memory.tables["full"].num_slots[request.memory.row]
         assert ((keep > 0) & (keep <= held)).all()
         counts = (held - keep).astype(np.int32)
-        if not self._leave(request, counts, least_gain):
+        if not self._evict_oldest(request, counts, least_gain):
             return None
         left = np.zeros(counts.sum(), dtype=np.int32)
         return Evicted(
@@ -130,12 +130,12 @@ class Newest:
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         assert entry.num_computed == request.progress.num_computed
-        assert self._leave(request, entry.counts, None)
+        assert self._evict_oldest(request, entry.counts, None)
 
     def finalize(self, request: Request) -> None:
-        raise AssertionError("caps are settled already")
+        raise AssertionError("caps are final already")
 
-    def _leave(self, request: Request, counts: Slots, least_gain: int | None) -> bool:
+    def _evict_oldest(self, request: Request, counts: Slots, least_gain: int | None) -> bool:
         slots = np.arange(self.memory.tables["full"].num_slots[request.memory.row].max())
         mask = slots >= counts[:, None]
         plan = plan_compaction(self.memory, "full", request.memory.row, mask)
@@ -154,23 +154,24 @@ def make_scheduler(
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One scheduler.
+    """Options of one scheduler and its KV memory.
 
     Attributes:
-        mixed: requests have policies of their own, of all schedules.
-        remembers: rules of requests that evict keep statistics.
-        pages: tokens-of-one-page sequences the arena holds.
-        host_pages: the same of the host pool; 0 for none.
-        guaranteed: of tenant a, in percent of the arena; None without tenants.
-        burst: of tenant b above nothing guaranteed, in percent of the arena.
-        offload_bytes: of offloaded KV; 0 for none.
+        mixed: requests have eviction rules of their own, with all schedules.
+        with_statistics: eviction rules need attention statistics.
+        pages: arena size in sequences of one page of tokens.
+        host_pages: swap space in sequences of one page of tokens; 0: no swap space.
+        shares: whether there is a prefix cache.
+        guaranteed: memory of tenant a, in percent of the arena; None: a single tenant.
+        burst: memory above the guarantee (0) of tenant b, in percent of the arena.
+        offload_bytes: memory for offloaded KV in bytes; 0: no KV offload.
     """
 
     page_tokens: int = 3
     window: int | None = None
     cap: int | None = None
     mixed: bool = False
-    remembers: bool = False
+    with_statistics: bool = False
     pages: int = 20
     max_num_batched_tokens: int = 16
     chunk_tokens: int = 200
@@ -189,24 +190,25 @@ class Setting:
 
 
 class SchedulerLoad:
-    """Drives a scheduler and holds it to its word.
+    """Drives a scheduler and checks its invariants.
 
     Attributes:
-        requests: all that have not ended, by id.
-        broken: ids of those whose policy raises.
-        num_steps, processed_tokens: so far.
-        without_progress: preemptions of somebody who had come back and not moved on.
+        requests: unfinished requests by id.
+        broken: ids of requests whose policy raises.
+        num_steps, processed_tokens: totals since the start.
+        without_progress: preemptions of requests that had computed no token since they resumed.
     """
 
     def __init__(self, setting: Setting, memory: KVMemory | None = None) -> None:
         every, cap = 2 if setting.cap == 6 else 7, setting.cap
-        remembers = setting.remembers and cap is not None
-        spec = partial(EvictionSpec, every=every, statistics=(SUMS, RING) if remembers else ())
+        with_statistics = setting.with_statistics and cap is not None
+        statistics = (SUMS, RING) if with_statistics else ()
+        spec = partial(EvictionSpec, every=every, statistics=statistics)
         self.evictions = [KEEP_ALL if cap is None else spec(cap=cap)]
         if setting.mixed and cap is not None:
             schedules = [spec(cap=cap + 2, when=when) for when in SCHEDULES]
             self.evictions += [KEEP_ALL, *schedules]
-        self.memory = memory or self._make_memory(setting, remembers=remembers)
+        self.memory = memory or self._make_memory(setting, with_statistics=with_statistics)
         self.config = self._config(setting, every)
         self.copies = FailingCopies()
         pool_bytes = self.memory.layout.smallest_sequence_bytes * setting.host_pages
@@ -215,21 +217,24 @@ class SchedulerLoad:
         self.scheduler = self._scheduler(setting)
         self.requests: dict[str, Request] = {}
         self.arrivals = self.num_steps = self.processed_tokens = self.without_progress = 0
-        logging.getLogger("quire.scheduler.preemption.swapper").disabled = True  # faults are ours
+        # copy errors are intended
+        logging.getLogger("quire.scheduler.preemption.swapper").disabled = True
 
-    def _make_memory(self, setting: Setting, *, remembers: bool) -> KVMemory:
+    def _make_memory(self, setting: Setting, *, with_statistics: bool) -> KVMemory:
         layout = make_layout(
             setting.page_tokens,
             setting.window,
             evicting=setting.cap is not None,
-            remembering=remembers,
+            with_statistics=with_statistics,
         )
         rows = parse_batcher(setting.batcher).num_rows(setting.max_num_seqs)
-        pages = max(setting.pages, LEAST_PAGES_WITH_STATISTICS) if remembers else setting.pages
+        pages = (
+            max(setting.pages, LEAST_PAGES_WITH_STATISTICS) if with_statistics else setting.pages
+        )
         return KVMemory(layout, layout.smallest_sequence_bytes * pages, rows)
 
     def _config(self, setting: Setting, every: int) -> ScheduleConfig:
-        # a chunk under eviction is atomic: a step must have room for one
+        # a chunk under eviction is atomic: a step must be able to hold one
         budget = (
             setting.max_num_batched_tokens
             if setting.cap is None
@@ -237,8 +242,8 @@ class SchedulerLoad:
         )
         tenants, percent = "", self.memory.total_bytes // 100
         if setting.guaranteed is not None:
-            mine, above = percent * setting.guaranteed, percent * setting.burst
-            tenants = f"a:weight=2,guaranteed={mine}B;b:burst={above}B"
+            guaranteed_bytes, burst_bytes = percent * setting.guaranteed, percent * setting.burst
+            tenants = f"a:weight=2,guaranteed={guaranteed_bytes}B;b:burst={burst_bytes}B"
         return ScheduleConfig(
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=budget,
@@ -257,20 +262,20 @@ class SchedulerLoad:
         memory, config = self.memory, self.config
         sharing = PrefixSharing(memory, PrefixIndex(memory) if setting.shares else None)
         state = SchedulerState.empty(parse_tenants(config.tenants))
-        room = self._prefix_offloader(setting.offload_bytes, sharing, state)
-        sequence_memory = SequenceMemory(sharing, prefix_offloader=room)
+        prefix_offloader = self._prefix_offloader(setting.offload_bytes, sharing, state)
+        sequence_memory = SequenceMemory(sharing, prefix_offloader=prefix_offloader)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
-        newest = Newest(memory, self.broken)
-        components = make_components(config, sequence_memory, newest, swapper, state=state)
+        evictor = RetainsNewest(memory, self.broken)
+        components = make_components(config, sequence_memory, evictor, swapper, state=state)
         preempt = components.preempter.preempt
 
-        def watched(requests: list[Request], reason: str, **how: bool) -> None:
+        def checked_preempt(requests: list[Request], reason: str, **options: bool) -> None:
             if not all(map(have_moved_on, requests)):
                 self.without_progress += 1
-                assert reason in ALLOWED_AT_ONCE
-            preempt(requests, reason, **how)
+                assert reason in REASONS_WITHOUT_PROGRESS
+            preempt(requests, reason, **options)
 
-        components.preempter.preempt = watched
+        components.preempter.preempt = checked_preempt
         return Scheduler(components)
 
     def _prefix_offloader(
@@ -288,16 +293,26 @@ class SchedulerLoad:
             offload_bytes=offload_bytes,
         )
 
-    # ---- what callers do -----------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------
 
-    def request(self, prompt: int, answer: int, priority: int = 0, *, text: int = 1) -> Request:
-        """A request not yet submitted; the first half of all prompts of one length is the same."""
+    def request(
+        self, prompt_tokens: int, max_tokens: int, priority: int = 0, *, text: int = 1
+    ) -> Request:
+        """Make a request; prompts of equal length have the same first half.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            max_tokens: length of the output; 0 requests prompt logprobs.
+            priority: its priority.
+            text: token id of the second half of the prompt; also selects the tenant.
+        """
         self.arrivals += 1
+        half, prompt_logprobs = prompt_tokens // 2, 0 if max_tokens == 0 else None
         eviction = self.evictions[self.arrivals % len(self.evictions)]
         return make_request(
             request_id=f"r{self.arrivals}",
-            prompt_token_ids=[1] * (prompt // 2) + [text] * (prompt - prompt // 2),
-            params=SamplingParams(max_tokens=answer, prompt_logprobs=0 if answer == 0 else None),
+            prompt_token_ids=[1] * half + [text] * (prompt_tokens - half),
+            params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
             priority=priority,
             arrival=self.arrivals,
             tenant="ab"[text % 2] if self.config.tenants else "default",
@@ -305,15 +320,15 @@ class SchedulerLoad:
             statistics=statistics_used(self.memory.layout, eviction.statistics),
         )
 
-    def submit(self, request: Request, *, breaks: bool = False) -> bool:
-        """Submit; False where it can never fit, and then that must be so."""
+    def submit(self, request: Request, *, policy_raises: bool = False) -> bool:
+        """Submit a request; return False if it is refused, and check that it can never fit."""
         try:
             self.scheduler.submit(request)
         except NeverFits:
             self._check_refusal(request)
             return False
         self.requests[request.request_id] = request
-        if breaks and self.arrivals % 7 == 0:
+        if policy_raises and self.arrivals % 7 == 0:
             self.broken.add(request.request_id)
         return True
 
@@ -339,20 +354,25 @@ class SchedulerLoad:
             with pytest.raises(RequestError, match=r"max_num_seqs|max_num_batched_tokens"):
                 self.scheduler.submit(members[0])
         elif self.submit(members[0]):
-            here = group.members if members[0].group is group else members
-            self.requests |= {member.request_id: member for member in here}
+            submitted = group.members if members[0].group is group else members
+            self.requests |= {member.request_id: member for member in submitted}
             assert not atomic or members[0].group is group
 
     def cancel(self, pick: int) -> None:
-        """End one of those that have not, wherever it is."""
+        """Cancel one unfinished request, in any state."""
         key = sorted(self.requests)[pick % len(self.requests)]
         self.scheduler.finish(self.requests.pop(key))
 
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, *, stop_early: bool = False, served: dict[str, float] | None = None) -> int:
-        """A step; how much came of it. Adds tokens to those `served` to each tenant."""
-        plan, num_failed = self._planned()
+        """Run one step; return the number of scheduled tokens and failed requests.
+
+        Args:
+            stop_early: end some outputs before `max_tokens`.
+            served: token totals by tenant, updated in place.
+        """
+        plan, num_failed = self._schedule()
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             if served is not None:
                 served[request.tenant] += tokens
@@ -361,17 +381,17 @@ class SchedulerLoad:
         beams = _beams_of(ready)
         for request in ready:
             if request.group not in beams:
-                self._answer(request, stop_early=stop_early)
+                self._append_output(request, stop_early=stop_early)
         for group in beams:
-            if all(map(_is_ready, group.members)):  # else one has failed
+            if all(map(_is_ready, group.members)):  # false if a member has failed
                 assert all(member in ready for member in group.members)
                 self._branch(group)
                 for member in list(group.members):
-                    self._answer(member, stop_early=stop_early)
+                    self._append_output(member, stop_early=stop_early)
         self.processed_tokens += sum(plan.tokens)
         return sum(plan.tokens) + num_failed
 
-    def _planned(self) -> tuple[StepPlan, int]:
+    def _schedule(self) -> tuple[StepPlan, int]:
         self.num_steps += 1
         plan = self.scheduler.schedule()
         failed = self.scheduler.take_failures()
@@ -387,16 +407,16 @@ class SchedulerLoad:
         return plan, len(failed)
 
     def fail_step(self, *, planning: bool) -> None:
-        """A step that raises, in the middle or while it is planned."""
-        plan, _ = self._planned()
+        """Roll back a step that raised while it ran, or while it was planned."""
+        plan, _ = self._schedule()
         self.scheduler.roll_back(StepPlan() if planning else plan)
 
     def _branch(self, group: RequestGroup) -> None:
-        """What beams do: some are continued twice, others by nobody."""
+        """Branch beams: one parent is continued several times, others may be dropped."""
         width = group.num_rows
-        heir = len(group.members[0].output_token_ids) % len(group.members)
-        parents = [*range(len(group.members)), *[heir] * width][:width]
-        parents[-1] = heir
+        repeated = len(group.members[0].output_token_ids) % len(group.members)
+        parents = [*range(len(group.members)), *[repeated] * width][:width]
+        parents[-1] = repeated
         before = [list(member.output_token_ids) for member in group.members]
         for member in group.members:
             del self.requests[member.request_id]
@@ -406,7 +426,7 @@ class SchedulerLoad:
         assert [member.output_token_ids for member in group.members] == [before[p] for p in parents]
         rows = [member.memory.row for member in group.members if member.memory.row >= 0]
         together = len(set(rows)) == width
-        assert together or not rows  # no pages for a fork: all of them wait
+        assert together or not rows  # without pages for a fork all members wait
         assert all((m.progress.state is RequestState.RUNNING) == together for m in group.members)
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -417,7 +437,7 @@ class SchedulerLoad:
             self._check_lanes(request, request.progress.num_computed + tokens)
 
     def _check_lanes(self, request: Request, tokens: int) -> None:
-        """No lane holds more than its schedule lets it, and one that loses nothing holds all."""
+        """Check that no lane exceeds its eviction schedule, and that others hold all tokens."""
         held = self.memory.tables["full"].num_slots[request.memory.row]
         if request.eviction.spec.cap is None:
             assert (held == tokens).all()
@@ -427,22 +447,22 @@ class SchedulerLoad:
         if request.eviction.spec.when == PREFILL_AND_DECODE and request.eviction.spec.cap:
             assert (held <= request.eviction.spec.cap).all()
 
-    def _answer(self, request: Request, *, stop_early: bool) -> None:
+    def _append_output(self, request: Request, *, stop_early: bool) -> None:
         if request.params.max_tokens:
-            # members of a group part at some token, or never; beams are never the same
-            place = request.group.members.index(request) if request.group else 0
-            parts = bool(request.group and request.group.atomic)
-            step = 1 if parts else len(request.output_token_ids) % 3
-            request.output_token_ids.append(2 + place * step)
+            # outputs of a group differ from some token on, or never; beams always differ
+            index = request.group.members.index(request) if request.group else 0
+            is_beam = bool(request.group and request.group.atomic)
+            step = 1 if is_beam else len(request.output_token_ids) % 3
+            request.output_token_ids.append(2 + index * step)
         done = len(request.output_token_ids) >= request.params.max_tokens
         if done or (stop_early and len(request.output_token_ids) % 5 == 4):
             self.scheduler.finish(request)
             del self.requests[request.request_id]
 
-    # ---- what must always hold -----------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Nothing is lost, leaked, held twice, or held by who may not."""
+        """Check that no request is lost and no page is leaked or held twice."""
         self.memory.check()
         self._check_queues()
         self._check_host()
@@ -464,7 +484,7 @@ class SchedulerLoad:
         assert all(r.memory.row == -1 for r in waiting)
 
     def _check_host(self) -> None:
-        """What lies on the host is somebody's who will come for it, and counted once."""
+        """Check that all swapped KV belongs to an unfinished request and is counted once."""
         swapped = {
             id(r.memory.swapped): r.memory.swapped
             for r in self.requests.values()
@@ -474,14 +494,14 @@ class SchedulerLoad:
             assert not swapped
             return
         self.pool.check()
-        for request in self.scheduler.running:  # else of a tail, which its head will be put before
-            assert request.memory.swapped is None or request.swapped.keep_from
+        for request in self.scheduler.running:  # may have a swapped tail, with its head recomputed
+            assert request.memory.swapped is None or request.memory.swapped.keep_from
         assert self.pool.used_bytes == sum(s.num_bytes for s in swapped.values())
         if not self.requests:
             assert not self.pool.used_bytes
 
     def _check_accounts(self) -> None:
-        """Tenants' accounts add up to what all rows and public prefixes name, each page once."""
+        """Check that tenants' accounts add up to all referenced pages, each counted once."""
         fairness, running = self.scheduler.fairness, self.scheduler.running
         fairness.recount(running)
         if fairness.has_several:
@@ -489,12 +509,12 @@ class SchedulerLoad:
             assert held == distinct_bytes(self.memory, [r.memory.row for r in running])
 
     def drain(self) -> None:
-        """Run to the end: everybody gets there, and nothing is left but cached prefixes."""
-        idle, most = 0, self.num_steps + self._most_steps()
+        """Run until all requests finish; check that only cached prefixes remain."""
+        idle_steps, limit = 0, self.num_steps + self._step_limit()
         while self.scheduler.has_work:
-            idle = 0 if self.step() else idle + 1
-            assert idle < 3, "no progress"
-            assert self.num_steps < most, "thrashing"
+            idle_steps = 0 if self.step() else idle_steps + 1
+            assert idle_steps < 3, "no progress"
+            assert self.num_steps < limit, "thrashing"
         assert not self.requests
         self.check()
         self.scheduler.sequence_memory.sharing.drop_cached()
@@ -502,8 +522,8 @@ class SchedulerLoad:
         assert not self.memory.cached_references
         assert self.pool is None or not self.pool.used_bytes
 
-    def _most_steps(self) -> int:
-        """Steps in which everybody gets through, one after the other, many times over."""
+    def _step_limit(self) -> int:
+        """A step count that is ample even if requests ran one after the other."""
         return 100 + 20 * sum(request.final_tokens for request in self.requests.values())
 
 

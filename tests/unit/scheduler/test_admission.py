@@ -1,4 +1,4 @@
-"""Admission rules: what each promises, and what comes of it under load."""
+"""Admission rules: the pages that each reserves, and their effect under load."""
 
 import random
 
@@ -22,20 +22,20 @@ def memory_of(pages, *, page_tokens=4, max_rows=32):
     return KVMemory(layout, layout.smallest_sequence_bytes * pages, max_rows)
 
 
-def request_of(prompt, answer, *, generated=0, arrival=0):
+def request_of(prompt, max_tokens, *, generated=0, arrival=0):
     request = make_request(
         request_id=f"r{arrival}",
         prompt_token_ids=[1] * prompt,
-        params=SamplingParams(max_tokens=answer),
+        params=SamplingParams(max_tokens=max_tokens),
         arrival=arrival,
     )
     request.output_token_ids.extend([2] * generated)
     return request
 
 
-def running(memory, prompt, answer, *, generated):
-    """A request that decodes: all it knows but its last token is in the memory."""
-    request = request_of(prompt, answer, generated=generated)
+def decoding_request(memory, prompt, max_tokens, *, generated):
+    """A decoding request: the KV of all its tokens but the last is in the memory."""
+    request = request_of(prompt, max_tokens, generated=generated)
     request.memory.row = memory.start()
     request.progress.num_computed = prompt + generated - 1
     tokens = np.array([request.progress.num_computed], dtype=np.int32)
@@ -47,13 +47,14 @@ def rule_over(name, memory):
     return make_admission(name, Peaks(memory, chunk_tokens=2048))
 
 
-def test_each_rule_promises_more_the_more_it_foresees():
-    """Two layers, 4 tokens a page. Known: 8 tokens, 4 pages. All: 8 + 40 - 1 tokens, 24 pages.
+def test_pages_promised_by_each_admission_rule():
+    """Two layers, 4 tokens per page.
 
-    The one that runs has 11 of 8 + 40 - 1 tokens: 6 of 24 pages.
+    The new request: 8 known tokens in 4 pages, 8 + 40 - 1 final tokens in 24 pages. The running
+    request: 11 of 8 + 40 - 1 tokens, 6 of 24 pages.
     """
     memory = memory_of(60)
-    other = running(memory, 8, 40, generated=4)
+    other = decoding_request(memory, 8, 40, generated=4)
     new_request = request_of(8, 40, arrival=1)
     promised = {
         name: int(rule_over(name, memory).promised(new_request, [other], 0).sum()) for name in RULES
@@ -69,7 +70,7 @@ def test_shared_pages_are_not_promised_again():
     assert rule.promised(request_of(21, 9), [], 16).tolist() == [2 * (6 - 4)]
 
 
-def test_the_estimate_starts_as_a_reservation_and_follows_what_answers_use():
+def test_estimated_rule_starts_as_reserved_and_learns_output_lengths():
     memory = memory_of(60)
     rule = rule_over("estimated", memory)
     assert isinstance(rule, Estimated)
@@ -80,11 +81,9 @@ def test_the_estimate_starts_as_a_reservation_and_follows_what_answers_use():
         rule.learn(request_of(8, 40, generated=10))
 
     assert rule.ratio == pytest.approx(0.25, abs=0.01)
-    assert (
-        rule.expected_tokens(new_request) == 8 + 12 - 1
-    )  # 1.2 * 0.25 * 40, the last not processed
+    assert rule.expected_tokens(new_request) == 8 + 12 - 1  # 1.2 * 0.25 * 40, the last without KV
     late = request_of(8, 40, generated=30)
-    assert rule.expected_tokens(late) == 8 + 30 + 1  # past its time: one more at least
+    assert rule.expected_tokens(late) == 8 + 30 + 1  # past the estimate: at least one more
     last = request_of(8, 40, generated=39)
     assert rule.expected_tokens(last) == last.final_tokens
 
@@ -94,8 +93,8 @@ ENDS = st.lists(
 )
 
 
-def test_alone_a_sequence_is_promised_what_it_owes_and_no_page_for_rounding():
-    """14 pages in 25 steps are 0.56 a step, and 25 times that is more than 14 in floats."""
+def test_highest_point_of_a_single_sequence_has_no_rounding_error():
+    """14 pages in 25 steps are 0.56 per step; 25 times that exceeds 14 in floating point."""
     steps, owed = (x.ravel() for x in np.meshgrid(np.arange(1, 100), np.arange(100)))
 
     found = [
@@ -108,10 +107,10 @@ def test_alone_a_sequence_is_promised_what_it_owes_and_no_page_for_rounding():
 
 @given(ENDS)
 @example([(0, 0, 2), (1, 1, 0), (1, 1, 0)])
-def test_the_highest_point_is_that_of_a_run_step_by_step(ends):
-    """Everybody grows evenly to what it owes; at its end it has given back all it holds.
+def test_highest_point_equals_step_by_step_simulation(ends):
+    """Each sequence grows evenly to its peak and frees all its pages after its last step.
 
-    Who is to end at once still holds its pages in the step that ends it, in which others grow.
+    A sequence that ends in the next step still holds its pages in that step, while others grow.
     """
     steps, owed, held = (np.array(column) for column in zip(*ends, strict=True))
     best = 0.0
@@ -128,19 +127,19 @@ def test_the_highest_point_is_that_of_a_run_step_by_step(ends):
     assert best - 1e-6 <= found[0] <= np.ceil(best - 1e-6) + owed.max(initial=0)
 
 
-def test_an_unknown_rule_is_refused_with_the_nearest():
+def test_unknown_admission_rule_error_suggests_the_nearest_name():
     with pytest.raises(UnknownName, match="did you mean reserved"):
         rule_over("reservd", memory_of(8))
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.9, 0.8), (0.5, 1.5), (float("nan"), 1.0)])
-def test_watermarks_out_of_order_are_refused(low, high):
+def test_watermarks_outside_their_order_are_rejected(low, high):
     with pytest.raises(ConfigError, match="low_watermark"):
         ScheduleConfig(low_watermark=low, high_watermark=high)
 
 
 def run_load(admission, *, seed=7, pages=80, stop_share=1.0, **schedule):
-    """Run random requests to their end; return preemptions and the most that ran at once."""
+    """Run random requests to the end; return preemptions and the maximum number running."""
     rng = random.Random(seed)
     memory = memory_of(pages)
     config = ScheduleConfig(admission=admission, max_num_batched_tokens=64, **schedule)
@@ -162,7 +161,7 @@ def run_load(admission, *, seed=7, pages=80, stop_share=1.0, **schedule):
     return scheduler.num_preemptions, most
 
 
-def test_reserved_admission_never_preempts_and_optimistic_runs_more():
+def test_reserved_admission_never_preempts_and_optimistic_runs_more_requests():
     preempted, most = zip(*(run_load(name) for name in ("reserved", "optimistic")), strict=True)
 
     assert preempted[0] == 0
@@ -170,7 +169,7 @@ def test_reserved_admission_never_preempts_and_optimistic_runs_more():
     assert most[1] > most[0]
 
 
-def test_estimated_admission_runs_more_than_reserved_where_answers_end_early():
+def test_estimated_admission_runs_more_than_reserved_if_outputs_end_early():
     reserved, estimated, optimistic = (
         run_load(name, stop_share=0.3) for name in ("reserved", "estimated", "optimistic")
     )
@@ -180,7 +179,7 @@ def test_estimated_admission_runs_more_than_reserved_where_answers_end_early():
     assert estimated[0] <= optimistic[0]
 
 
-def test_the_low_watermark_leaves_a_part_free_when_somebody_enters():
+def test_low_watermark_reserves_free_memory_at_admission():
     free, half = (
         run_load("optimistic", low_watermark=1.0),
         run_load("optimistic", low_watermark=0.5, high_watermark=1.0),
@@ -190,7 +189,7 @@ def test_the_low_watermark_leaves_a_part_free_when_somebody_enters():
     assert half[0] < free[0]
 
 
-def test_above_the_high_watermark_somebody_gives_way_before_memory_is_full():
+def test_high_watermark_preempts_before_memory_is_full():
     memory = memory_of(80)
     config = ScheduleConfig(low_watermark=0.5, high_watermark=0.6, max_num_batched_tokens=64)
     scheduler = make_scheduler(memory, config)
@@ -206,5 +205,5 @@ def test_above_the_high_watermark_somebody_gives_way_before_memory_is_full():
                     scheduler.finish(request)
 
     assert scheduler.num_preemptions > 0
-    a_step = 2 * len(memory.lengths) * memory.layout.smallest_sequence_bytes
-    assert memory.arena_peak_bytes <= 0.6 * memory.total_bytes + a_step
+    step_bytes = 2 * len(memory.lengths) * memory.layout.smallest_sequence_bytes
+    assert memory.arena_peak_bytes <= 0.6 * memory.total_bytes + step_bytes

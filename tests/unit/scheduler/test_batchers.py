@@ -1,4 +1,4 @@
-"""What each batcher promises, step by step, over a memory without bytes."""
+"""The guarantees of each batcher, step by step, over a KV memory without bytes."""
 
 from dataclasses import dataclass
 
@@ -18,33 +18,33 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
 ROWS = 3
-EVERY = [*BATCHERS, "baton_pd:prefill=sync", "baton_pd:hold=host", "pd:ahead=5"]
+ALL_BATCHERS = [*BATCHERS, "baton_pd:prefill=sync", "baton_pd:hold=host", "pd:ahead=5"]
 
 
 def load_of(batcher, **setting):
-    """Ample memory, unless it is said otherwise."""
+    """A load with ample memory by default."""
     ample = {"pages": 400, "max_num_seqs": ROWS, "max_num_batched_tokens": 40, "host_pages": 400}
     return SchedulerLoad(Setting(batcher=batcher, **ample | setting))
 
 
 def submit(load, *jobs, priority=0):
-    """Requests of (prompt tokens, answer tokens)."""
-    found = [load.request(prompt, answer, priority) for prompt, answer in jobs]
+    """Submit requests given as (prompt tokens, output tokens)."""
+    found = [load.request(prompt, output, priority) for prompt, output in jobs]
     assert all(map(load.submit, found))
     return found
 
 
 def steps(load):
-    """Plans until there is nothing to do: for each {id: tokens}, and ids of those that decoded."""
+    """Run to the end; return for each plan {request id: tokens} and the ids that decoded."""
     plans, schedule = [], load.scheduler.schedule
 
-    def watched():
+    def recorded_schedule():
         plan = schedule()
         ids = [request.request_id for request in plan.requests]
         plans.append((dict(zip(ids, plan.tokens, strict=True)), ids[: plan.num_decoding]))
         return plan
 
-    load.scheduler.schedule = watched
+    load.scheduler.schedule = recorded_schedule
     load.drain()
     return plans
 
@@ -52,7 +52,7 @@ def steps(load):
 JOBS = [(6, 3), (8, 9), (5, 5), (20, 4), (7, 2), (19, 6), (4, 4)]
 
 
-def test_static_rows_run_to_completion_before_the_next_begin():
+def test_static_batch_completes_before_the_next_batch_starts():
     load = load_of("static")
     requests = submit(load, *JOBS)
     plans = steps(load)
@@ -64,23 +64,23 @@ def test_static_rows_run_to_completion_before_the_next_begin():
 
     ends = [spans[r.request_id][1] for r in first]
     assert min(spans[r.request_id][0] for r in second) > max(ends)
-    assert len(set(ends)) > 1  # answers are returned as they end
+    assert len(set(ends)) > 1  # outputs are returned as they end
     assert all(not decoding or len(tokens) == len(decoding) for tokens, decoding in plans)
 
 
-def test_pd_reads_prompts_of_similar_length_together():
+def test_pd_prefills_prompts_of_similar_length_together():
     load = load_of("pd")
     requests = submit(load, *JOBS)
     entered = []
     for tokens, _ in steps(load):
         entered += [name for name in tokens if name not in entered]
 
-    # the first and those nearest in length to 6; then the next that waits and those nearest to 20
+    # the first and the nearest in length to 6; then the next waiting and the nearest to 20
     lengths = {r.request_id: len(r.prompt_token_ids) for r in requests}
     assert [lengths[name] for name in entered] == [6, 5, 7, 8, 4, 19, 20]
 
 
-def test_orca_fills_a_row_at_once_and_cuts_no_prompt():
+def test_orca_fills_a_free_row_at_once_and_splits_no_prompt():
     load = load_of("orca")
     requests = submit(load, *JOBS)
     plans = steps(load)
@@ -94,7 +94,7 @@ def test_orca_fills_a_row_at_once_and_cuts_no_prompt():
         left = len(load.requests)
 
 
-def test_continuous_cuts_the_prompt_that_orca_reads_whole():
+def test_continuous_splits_the_prompt_that_orca_prefills_whole():
     plans = {}
     for batcher in ("continuous", "orca"):
         load = load_of(batcher, max_num_batched_tokens=24)
@@ -106,12 +106,12 @@ def test_continuous_cuts_the_prompt_that_orca_reads_whole():
 
 
 @pytest.mark.parametrize("batcher", ["baton_pd", "baton_pd_best_fit", "baton_pd:tokens=3"])
-def test_no_row_is_idle_while_the_queue_has_somebody(batcher):
+def test_no_row_is_idle_while_the_prefilled_queue_has_requests(batcher):
     load = load_of(batcher)
     submit(load, *JOBS * 4)
     decodes, schedule, queued_steps = [], load.scheduler.schedule, 0
 
-    def watched():
+    def recorded_schedule():
         nonlocal queued_steps
         queue = {unit_of(r) for r in load.scheduler.running if is_prefilled(unit_of(r))}
         plan = schedule()
@@ -120,14 +120,14 @@ def test_no_row_is_idle_while_the_queue_has_somebody(batcher):
             decodes.append(plan.num_decoding)
         return plan
 
-    load.scheduler.schedule = watched
+    load.scheduler.schedule = recorded_schedule
     load.drain()
 
     assert set(decodes) == {ROWS}
     assert queued_steps > 10
 
 
-def test_sync_prefill_lets_nobody_decode_while_the_queue_is_filled():
+def test_sync_prefill_decodes_no_request_while_the_queue_is_filled():
     load = load_of("baton_pd:prefill=sync")
     submit(load, *JOBS * 2)
     plans = steps(load)
@@ -136,7 +136,7 @@ def test_sync_prefill_lets_nobody_decode_while_the_queue_is_filled():
     assert sum(not decoding for _, decoding in plans) < len(plans) / 2
 
 
-def test_a_step_reads_no_more_than_its_budget_beside_a_full_batch():
+def test_prefill_tokens_of_a_step_with_a_full_batch_stay_within_budget():
     load = load_of("baton_pd:tokens=3")
     submit(load, *JOBS)
     for tokens, decoding in steps(load):
@@ -144,7 +144,7 @@ def test_a_step_reads_no_more_than_its_budget_beside_a_full_batch():
             assert sum(tokens.values()) <= ROWS + 3
 
 
-def test_the_queue_holds_no_more_rows_than_it_may():
+def test_prefilled_queue_holds_at_most_its_configured_rows():
     load = load_of("baton_pd:queue=2")
     submit(load, *JOBS * 3)
     most = 0
@@ -155,18 +155,18 @@ def test_the_queue_holds_no_more_rows_than_it_may():
     assert most == ROWS + 2
 
 
-def test_kv_of_the_queue_waits_on_the_host_and_is_there_before_a_row_ends():
-    """Of a queue of three one is kept ready, the others leave; nobody is called a victim."""
+def test_queued_kv_is_swapped_out_and_in_again_before_a_row_ends():
+    """Of a queue of three one stays resident and two are swapped; none counts as preempted."""
     load = load_of("baton_pd:hold=host,lead=2")
     requests = submit(load, *[(6, 12)] * 9)
     on_host, late = 0, []
     while load.scheduler.has_work:
         load.step()
-        away = [r for r in requests if r.memory.swapped is not None]
-        on_host = max(on_host, len(away))
+        swapped = [r for r in requests if r.memory.swapped is not None]
+        on_host = max(on_host, len(swapped))
         running = load.scheduler.running
         ready = [r for r in running if r.num_uncomputed == 1 and r.output_token_ids]
-        late.append(bool(away) and len(ready) < ROWS)
+        late.append(bool(swapped) and len(ready) < ROWS)
         load.check()
 
     assert on_host == 2
@@ -175,7 +175,7 @@ def test_kv_of_the_queue_waits_on_the_host_and_is_there_before_a_row_ends():
     assert not load.pool.used_bytes
 
 
-def test_best_fit_takes_the_longest_that_fits_and_passes_nobody_for_ever():
+def test_best_fit_takes_the_longest_that_fits_and_patience_prevents_starvation():
     load = load_of("baton_pd_best_fit:patience=2,queue=9", max_num_seqs=2)
     first, _ = submit(load, (12, 30), (4, 3))
     load.step()
@@ -184,14 +184,14 @@ def test_best_fit_takes_the_longest_that_fits_and_passes_nobody_for_ever():
     for _, decoding in steps(load):
         order += [name for name in decoding if name not in order]
 
-    # 14 and its first token fit the 16 of the first; then 11; then the 40 has been passed twice
+    # 14 and its first token fit the 16 of the first; then 11; then 40 has been overtaken twice
     chosen = [r.request_id for r in (rest[3], rest[4], rest[0])]
     assert order[0] == first.request_id
     assert order[2:5] == chosen
 
 
-@pytest.mark.parametrize("batcher", EVERY)
-def test_a_cancelled_query_gives_its_pages_back_wherever_it_is(batcher):
+@pytest.mark.parametrize("batcher", ALL_BATCHERS)
+def test_cancelled_request_frees_its_pages_in_every_state(batcher):
     load = load_of(batcher)
     submit(load, *[(6, 9)] * 8)
     for pick in (7, 3, 4, 0, 0):
@@ -202,7 +202,7 @@ def test_a_cancelled_query_gives_its_pages_back_wherever_it_is(batcher):
     load.drain()
 
 
-def test_a_cancelled_query_of_the_prefilled_queue_gives_its_pages_back():
+def test_request_cancelled_in_the_prefilled_queue_frees_its_pages():
     load = load_of("baton_pd")
     requests = submit(load, *[(6, 9)] * 6)
     load.step()
@@ -220,9 +220,9 @@ def test_a_cancelled_query_of_the_prefilled_queue_gives_its_pages_back():
 # ---- urgency -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batcher", ["continuous", "orca", *EVERY[4:7]])
+@pytest.mark.parametrize("batcher", ["continuous", "orca", *ALL_BATCHERS[4:7]])
 @pytest.mark.parametrize("pages", [400, 14])
-def test_an_urgent_request_is_read_in_the_next_step(batcher, pages):
+def test_urgent_request_is_prefilled_in_the_next_step(batcher, pages):
     load = load_of(batcher, urgent=-1, pages=pages)
     submit(load, *[(8, 12)] * 5)
     for _ in range(4):
@@ -234,7 +234,7 @@ def test_an_urgent_request_is_read_in_the_next_step(batcher, pages):
     assert own[:3] == [10, 1, 1]
 
 
-def test_who_makes_way_for_an_urgent_request_in_the_batch_keeps_its_pages():
+def test_request_displaced_from_the_batch_by_an_urgent_one_keeps_its_pages():
     load = load_of("baton_pd:queue=4", urgent=-1)
     submit(load, *[(8, 12)] * 4)
     for _ in range(4):
@@ -245,7 +245,7 @@ def test_who_makes_way_for_an_urgent_request_in_the_batch_keeps_its_pages():
     assert load.scheduler.num_preemptions == 0
 
 
-def test_nobody_gives_way_where_that_would_not_be_enough():
+def test_no_request_is_preempted_if_that_would_not_admit_the_urgent_one():
     load = load_of("continuous", urgent=-1)
     submit(load, *[(8, 12)] * ROWS, priority=-1)
     load.step()
@@ -256,11 +256,11 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
     assert load.scheduler.num_preemptions == 0
 
 
-# ---- words -------------------------------------------------------------------------------------
+# ---- option text -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "says"),
+    ("text", "error", "message"),
     [
         ("batn_pd", UnknownName, "did you mean baton_pd"),
         ("baton", UnsoundCombination, r"use baton_pd here, or use quire\.hf\.DynamicBatch"),
@@ -276,20 +276,20 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
         ("static:", ConfigError, "expected option=value"),
     ],
 )
-def test_what_is_no_batcher_is_refused_before_anything_starts(text, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_batcher_text_is_rejected_by_the_config(text, error, message):
+    with pytest.raises(error, match=message):
         ScheduleConfig(batcher=text)
 
 
-def test_urgency_needs_room_beside_a_full_batch():
+def test_urgent_needs_more_batched_tokens_than_rows():
     with pytest.raises(
         ConfigError, match="expected max_num_batched_tokens > max_num_seqs, got 8 and 8"
     ):
         ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=8, urgent=0)
 
 
-def test_rows_of_memory_are_those_of_batch_and_queue():
-    rows = {text: parse_batcher(text).num_rows(4) for text in EVERY}
+def test_num_rows_is_batch_size_plus_queue():
+    rows = {text: parse_batcher(text).num_rows(4) for text in ALL_BATCHERS}
 
     assert rows["continuous"] == rows["static"] == rows["orca"] == rows["pd"] == 4
     assert rows["baton_pd"] == rows["baton_pd_best_fit"] == 8
@@ -297,16 +297,16 @@ def test_rows_of_memory_are_those_of_batch_and_queue():
 
 
 @pytest.mark.parametrize("options", ["hold=host", "hold=device", "queue=3,hold=host,lead=2"])
-def test_both_queues_of_prefilled_queries_hold_them_alike(options):
+def test_both_prefilled_queues_parse_the_same_options(options):
     first, best = (parse_batcher(f"{name}:{options}") for name in ("baton_pd", "baton_pd_best_fit"))
 
     assert first.holds_on_host == best.holds_on_host == ("host" in options)
     assert first.queue_options(4) == best.queue_options(4)
-    assert "holds_on_host" not in vars(type(best))  # one place
+    assert "holds_on_host" not in vars(type(best))  # a single definition
 
 
-@pytest.mark.parametrize("batcher", EVERY)
-def test_a_query_that_can_never_fit_is_refused_under_every_batcher(batcher):
+@pytest.mark.parametrize("batcher", ALL_BATCHERS)
+def test_request_that_never_fits_is_rejected_under_every_batcher(batcher):
     load = load_of(batcher, pages=8)
 
     with pytest.raises(NeverFits, match="raise --kv-memory"):
@@ -320,7 +320,7 @@ def test_a_query_that_can_never_fit_is_refused_under_every_batcher(batcher):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A query as a rule for dense rows sees it."""
+    """A request as a batcher for dense rows sees it."""
 
     number: int
     num_to_read: int
@@ -331,12 +331,12 @@ def dense_view(ready, *, columns, live=()):
     return BatchView(size=4, live=live, waiting=(), ready=ready, columns=columns, group_tokens=256)
 
 
-def test_every_rule_but_two_serves_pages_and_dense_rows():
+def test_all_batchers_but_two_serve_pages_and_dense_rows():
     assert set(BATCHERS) ^ set(DENSE_BATCHERS) == {"continuous", "baton"}
     assert all(DENSE_BATCHERS[name] is BATCHERS[name] for name in set(BATCHERS) - {"continuous"})
 
 
-def test_best_fit_takes_the_longest_that_widens_no_dense_row():
+def test_best_fit_takes_the_longest_that_adds_no_dense_columns():
     rule = parse_dense_batcher("baton_pd_best_fit")
     ready = [Waiting(0, 9), Waiting(1, 4), Waiting(2, 6), Waiting(3, 6)]
 
@@ -344,7 +344,7 @@ def test_best_fit_takes_the_longest_that_widens_no_dense_row():
     assert rule.choose(dense_view(ready, columns=3)) == ready[1]
 
 
-def test_patience_bounds_how_many_overtake_a_query_on_dense_rows():
+def test_patience_limits_how_often_a_request_is_overtaken_on_dense_rows():
     ready = [Waiting(0, 9), Waiting(1, 4), Waiting(3, 6)]
     chosen = {
         patience: parse_dense_batcher(f"baton_pd_best_fit:patience={patience}").choose(

@@ -1,4 +1,4 @@
-"""Rows of a static batch: against rows that grow until they fail, and against the engine's own."""
+"""Rows of a static batch, compared with a memory that is filled row by row and with the engine."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def found_rows(layout, kv_bytes, spec, prompt, new):
 
 
 def rows_that_grow(layout, kv_bytes, spec, tokens):
-    """Rows of so many tokens that a memory takes one after another until it has no page left."""
+    """The number of rows of `tokens` tokens each that a memory holds before pages run out."""
     memory = KVMemory(layout, kv_bytes, MOST_ROWS)
     names = statistics_used(layout, spec.statistics)
     for rows in range(MOST_ROWS):
@@ -77,7 +77,7 @@ def rows_that_grow(layout, kv_bytes, spec, tokens):
 
 
 def admitted_rows(layout, kv_bytes, spec, prompt, new):
-    """Rows that reserved admission lets into a memory whose newcomers grow as they enter."""
+    """The number of rows that reserved admission admits if each grows on admission."""
     first = min(prompt, spec.least_cap) if spec.prefills_in_blocks else prompt
     memory = KVMemory(layout, kv_bytes, MOST_ROWS)
     peaks = Peaks(memory, first)
@@ -125,7 +125,7 @@ def cuts_pages(layout, kv_bytes):
     page_tokens=st.sampled_from([1, 4, 16]),
     head_dim=st.sampled_from([8, 20]),
 )
-def test_as_many_rows_as_reserved_admission_lets_in(spec, kv_bytes, lengths, page_tokens, head_dim):
+def test_rows_at_once_equals_reserved_admission(spec, kv_bytes, lengths, page_tokens, head_dim):
     layout = layout_of(spec, page_tokens=page_tokens, head_dim=head_dim)
     expected = admitted_rows(layout, kv_bytes, spec, *lengths)
 
@@ -138,10 +138,8 @@ def test_as_many_rows_as_reserved_admission_lets_in(spec, kv_bytes, lengths, pag
     lengths=st.tuples(st.integers(1, 90), st.integers(1, 40)),
     page_tokens=st.sampled_from([1, 4, 16]),
 )
-def test_as_many_rows_as_grow_to_their_peak_before_the_memory_is_full(
-    spec, kv_bytes, lengths, page_tokens
-):
-    """Where slab borders cut pages, a page of each slab may be promised to nobody."""
+def test_rows_at_once_equals_rows_grown_to_their_peak(spec, kv_bytes, lengths, page_tokens):
+    """If slab borders cut pages, one page of each slab may remain unused."""
     prompt, new = lengths
     layout = layout_of(spec, page_tokens=page_tokens)
     rows = min(found_rows(layout, kv_bytes, spec, prompt, new), MOST_ROWS)
@@ -152,7 +150,7 @@ def test_as_many_rows_as_grow_to_their_peak_before_the_memory_is_full(
         assert rows == grown
 
 
-def test_some_layouts_have_slabs_that_cut_pages():
+def test_slab_borders_cut_pages_in_some_layouts():
     spec = EvictionSpec(cap=30, every=4, statistics=(AttentionSum(), QueryMoments()))
 
     assert cuts_pages(layout_of(spec, head_dim=20), 400_000)
@@ -169,8 +167,8 @@ def test_some_layouts_have_slabs_that_cut_pages():
     ],
 )
 @pytest.mark.parametrize("kv_bytes", [66_000, 81_000, 131_072])
-def test_as_many_rows_as_the_engine_runs_together(evict, held, kv_bytes):
-    """Prompts of 50 tokens and 10 new: all rows are in the first step, and all end together."""
+def test_rows_at_once_equals_rows_the_engine_runs(evict, held, kv_bytes):
+    """Prompts of 50 tokens, 10 new tokens: all rows start in the first step and end together."""
     schedule = ScheduleConfig(max_num_batched_tokens=8_192, admission="reserved", low_watermark=1.0)
     kv = kv_config(memory=kv_bytes, evict=evict, enable_prefix_caching=False)
     engine = Engine(load("llama"), kv, schedule)

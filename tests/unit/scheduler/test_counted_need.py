@@ -1,7 +1,7 @@
-"""What admission counts for a request, against the pages that it takes while it runs.
+"""Pages that admission counts for a request, compared with the pages it uses while it runs.
 
-Every layout that a cache can have: codecs with full-precision windows, sliding windows, eviction
-rules with statistics, stores; requests alone, of several draws, and of several beams.
+Covers all cache layouts: codecs with full-precision windows, sliding windows, eviction rules with
+statistics, stores; single requests, parallel samples and beams.
 """
 
 from dataclasses import dataclass, replace
@@ -28,20 +28,20 @@ STORES = ("paged", "contiguous_max", "contiguous_growing", "ring")
 
 
 class AnyLayout(SchedulerLoad):
-    """A load whose refusals are not checked by the bytes of a few slabs: there are more classes."""
+    """A load without the check of refusals, which assumes few page classes."""
 
     def _check_refusal(self, request):
         pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """One request and the engine that it is sent to.
+class Case:
+    """One request and the engine that runs it.
 
     Attributes:
-        windows: of the model's layers.
-        width: sequences that answer the prompt.
-        beams: whether they are those of a beam search.
+        windows: sliding windows of the model's layers.
+        width: number of output sequences.
+        beams: whether the outputs are beams.
         offload: whether the first pages of a sequence may be offloaded.
     """
 
@@ -55,10 +55,10 @@ class Drawn:
     offload: bool = False
     chunk_tokens: int = 64
     prompt: int = 34
-    answer: int = 2
+    max_tokens: int = 2
 
     def memory(self, total_bytes: int) -> KVMemory:
-        """A memory of so many bytes."""
+        """Make a KV memory of this size."""
         layers = tuple(LayerSpec(window=window) for window in self.windows)
         layout = layout_for(
             replace(MODEL, num_layers=len(layers), layers=layers),
@@ -74,20 +74,20 @@ class Drawn:
         )
 
     def load(self, total_bytes: int) -> SchedulerLoad:
-        """A scheduler over that memory, and the request in its queue.
+        """Make a scheduler over a memory of this size, with the request in its queue.
 
         Raises:
             ConfigError, NeverFits: the memory is too small.
         """
         setting = Setting(
-            cap=None if self.eviction.cap is None else 20,  # of no request
+            cap=None if self.eviction.cap is None else 20,  # used by no request
             max_num_seqs=max(2, self.width),
             max_num_batched_tokens=256,
             chunk_tokens=self.chunk_tokens,
             offload_bytes=total_bytes if self.offload else 0,
         )
         load = AnyLayout(setting, self.memory(total_bytes))
-        members = [load.request(self.prompt, self.answer) for _ in range(self.width)]
+        members = [load.request(self.prompt, self.max_tokens) for _ in range(self.width)]
         names = statistics_used(load.memory.layout, self.eviction.statistics)
         for member in members:
             member.eviction.spec, member.memory.statistics = self.eviction, names
@@ -124,7 +124,7 @@ DRAWN = st.fixed_dictionaries(
         "page_tokens": st.sampled_from([2, 4, 16]),
         "store": st.sampled_from(STORES),
         "evicts": st.booleans(),
-        "above": st.integers(1, 30),
+        "retained": st.integers(1, 30),
         "every": st.integers(1, 6),
         "when": st.sampled_from([PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE]),
         "statistics": st.sampled_from([(), (SUMS,), (SUMS, RING)]),
@@ -133,32 +133,32 @@ DRAWN = st.fixed_dictionaries(
         "offload": st.booleans(),
         "chunk_tokens": st.sampled_from([1, 5, 16, 64]),
         "prompt": st.integers(1, 50),
-        "answer": st.integers(1, 20),
+        "max_tokens": st.integers(1, 20),
     }
 )
 
 
-def request_of(values) -> Drawn:
-    """A request that the engine takes: without what does not go together with the rest."""
+def request_of(values) -> Case:
+    """Make a valid case; reject combinations of options that the engine refuses."""
     rest = dict(values)
-    evicts, above, every, when, statistics = map(
-        rest.pop, ("evicts", "above", "every", "when", "statistics")
+    evicts, retained, every, when, statistics = map(
+        rest.pop, ("evicts", "retained", "every", "when", "statistics")
     )
     runs, pages = rest["store"].startswith("contiguous"), rest["codec"] in PAGE_CODECS
-    assume(not (evicts and pages))  # slots of pages in codes do not move
+    assume(not (evicts and pages))  # slots of page codecs cannot be moved
     assume(not (runs and (rest["beams"] or rest["offload"])))
-    assume(not (evicts and rest["offload"]))  # a request that evicts has its pages back for it
+    assume(not (evicts and rest["offload"]))  # the pages of a request that evicts are reloaded
     assume(not rest["offload"] or len(rest["windows"]) > 5)  # more layers than staging slots
     assume(rest["store"] != "ring" or any(rest["windows"]))
     assume(not rest["beams"] or rest["width"] > 1)
     eviction = KEEP_ALL
     if evicts:
-        eviction = EvictionSpec(cap=every + above, every=every, when=when, statistics=statistics)
-    return Drawn(**rest, eviction=eviction)
+        eviction = EvictionSpec(cap=every + retained, every=every, when=when, statistics=statistics)
+    return Case(**rest, eviction=eviction)
 
 
-def in_least_memory(request: Drawn) -> SchedulerLoad:
-    """A scheduler in the least memory, to a twentieth, that takes a request."""
+def load_in_least_memory(request: Case) -> SchedulerLoad:
+    """A scheduler over the least memory (within 5 %) that accepts the request."""
     total_bytes = request.memory(AMPLE_BYTES).layout.smallest_sequence_bytes
     while total_bytes < AMPLE_BYTES:
         try:
@@ -169,44 +169,44 @@ def in_least_memory(request: Drawn) -> SchedulerLoad:
 
 
 @pytest.mark.parametrize("width", [2, 3])
-def test_beams_behind_a_prompt_free_what_its_windows_held(width):
-    """The prompt was read in one chunk: its window lanes hold all of it until the next token."""
-    beams = Drawn(codec="int4_page/int4", windows=(None, 8), width=width, beams=True)
+def test_beams_fit_while_window_lanes_still_hold_the_prompt(width):
+    """The prompt is prefilled in one chunk: window lanes hold all of it until the next token."""
+    beams = Case(codec="int4_page/int4", windows=(None, 8), width=width, beams=True)
 
-    in_least_memory(beams).drain()
-
-
-@given(values=DRAWN)
-def test_a_request_runs_in_the_least_memory_that_admits_it(values):
-    load = in_least_memory(request_of(values))
-
-    load.drain()  # fails where the request ends with an error, or does not go on
+    load_in_least_memory(beams).drain()
 
 
 @given(values=DRAWN)
-def test_no_more_pages_are_taken_than_are_counted(values):
+def test_request_completes_in_the_least_memory_that_admits_it(values):
+    load = load_in_least_memory(request_of(values))
+
+    load.drain()  # fails if the request ends with an error or makes no progress
+
+
+@given(values=DRAWN)
+def test_used_pages_never_exceed_counted_pages(values):
     request = request_of(values)
-    # in ample memory nothing is short: neither loses tokens under pressure nor is offloaded
+    # with ample memory, no token is evicted under pressure and no page is offloaded
     assume(request.eviction.when != PRESSURE or request.eviction.cap is None)
     load = replace(request, offload=False).load(AMPLE_BYTES)
     peaks, first = load.scheduler.peaks, next(iter(load.requests.values()))
     width = num_rows(first) if first.group is not None else request.width
     need = need_of(first, first.final_tokens)
     counted = peaks.by_class(peaks.whole_counts(need, num_rows(first)))
-    times = width // num_rows(first)  # sequences that run apart
+    num_groups = width // num_rows(first)  # sequences that run separately
 
     while load.scheduler.has_work:
         load.step()
         for page_class, pool in load.memory.pools.items():
-            assert pool.num_used <= counted[page_class] * times
+            assert pool.num_used <= counted[page_class] * num_groups
 
 
 @pytest.mark.parametrize("store", STORES[:3])
 @pytest.mark.parametrize("statistics", [(), (SUMS,)])
-def test_a_request_is_admitted_in_twice_what_it_takes(store, statistics):
-    """Sixteen lanes, and slabs of a 64th of the memory."""
+def test_request_is_admitted_in_twice_its_peak_bytes(store, statistics):
+    """Sixteen lanes, and slabs of 1/64 of the memory."""
     eviction = EvictionSpec(cap=43, every=5, statistics=statistics)
-    request = Drawn(store=store, windows=(None,) * 8, eviction=eviction, prompt=45, answer=3)
+    request = Case(store=store, windows=(None,) * 8, eviction=eviction, prompt=45, max_tokens=3)
     ample = request.load(AMPLE_BYTES)
     ample.drain()
 

@@ -1,4 +1,4 @@
-"""Events of KV: numbered, remembered within bounds, passed on, and written one line each."""
+"""KV events: numbers, bounded history, listeners, and files with one line per event."""
 
 import errno
 import fcntl
@@ -39,7 +39,7 @@ def filled(kinds, **options):
     return log
 
 
-def test_an_event_says_what_when_whose_and_how_much():
+def test_event_has_kind_time_request_tenant_and_data():
     log = filled(["admitted"])
 
     [event] = log.newest()
@@ -55,27 +55,27 @@ def test_an_event_says_what_when_whose_and_how_much():
     }
 
 
-def test_an_event_of_the_pool_belongs_to_nobody():
+def test_event_without_a_request_has_empty_request_and_tenant():
     log = EventLog(Clock())
     log.emit("uncached", None, tokens=16, kv_bytes=4096)
 
     assert [(e.request_id, e.tenant) for e in log.newest()] == [("", "")]
 
 
-def test_data_cannot_hide_whose_event_it_is():
+def test_event_data_does_not_override_tenant_and_number():
     event = KVEvent("freed", 1.0, "a", "red", {"tenant": "blue", "number": 9}, 4)
 
     assert (event.as_dict()["tenant"], event.as_dict()["number"]) == ("red", 4)
 
 
-def test_only_the_newest_events_are_remembered():
+def test_log_retains_only_the_newest_events():
     log = filled(["chunk"] * 10, kept=3)
 
     assert [event.number for event in log.newest()] == [8, 9, 10]
     assert log.num_events == 10
 
 
-def test_events_are_found_by_kind_number_and_count():
+def test_newest_filters_by_kind_number_and_count():
     log = filled(["admitted", "chunk", "chunk", "freed", "chunk"])
 
     def numbers(*arguments, **options):
@@ -88,26 +88,26 @@ def test_events_are_found_by_kind_number_and_count():
     assert numbers(since=5) == numbers(most=0) == []
 
 
-def test_an_unknown_kind_is_refused_by_name():
+def test_unknown_event_kind_is_rejected_with_a_suggestion():
     with pytest.raises(UnknownName, match="did you mean preempted"):
         EventLog().newest(["preempt"])
 
 
-def test_every_listener_hears_every_event_until_it_leaves():
-    log, heard, left = EventLog(), [], []
-    log.subscribe(heard.append)
-    log.subscribe(left.append)
+def test_listener_receives_every_event_until_it_unsubscribes():
+    log, events, events_before = EventLog(), [], []
+    log.subscribe(events.append)
+    log.subscribe(events_before.append)
     log.emit("chunk", REQUEST)
-    log.unsubscribe(left.append)
+    log.unsubscribe(events_before.append)
     log.unsubscribe(print)
     log.emit("freed", REQUEST)
 
-    assert [event.kind for event in heard] == ["chunk", "freed"]
-    assert [event.kind for event in left] == ["chunk"]
+    assert [event.kind for event in events] == ["chunk", "freed"]
+    assert [event.kind for event in events_before] == ["chunk"]
 
 
-def test_a_listener_that_raises_is_dropped_and_the_others_go_on(caplog):
-    log, heard = EventLog(), []
+def test_listener_that_raises_is_removed_and_others_continue(caplog):
+    log, events = EventLog(), []
     calls = []
 
     def broken(event):
@@ -115,18 +115,18 @@ def test_a_listener_that_raises_is_dropped_and_the_others_go_on(caplog):
         raise RuntimeError("no more")
 
     log.subscribe(broken)
-    log.subscribe(heard.append)
+    log.subscribe(events.append)
     for _ in range(3):
         log.emit("chunk", REQUEST)
 
     assert len(calls) == 1
-    assert len(heard) == len(log.newest()) == 3
+    assert len(events) == len(log.newest()) == 3
     assert [record.message for record in caplog.records] == [
         "removed a listener of KV events because it raised"
     ]
 
 
-def test_a_file_has_each_event_at_once_as_a_line(tmp_path):
+def test_event_file_appends_each_event_as_a_line_at_once(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"from": "before"}\n')
     log = EventLog(Clock())
@@ -142,7 +142,7 @@ def test_a_file_has_each_event_at_once_as_a_line(tmp_path):
     assert records[1:] == [event.as_dict() for event in log.newest()]
 
 
-def test_two_writers_of_one_file_do_not_cut_each_others_lines(tmp_path):
+def test_two_writers_of_one_file_write_whole_lines(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventFile(path) as first, EventFile(path) as second:
         for number in range(50):
@@ -152,7 +152,7 @@ def test_two_writers_of_one_file_do_not_cut_each_others_lines(tmp_path):
     assert [record["number"] for record in read_records(path)] == sorted([*range(50)] * 2)
 
 
-def test_a_write_cut_short_is_finished(tmp_path, monkeypatch):
+def test_partial_write_is_completed(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     with EventFile(tmp_path / "events.jsonl") as file:
@@ -162,13 +162,13 @@ def test_a_write_cut_short_is_finished(tmp_path, monkeypatch):
     assert record["request_id"] == "a"
 
 
-def test_a_file_that_cannot_be_written_is_refused_with_its_name(tmp_path):
+def test_unwritable_event_file_is_rejected_with_its_path(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.events\.jsonl: No such file"):
         EventFile(tmp_path / "nowhere" / "events.jsonl")
 
 
-class Disk:
-    """Writes only so many bytes."""
+class FullDisk:
+    """Replaces `os.write` by one that writes `free_bytes` bytes and then raises ENOSPC."""
 
     def __init__(self, monkeypatch):
         self.free_bytes, self._write = 0, os.write
@@ -186,10 +186,12 @@ def chunk(number):
     return KVEvent("chunk", 0.0, "a", "red", {}, number)
 
 
-def test_events_of_a_full_disk_are_written_when_there_is_room(tmp_path, monkeypatch, caplog):
-    path, disk = tmp_path / "events.jsonl", Disk(monkeypatch)
+def test_events_buffered_for_a_full_disk_are_written_when_space_is_free(
+    tmp_path, monkeypatch, caplog
+):
+    path, disk = tmp_path / "events.jsonl", FullDisk(monkeypatch)
     with EventFile(path) as file:
-        for disk.free_bytes in (0, 20):  # room for a part of a line, which is no line
+        for disk.free_bytes in (0, 20):  # 20 bytes: space for an incomplete line
             file(chunk(1 if not disk.free_bytes else 2))
             assert read_records(path) == []
         disk.free_bytes = 1000
@@ -201,8 +203,8 @@ def test_events_of_a_full_disk_are_written_when_there_is_room(tmp_path, monkeypa
     assert "events.jsonl: No space left on device" in caplog.text
 
 
-def test_a_disk_that_stays_full_ends_in_one_error_with_what_is_lost(tmp_path, monkeypatch):
-    path, disk = tmp_path / "events.jsonl", Disk(monkeypatch)
+def test_close_on_a_full_disk_raises_with_the_number_of_lost_events(tmp_path, monkeypatch):
+    path, disk = tmp_path / "events.jsonl", FullDisk(monkeypatch)
     disk.free_bytes = len(json.dumps(chunk(1).as_dict())) + 1
     log = EventLog(Clock())
     file = EventFile(path)
@@ -216,9 +218,9 @@ def test_a_disk_that_stays_full_ends_in_one_error_with_what_is_lost(tmp_path, mo
     assert len(log.newest()) == 3
 
 
-def test_events_held_for_a_full_disk_are_bounded(tmp_path, monkeypatch):
+def test_buffer_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(event_file, "MOST_HELD_BYTES", 200)
-    disk, file = Disk(monkeypatch), EventFile(tmp_path / "events.jsonl")
+    disk, file = FullDisk(monkeypatch), EventFile(tmp_path / "events.jsonl")
     for number in range(5):
         file(chunk(number))
     lost = file.num_lost
@@ -230,8 +232,8 @@ def test_events_held_for_a_full_disk_are_bounded(tmp_path, monkeypatch):
     assert len(read_records(tmp_path / "events.jsonl")) == 5 - lost
 
 
-def test_an_error_of_the_command_is_not_hidden_by_a_full_disk(tmp_path, monkeypatch, caplog):
-    Disk(monkeypatch)
+def test_full_disk_does_not_hide_the_exception_of_the_with_block(tmp_path, monkeypatch, caplog):
+    FullDisk(monkeypatch)
     file = EventFile(tmp_path / "events.jsonl")
     file(chunk(1))
 
@@ -270,8 +272,8 @@ def long_chunk(number):
     return KVEvent("chunk", 0.0, "a" * 3000, "red", {}, number)
 
 
-def test_a_line_that_a_pipe_took_in_part_goes_on_where_it_ended(pipe, caplog):
-    """Nothing can be cut off a pipe; each write waits for nobody."""
+def test_partly_written_line_of_a_pipe_continues_where_it_ended(pipe, caplog, monkeypatch):
+    """A pipe cannot be truncated; no write waits for the reader."""
     file = EventFile(pipe.path)
     for number in range(1, 6):
         file(long_chunk(number))
@@ -279,19 +281,30 @@ def test_a_line_that_a_pipe_took_in_part_goes_on_where_it_ended(pipe, caplog):
         pipe.take(1000)  # from the middle of a line to the middle of another
         file(chunk(100))
     pipe.take()
-    while file._held:
+    num_sent = 5 + 8
+    while pipe.read.count(b"\n") < num_sent:
+        assert num_sent < 100
         file(chunk(100))
+        num_sent += 1
         pipe.take()
-    file.close()
+    # the buffer is empty: it accepts one line of exactly its limit, and no longer line
+    line_bytes = len(json.dumps(chunk(100).as_dict())) + 1
+    monkeypatch.setattr(event_file, "MOST_HELD_BYTES", line_bytes)
+    file(chunk(100))
+    assert file.num_lost == 0
+    monkeypatch.setattr(event_file, "MOST_HELD_BYTES", line_bytes - 1)
+    file(chunk(100))
+    assert file.num_lost == 1
+    with pytest.raises(ConfigError, match="the file lacks 1 events"):
+        file.close()
     pipe.take()
 
-    assert pipe.numbers == [1, 2, 3, 4, 5] + [100] * (len(pipe.numbers) - 5)
-    assert file.num_lost == file._held_bytes == 0
+    assert pipe.numbers == [1, 2, 3, 4, 5] + [100] * (num_sent + 1 - 5)
     assert len(caplog.records) == 1
     assert "its reader does not keep up" in caplog.text
 
 
-def test_a_pipe_is_waited_for_at_the_end(pipe):
+def test_close_waits_for_the_reader_of_a_pipe(pipe):
     file = EventFile(pipe.path)
     for number in range(1, 6):
         file(long_chunk(number))
@@ -304,7 +317,7 @@ def test_a_pipe_is_waited_for_at_the_end(pipe):
     assert pipe.numbers == [1, 2, 3, 4, 5]
 
 
-def test_a_pipe_whose_reader_stands_still_ends_in_one_error(pipe, monkeypatch):
+def test_close_raises_if_the_reader_of_a_pipe_stalls(pipe, monkeypatch):
     monkeypatch.setattr(event_file, "CLOSE_WAIT_S", 0.05)
     file = EventFile(pipe.path)
     for number in range(1, 4):
@@ -314,7 +327,7 @@ def test_a_pipe_whose_reader_stands_still_ends_in_one_error(pipe, monkeypatch):
         file.close()
 
 
-def test_a_pipe_that_its_reader_leaves_ends_in_one_error(pipe):
+def test_close_raises_if_the_reader_has_closed_the_pipe(pipe):
     file = EventFile(pipe.path)
     file(chunk(1))
     pipe.close()
@@ -324,7 +337,7 @@ def test_a_pipe_that_its_reader_leaves_ends_in_one_error(pipe):
         file.close()
 
 
-def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path):
+def test_pipe_without_a_reader_is_rejected_at_once(tmp_path):
     os.mkfifo(tmp_path / "events")
 
     with pytest.raises(ConfigError, match="no process has opened it for reading; choose another"):
@@ -332,7 +345,7 @@ def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [stat.S_IFBLK, stat.S_IFSOCK])
-def test_what_is_no_file_pipe_or_terminal_is_refused(tmp_path, monkeypatch, kind):
+def test_path_that_is_no_file_pipe_or_terminal_is_rejected(tmp_path, monkeypatch, kind):
     found = os.stat_result((kind | 0o600, *[0] * 9))
     monkeypatch.setattr(os, "fstat", lambda _: found)
 
@@ -340,6 +353,6 @@ def test_what_is_no_file_pipe_or_terminal_is_refused(tmp_path, monkeypatch, kind
         EventFile(tmp_path / "events")
 
 
-def test_events_may_go_to_a_device():
+def test_events_can_be_written_to_a_character_device():
     with EventFile(Path(os.devnull)) as file:
         file(chunk(1))

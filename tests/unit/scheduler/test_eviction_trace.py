@@ -1,4 +1,4 @@
-"""What left, eviction by eviction, gives back what stayed."""
+"""Eviction traces: the retained tokens follow from the recorded evictions."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from quire.scheduler.eviction_trace import EvictionEntry, retained_sets
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=6), st.randoms())
-def test_entries_and_kept_sets_say_the_same(lanes, chunks, rng):
-    """Slots lie in any order; the same leave again whatever order they lie in then."""
+def test_retained_sets_match_the_recorded_evictions(lanes, chunks, rng):
+    """Slots are in any order; an entry evicts the same tokens for any order of slots."""
     held: list[list[int]] = [[] for _ in range(lanes)]
     trace, expected, length = [], [], 0
     for chunk in chunks:
@@ -29,10 +29,12 @@ def test_entries_and_kept_sets_say_the_same(lanes, chunks, rng):
             {p for p, s in zip(*pair, strict=True) if not s}
             for pair in zip(positions.tolist(), keep.tolist(), strict=True)
         ]
-        held = [[p for p in lane if p not in gone] for lane, gone in zip(held, left, strict=True)]
+        held = [
+            [p for p in lane if p not in evicted] for lane, evicted in zip(held, left, strict=True)
+        ]
 
         assert again.sum(axis=1).tolist() == [len(lane) for lane in held]
-        assert entry.num_slots == sum(len(gone - {-1}) for gone in left)
+        assert entry.num_slots == sum(len(evicted - {-1}) for evicted in left)
         trace.append(entry)
         expected.append((length, [sorted(lane) for lane in held]))
     found = [(k.num_computed, [lane.tolist() for lane in k.kept]) for k in retained_sets(trace)]
@@ -41,11 +43,11 @@ def test_entries_and_kept_sets_say_the_same(lanes, chunks, rng):
 
 
 @given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=4))
-def test_neighbours_take_less_room_and_the_same_have_left(gone):
-    keep = np.array([[p not in lane for p in range(31)] for lane in gone])
-    positions = np.tile(np.arange(31, dtype=np.int32), (len(gone), 1))
+def test_adjacent_evicted_tokens_are_stored_in_less_space(evicted):
+    keep = np.array([[p not in lane for p in range(31)] for lane in evicted])
+    positions = np.tile(np.arange(31, dtype=np.int32), (len(evicted), 1))
     entry = EvictionEntry.of(31, positions, keep)
-    left = [p for lane in gone for p in sorted(lane)]
+    left = [p for lane in evicted for p in sorted(lane)]
     plain = EvictionEntry(31, entry.counts, np.array(left, dtype=np.int32))
 
     assert entry.evicted.tolist() == plain.evicted.tolist()
@@ -56,7 +58,7 @@ def test_neighbours_take_less_room_and_the_same_have_left(gone):
     assert EvictionEntry.joined(31, [entry, entry]).evicted.tolist() == plain.evicted.tolist() * 2
 
 
-def test_a_stream_s_trace_takes_two_numbers_for_each_lane_and_eviction():
+def test_evicted_range_is_stored_as_two_numbers_per_lane():
     keep = np.ones((3, 512), dtype=bool)
     keep[:, 4:68] = False
     positions = np.tile(np.arange(512, dtype=np.int32), (3, 1))
@@ -64,12 +66,12 @@ def test_a_stream_s_trace_takes_two_numbers_for_each_lane_and_eviction():
     assert len(EvictionEntry.of(512, positions, keep).stored) == 2 * 3
 
 
-def test_kept_sets_are_written_as_ranges():
+def test_retained_sets_are_serialized_as_ranges():
     keep = np.array([[1, 1, 1, 0, 1, 0, 1, 1], [0] * 7 + [1]], dtype=bool)
     entry = EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), keep)
-    [kept] = retained_sets([entry])
+    [retained] = retained_sets([entry])
 
-    assert kept.as_dict() == {"num_computed": 8, "kept": ["0-2,4,6-7", "7"]}
+    assert retained.as_dict() == {"num_computed": 8, "kept": ["0-2,4,6-7", "7"]}
 
 
 def test_equal_entries_have_equal_digests():
@@ -80,13 +82,13 @@ def test_equal_entries_have_equal_digests():
     assert one.digest != other.digest
 
 
-def _padded(rows: list, filling: object) -> np.ndarray:
+def _padded(rows: list, padding: object) -> np.ndarray:
     width = max(map(len, rows))
-    return np.array([row + [filling] * (width - len(row)) for row in rows])
+    return np.array([row + [padding] * (width - len(row)) for row in rows])
 
 
-def test_raised_tokens_stay_important_until_they_leave():
-    """Two lanes; what is raised is written as what left would be."""
+def test_promoted_tokens_are_listed_until_they_are_evicted():
+    """Two lanes; promoted tokens are recorded in the same form as evicted ones."""
     positions = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
     first = replace(
         EvictionEntry.of(4, positions, np.array([[1, 1, 0, 1], [1, 1, 1, 0]], dtype=bool)),

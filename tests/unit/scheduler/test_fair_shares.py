@@ -1,4 +1,4 @@
-"""Tenants beside each other, in steps: a flood, equal shares, a guarantee; and work done twice."""
+"""Tenants that share a memory: a flood, equal shares, guarantees, limits, and recomputed work."""
 
 import random
 from dataclasses import replace
@@ -12,20 +12,27 @@ from quire.scheduler.request_parts import RequestState
 from quire.sim.fairness import jain_index
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
-PROMPT, ANSWER = 24, 16
+PROMPT_TOKENS, MAX_TOKENS = 24, 16
 SETTING = Setting(page_tokens=8, pages=120, max_num_batched_tokens=64, max_num_seqs=8)
 NUM_STEPS = 600
 
 
-def send(load: SchedulerLoad, tenant: str, prompt: int = PROMPT, answer: int = ANSWER) -> Request:
-    request = load.request(prompt, answer)
+def send(
+    load: SchedulerLoad, tenant: str, prompt: int = PROMPT_TOKENS, max_tokens: int = MAX_TOKENS
+) -> Request:
+    request = load.request(prompt, max_tokens)
     request.spec = replace(request.spec, tenant=tenant)
     load.submit(request)
     return request
 
 
 def queue_steps(flood_each: int, pages: int) -> np.ndarray:
-    """Steps that each request of the small tenant waits; the other sends so many in that time."""
+    """Steps that each request of tenant "small" waits.
+
+    Args:
+        flood_each: requests that tenant "flood" sends for each of them.
+        pages: size of the memory.
+    """
     load = SchedulerLoad(
         Setting(page_tokens=8, pages=pages, max_num_batched_tokens=64, max_num_seqs=8)
     )
@@ -43,25 +50,25 @@ def queue_steps(flood_each: int, pages: int) -> np.ndarray:
     return np.array([entered.get(r.request_id, NUM_STEPS) - start for r, start in sent])
 
 
-@pytest.mark.parametrize("pages", [24, 120])  # the pool is the bottleneck, or the rows are
-def test_who_sends_little_does_not_wait_behind_who_sends_20_times_as_much(pages):
+@pytest.mark.parametrize("pages", [24, 120])  # limited by memory, limited by rows
+def test_small_tenant_does_not_wait_behind_a_tenant_with_20_times_the_load(pages):
     alone = np.percentile(queue_steps(0, pages), 99)
-    beside = np.percentile(queue_steps(20, pages), 99)
+    with_flood = np.percentile(queue_steps(20, pages), 99)
 
-    prefill_steps = -(-PROMPT // SETTING.max_num_batched_tokens)
-    assert beside <= max(2 * alone, 1 + prefill_steps)
+    prefill_steps = -(-PROMPT_TOKENS // SETTING.max_num_batched_tokens)
+    assert with_flood <= max(2 * alone, 1 + prefill_steps)
 
 
 @pytest.mark.parametrize("pages", [24, 120])
-def test_tenants_of_equal_weight_are_served_alike_while_both_wait(pages):
+def test_tenants_of_equal_weight_are_served_equally_while_both_wait(pages):
     load = SchedulerLoad(
         Setting(page_tokens=8, pages=pages, max_num_batched_tokens=64, max_num_seqs=8)
     )
     rng = random.Random(1)
     for number in range(210):
-        send(load, "flood" if number % 21 else "small", rng.randint(1, 2 * PROMPT))
+        send(load, "flood" if number % 21 else "small", rng.randint(1, 2 * PROMPT_TOKENS))
     for _ in range(60):
-        send(load, "small", rng.randint(1, 2 * PROMPT))
+        send(load, "small", rng.randint(1, 2 * PROMPT_TOKENS))
     served = {"flood": 0.0, "small": 0.0}
     while set(load.scheduler.waiting.backlogged) == set(served):
         load.step(served=served)
@@ -71,7 +78,7 @@ def test_tenants_of_equal_weight_are_served_alike_while_both_wait(pages):
 
 
 @pytest.mark.parametrize("guaranteed", [30, 60])
-def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
+def test_guaranteed_memory_is_available_within_two_steps(guaranteed):
     load = SchedulerLoad(
         Setting(
             page_tokens=8,
@@ -82,15 +89,15 @@ def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
         )
     )
     for _ in range(20):
-        send(load, "b", PROMPT, 60)
+        send(load, "b", PROMPT_TOKENS, 60)
     for _ in range(20):
         load.step()
-    book = load.scheduler.fairness.accounts
-    left_bytes = load.memory.total_bytes - book.held_bytes("b")
-    assert left_bytes < book.spec("a").guaranteed_bytes // 2
-    mine = send(load, "a")
+    accounts = load.scheduler.fairness.accounts
+    available_bytes = load.memory.total_bytes - accounts.held_bytes("b")
+    assert available_bytes < accounts.spec("a").guaranteed_bytes // 2
+    guaranteed_request = send(load, "a")
     waited = 0
-    while mine.progress.state is RequestState.WAITING:
+    while guaranteed_request.progress.state is RequestState.WAITING:
         load.step()
         waited += 1
 
@@ -98,48 +105,51 @@ def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
     load.drain()
 
 
-@pytest.mark.parametrize(("num_takeable", "enters"), [(1, False), (4, True)])
-def test_nobody_is_thrown_out_for_one_that_could_not_enter_all_the_same(num_takeable, enters):
-    """Those who have just come back give nothing: what the others could give is counted first."""
+@pytest.mark.parametrize(("num_preemptible", "is_admitted"), [(1, False), (4, True)])
+def test_no_request_is_preempted_if_that_would_not_admit_the_other(num_preemptible, is_admitted):
+    """Resumed requests cannot be preempted: the memory of the others is counted first."""
     load = SchedulerLoad(
         Setting(page_tokens=8, pages=24, max_num_batched_tokens=64, max_num_seqs=8, guaranteed=60)
     )
     for _ in range(20):
-        send(load, "b", PROMPT, 60)
+        send(load, "b", PROMPT_TOKENS, 60)
     for _ in range(20):
         load.step()
     reasons: list[object] = []
     load.scheduler.sequence_memory.events.subscribe(
         lambda event: reasons.append(event.data.get("reason"))
     )
-    for request in load.scheduler.running[num_takeable:]:
+    for request in load.scheduler.running[num_preemptible:]:
         request.progress.num_admissions, request.progress.admitted_tokens = 2, request.num_tokens
-    mine = send(load, "a", 12 * 8)
+    guaranteed_request = send(load, "a", 12 * 8)
     load.step()
 
-    taken = "tenant a needs memory of its share" in reasons
-    assert (mine.progress.state is RequestState.RUNNING, taken) == (enters, enters)
+    preempted = "tenant a needs memory of its share" in reasons
+    assert (guaranteed_request.progress.state is RequestState.RUNNING, preempted) == (
+        is_admitted,
+        is_admitted,
+    )
 
 
 @pytest.mark.parametrize("host_pages", [0, 40])
 @pytest.mark.parametrize("pages", [8, 12, 20])
-def test_a_load_on_too_small_a_pool_does_not_go_in_circles(pages, host_pages):
+def test_preemption_at_high_load_recomputes_at_most_once_on_average(pages, host_pages):
     setting = Setting(pages=pages, page_tokens=8, host_pages=host_pages, preempt="swap")
-    load, rng, wanted = SchedulerLoad(setting), random.Random(pages), 0
+    load, rng, final_tokens = SchedulerLoad(setting), random.Random(pages), 0
     for _ in range(60):
         request = load.request(rng.randint(1, 40), rng.randint(1, 24))
         assert load.submit(request)
-        wanted += request.final_tokens
+        final_tokens += request.final_tokens
     load.drain()
 
     assert load.scheduler.num_preemptions > 3
     assert load.without_progress == 0
-    assert load.processed_tokens <= 2 * wanted
+    assert load.processed_tokens <= 2 * final_tokens
 
 
 @pytest.mark.parametrize("admission", ["optimistic", "reserved", "estimated"])
-def test_a_tenant_never_holds_more_than_its_limit(admission):
-    """Its requests fit when they enter and grow from there: the last ones give way in time."""
+def test_tenant_never_exceeds_its_memory_limit(admission):
+    """Its requests fit when they are admitted and then grow: the newest are preempted in time."""
     load = SchedulerLoad(
         Setting(
             page_tokens=8,
@@ -162,9 +172,9 @@ def test_a_tenant_never_holds_more_than_its_limit(admission):
     assert 0 < most <= fairness.accounts.spec("b").limit_bytes
 
 
-@pytest.mark.parametrize("num_answers", [2, 6])
-def test_several_answers_to_one_prompt_stay_within_the_limit_of_their_tenant(num_answers):
-    """Members of a group are not preempted for each other: over the limit they run apart."""
+@pytest.mark.parametrize("num_samples", [2, 6])
+def test_parallel_samples_stay_within_the_limit_of_their_tenant(num_samples):
+    """Members of a group are not preempted for each other: above the limit they run separately."""
     load = SchedulerLoad(
         Setting(
             page_tokens=8,
@@ -175,7 +185,7 @@ def test_several_answers_to_one_prompt_stay_within_the_limit_of_their_tenant(num
             burst=40,
         )
     )
-    members = [load.request(16, 40) for _ in range(num_answers)]
+    members = [load.request(16, 40) for _ in range(num_samples)]
     for member in members:
         member.spec = replace(member.spec, tenant="b")
     load.submit_group(members, atomic=False)
@@ -189,7 +199,7 @@ def test_several_answers_to_one_prompt_stay_within_the_limit_of_their_tenant(num
     assert not load.requests
 
 
-def test_beams_that_would_pass_the_limit_of_their_tenant_are_refused():
+def test_beams_above_the_limit_of_their_tenant_are_rejected():
     load = SchedulerLoad(
         Setting(
             page_tokens=8,

@@ -1,7 +1,8 @@
-"""What tenants are charged and credited with when their requests leave and come again."""
+"""Charges and accounts of tenants when their requests are preempted, resumed and finished."""
+
+import hashlib
 
 from quire.config.sampling_params import SamplingParams
-from quire.kv import prefix_key
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.scheduler.components import make_components
@@ -21,7 +22,7 @@ PAGE_TOKENS = 2
 
 
 class Service:
-    """A scheduler over room for everybody, with a prefix cache where it is asked for."""
+    """A scheduler over ample memory, with or without a prefix cache."""
 
     def __init__(self, *, prefix=False, **schedule):
         layout = make_layout(PAGE_TOKENS, None, evicting=False)
@@ -52,22 +53,22 @@ class Service:
                 request.output_token_ids.append(2)
         return plan
 
-    def numbers(self, tenant):
+    def tenant_report(self, tenant):
         report = self.scheduler.fairness.report(self.scheduler.running)
         return next(row for row in report if row.tenant == tenant)
 
 
-def test_an_answer_that_is_read_again_is_charged_once():
+def test_recomputed_output_tokens_are_charged_once():
     service = Service(tenants="a;b")
     request = service.submit(tenant="a")
     for _ in range(4):
         service.step()
-    before, paid = service.numbers("a"), service.scheduler.waiting.virtual_time("a")
+    before, paid = service.tenant_report("a"), service.scheduler.waiting.virtual_time("a")
 
-    assert service.scheduler.preempt_one()  # it is thrown out with three tokens of its answer
-    service.step()  # and read again: one of these tokens has not been processed yet
+    assert service.scheduler.preempt_one()  # after three output tokens
+    service.step()  # recomputes the prompt and the output tokens; the last had no KV before
 
-    after = service.numbers("a")
+    after = service.tenant_report("a")
     assert request.progress.num_preemptions == 1
     assert request.progress.num_computed == 6 + 4
     assert (before.prompt_tokens, before.output_tokens) == (6, 3)
@@ -75,7 +76,7 @@ def test_an_answer_that_is_read_again_is_charged_once():
     assert service.scheduler.waiting.virtual_time("a") == paid + 1
 
 
-def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
+def test_cached_prompt_tokens_count_once_after_a_preemption():
     service = Service(prefix=True, tenants="a;b")
     service.submit(tenant="a")
     service.step()
@@ -87,52 +88,52 @@ def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
     service.step()
 
     assert second.progress.num_admissions == 2
-    assert service.numbers("a").cached_tokens == 4
+    assert service.tenant_report("a").cached_tokens == 4
 
 
-def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
-    hashes, plain = [0], prefix_key._block
+def test_waiting_request_is_hashed_once_over_repeated_lookups(monkeypatch):
+    num_hashes, blake2b = [0], hashlib.blake2b
 
-    def counting(*block):
-        hashes[0] += 1
-        return plain(*block)
+    def counting_hash(*arguments, **options):
+        num_hashes[0] += 1
+        return blake2b(*arguments, **options)
 
     service = Service(prefix=True)
     first = service.submit(prompt_tokens=60)
     service.step()
     waiting = service.submit(prompt_tokens=61)
     service.scheduler.waiting.pop(waiting)
-    monkeypatch.setattr(prefix_key, "_block", counting)
+    monkeypatch.setattr(hashlib, "blake2b", counting_hash)
     sequence_memory = service.scheduler.sequence_memory
-    for _ in range(5):  # what the entrance does with it while there is no room
+    for _ in range(5):  # as admission does in every step while memory is full
         lease = sequence_memory.sharing.look_up(waiting)
         assert lease.tokens == 60
         sequence_memory.sharing.release(lease)
-    assert hashes[0] == 60 // PAGE_TOKENS
+    assert num_hashes[0] == 60 // PAGE_TOKENS
 
     service.scheduler.waiting.push(waiting)
     service.step()
     assert first.progress.cached_tokens == 0
     assert waiting.progress.cached_tokens == 60
-    assert waiting.memory.chain is None  # it grows from here
+    assert waiting.memory.chain is None  # released after admission
 
 
-def test_a_prompt_that_became_public_is_hashed_anew():
+def test_prompt_is_hashed_again_after_its_prefix_became_public():
     service = Service(prefix=True)
-    mine = service.submit(prompt_tokens=20, tenant="mine")
+    request = service.submit(prompt_tokens=20, tenant="mine")
     sequence_memory = service.scheduler.sequence_memory
     identities = sequence_memory.sharing.identities
-    sequence_memory.sharing.release(sequence_memory.sharing.look_up(mine))
-    before = mine.memory.chain
+    sequence_memory.sharing.release(sequence_memory.sharing.look_up(request))
+    before = request.memory.chain
 
     identities.register_public(list(range(10)))
-    sequence_memory.sharing.release(sequence_memory.sharing.look_up(mine))
+    sequence_memory.sharing.release(sequence_memory.sharing.look_up(request))
 
-    assert mine.memory.chain is not before
-    assert mine.memory.chain.identity.public_tokens == 10
+    assert request.memory.chain is not before
+    assert request.memory.chain.identity.public_tokens == 10
 
 
-def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
+def test_accounts_of_many_client_chosen_tenants_are_bounded(monkeypatch):
     monkeypatch.setattr(meter, "IDLE_KEPT", 20)
     service = Service()
     for number in range(300):
@@ -142,32 +143,34 @@ def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
 
     fairness, rows = service.scheduler.fairness, service.scheduler.fairness.report([])
     assert fairness.waiting.num_tracked <= 2 * FORGET_FROM
-    assert len(rows) == 20 + 2  # the last one is still taken for busy
+    assert len(rows) == 20 + 2  # the last one still counts as busy
     assert rows[-1].tenant == OTHERS
     assert sum(row.num_requests for row in rows) == 300
     assert sum(row.prompt_tokens for row in rows) == 300 * 6
     assert not fairness.accounts.held_bytes("user-0")
 
 
-def test_who_is_alone_again_has_nobody_to_be_fair_to():
+def test_has_several_tenants_only_while_two_have_requests():
     service = Service()
-    mine = service.submit(tenant="mine")
+    request = service.submit(tenant="mine")
     assert not service.scheduler.fairness.has_several
 
-    theirs = service.submit(tenant="theirs")
+    other = service.submit(tenant="theirs")
     assert service.scheduler.fairness.has_several  # before the first step
     service.step()
     assert service.scheduler.fairness.has_several
-    assert service.numbers("mine").held_bytes == service.numbers("theirs").held_bytes > 0
+    assert (
+        service.tenant_report("mine").held_bytes == service.tenant_report("theirs").held_bytes > 0
+    )
 
-    service.scheduler.finish(theirs)
+    service.scheduler.finish(other)
     service.step()
     assert not service.scheduler.fairness.has_several
-    assert service.numbers("mine").held_bytes == service.memory.row_bytes(mine.memory.row)
-    assert service.numbers("theirs").held_bytes == 0
+    assert service.tenant_report("mine").held_bytes == service.memory.row_bytes(request.memory.row)
+    assert service.tenant_report("theirs").held_bytes == 0
 
 
-def test_only_answers_that_ended_by_themselves_teach_how_long_answers_are():
+def test_estimated_rule_learns_only_from_outputs_that_were_not_cancelled():
     service = Service(admission="estimated")
     cancelled, ended = service.submit(), service.submit()
     service.step()

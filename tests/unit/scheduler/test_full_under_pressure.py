@@ -1,4 +1,4 @@
-"""A request that holds exactly its cap under `when=pressure` in a memory that holds no more."""
+"""A request under `when=pressure` in a memory that holds exactly its cap."""
 
 import pytest
 
@@ -8,10 +8,10 @@ from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
 @pytest.mark.parametrize("page_tokens", [1, 8])
 @pytest.mark.parametrize("prompt", [2, 20])
-def test_a_full_lane_goes_on_where_no_page_is_left(page_tokens, prompt):
-    """A cap of 8 in a memory of 8: admitted, as its peak is 8, and 8 more come than that.
+def test_full_lane_evicts_and_continues_without_free_pages(page_tokens, prompt):
+    """A cap of 8 in a memory of 8 slots: the peak of 8 is admitted, and 8 more tokens follow.
 
-    With pages of 8 tokens the eviction frees 2 slots and no page, which is enough for the next.
+    With pages of 8 tokens the eviction frees 2 slots and no page, which suffices for the next.
     """
     pages = 8 // page_tokens
     setting = Setting(page_tokens=page_tokens, cap=6, pages=pages, max_num_seqs=1, chunk_tokens=2)

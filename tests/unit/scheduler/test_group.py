@@ -1,4 +1,4 @@
-"""Who of a group is read, who is copied from whom, and what that does to pages."""
+"""Groups: which member is prefilled, which are forked from it, and the pages they share."""
 
 import numpy as np
 import pytest
@@ -57,36 +57,36 @@ def entry_at(tokens: int) -> EvictionEntry:
     return EvictionEntry(tokens, none, none)
 
 
-def read(memory, first) -> tuple[list[Request], int]:
-    """Let the group's first member in and read on until all have everything; count tokens."""
+def prefill(memory, first) -> tuple[list[Request], int]:
+    """Prefill from the group's first member until all members are complete; count the tokens."""
     first.memory.row, first.progress.state = memory.start(), RequestState.RUNNING
     sequence_memory = SequenceMemory(PrefixSharing(memory))
-    running, read_tokens = [first], 0
+    running, prefilled_tokens = [first], 0
     while any(r.num_uncomputed for r in running) or first.group.forks:
         for request in list(running):
             tokens = prefillable_tokens(request)
             if tokens:
                 memory.grow(np.array([request.memory.row]), np.array([tokens], dtype=np.int32))
                 request.progress.num_computed += tokens
-                read_tokens += tokens
+                prefilled_tokens += tokens
             for planned in due_forks(request):
                 sequence_memory.fork(planned.parent, planned.child)
                 running.append(planned.child)
-    return running, read_tokens
+    return running, prefilled_tokens
 
 
 def tree_size(outputs) -> int:
-    """Distinct prefixes: what must be read at least."""
+    """The number of distinct prefixes: the least number of tokens to prefill."""
     return len(PROMPT) + len({tuple(o[:n]) for o in outputs for n in range(1, len(o) + 1)})
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5))
-def test_no_token_is_read_twice_and_every_member_gets_all_of_its_own(outputs):
+def test_every_distinct_prefix_is_prefilled_once(outputs):
     group, memory = make_group(outputs), make_memory()
 
-    running, read_tokens = read(memory, plan_prefill(group.members[0]))
+    running, prefilled_tokens = prefill(memory, plan_prefill(group.members[0]))
 
-    assert read_tokens == tree_size(outputs)
+    assert prefilled_tokens == tree_size(outputs)
     assert sorted(r.request_id for r in running) == sorted(m.request_id for m in group.members)
     assert all(memory.lengths[r.memory.row] == r.num_tokens for r in running)
     memory.check()
@@ -95,7 +95,7 @@ def test_no_token_is_read_twice_and_every_member_gets_all_of_its_own(outputs):
 @given(
     st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=4), st.integers(2, 12)
 )
-def test_members_that_differ_share_no_more_than_a_rule_allows(outputs, cap):
+def test_members_with_different_outputs_share_at_most_the_cap(outputs, cap):
     group = make_group(outputs)
     for member in group.members:
         member.eviction.spec = EvictionSpec(cap=cap, every=1)
@@ -108,7 +108,7 @@ def test_members_that_differ_share_no_more_than_a_rule_allows(outputs, cap):
         assert planned.tokens <= cap or planned.tokens == planned.child.num_tokens
 
 
-def test_fresh_members_are_copied_behind_the_prompt():
+def test_new_members_are_forked_after_the_prompt():
     group = make_group([[], [], []])
 
     first = plan_prefill(group.members[2])
@@ -117,7 +117,7 @@ def test_fresh_members_are_copied_behind_the_prompt():
     assert [(f.parent.request_id, f.tokens) for f in group.forks] == [("r#0", 5)] * 2
 
 
-def test_beams_leave_their_last_token_to_all_of_them():
+def test_beams_prefill_up_to_the_fork_and_compute_the_last_token_together():
     group = make_group([[1, 2], [1, 3]], atomic=True)
     first = plan_prefill(group.members[0])
     assert prefillable_tokens(first) == len(PROMPT) + 1  # up to the fork
@@ -129,17 +129,17 @@ def test_beams_leave_their_last_token_to_all_of_them():
     assert whole_groups(group.members) == group.members
 
 
-def test_a_single_beam_reads_to_the_end():
+def test_single_beam_prefills_the_whole_prompt():
     group = make_group([[]], atomic=True, spare=3)
 
     assert prefillable_tokens(plan_prefill(group.members[0])) == len(PROMPT)
     assert group.num_rows == 4
-    assert reserved_rows([group.members[0]]) == 4  # it waits still; running it is one fewer
+    assert reserved_rows([group.members[0]]) == 4  # still waiting; one fewer once it runs
     group.members[0].progress.state = RequestState.RUNNING
     assert reserved_rows([group.members[0]]) == 3
 
 
-def test_whoever_others_are_copied_from_cannot_leave_quietly():
+def test_member_that_others_are_forked_from_cannot_leave_silently():
     group = make_group([[], [], []])
     first = plan_prefill(group.members[0])
     child = group.members[2]
@@ -149,8 +149,8 @@ def test_whoever_others_are_copied_from_cannot_leave_quietly():
     assert leave(first)
 
 
-def test_members_share_what_left_both_before_they_were_forked():
-    """Evictions that one inherited from the other are no reason to read the prompt twice."""
+def test_members_share_evictions_from_before_their_fork():
+    """Inherited evictions do not require a second prefill of the prompt."""
     group = make_group([[1, 2], [1, 3]])
     first, second = group.members
     spec = EvictionSpec(cap=4, every=2, when=PRESSURE)
@@ -170,7 +170,7 @@ def test_members_share_what_left_both_before_they_were_forked():
     assert (together, until_own, apart) == ([6], [5], [3])
 
 
-def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
+def test_branch_keeps_the_row_of_the_first_child_forks_the_next_and_frees_the_rest():
     memory = make_memory()
     sequence_memory = SequenceMemory(PrefixSharing(memory))
     group = make_group([[1], [2], [3]], atomic=True)
@@ -187,8 +187,8 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
 
     assert [m.output_token_ids for m in group.members] == [[3], [1], [3]]
     assert group.members[:2] == [old[2], old[0]]
-    kept = [memory.tables["kv"].row_pages(m.memory.row).tolist() for m in group.members]
-    assert kept == [pages[2], pages[0], pages[2]]
+    pages_after = [memory.tables["kv"].row_pages(m.memory.row).tolist() for m in group.members]
+    assert pages_after == [pages[2], pages[0], pages[2]]
     page_bytes = memory.layout.page_classes[0].page_bytes
     assert group.kv_peak_bytes == 3 * 2 * page_bytes
     assert distinct_bytes(memory, [m.memory.row for m in group.members]) == 2 * 2 * page_bytes
@@ -196,14 +196,14 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
 
 
 @pytest.mark.parametrize("option", ["max_num_seqs", "max_num_batched_tokens"])
-def test_more_beams_than_can_ever_decode_together_are_refused(option):
+def test_more_beams_than_fit_in_one_step_are_rejected(option):
     group = make_group([[]], atomic=True, spare=2)
 
     with pytest.raises(RequestError, match=f"expected at most {option}=2 beams, got 3"):
         refuse_beams(group.members[0], ScheduleConfig(**{option: 2}), make_memory())
 
 
-def test_sequences_that_are_no_beams_can_run_apart():
+def test_dissolved_parallel_samples_run_separately():
     group = make_group([[], []])
     refuse_beams(
         group.members[0], ScheduleConfig(max_num_batched_tokens=1, max_num_seqs=1), make_memory()
@@ -215,7 +215,7 @@ def test_sequences_that_are_no_beams_can_run_apart():
     assert all(r.group is None for r in alone)
 
 
-def test_beams_cannot():
+def test_dissolve_keeps_beams_together():
     group = make_group([[]], atomic=True, spare=1)
 
     assert dissolve(group.members[0]) == group.members

@@ -1,4 +1,4 @@
-"""Groups whose members lose tokens under pressure only: what they share cannot be relieved."""
+"""Groups whose members evict tokens under pressure only: evictions free no shared pages."""
 
 from dataclasses import replace
 
@@ -29,11 +29,11 @@ THREE_PAGES = Setting(
 
 
 @pytest.mark.parametrize(("when", "together"), [(PRESSURE, False), (PREFILL_AND_DECODE, True)])
-def test_members_that_share_fit_whole_without_losing_anything_or_run_apart(when, together):
-    """Two answers behind 30 tokens, 24 of which fill the pool.
+def test_group_with_shared_pages_fits_without_eviction_or_is_dissolved(when, together):
+    """Two outputs of a prompt of 30 tokens, 24 of which fill the memory.
 
-    Evicting from one of them takes pages of its own before it frees any: as a group they would
-    hold the whole pool together, and neither could move.
+    An eviction from one member allocates pages before it frees any: as a group the members would
+    hold all of the memory, and neither could proceed.
     """
     load = SchedulerLoad(THREE_PAGES)
     members = [load.request(30, 20) for _ in range(2)]
@@ -47,8 +47,8 @@ def test_members_that_share_fit_whole_without_losing_anything_or_run_apart(when,
     assert not load.requests
 
 
-def test_beams_that_would_not_fit_whole_are_refused_with_the_way_out():
-    """Beams cannot run apart."""
+def test_beams_that_do_not_fit_are_rejected_with_advice():
+    """Beams cannot run separately."""
     load = SchedulerLoad(THREE_PAGES)
     first, spare = (load.request(30, 20) for _ in range(2))
     first.group = spare.group = RequestGroup("r", atomic=True)
@@ -61,9 +61,9 @@ def test_beams_that_would_not_fit_whole_are_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_members_that_share_pages_keep_their_tokens(atomic):
-    """An eviction from one would copy what it shares: together they could outgrow the memory."""
-    load = SchedulerLoad(Setting(page_tokens=4, cap=20, remembers=True, pages=40))
+def test_members_that_share_pages_are_not_evicted_from(atomic):
+    """An eviction from one would copy its shared pages: the copies could exceed the memory."""
+    load = SchedulerLoad(Setting(page_tokens=4, cap=20, with_statistics=True, pages=40))
     members = [load.request(16, 6) for _ in range(2)]
     for member in members:
         member.eviction.spec = replace(member.eviction.spec, cap=16, every=4, when=PRESSURE)

@@ -1,4 +1,4 @@
-"""Where the memory has no room: what a refusal says, and what becomes of those that cannot move."""
+"""Full memory: texts of refusals, and requests that cannot proceed."""
 
 import re
 
@@ -21,8 +21,8 @@ RULE = "h2o:cap=300,every=8"
 NUMBERS = re.compile(r"need ([\d,]+) B of KV, the whole KV memory has ([\d,]+) B")
 
 
-def test_a_refusal_counts_what_is_needed_and_what_there_is_in_the_same_unit():
-    """Two page classes fill slabs that neither shares: their pages alone may be fewer bytes."""
+def test_refusal_states_needed_and_total_bytes_in_the_same_unit():
+    """Two page classes use separate slabs: the bytes of their pages alone may be fewer."""
     kv = KVConfig(memory=40_000, page_tokens=16, codec="int8+sinks=2+residual=8", evict=RULE)
     engine = Engine(load("llama"), kv)
     peaks, spec = engine.scheduler.peaks, engine.pool.eviction.spec
@@ -37,38 +37,36 @@ def test_a_refusal_counts_what_is_needed_and_what_there_is_in_the_same_unit():
 
 
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_request_enters_without_its_cached_prefix_or_waits_where_statistics_lack_pages(
-    others, monkeypatch
-):
-    pool = SchedulerLoad(Setting(cap=20, remembers=True, shares=True, pages=40))
+def test_cached_prefix_is_dropped_or_request_waits_if_statistics_lack_pages(others, monkeypatch):
+    load = SchedulerLoad(Setting(cap=20, with_statistics=True, shares=True, pages=40))
     for _ in range(others):
-        pool.submit(pool.request(9, 12))
+        load.submit(load.request(9, 12))
     if others:
-        pool.step()
-    enter, promoted = SequenceMemory.allocate, []
+        load.step()
+    allocate, refused_requests = SequenceMemory.allocate, []
 
     def without_pages(sequence_memory, request, lease):
-        if not promoted:
-            promoted.append(request)
+        if not refused_requests:
+            refused_requests.append(request)
             raise OutOfPages("too few free pages for the statistics of a cached prefix")
-        enter(sequence_memory, request, lease)
+        allocate(sequence_memory, request, lease)
 
     monkeypatch.setattr(SequenceMemory, "allocate", without_pages)
-    request = pool.request(9, 5)
-    pool.submit(request)
-    pool.step()
+    request = load.request(9, 5)
+    load.submit(request)
+    load.step()
 
-    assert promoted == [request]
+    assert refused_requests == [request]
     assert (request.progress.state is RequestState.RUNNING) == (not others)
-    pool.drain()
+    load.drain()
     assert len(request.output_token_ids) == 5
 
 
-def test_a_request_that_cannot_move_in_all_of_the_memory_fails_and_the_others_go_on(monkeypatch):
-    pool = SchedulerLoad(Setting(pages=40))
-    stuck, other = pool.request(9, 5), pool.request(9, 5)
+def test_request_that_never_gets_pages_fails_and_others_continue(monkeypatch):
+    load = SchedulerLoad(Setting(pages=40))
+    stuck, other = load.request(9, 5), load.request(9, 5)
     for request in (stuck, other):
-        pool.submit(request)
+        load.submit(request)
     can_grow = SequenceMemory.can_grow
     monkeypatch.setattr(
         SequenceMemory,
@@ -79,28 +77,28 @@ def test_a_request_that_cannot_move_in_all_of_the_memory_fails_and_the_others_go
     )
 
     while stuck.progress.state is not RequestState.FINISHED:
-        pool.scheduler.schedule()
-    [failure] = pool.scheduler.take_failures()
-    del pool.requests[stuck.request_id]
-    pool.drain()
+        load.scheduler.schedule()
+    [failure] = load.scheduler.take_failures()
+    del load.requests[stuck.request_id]
+    load.drain()
 
     assert failure.request is stuck
     assert str(failure.error) == NEVER
     assert len(other.output_token_ids) == 5
 
 
-def test_members_of_a_group_that_cannot_move_together_run_apart(monkeypatch):
-    pool = SchedulerLoad(Setting(pages=40))
-    members = [pool.request(9, 5) for _ in range(3)]
-    pool.submit_group(list(members), atomic=False)
+def test_group_whose_members_cannot_proceed_together_is_dissolved(monkeypatch):
+    load = SchedulerLoad(Setting(pages=40))
+    members = [load.request(9, 5) for _ in range(3)]
+    load.submit_group(list(members), atomic=False)
     can_grow = SequenceMemory.can_grow
 
     def together(sequence_memory, requests, tokens):
-        running = [r for r in pool.scheduler.running if r.group is not None]
+        running = [r for r in load.scheduler.running if r.group is not None]
         return len(running) < 2 and can_grow(sequence_memory, requests, tokens)
 
     monkeypatch.setattr(SequenceMemory, "can_grow", together)
-    pool.drain()
+    load.drain()
 
     assert [len(member.output_token_ids) for member in members] == [5, 5, 5]
     assert [member.split_from is not None for member in members] == [False, True, True]
@@ -110,8 +108,8 @@ RAISE = re.compile(r"(?:raise|give) (--[a-z-]+) (?:to|of) (\d+[KM]iB)")
 OPTIONS = {"--kv-memory": "memory", "--kv-offload-memory": "offload_memory"}
 
 
-def refused(name: str, memory: str | int, stream: str | int, prompt: list[int]) -> str:
-    kv = kv_config(memory=memory, offload_memory=stream, offload_recompute="off")
+def refusal_text(name: str, memory: str | int, offload_memory: str | int, prompt: list[int]) -> str:
+    kv = kv_config(memory=memory, offload_memory=offload_memory, offload_recompute="off")
     with pytest.raises(NeverFits) as refusal:
         Engine(load(name, times=3), kv).submit(
             GenerationRequest(prompt, SamplingParams(max_tokens=8))
@@ -121,16 +119,16 @@ def refused(name: str, memory: str | int, stream: str | int, prompt: list[int]) 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "llama_mha"])
 @pytest.mark.parametrize(
-    ("memory", "stream"), [("56KiB", "4MiB"), ("64KiB", "32KiB"), ("96KiB", 0), (60_001, 0)]
+    ("memory", "offload_memory"), [("56KiB", "4MiB"), ("64KiB", "32KiB"), ("96KiB", 0), (60_001, 0)]
 )
-def test_the_named_size_of_each_option_lets_the_request_run(name, memory, stream):
+def test_request_runs_with_each_size_that_the_refusal_names(name, memory, offload_memory):
     prompt = [3 + i * i % 60 for i in range(330)]
-    message = refused(name, memory, stream, prompt)
+    message = refusal_text(name, memory, offload_memory, prompt)
 
     named = RAISE.findall(message)
     assert "--kv-memory" in dict(named), message
     for option, size in named:
-        sizes = {"memory": memory, "offload_memory": stream, OPTIONS[option]: size}
+        sizes = {"memory": memory, "offload_memory": offload_memory, OPTIONS[option]: size}
         engine = Engine(load(name, times=3), kv_config(**sizes, offload_recompute="off"))
         engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=8)))
         deltas = []
@@ -139,21 +137,25 @@ def test_the_named_size_of_each_option_lets_the_request_run(name, memory, stream
         assert (deltas[-1].finish_reason, deltas[-1].error) == ("length", None)
 
 
-def test_a_refusal_under_offload_says_which_memory_must_hold_what():
+def test_refusal_with_kv_offload_states_the_needs_of_each_memory():
     """6 layers of 2 lanes: staging holds one layer, the rest of KV memory is the last chunk."""
     prompt = [3 + i * i % 60 for i in range(330)]
-    roomy, full = (refused("qwen3", "24KiB", stream, prompt) for stream in ("4MiB", "32KiB"))
-    numbers = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) B", roomy)]
+    ample, full = (
+        refusal_text("qwen3", "24KiB", offload_memory, prompt)
+        for offload_memory in ("4MiB", "32KiB")
+    )
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) B", ample)]
     _, _, _, staging, rest, offloaded, offload = numbers
 
-    assert "with KV offload the KV memory must hold" in roomy
-    assert "B of staging (one layer of 336 offloaded tokens)" in roomy
-    assert "(the last chunk)" in roomy
+    assert "with KV offload the KV memory must hold" in ample
+    assert "B of staging (one layer of 336 offloaded tokens)" in ample
+    assert "(the last chunk)" in ample
     assert offloaded == 6 * staging
     assert offload == 4 << 20
-    assert "--kv-offload-memory to" not in roomy
+    assert "--kv-offload-memory to" not in ample
     assert rest
     assert "(tokens that do not fit in the offload memory)" in full
     assert (
-        "offload" not in refused("qwen3", "24KiB", 0, prompt).partition("; ")[2].partition(";")[0]
+        "offload"
+        not in refusal_text("qwen3", "24KiB", 0, prompt).partition("; ")[2].partition(";")[0]
     )

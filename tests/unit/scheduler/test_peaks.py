@@ -1,4 +1,4 @@
-"""Pages that sequences come to hold, against lanes that are grown and cut token by token."""
+"""Peak pages of sequences, compared with lanes that grow and are evicted from token by token."""
 
 import numpy as np
 import pytest
@@ -52,26 +52,26 @@ def peaks_of(*windows, heads_apart=True, statistics=(), store="paged", chunk_tok
 
 
 def pages(peaks, need):
-    """Pages of each class, in the order of the layout."""
+    """Peak pages by page class, in the order of the layout."""
     return peaks.counts([need])[0].tolist()
 
 
 def lane_totals(need):
-    """Pages of two lanes together behind each step of a schedule."""
+    """Yield the pages of two lanes together after each step of a schedule."""
     eviction, prompt = need.eviction, need.prompt_tokens
     caps = eviction.lane_caps or (eviction.cap, eviction.cap)
     held, done = [0, 0], 0
     while done < need.tokens:
-        reading = done < prompt
+        in_prefill = done < prompt
         step = 1
-        if reading:
+        if in_prefill:
             blocks = eviction.when == PREFILL_AND_DECODE
             block = eviction.every if done >= eviction.least_cap else eviction.least_cap - done
             step = min(block if blocks else prompt, prompt - done)
         for lane, cap in enumerate(caps):
             if eviction.when == PREFILL_END:
                 held[lane] = min(held[lane], cap) if done == prompt else held[lane]
-            elif not (reading and eviction.when == DECODE) and held[lane] + step > cap:
+            elif not (in_prefill and eviction.when == DECODE) and held[lane] + step > cap:
                 held[lane] = cap - eviction.every
             held[lane] += step
         done += step
@@ -81,11 +81,11 @@ def lane_totals(need):
 @given(
     lengths=st.tuples(st.integers(1, 60), st.integers(0, 60)),
     every=st.integers(1, 6),
-    above=st.tuples(st.integers(1, 34), st.integers(1, 34)),
+    retained=st.tuples(st.integers(1, 34), st.integers(1, 34)),
     when=st.sampled_from([PREFILL_AND_DECODE, PREFILL_END, DECODE]),
 )
-def test_no_moment_holds_more_than_is_counted_and_some_come_near(lengths, every, above, when):
-    peaks, caps = peaks_of(None), (every + above[0], every + above[1])
+def test_counted_peak_is_a_tight_upper_bound(lengths, every, retained, when):
+    peaks, caps = peaks_of(None), (every + retained[0], every + retained[1])
     eviction = EvictionSpec(cap=sum(caps) // 2, every=every, when=when, lane_caps=caps)
     need = Need(sum(lengths), lengths[0], eviction)
 
@@ -98,7 +98,7 @@ def test_no_moment_holds_more_than_is_counted_and_some_come_near(lengths, every,
 
 @pytest.mark.parametrize("when", SCHEDULES)
 @pytest.mark.parametrize("cap", [8, 13])
-def test_lanes_of_one_cap_touch_what_is_counted(when, cap):
+def test_lanes_with_one_cap_reach_the_counted_peak(when, cap):
     need = Need(90, 50, EvictionSpec(cap=cap, every=3, when=when))
     expected = {
         PREFILL_END: max(50, cap + 40),
@@ -108,13 +108,13 @@ def test_lanes_of_one_cap_touch_what_is_counted(when, cap):
     assert pages(peaks_of(None), need) == [2 * -(-expected // PAGE_TOKENS)]
 
 
-def test_a_short_sequence_holds_its_tokens_whatever_the_cap():
+def test_short_sequence_needs_only_its_tokens_below_any_cap():
     for when in SCHEDULES:
         need = Need(9, 5, EvictionSpec(cap=500, every=3, when=when, ragged=True))
         assert pages(peaks_of(None), need) == [2 * 3]
 
 
-def test_layer_pages_are_as_many_as_the_least_head_of_the_layer_may_have():
+def test_peak_of_layer_pages_is_that_of_the_least_head_capacity():
     eviction = EvictionSpec(cap=10, every=2, lane_caps=(4, 16, 8, 12))
     need = Need(100, 90, eviction)
 
@@ -122,13 +122,13 @@ def test_layer_pages_are_as_many_as_the_least_head_of_the_layer_may_have():
     assert pages(peaks_of(None, None, heads_apart=False), need) == [1 + 2]
 
 
-def test_a_lane_that_keeps_everything_is_counted_whole():
+def test_lane_without_cap_is_counted_with_all_tokens():
     need = Need(100, 90, EvictionSpec(cap=10, every=2, lane_caps=(8, 1 << 40)))
 
     assert pages(peaks_of(None), need) == [2 + 25]
 
 
-def test_slots_that_move_between_heads_cost_a_page_a_lane():
+def test_ragged_caps_need_one_more_page_per_lane():
     even, ragged = (EvictionSpec(cap=8, every=2, ragged=ragged) for ragged in (False, True))
 
     assert pages(peaks_of(None), Need(100, 90, even)) == [4]
@@ -159,7 +159,7 @@ def test_each_request_is_counted_with_its_own_statistics():
 
 
 @pytest.mark.parametrize("store", ["paged", "contiguous_max", "contiguous_growing"])
-def test_a_row_holds_no_more_than_was_counted_for_it(store):
+def test_row_uses_at_most_its_counted_pages(store):
     peaks = peaks_of(None, statistics=(SUMS, RING), store=store)
     need = Need(70, 70, EvictionSpec(statistics=(RING,)))
     counted = peaks.counts([need])[0]
@@ -174,7 +174,7 @@ def test_a_row_holds_no_more_than_was_counted_for_it(store):
     assert used[1] == 0
 
 
-def test_requests_that_evict_differently_are_counted_in_their_order():
+def test_counts_are_in_the_order_of_requests_with_different_caps():
     peaks = peaks_of(None)
     capped = EvictionSpec(cap=8, every=2)
 
@@ -196,7 +196,7 @@ def test_pages_that_will_be_written_are_not_counted_as_shared():
     assert peaks.shared_counts(Need(30, 18), 0).tolist() == [0, 0, 0]
 
 
-def test_forks_share_whole_pages_until_they_evict_and_never_what_they_remember():
+def test_forks_share_whole_pages_until_they_evict_and_never_statistics():
     peaks = peaks_of(None, statistics=(SUMS,))
     eviction = EvictionSpec(cap=20, every=4, statistics=(SUMS,))
 
@@ -206,8 +206,8 @@ def test_forks_share_whole_pages_until_they_evict_and_never_what_they_remember()
     assert peaks.forked_counts(10, over).tolist() == [2 * 3 * 5, 2 * 3 * 5]
 
 
-def test_forks_share_no_pages_behind_a_window_whatever_the_chunk():
-    """A window of 10 keeps 13 slots of whole pages while decoding, in 4 pages of each lane."""
+def test_forks_share_no_window_pages_for_any_chunk_length():
+    """While decoding, a window of 10 occupies 13 slots in 4 whole pages per lane."""
     peaks = peaks_of(WINDOW, chunk_tokens=64)
     [group] = peaks.memory.layout.groups
 

@@ -1,4 +1,4 @@
-"""Groups that are thrown out or cancelled in the middle, and turns that must not go in circles."""
+"""Groups that are preempted or cancelled during prefill, and chunks that are not divided."""
 
 import pytest
 
@@ -6,10 +6,10 @@ from quire.scheduler.request_parts import RequestState
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
 
-def group_being_read(**setting):
-    """Two members with different answers, thrown out while the second of them is being read.
+def group_in_prefill(**setting):
+    """Two members with different outputs while the second of them is prefilled.
 
-    That one comes first in order of answers; the first is to be copied from it.
+    The second is first in the order of outputs; the first is to be forked from it.
     """
     load = SchedulerLoad(Setting(pages=60, chunk_tokens=2, **setting))
     members = [load.request(6, 9) for _ in range(2)]
@@ -23,11 +23,13 @@ def group_being_read(**setting):
 
 
 @pytest.mark.parametrize("cancelled", [0, 1])
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("preempted", [False, True])
 @pytest.mark.parametrize("host_pages", [0, 60])
-def test_a_member_is_cancelled_while_its_group_is_being_read_or_away(host_pages, away, cancelled):
-    load, members = group_being_read(host_pages=host_pages, preempt="swap")
-    if away:
+def test_member_is_cancelled_while_its_group_is_in_prefill_or_preempted(
+    host_pages, preempted, cancelled
+):
+    load, members = group_in_prefill(host_pages=host_pages, preempt="swap")
+    if preempted:
         load.scheduler.preempt_one()
     load.scheduler.finish(load.requests.pop(members[cancelled].request_id))
 
@@ -36,8 +38,8 @@ def test_a_member_is_cancelled_while_its_group_is_being_read_or_away(host_pages,
 
 
 @pytest.mark.parametrize("host_pages", [0, 60])
-def test_a_group_that_is_thrown_out_before_it_was_copied_goes_on(host_pages):
-    load, members = group_being_read(host_pages=host_pages, preempt="swap")
+def test_group_preempted_before_its_forks_completes(host_pages):
+    load, members = group_in_prefill(host_pages=host_pages, preempt="swap")
     load.scheduler.preempt_one()
     load.check()
     load.step()
@@ -47,8 +49,8 @@ def test_a_group_that_is_thrown_out_before_it_was_copied_goes_on(host_pages):
     assert all(len(member.output_token_ids) == 9 for member in members)
 
 
-def test_a_chunk_that_is_read_whole_is_not_divided_among_tenants():
-    """A step of 7 tokens holds a chunk of 7 under eviction, whoever else has prompts to read."""
+def test_atomic_chunk_is_not_divided_among_tenants():
+    """Under eviction a step of 7 tokens holds one chunk of 7, even if other tenants wait."""
     setting = Setting(cap=20, pages=60, max_num_batched_tokens=7, max_num_seqs=2, guaranteed=0)
     load = SchedulerLoad(setting)
     for text in (1, 2, 1, 2):

@@ -1,4 +1,4 @@
-"""Loads that once stopped the scheduler: what fits alone runs to its end, and nobody overtakes."""
+"""Loads that once stalled the scheduler: a request that fits alone completes, in order."""
 
 import itertools
 import random
@@ -15,11 +15,15 @@ from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 from support.requests import make_request
-from unit.scheduler.scheduler_load import Newest, make_layout, make_scheduler
+from unit.scheduler.scheduler_load import RetainsNewest, make_layout, make_scheduler
 
 
 class Load:
-    """A scheduler over the smallest memory, without bytes, that admits one longest request."""
+    """A scheduler over the smallest KV memory without bytes that admits the longest request.
+
+    Args:
+        room: multiple of that memory.
+    """
 
     def __init__(self, *, page_tokens, window, eviction, longest, room=1, **schedule):
         self.eviction, config = eviction, ScheduleConfig(low_watermark=1.0, **schedule)
@@ -29,11 +33,11 @@ class Load:
         while not fits:
             total_bytes += total_bytes // 100 + 64
             self.memory = KVMemory(layout, total_bytes, config.max_num_seqs)
-            self.scheduler = make_scheduler(self.memory, config, Newest(self.memory))
+            self.scheduler = make_scheduler(self.memory, config, RetainsNewest(self.memory))
             fits = self.scheduler.peaks.fits_alone(Need(longest, eviction=eviction))
         if room > 1:
             self.memory = KVMemory(layout, room * total_bytes, config.max_num_seqs)
-            self.scheduler = make_scheduler(self.memory, config, Newest(self.memory))
+            self.scheduler = make_scheduler(self.memory, config, RetainsNewest(self.memory))
         self.arrivals = itertools.count()
 
     def submit(self, prompt_tokens: int, max_tokens: int, **options) -> Request:
@@ -67,8 +71,8 @@ class Load:
         assert not len(self.memory.live_rows)
 
 
-def test_admission_counts_with_the_chunks_that_eviction_makes():
-    """A prompt over its cap is read `every` tokens at a time, however short chunks are else."""
+def test_admission_counts_the_chunks_of_an_eviction_rule():
+    """Above its cap a prompt is prefilled in chunks of `every` tokens, not of `chunk_tokens`."""
     load = Load(
         page_tokens=2,
         window=9,
@@ -83,11 +87,11 @@ def test_admission_counts_with_the_chunks_that_eviction_makes():
 
 
 @pytest.mark.parametrize("seed", [1, 3])
-def test_pages_scattered_over_slabs_do_not_stop_a_request_that_fits_alone(seed):
-    """Two page classes, and short requests whose pages lay between those of the long one.
+def test_pages_scattered_over_slabs_do_not_stall_a_request_that_fits_alone(seed):
+    """Two page classes, and short requests whose pages are between those of the long one.
 
-    When the short ones are thrown out, the long one's window pages keep more slabs than they fill,
-    and its other pages find none.
+    After the short ones are preempted, the long one's window pages occupy more slabs than they
+    fill, and no slab is free for its other pages.
     """
     rng = random.Random(seed)
     load = Load(
@@ -105,8 +109,8 @@ def test_pages_scattered_over_slabs_do_not_stop_a_request_that_fits_alone(seed):
     load.run()
 
 
-def test_newcomers_do_not_take_the_room_of_a_chunk_that_must_be_read_whole():
-    """Under its cap a prompt is read 10 of 10 tokens at a time, or not while others decode."""
+def test_new_requests_do_not_starve_an_atomic_chunk():
+    """Its chunks of 10 tokens fill a step of 10: none is scheduled while other requests decode."""
     load = Load(
         page_tokens=1,
         window=None,
@@ -127,7 +131,7 @@ def test_newcomers_do_not_take_the_room_of_a_chunk_that_must_be_read_whole():
     load.run()
 
 
-def test_a_step_scores_a_bounded_number_of_prompt_tokens():
+def test_prompt_tokens_scored_per_step_are_bounded():
     load = Load(
         page_tokens=16, window=None, eviction=EvictionSpec(), longest=600, room=8, max_num_seqs=8
     )

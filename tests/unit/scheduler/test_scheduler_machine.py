@@ -1,6 +1,6 @@
-"""The scheduler under random load: no request lost, no page leaked, no watermark broken.
+"""The scheduler under random load: no request lost, no page leaked, no watermark exceeded.
 
-Twice: drawn by Hypothesis, which shrinks what fails, and from seeds, which costs a tenth a step.
+Loads come from Hypothesis, which shrinks failures, and from seeds, at a tenth of the cost per step.
 """
 
 import random
@@ -17,7 +17,7 @@ SETTING = {
     "window": [None, 1, 5],
     "cap": [None, None, 6, 20],
     "mixed": [False, True],
-    "remembers": [False, True],
+    "with_statistics": [False, True],
     "pages": [3, 5, 8, 12, 20, 35, 60],
     "max_num_batched_tokens": [1, 5, 16, 200],
     "chunk_tokens": [2, 200],
@@ -37,8 +37,8 @@ SETTING = {
     "urgent": [None, -1],
     "scale_down_at": [None, None, 0.6],
 }
-PROMPTS = [(1, 6), (1, 60)]  # short ones enter together and outgrow
-CHECKED_EVERY = 4  # steps of a seeded load
+PROMPTS = [(1, 6), (1, 60)]  # short ones are admitted together and outgrow the memory
+CHECKED_EVERY = 4  # steps of a seeded load between checks
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -48,26 +48,29 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.integers(1, 6) | st.integers(1, 60),
-        answer=st.integers(0, 40),
+        max_tokens=st.integers(0, 40),
         priority=st.integers(-1, 1),
         text=st.integers(1, 3),
-        breaks=st.booleans(),
+        policy_raises=st.booleans(),
         count=st.integers(1, 3),
     )
-    def submit(self, prompt, answer, priority, text, breaks, count):
+    def submit(self, prompt, max_tokens, priority, text, policy_raises, count):
         for _ in range(count):
-            self.load.submit(self.load.request(prompt, answer, priority, text=text), breaks=breaks)
+            self.load.submit(
+                self.load.request(prompt, max_tokens, priority, text=text),
+                policy_raises=policy_raises,
+            )
 
     @rule(
         prompt=st.integers(1, 40),
-        answer=st.integers(1, 30),
+        max_tokens=st.integers(1, 30),
         priority=st.integers(-1, 1),
         text=st.integers(1, 3),
         width=st.integers(2, 4),
         atomic=st.booleans(),
     )
-    def submit_group(self, prompt, answer, priority, text, width, atomic):
-        members = [self.load.request(prompt, answer, priority, text=text) for _ in range(width)]
+    def submit_group(self, prompt, max_tokens, priority, text, width, atomic):
+        members = [self.load.request(prompt, max_tokens, priority, text=text) for _ in range(width)]
         self.load.submit_group(members, atomic=atomic)
 
     @precondition(lambda self: self.load.requests)
@@ -81,11 +84,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.load.step(stop_early=stop_early)
 
     @rule(planning=st.booleans())
-    def fail_a_step(self, planning):
+    def fail_step(self, planning):
         self.load.fail_step(planning=planning)
 
     @rule(calls=st.integers(0, 3))
-    def fail_a_copy(self, calls):
+    def fail_copy(self, calls):
         self.load.copies.fail_after = calls
 
     @rule()
@@ -93,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.load.scheduler.preempt_one()
 
     @invariant()
-    def everything_adds_up(self):
+    def check_load(self):
         if hasattr(self, "load"):
             self.load.check()
 
@@ -105,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestScheduler = SchedulerMachine.TestCase
 
 
-# ---- from seeds --------------------------------------------------------------------------------
+# ---- seeded loads ------------------------------------------------------------------------------
 
 
 def make_load(rng: random.Random) -> SchedulerLoad:
@@ -113,17 +116,17 @@ def make_load(rng: random.Random) -> SchedulerLoad:
 
 
 def act(load: SchedulerLoad, rng: random.Random) -> None:
-    """One of what the machine's rules do."""
-    prompt, answer = rng.randint(*rng.choice(PROMPTS)), rng.randint(0, 40)
+    """Apply one random rule of the state machine."""
+    prompt, max_tokens = rng.randint(*rng.choice(PROMPTS)), rng.randint(0, 40)
     priority, text = rng.randint(-1, 1), rng.randint(1, 3)
     dice = rng.random()
     if dice < 0.12:
         for _ in range(rng.randint(1, 3)):
-            request = load.request(prompt, answer, priority, text=text)
-            load.submit(request, breaks=rng.random() < 0.5)
+            request = load.request(prompt, max_tokens, priority, text=text)
+            load.submit(request, policy_raises=rng.random() < 0.5)
     elif dice < 0.16:
         width = rng.randint(2, 4)
-        members = [load.request(prompt, answer + 1, priority, text=text) for _ in range(width)]
+        members = [load.request(prompt, max_tokens + 1, priority, text=text) for _ in range(width)]
         load.submit_group(members, atomic=rng.random() < 0.5)
     elif dice < 0.19 and load.requests:
         load.cancel(rng.randrange(1000))
@@ -137,8 +140,8 @@ def act(load: SchedulerLoad, rng: random.Random) -> None:
         load.step(stop_early=rng.random() < 0.3)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4])  # loads of seed 3 swap nothing
-def test_seeded_loads_keep_the_scheduler_to_its_word(seed):
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])  # the loads of seed 3 never swap
+def test_scheduler_invariants_hold_for_seeded_loads(seed):
     rng, done, preemptions, swaps = random.Random(seed), 0, 0, 0
     while done < seeded_steps() // 4:
         load = make_load(rng)

@@ -1,4 +1,4 @@
-"""What a request that never fits is told to change: only what would let it run."""
+"""Advice for a request that never fits: only changes that would admit it."""
 
 import pytest
 
@@ -14,11 +14,11 @@ from quire.scheduler.admission.peaks import Peaks
 
 FULL, WINDOW = None, 24
 PAGE_TOKENS, CHUNK = 4, 64
-COLUMN_BYTES = 2 * 8 * 2 * 4 * PAGE_TOKENS  # of a layer: keys and values of two heads of 8 numbers
+COLUMN_BYTES = 2 * 8 * 2 * 4 * PAGE_TOKENS  # per layer: keys and values of two heads of 8 elements
 
 
 def peaks_of(*windows, columns=32, store="paged", offload_tokens=0, evicting=False):
-    """Of a memory that holds so many pages of one layer."""
+    """Peaks over a memory that holds `columns` pages of one layer."""
     model = ModelSpec(
         architecture="x",
         num_layers=len(windows),
@@ -47,28 +47,28 @@ def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
 
 
 @pytest.mark.parametrize(
-    ("peaks", "requested", "says"),
+    ("peaks", "requested", "advice"),
     [
         pytest.param(
             peaks_of(FULL, FULL),
             need(100, 100),
             "shorten the prompt and lower max_tokens, raise --kv-memory to 50KiB or evict tokens "
             "with --evict RULE:cap=TOKENS",
-            id="two layers cannot be offloaded, and half of it is too much",
+            id="two layers cannot be offloaded and half of the request does not fit",
         ),
         pytest.param(
             peaks_of(*4 * [FULL]),
             need(100, 1),
             "shorten the prompt, raise --kv-memory to 52KiB, set --kv-offload-memory to 48KiB or "
             "evict tokens with --evict RULE:cap=TOKENS",
-            id="offload would do",
+            id="KV offload suffices",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], offload_tokens=8),
             need(20, 60),
             "lower max_tokens, raise --kv-memory to 37KiB, raise --kv-offload-memory to 32KiB or "
             "evict tokens with --evict RULE:cap=TOKENS",
-            id="more offload would do",
+            id="more offload memory suffices",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], offload_tokens=1000),
@@ -88,23 +88,23 @@ def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
             peaks_of(*4 * [FULL], evicting=True),
             need(100, 1, EvictionSpec(cap=80, every=4)),
             "shorten the prompt, raise --kv-memory to 45KiB or lower cap= of its eviction rule",
-            id="a lower cap would do",
+            id="a lower cap suffices",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], evicting=True),
             need(100, 1, EvictionSpec(cap=8, every=4, when=DECODE)),
             "shorten the prompt, raise --kv-memory to 57KiB or set when=prefill_and_decode and a "
             "lower cap= in its eviction rule",
-            id="a prompt that is read whole",
+            id="the prompt is prefilled whole",
         ),
     ],
 )
-def test_only_what_would_let_a_request_run_is_recommended(peaks, requested, says):
+def test_advice_names_only_changes_that_admit_the_request(peaks, requested, advice):
     assert not peaks.fits_alone(requested)
-    assert ways_out(peaks, requested, 1) == says
+    assert ways_out(peaks, requested, 1) == advice
 
 
-def test_windows_are_not_capped_and_hold_shorter_chunks():
+def test_windows_need_shorter_chunks_but_no_cap():
     """24 tokens and a chunk of 64 are more than 32 pages of 4 layers; shorter chunks fit."""
     peaks, small = peaks_of(*4 * [WINDOW]), peaks_of(*4 * [WINDOW], columns=24)
 
@@ -114,7 +114,7 @@ def test_windows_are_not_capped_and_hold_shorter_chunks():
     assert ways_out(small, need(100, 1), 1) == "shorten the prompt or raise --kv-memory to 14KiB"
 
 
-def test_beams_are_told_to_be_fewer_or_to_evict_before_there_is_pressure():
+def test_advice_for_beams_is_fewer_beams_or_earlier_eviction():
     peaks = peaks_of(FULL, FULL, evicting=True)
     spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
 
@@ -124,7 +124,7 @@ def test_beams_are_told_to_be_fewer_or_to_evict_before_there_is_pressure():
     )
 
 
-def test_what_never_fits_in_large_chunks_is_counted_in_those_that_fit():
+def test_peak_is_counted_with_the_largest_chunk_that_fits():
     """4 layers of 25 pages: 2 staging slots hold 24 of them in 48 pages, one in 24."""
     for columns, slots in ((56, 2), (30, 1)):
         peaks = peaks_of(*4 * [FULL], columns=columns, offload_tokens=1000)
