@@ -6,8 +6,8 @@ import re
 from quire.config.generation_request import GenerationRequest
 from quire.scheduler.events import KEPT_EVENTS, KINDS
 from support import engines
+from support.ledger_sums import check_sums
 from support.snippets import ROOT
-from unit.engine.test_ledger import prove_sums
 
 PAGE = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
 SNAPSHOT, EVENT = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL))
@@ -23,7 +23,7 @@ def names(value):
 
 
 def test_the_snapshot_adds_up():
-    prove_sums(SNAPSHOT)
+    check_sums(SNAPSHOT)
 
     assert {extent["sharing"] for row in SNAPSHOT["requests"] for extent in row["extents"]} == {
         "private",

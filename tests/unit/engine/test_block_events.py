@@ -1,4 +1,4 @@
-"""Cached blocks as routers hear of them: vLLM's names, order and frames."""
+"""KV block events for routers: names, order and frames of vLLM."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 from quire.kv.prefix_blocks import PrefixBroadcast, PrefixListener
 
 FIRST, SECOND = b"\x00" * 15 + b"\x01", b"\xff" * 16
-PATIENCE_MS = 5_000
+TIMEOUT_MS = 5_000
 
 
 def recorded():
@@ -18,7 +18,7 @@ def recorded():
     return BlockEvents(batches.append, "CPU", clock=lambda: 12.5), batches
 
 
-def test_blocks_that_are_stored_have_hash_parent_tokens_and_place():
+def test_stored_event_has_hashes_parent_tokens_and_medium():
     events, batches = recorded()
 
     events.stored([FIRST, SECOND], None, [1, 2, 3, 4], 2)
@@ -42,7 +42,7 @@ def test_blocks_that_are_stored_have_hash_parent_tokens_and_place():
     ]
 
 
-def test_batches_on_the_wire_are_arrays_in_the_order_of_vllm():
+def test_serialized_batches_are_arrays_in_the_order_of_vllm():
     events, batches = recorded()
     events.cleared()
     events.stored([SECOND], FIRST, [3, 4], 2)
@@ -55,7 +55,7 @@ def test_batches_on_the_wire_are_arrays_in_the_order_of_vllm():
     ]
 
 
-def test_every_listener_of_a_broadcast_hears_everything_and_a_broken_one_no_more(caplog):
+def test_broadcast_reaches_every_listener_and_removes_one_that_raises(caplog):
     class Broken:
         def stored(self, *_):
             raise RuntimeError("no more")
@@ -80,8 +80,8 @@ def test_every_listener_of_a_broadcast_hears_everything_and_a_broken_one_no_more
 
 
 @pytest.mark.parametrize(("module", "package"), [("zmq", "pyzmq"), ("msgpack", "msgpack")])
-def test_a_missing_package_is_named_with_what_installs_it(module, package, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zmq", sys)  # any module: nothing is asked of it yet
+def test_missing_package_error_names_the_extra_that_installs_it(module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", sys)  # any module: it is not used yet
     monkeypatch.setitem(sys.modules, module, None)
 
     with pytest.raises(ConfigError, match=rf"package {package}.*quire\[events\]"):
@@ -94,18 +94,18 @@ def zmq():
     return pytest.importorskip("zmq", reason="the extra `events` is not installed")
 
 
-def test_a_subscriber_gets_topic_number_and_message_pack(zmq, tmp_path):
+def test_subscriber_receives_topic_number_and_message_pack(zmq, tmp_path):
     import msgpack
 
     endpoint = f"ipc://{tmp_path}/events"
     publisher = BlockPublisher(endpoint)
     subscriber = zmq.Context.instance().socket(zmq.SUB)
     try:
-        subscriber.set(zmq.RCVTIMEO, PATIENCE_MS)
+        subscriber.set(zmq.RCVTIMEO, TIMEOUT_MS)
         subscriber.set(zmq.SUBSCRIBE, b"kv-events")
         subscriber.connect(endpoint)
         events = BlockEvents(publisher, "GPU", clock=lambda: 1.0)
-        while not subscriber.poll(10):  # the connection takes a moment; numbers show what is lost
+        while not subscriber.poll(10):  # wait for the connection; earlier events are lost
             events.cleared()
         first = int.from_bytes(subscriber.recv_multipart()[1], "big")
         events.stored([FIRST], None, [7, 8], 2)
@@ -126,7 +126,7 @@ def test_a_subscriber_gets_topic_number_and_message_pack(zmq, tmp_path):
     ]
 
 
-def test_a_decoder_of_vllms_types_reads_the_batches(zmq):
+def test_decoder_with_the_types_of_vllm_reads_the_batches(zmq):
     msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
     import msgpack
 
@@ -159,15 +159,15 @@ def test_a_decoder_of_vllms_types_reads_the_batches(zmq):
     events.removed([SECOND])
     decode = msgspec.msgpack.Decoder(EventBatch).decode
 
-    read = [decode(msgpack.packb(as_arrays(batch))).events[0] for batch in batches]
+    decoded = [decode(msgpack.packb(as_arrays(batch))).events[0] for batch in batches]
 
-    assert read == [
+    assert decoded == [
         AllBlocksCleared(),
         BlockStored([SECOND], FIRST, [3, 4], 2, None, "CPU"),
         BlockRemoved([SECOND], "CPU"),
     ]
 
 
-def test_an_address_nobody_can_listen_at_is_refused(zmq):
+def test_address_that_cannot_be_bound_is_rejected(zmq):
     with pytest.raises(ConfigError, match=r"expected an address to bind, such as tcp"):
         BlockPublisher("nonsense")

@@ -1,44 +1,28 @@
-"""Steps that fail: what ends with an error, what goes on, and that nothing is left behind."""
+"""Failing steps: which requests end with an error, which continue, and that no memory leaks."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.engine.runner import Runner
 from quire.errors import PolicyError, RequestError
+from quire.eviction.eviction import PolicyEvictor
+from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
+from quire.sampling.sampler import Sampler
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
 
 
-class Breaking:
-    """Stands in for a part of the engine, and raises at one call."""
-
-    def __init__(self, part, at_call, error):
-        self._part, self._left, self._error = part, at_call, error
-
-    def __getattr__(self, name):
-        return getattr(self._part, name)
-
-    def _call(self, method, *arguments, **options):
-        self._left -= 1
-        if self._left == 0:
-            raise self._error
-        return method(*arguments, **options)
-
-    def forward(self, *arguments, **options):
-        result = self._part.forward(*arguments, **options)  # what fails late has done most
-        return self._call(lambda: result)
-
-    def sample(self, *arguments):
-        return self._call(self._part.sample, *arguments)
-
-
-def cpu_is_full() -> RuntimeError:
+def cpu_out_of_memory() -> RuntimeError:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     return caught.value
@@ -55,7 +39,7 @@ def submit_all(engine: Engine) -> None:
 
 
 def finish(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, str]:
-    """Run to the end, adding to `tokens`; why each request failed, for those that did."""
+    """Run to the end, adding to `tokens`; return the error texts of failed requests by id."""
     errors = {}
     while engine.has_work:
         for delta in engine.step():
@@ -80,26 +64,40 @@ def expected(model):
     return tokens
 
 
-def break_part(engine: Engine, part: str, at_call: int, error: BaseException) -> None:
-    if part == "sampler":
-        engine._sampling_step.sampler = Breaking(engine._sampling_step.sampler, at_call, error)
-    else:
-        engine._runner._decoder = Breaking(engine._runner._decoder, at_call, error)
+def fail_once(monkeypatch, component: str, at_call: int, error: BaseException) -> None:
+    """Raise `error` in the call with this number (from 1) of the decoder or the sampler."""
+    owner, method = {
+        "decoder": (TransformersDecoder, "forward"),
+        "sampler": (Sampler, "sample"),
+    }[component]
+    original, num_calls = getattr(owner, method), 0
+
+    def counted(*arguments, **options):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at_call and component == "sampler":
+            raise error
+        result = original(*arguments, **options)
+        if num_calls == at_call:
+            raise error  # a late failure: KV of all layers has been written
+        return result
+
+    monkeypatch.setattr(owner, method, counted)
 
 
-@pytest.mark.parametrize("part", ["decoder", "sampler"])
+@pytest.mark.parametrize("component", ["decoder", "sampler"])
 @pytest.mark.parametrize("at_call", [1, 3])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_requests_of_a_step_without_memory_fail_and_the_others_go_on(
-    model, expected, part, at_call, error
+def test_out_of_memory_fails_the_requests_of_the_step_only(
+    monkeypatch, model, expected, component, at_call, error
 ):
     engine, tokens = small_engine(model), {}
-    break_part(engine, part, at_call, error)
+    fail_once(monkeypatch, component, at_call, error)
     submit_all(engine)
 
     errors = finish(engine, tokens)
 
-    assert errors.keys() == {"r0", "r1"}  # the two that ran
+    assert errors.keys() == {"r0", "r1"}  # the two running requests
     assert all("--max-num-batched-tokens" in text for text in errors.values())
     assert {key: tokens[key] for key in ("r2", "r3")} == {
         key: expected[key] for key in ("r2", "r3")
@@ -107,23 +105,23 @@ def test_requests_of_a_step_without_memory_fail_and_the_others_go_on(
     assert tokens["r0"] == expected["r0"][: at_call - 1]
 
 
-def test_the_cpu_allocators_error_is_known(model):
+def test_out_of_memory_error_of_the_cpu_allocator_is_recognized(monkeypatch, model):
     engine = small_engine(model)
-    break_part(engine, "decoder", 1, cpu_is_full())
+    fail_once(monkeypatch, "decoder", 1, cpu_out_of_memory())
     engine.submit(GenerationRequest([3], engines.greedy()))
 
     assert "can't allocate memory" in engine.step()[0].error
     engine.check()
 
 
-@pytest.mark.parametrize("part", ["decoder", "sampler"])
+@pytest.mark.parametrize("component", ["decoder", "sampler"])
 @pytest.mark.parametrize("at_call", [1, 3])
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
-def test_after_any_other_error_the_engine_goes_on_as_if_nothing_had_happened(
-    model, expected, part, at_call, error
+def test_step_can_be_repeated_after_any_other_error(
+    monkeypatch, model, expected, component, at_call, error
 ):
     engine, tokens = small_engine(model), {}
-    break_part(engine, part, at_call, error)
+    fail_once(monkeypatch, component, at_call, error)
     submit_all(engine)
 
     with pytest.raises(type(error)):
@@ -134,9 +132,9 @@ def test_after_any_other_error_the_engine_goes_on_as_if_nothing_had_happened(
     assert tokens == expected
 
 
-def test_what_was_said_before_an_error_is_not_lost(model):
+def test_deltas_from_before_an_error_are_returned_by_the_next_step(monkeypatch, model):
     engine, tokens = small_engine(model), {}
-    break_part(engine, "decoder", 2, RuntimeError("a bug"))
+    fail_once(monkeypatch, "decoder", 2, RuntimeError("a bug"))
     submit_all(engine)
     engine.step()
     engine.cancel("r0")
@@ -150,85 +148,82 @@ def test_what_was_said_before_an_error_is_not_lost(model):
     assert not finish(engine, tokens)
 
 
-def test_a_request_whose_text_cannot_be_followed_leaves_nothing_behind(model):
-    class NoDecoder:
+def test_request_with_failing_tokenizer_leaves_no_work_queued(model):
+    class FailingTokenizer(PreTrainedTokenizerBase):
         def decode(self, *_arguments, **_options):
             raise OverflowError("no such id")
 
-    engine = small_engine(model)
-    object.__setattr__(engine.model, "tokenizer", NoDecoder())
+    engine = small_engine(replace(model, tokenizer=FailingTokenizer()))
     with pytest.raises(OverflowError):
         engine.submit(GenerationRequest([3, 4], engines.greedy()))
-    object.__setattr__(engine.model, "tokenizer", None)
 
     assert not engine.has_work
 
 
-def test_an_id_the_engine_chooses_is_nobody_elses(model):
+def test_generated_request_id_is_not_in_use(model):
     engine = small_engine(model)
     engine.submit(GenerationRequest([3], engines.greedy(), request_id="request-2"))
 
     assert engine.submit(GenerationRequest([3], engines.greedy())) != "request-2"
 
 
-def test_an_id_whose_sequences_would_take_the_id_of_another_request_is_refused(model):
+def test_request_id_whose_sequence_ids_are_in_use_is_rejected(model):
     engine, tokens = small_engine(model), {}
-    several = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    two_outputs = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
     engine.submit(GenerationRequest([3], engines.greedy(), request_id="r#1"))
     with pytest.raises(RequestError, match="request id 'r#1' is in use"):
-        engine.submit(GenerationRequest([4], several, request_id="r"))
+        engine.submit(GenerationRequest([4], two_outputs, request_id="r"))
     engine.submit(GenerationRequest([3], engines.greedy(), request_id="request-3#1"))
-    chosen = engine.submit(GenerationRequest([4], several))
+    generated_id = engine.submit(GenerationRequest([4], two_outputs))
 
-    assert chosen != "request-3"
+    assert generated_id != "request-3"
     assert not finish(engine, tokens)
-    assert tokens.keys() == {"r#1", "request-3#1", chosen}
+    assert tokens.keys() == {"r#1", "request-3#1", generated_id}
 
 
-def test_a_refused_request_takes_no_place_among_the_recorded_ones(model):
+def test_rejected_request_does_not_replace_a_recorded_eviction_trace(model):
     config = KVConfig(memory="96KiB", page_tokens=4, evict="recent:cap=8,every=2")
     engine = Engine(model, config, ScheduleConfig(max_num_seqs=2))
-    again = {"request_id": "r", "record_evictions": True}
-    engine.submit(GenerationRequest([3] * 12, engines.greedy(), **again))
+    options = {"request_id": "r", "record_evictions": True}
+    engine.submit(GenerationRequest([3] * 12, engines.greedy(), **options))
     finish(engine, {})
-    left = engine.eviction_trace("r")
+    trace = engine.eviction_trace("r")
     with pytest.raises(RequestError):
         engine.submit(
             GenerationRequest(
                 [3] * 60,
                 SamplingParams(n=4, max_tokens=40, use_beam_search=True),
-                **again,
+                **options,
             )
         )
 
-    assert left
+    assert trace
     assert [step.num_computed for step in engine.eviction_trace("r")] == [
-        step.num_computed for step in left
+        step.num_computed for step in trace
     ]
 
 
-def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_processed(monkeypatch):
-    """The others had been planned: without rows they would be written into somebody else's."""
+def test_policy_error_for_one_beam_ends_all_beams_before_the_step_runs(monkeypatch):
+    """The step was planned with all beams: without rows they would write to other rows."""
     engine = Engine(
         engines.load("llama"),
         KVConfig(memory="2MiB", page_tokens=4, evict="recent:cap=8,every=2"),
         ScheduleConfig(max_num_seqs=4),
     )
-    evictor, run, failed = engine.scheduler.capacities._evictor, engine._runner.run, []
-    evict = evictor.evict
+    evict, run, failed = PolicyEvictor.evict, Runner.run, []
 
-    def break_once(request, keep, *, least_gain=None):
+    def fail_for_one_beam(evictor, request, keep, *, least_gain=None):
         if request.request_id.startswith("beams") and not failed:
             failed.append(request)
             raise PolicyError("broken on purpose")
-        return evict(request, keep)
+        return evict(evictor, request, keep, least_gain=least_gain)
 
-    def run_rows(plan):
+    def run_rows(runner, plan):
         assert all(request.memory.row >= 0 for request in plan.requests)
-        return run(plan)
+        return run(runner, plan)
 
-    monkeypatch.setattr(evictor, "evict", break_once)
-    monkeypatch.setattr(engine._runner, "run", run_rows)
+    monkeypatch.setattr(PolicyEvictor, "evict", fail_for_one_beam)
+    monkeypatch.setattr(Runner, "run", run_rows)
     beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
     engine.submit(GenerationRequest([3, 4, 5, 6], beams, request_id="beams"))
     engine.submit(GenerationRequest([7, 8], engines.greedy(12), request_id="other"))
@@ -246,23 +241,21 @@ def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_pro
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a bug")]
 )
-def test_a_search_ends_where_its_beams_cannot_be_copied_and_the_others_go_on(
-    model, monkeypatch, error, at_fork
-):
-    """The search has gone on to the next token, and its beams are half exchanged."""
+def test_failed_fork_ends_its_beam_search_only(model, monkeypatch, error, at_fork):
+    """The fork fails while the beams are exchanged, after the next token was sampled."""
     config = KVConfig(memory="2MiB", page_tokens=4)
     engine = Engine(model, config, ScheduleConfig(max_num_seqs=4))
     sequence_memory, num_forks = engine.scheduler.sequence_memory, 0
     fork = sequence_memory.fork
 
-    def break_once(parent, child):
+    def fail_at_fork(parent, child):
         nonlocal num_forks
         num_forks += 1
         if num_forks == at_fork:
             raise error
         fork(parent, child)
 
-    monkeypatch.setattr(sequence_memory, "fork", break_once)
+    monkeypatch.setattr(sequence_memory, "fork", fail_at_fork)
     beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
     engine.submit(GenerationRequest([3, 4, 5, 6], beams, request_id="beams"))
     engine.submit(GenerationRequest([7, 8], engines.greedy(12), request_id="other"))

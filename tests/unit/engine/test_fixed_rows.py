@@ -1,4 +1,4 @@
-"""A step as batches of equal size: what is cut, what is padded, and that padding writes nothing."""
+"""Steps as batches of equal size: split requests, padding, and that padding writes no KV."""
 
 import torch
 
@@ -26,29 +26,29 @@ def requests(tokens: list[int]) -> list[tuple[Request, int]]:
     ]
 
 
-def cut(tokens: list[int], size: int) -> list[list[tuple[int, int, int, int]]]:
+def split(tokens: list[int], size: int) -> list[list[tuple[int, int, int, int]]]:
     batches = in_parts(requests(tokens), size)
     return [
         [(int(p.request.request_id), p.done, p.tokens, p.later) for p in batch] for batch in batches
     ]
 
 
-def test_requests_are_cut_where_a_batch_is_full():
-    assert cut([7, 1, 3], 4) == [
+def test_requests_are_split_if_a_batch_is_full():
+    assert split([7, 1, 3], 4) == [
         [(0, 0, 4, 3)],
         [(0, 4, 3, 0), (1, 0, 1, 0)],
         [(2, 0, 3, 0)],
     ]
 
 
-def test_a_batch_that_is_just_full_leaves_no_empty_one():
-    assert cut([4, 4], 4) == [[(0, 0, 4, 0)], [(1, 0, 4, 0)]]
-    assert cut([1, 1], 4) == [[(0, 0, 1, 0), (1, 0, 1, 0)]]
+def test_exactly_full_batch_is_not_followed_by_an_empty_one():
+    assert split([4, 4], 4) == [[(0, 0, 4, 0)], [(1, 0, 4, 0)]]
+    assert split([1, 1], 4) == [[(0, 0, 1, 0), (1, 0, 1, 0)]]
 
 
-def test_every_token_is_in_one_part_and_knows_what_comes_later():
+def test_every_token_is_in_one_part_with_the_count_of_later_tokens():
     tokens = [13, 1, 1, 40, 2, 8]
-    parts = [part for batch in cut(tokens, 8) for part in batch]
+    parts = [part for batch in split(tokens, 8) for part in batch]
 
     for number, count in enumerate(tokens):
         own = [part[1:] for part in parts if part[0] == number]
@@ -57,21 +57,21 @@ def test_every_token_is_in_one_part_and_knows_what_comes_later():
         assert all(done + size + later == count for done, size, later in own)
 
 
-def test_padding_is_zeros_behind_the_numbers():
+def test_padding_appends_zeros():
     assert padded([3, 4], 4) == [3, 4, 0, 0]
     assert padded([3, 4], 2) == [3, 4]
 
 
-class _Sees:
-    """Attention that remembers what it was given."""
+class RecordsRows:
+    """Attention that records the number of rows of its inputs."""
 
     def attend(self, call, query, key, value):
         self.rows = len(query), len(key), len(value)
         return query + 1
 
 
-def test_attention_does_not_see_the_padding():
-    bridge, rows = _Sees(), torch.ones(5, 2, 4)
+def test_attention_does_not_receive_padding_rows():
+    bridge, rows = RecordsRows(), torch.ones(5, 2, 4)
 
     out = PaddedBridge(bridge, 3).attend(CALL, rows, rows, rows)
 

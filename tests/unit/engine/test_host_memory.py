@@ -1,21 +1,28 @@
-"""Freed host memory: kept for the next step where the C library can be told to, else said so.
+"""Freed CPU memory: retained for the next step if the C library supports it.
 
-What the C library was told holds for a whole process, so each case has one of its own.
+Settings of the C library apply to the whole process, so cases that change them run in a process
+of their own.
 """
 
+import ctypes
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import quire.engine.host_memory
+import quire.engine.core
+from quire.config.kv_config import KVConfig
+from quire.engine.core import Engine
 from quire.engine.host_memory import keep_freed_memory
+from support import engines
 
+M_MMAP_THRESHOLD = -3  # malloc.h
 TESTS = Path(__file__).parents[2]
 needs_glibc = pytest.mark.skipif(
-    quire.engine.host_memory._glibc() is None, reason="the C library is not glibc"
+    platform.libc_ver()[0] != "glibc", reason="the C library is not glibc"
 )
 STEPS = """
 import json, resource, sys, threading
@@ -48,22 +55,9 @@ else:
     run()
 print(json.dumps(found))
 """
-ENGINES = """
-import sys
-import torch
-from support import engines
-import quire.engine.core
-from quire.engine.core import Engine
-from quire.config.kv_config import KVConfig
-
-called = []
-quire.engine.core.keep_freed_memory = lambda: called.append(1)
-Engine(engines.load("llama"), KVConfig(memory="1MiB"), return_memory=sys.argv[1] == "return")
-print(len(called))
-"""
 
 
-def run_apart(program: str, *arguments: str) -> str:
+def run_in_process(program: str, *arguments: str) -> str:
     ran = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -76,8 +70,8 @@ def run_apart(program: str, *arguments: str) -> str:
 
 @needs_glibc
 @pytest.mark.parametrize("thread", ["main", "thread"])
-def test_steps_take_no_fresh_pages_and_the_heap_does_not_grow(thread):
-    kept = json.loads(run_apart(STEPS, "keep", thread))
+def test_steps_cause_few_page_faults_and_the_heap_does_not_grow(thread):
+    kept = json.loads(run_in_process(STEPS, "keep", thread))
 
     assert kept["faults"] < 1_000
     assert kept["growth_bytes"] < 1 << 20
@@ -85,21 +79,26 @@ def test_steps_take_no_fresh_pages_and_the_heap_does_not_grow(thread):
 
 @pytest.mark.slow
 @needs_glibc
-def test_without_it_blocks_over_the_libraries_own_threshold_are_taken_anew():
-    """The control: otherwise the test above could not fail."""
+def test_without_the_setting_large_blocks_cause_page_faults_in_every_step():
+    """The control of the test above: page faults are measurable."""
     large = STEPS.replace("24 << 20", "80 << 20")
 
-    assert json.loads(run_apart(large, "return", "main"))["faults"] > 100_000
-    assert json.loads(run_apart(large, "keep", "main"))["faults"] < 1_000
+    assert json.loads(run_in_process(large, "return", "main"))["faults"] > 100_000
+    assert json.loads(run_in_process(large, "keep", "main"))["faults"] < 1_000
 
 
-@pytest.mark.parametrize(("requested", "calls"), [("keep", 1), ("return", 0)])
-def test_an_engine_on_a_cpu_asks_for_it_unless_told_not_to(requested, calls):
-    assert int(run_apart(ENGINES, requested)) == calls
+@pytest.mark.parametrize("return_memory", [False, True])
+def test_engine_on_cpu_sets_malloc_options_by_default(monkeypatch, return_memory):
+    calls = []
+    monkeypatch.setattr(quire.engine.core, "keep_freed_memory", lambda: calls.append(1))
+
+    Engine(engines.load("llama"), KVConfig(memory="1MiB"), return_memory=return_memory)
+
+    assert len(calls) == (0 if return_memory else 1)
 
 
-def test_another_c_library_is_left_alone_and_it_is_said(monkeypatch):
-    monkeypatch.setattr(quire.engine.host_memory.sys, "platform", "darwin")
+def test_other_c_library_is_reported_as_unsupported(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
 
     found = keep_freed_memory()
 
@@ -107,32 +106,39 @@ def test_another_c_library_is_left_alone_and_it_is_said(monkeypatch):
     assert "only glibc" in found.explanation
 
 
-class OldGlibc:
-    """glibc before 2.35: no threshold over 32 MiB."""
+class OldGlibc(ctypes.CDLL):
+    """A stand-in for glibc before 2.35, which refuses thresholds above 32 MiB."""
 
-    def __init__(self, most_bytes):
-        self.most_bytes, self.told = most_bytes, {}
+    gnu_get_libc_version = None  # identifies glibc
 
-    def mallopt(self, what, value):
-        if what == quire.engine.host_memory._M_MMAP_THRESHOLD and value > self.most_bytes:
+    def __init__(self, max_threshold_bytes):
+        self.max_threshold_bytes, self.options = max_threshold_bytes, {}
+
+    def mallopt(self, option, value):
+        if option == M_MMAP_THRESHOLD and value > self.max_threshold_bytes:
             return 0
-        self.told[what] = value
+        self.options[option] = value
         return 1
 
 
-def test_an_old_glibc_keeps_what_it_can(monkeypatch):
+def use_c_library(monkeypatch, library):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+
+
+def test_old_glibc_keeps_blocks_up_to_its_largest_threshold(monkeypatch):
     glibc = OldGlibc(32 << 20)
-    monkeypatch.setattr(quire.engine.host_memory, "_glibc", lambda: glibc)
+    use_c_library(monkeypatch, glibc)
 
     found = keep_freed_memory()
 
     assert found.kept
     assert "32 MiB" in found.explanation
-    assert glibc.told[quire.engine.host_memory._M_MMAP_THRESHOLD] == 32 << 20
+    assert glibc.options[M_MMAP_THRESHOLD] == 32 << 20
 
 
-def test_a_c_library_that_refuses_is_said_to_refuse(monkeypatch):
-    monkeypatch.setattr(quire.engine.host_memory, "_glibc", lambda: OldGlibc(0))
+def test_refusal_of_the_c_library_is_reported(monkeypatch):
+    use_c_library(monkeypatch, OldGlibc(0))
 
     found = keep_freed_memory()
 

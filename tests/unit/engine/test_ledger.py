@@ -1,6 +1,4 @@
-"""The snapshot of an engine's KV: every byte has one owner, on every axis the bytes add up."""
-
-import json
+"""The KV ledger of an engine: every byte has one owner, and the bytes of every axis add up."""
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from quire.offload.swap.host_pool import HostPool
 from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
+from support.ledger_sums import check_sums
 from support.requests import make_request
 
 FLOAT = codec_spec("float32")
@@ -35,8 +34,8 @@ LAYOUT = CacheLayout(
 )
 
 
-class Books:
-    """A memory, requests on its rows, and their ledger."""
+class LedgerOfRows:
+    """A KV memory, requests on its rows, and their ledger."""
 
     def __init__(self, host_bytes=0):
         self.memory = KVMemory(LAYOUT, 48 * 1024, max_rows=8)
@@ -80,35 +79,12 @@ class Books:
     def snapshot(self):
         self.ledger.check()
         found = self.ledger.snapshot()
-        prove_sums(found)
+        check_sums(found)
         return found
 
 
-def prove_sums(found):
-    """Every axis adds up to the pages in use, and all owners to the arena."""
-    axes = found["axes"]
-    device_bytes = axes["residency"]["device"]
-    assert sum(axes["owner"].values()) == found["total_bytes"]
-    assert found["used_bytes"] + found["free_bytes"] == found["total_bytes"]
-    assert device_bytes == found["used_bytes"] - axes["owner"]["slab_borders"]
-    assert axes["residency"]["host"] == found["host"]["used_bytes"]
-    for axis in ("codec", "exactness", "sharing", "references"):
-        assert sum(axes[axis].values()) == device_bytes
-    held = [row["kv_bytes"] for row in found["requests"]]
-    cached = [extent["bytes"] for extent in found["prefix_cache"]]
-    assert sum(held) == axes["owner"]["requests"]
-    assert sum(cached) == axes["owner"]["prefix_cache"]
-    for name in ("kv_bytes", "host_bytes"):
-        assert sum(row[name] for row in found["requests"]) == sum(
-            tenant[name] for tenant in found["tenants"]
-        )
-    for row in found["requests"]:
-        assert row["kv_bytes"] == sum(extent["bytes"] for extent in row["extents"])
-    assert json.loads(json.dumps(found)) == found
-
-
-def test_an_idle_engine_has_all_bytes_free():
-    found = Books().snapshot()
+def test_all_bytes_are_free_without_requests():
+    found = LedgerOfRows().snapshot()
 
     assert found["axes"]["owner"] == {
         "requests": 0,
@@ -120,14 +96,14 @@ def test_an_idle_engine_has_all_bytes_free():
     assert found["requests"] == found["tenants"] == found["prefix_cache"] == []
 
 
-def test_each_tenant_has_what_its_requests_have():
-    books = Books()
-    books.request(4, tenant="red")
-    books.request(8, tenant="blue")
-    books.request(4, tenant="red")
-    books.request(0, tenant="green")
+def test_bytes_of_a_tenant_are_the_sum_over_its_requests():
+    rows = LedgerOfRows()
+    rows.request(4, tenant="red")
+    rows.request(8, tenant="blue")
+    rows.request(4, tenant="red")
+    rows.request(0, tenant="green")
 
-    found = books.snapshot()
+    found = rows.snapshot()
 
     one, two = 2 * 256 + 384, 4 * 256 + 2 * 384
     assert found["tenants"] == [
@@ -138,13 +114,13 @@ def test_each_tenant_has_what_its_requests_have():
     assert [row["state"] for row in found["requests"]] == ["running"] * 3 + ["waiting"]
 
 
-def test_forks_have_equal_parts_of_what_they_share_and_all_of_their_own():
-    books = Books()
-    parent = books.request(8)
-    child = books.request(8, row=fork(books.memory, parent.memory.row))
-    books.memory.grow(np.array([child.memory.row]), np.array([1], dtype=np.int32))
+def test_forks_split_shared_pages_equally_and_own_their_private_pages():
+    rows = LedgerOfRows()
+    parent = rows.request(8)
+    child = rows.request(8, row=fork(rows.memory, parent.memory.row))
+    rows.memory.grow(np.array([child.memory.row]), np.array([1], dtype=np.int32))
 
-    first, second = books.snapshot()["requests"]
+    first, second = rows.snapshot()["requests"]
 
     # the child copied its last loose page (5 to 9) and added a page to each full lane
     assert first["alone_bytes"] == 384
@@ -152,12 +128,12 @@ def test_forks_have_equal_parts_of_what_they_share_and_all_of_their_own():
     assert first["kv_bytes"] - 384 == second["kv_bytes"] - 384 - 2 * 256 == (4 * 256 + 384) // 2
 
 
-def test_a_request_that_has_lost_tokens_is_approximate():
-    books = Books()
-    whole, pruned = books.request(10), books.request(10)
-    books.evict(pruned, 3)
+def test_request_with_evicted_tokens_is_approximate():
+    rows = LedgerOfRows()
+    whole, pruned = rows.request(10), rows.request(10)
+    rows.evict(pruned, 3)
 
-    found = books.snapshot()
+    found = rows.snapshot()
 
     exact, approximate = found["requests"]
     assert (exact["exact"], approximate["exact"]) == (True, False)
@@ -168,13 +144,16 @@ def test_a_request_that_has_lost_tokens_is_approximate():
     assert whole.eviction.exact
 
 
-def test_what_was_swapped_out_is_on_the_host_until_it_returns():
-    books = Books(host_bytes=16 * 1024)
-    gone, stays = books.request(8, tenant="red"), books.request(4)
-    kv_bytes = books.memory.row_bytes(gone.memory.row)
-    swapped = books.swap_out(gone)
+def test_swapped_kv_is_counted_on_the_host_until_it_is_swapped_in():
+    rows = LedgerOfRows(host_bytes=16 * 1024)
+    swapped_request, running_request = (
+        rows.request(8, tenant="red"),
+        rows.request(4),
+    )
+    kv_bytes = rows.memory.row_bytes(swapped_request.memory.row)
+    swapped = rows.swap_out(swapped_request)
 
-    found = books.snapshot()
+    found = rows.snapshot()
 
     assert [(r["kv_bytes"], r["host_bytes"]) for r in found["requests"]] == [
         (0, kv_bytes),
@@ -182,47 +161,47 @@ def test_what_was_swapped_out_is_on_the_host_until_it_returns():
     ]
     assert found["axes"]["residency"]["host"] == kv_bytes
     assert found["host"]["free_bytes"] == 16 * 1024 - kv_bytes
-    [gone.memory.row] = swap_in(books.memory, swapped)
-    gone.memory.swapped = None
-    assert books.snapshot()["axes"]["residency"]["host"] == 0
-    assert stays.memory.row != gone.memory.row
+    [swapped_request.memory.row] = swap_in(rows.memory, swapped)
+    swapped_request.memory.swapped = None
+    assert rows.snapshot()["axes"]["residency"]["host"] == 0
+    assert running_request.memory.row != swapped_request.memory.row
 
 
-def test_sequences_swapped_together_split_what_is_stored_once():
-    books = Books(host_bytes=16 * 1024)
-    parent = books.request(8)
-    children = [books.request(8, row=fork(books.memory, parent.memory.row)) for _ in range(2)]
-    kv_bytes = books.memory.row_bytes(parent.memory.row)
-    books.swap_out(parent, *children)
+def test_sequences_swapped_together_split_the_bytes_stored_once():
+    rows = LedgerOfRows(host_bytes=16 * 1024)
+    parent = rows.request(8)
+    children = [rows.request(8, row=fork(rows.memory, parent.memory.row)) for _ in range(2)]
+    kv_bytes = rows.memory.row_bytes(parent.memory.row)
+    rows.swap_out(parent, *children)
 
-    parts = [row["host_bytes"] for row in books.snapshot()["requests"]]
+    shares = [row["host_bytes"] for row in rows.snapshot()["requests"]]
 
-    assert sum(parts) == kv_bytes
-    assert max(parts) - min(parts) <= len(LAYOUT.page_classes)
+    assert sum(shares) == kv_bytes
+    assert max(shares) - min(shares) <= len(LAYOUT.page_classes)
 
 
-def test_a_host_pool_that_no_request_knows_of_is_a_leak():
-    books = Books(host_bytes=16 * 1024)
-    request = books.request(8)
-    books.swap_out(request)
-    books.requests.clear()
+def test_swapped_kv_without_a_request_is_reported_as_a_leak():
+    rows = LedgerOfRows(host_bytes=16 * 1024)
+    request = rows.request(8)
+    rows.swap_out(request)
+    rows.requests.clear()
 
     with pytest.raises(InvariantError, match="of the swap space are used"):
-        books.ledger.check()
+        rows.ledger.check()
 
 
-def test_a_row_without_a_request_is_shown_as_nobodys():
-    books = Books()
-    books.request(4)
-    books.requests.clear()
+def test_row_without_a_request_has_empty_id_and_tenant():
+    rows = LedgerOfRows()
+    rows.request(4)
+    rows.requests.clear()
 
-    [row] = books.snapshot()["requests"]
+    [row] = rows.snapshot()["requests"]
 
     assert (row["request_id"], row["tenant"]) == ("", "")
     assert row["kv_bytes"] == 2 * 256 + 384
 
 
-def test_a_running_engine_shows_its_requests():
+def test_ledger_and_stats_of_a_running_engine_agree():
     model = engines.load("llama")
     engine = engines.engine_for(model, room=2, longest=40, page_tokens=4)
     engine.submit(GenerationRequest([3] * 20, engines.greedy(8), request_id="a"))
@@ -231,7 +210,7 @@ def test_a_running_engine_shows_its_requests():
 
     found, stats = engine.ledger(), engine.stats()
 
-    prove_sums(found)
+    check_sums(found)
     assert [row["request_id"] for row in found["requests"]] == ["a", "b"]
     assert all(row["exact"] for row in found["requests"])
     assert found["axes"]["residency"]["device"] > 0
@@ -247,7 +226,7 @@ def test_a_running_engine_shows_its_requests():
     )
 
 
-def test_engines_that_share_an_arena_have_a_ledger_each():
+def test_engines_that_share_an_arena_have_separate_ledgers():
     pool = SharedPool(96 * 1024, slab_bytes=4 * 1024)
     kv, schedule = KVConfig(page_tokens=4), ScheduleConfig(max_num_seqs=4)
     small, large = (
@@ -260,7 +239,7 @@ def test_engines_that_share_an_arena_have_a_ledger_each():
 
     for engine in (small, large):
         found = engine.ledger()
-        prove_sums(found)
+        check_sums(found)
         assert found["axes"]["owner"]["requests"] > 0
     for engine in (small, large):
         while engine.has_work:

@@ -1,4 +1,4 @@
-"""Options that could have no effect are refused, with what to use instead."""
+"""Options that have no effect are rejected with advice."""
 
 import logging
 
@@ -21,7 +21,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("kv", "schedule", "says"),
+    ("kv", "schedule", "message"),
     [
         ({"scratch": "0"}, {}, "--scratch above 0, got 0: .* give a size such as 1MiB"),
         ({"store_tokens": 64}, {}, "--kv-store-tokens 64 has no effect: store 'paged' .* contig"),
@@ -32,8 +32,8 @@ def model():
         ({}, {"max_num_seqs": 10**11}, r"page tables of 100,000,000,000 .* lower --max-num-seqs"),
     ],
 )
-def test_an_option_without_effect_is_refused(model, kv, schedule, says):
-    with pytest.raises(ConfigError, match=says):
+def test_option_without_effect_is_rejected(model, kv, schedule, message):
+    with pytest.raises(ConfigError, match=message):
         LLM(model, kv=kv_config(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
 
 
@@ -44,18 +44,18 @@ def test_an_option_without_effect_is_refused(model, kv, schedule, says):
         ({"store_tokens": 64, "store": "contiguous_max"}, {}),
     ],
 )
-def test_an_option_with_an_effect_is_taken(model, kv, schedule):
+def test_option_with_an_effect_is_accepted(model, kv, schedule):
     llm = LLM(model, kv=kv_config(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
 
     assert llm.generate([[3, 4]], engines.greedy(2))[0].token_ids
 
 
-def test_it_is_refused_before_a_model_is_read():
+def test_option_without_effect_is_rejected_before_the_model_is_loaded():
     with pytest.raises(ConfigError, match="--scratch above 0"):
         LLM("no such model", kv=KVConfig(scratch=0))
 
 
-def test_a_prefix_cache_that_is_off_by_default_is_noted_once(model, caplog):
+def test_prefix_cache_that_is_off_by_default_is_logged_once(model, caplog):
     with caplog.at_level(logging.INFO, "quire"):
         LLM(model, kv=KVConfig(memory="256KiB", store="contiguous_max", store_tokens=32))
 
@@ -64,7 +64,7 @@ def test_a_prefix_cache_that_is_off_by_default_is_noted_once(model, caplog):
     assert "pages of a contiguous run cannot be shared" in record.getMessage()
 
 
-def test_page_tables_are_counted_before_they_are_allocated(model, monkeypatch):
+def test_page_table_bytes_are_checked_before_allocation(model, monkeypatch):
     layout = layout_for(model.spec, codec="float32", page_tokens=16)
     for group in layout.groups:
         arrays = [a for a in vars(LaneTable(group, 7)).values() if isinstance(a, np.ndarray)]

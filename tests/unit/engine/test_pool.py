@@ -1,4 +1,4 @@
-"""The KV memory of an engine: what is refused before it is taken, and what taking it costs."""
+"""The KV memory of an engine: sizes rejected before allocation, and the cost of allocation."""
 
 import mmap
 
@@ -30,7 +30,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
-def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requested):
+def test_kv_memory_above_free_memory_is_rejected_before_allocation(model, requested):
     before = resident_bytes()
     with pytest.raises(ConfigError, match=r"exceeds the [\d,]+ B that are free on cpu; lower"):
         build_pool(model, KVConfig(memory=requested), ScheduleConfig())
@@ -38,7 +38,7 @@ def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requeste
 
 
 @pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
-def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model, requested):
+def test_swap_space_above_machine_memory_is_rejected_before_allocation(model, requested):
     before = resident_bytes()
     with pytest.raises(ConfigError, match=r"of at most .* this machine .* lower --swap-space"):
         build_pool(model, KVConfig(memory="1MiB", swap_space=requested), ScheduleConfig())
@@ -46,7 +46,7 @@ def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model
 
 
 @pytest.mark.parametrize("preempt", ["auto", "swap"])
-def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
+def test_swap_space_below_one_page_is_rejected(model, preempt):
     config = KVConfig(memory="1MiB", swap_space=10)
 
     with pytest.raises(ConfigError, match=r"expected a host pool of .* got 10 B.*--swap-space"):
@@ -54,35 +54,35 @@ def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
 
 
 @pytest.mark.parametrize(
-    ("host", "schedule", "says"),
+    ("host", "schedule", "message"),
     [
         ("1MiB", {"preempt": "recompute"}, "--preempt recompute swaps no requests: use"),
         (0, {"batcher": "baton_pd:hold=host"}, "set --swap-space SIZE, or use hold=device"),
         (0, {"batcher": "baton_pd_best_fit:hold=host"}, "set --swap-space SIZE"),
     ],
 )
-def test_a_host_pool_that_nothing_would_use_or_that_lacks_is_refused(model, host, schedule, says):
+def test_unused_or_missing_swap_space_is_rejected(model, host, schedule, message):
     config = KVConfig(memory="1MiB", swap_space=host)
 
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         build_pool(model, config, ScheduleConfig(**schedule))
 
 
 @pytest.mark.parametrize("schedule", [{"scale_down_at": 0.8}, {"batcher": "baton_pd:hold=host"}])
-def test_without_swaps_a_host_pool_is_of_use_to_who_scales_down_or_holds_there(model, schedule):
+def test_swap_space_is_accepted_for_scale_down_or_hold_on_host_without_swaps(model, schedule):
     config = KVConfig(memory="1MiB", swap_space="1MiB")
 
     assert build_pool(model, config, ScheduleConfig(preempt="recompute", **schedule)).host
 
 
-def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
+def test_swap_space_above_container_memory_is_rejected(model, monkeypatch):
     monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"at most 3,145,728 B .CPU memory that is free"):
         build_pool(model, KVConfig(memory="1MiB", swap_space="4MiB"), ScheduleConfig())
 
 
-def test_on_a_cpu_the_arena_and_the_host_pool_share_what_is_free(model, monkeypatch):
+def test_on_a_cpu_arena_and_swap_space_share_free_memory(model, monkeypatch):
     monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"KV memory of 2,097,152 B exceeds the 1,048,576 B"):
@@ -91,7 +91,7 @@ def test_on_a_cpu_the_arena_and_the_host_pool_share_what_is_free(model, monkeypa
     assert pool.host.total_bytes == 2 * MIB
 
 
-def test_a_host_pool_takes_memory_only_where_it_is_written(model):
+def test_swap_space_uses_physical_memory_only_for_written_pages(model):
     before = resident_bytes()
     pool = build_pool(model, KVConfig(memory="1MiB", swap_space="1GiB"), ScheduleConfig())
 
@@ -99,17 +99,17 @@ def test_a_host_pool_takes_memory_only_where_it_is_written(model):
     assert resident_bytes() - before < GIB // 16
 
 
-def test_without_host_memory_there_is_no_pool(model):
+def test_pool_has_no_host_pool_without_swap_space(model):
     assert build_pool(model, KVConfig(memory="1MiB"), ScheduleConfig()).host is None
 
 
 @pytest.mark.parametrize("requested", ["-1", "much", -1])
-def test_host_memory_is_a_size(model, requested):
+def test_swap_space_that_is_no_size_is_rejected(model, requested):
     with pytest.raises(ConfigError, match="is not a size"):
         build_pool(model, KVConfig(memory="1MiB", swap_space=requested), ScheduleConfig())
 
 
-def test_an_arena_starts_as_zeros_and_takes_memory_only_where_it_is_written():
+def test_arena_is_zero_and_uses_physical_memory_only_for_written_pages():
     before = resident_bytes()
     store = PageStore(GIB, torch.device("cpu"))
     store.arena[-64:] = 1
@@ -118,13 +118,13 @@ def test_an_arena_starts_as_zeros_and_takes_memory_only_where_it_is_written():
     assert store.arena[-64:].sum() == 64
 
 
-def test_pages_of_an_arena_are_aligned():
+def test_arena_is_aligned():
     assert all(PageStore(n, torch.device("cpu")).arena.data_ptr() % 64 == 0 for n in (64, 2**16))
 
 
 @pytest.mark.parametrize("total_bytes", [64, 2 * MIB - 64, 3 * MIB, 10 * MIB + 64])
-def test_a_full_arena_takes_no_more_than_its_size(total_bytes):
-    """Huge pages end before the arena does; a machine without them takes small ones."""
+def test_full_arena_uses_at_most_its_size(total_bytes):
+    """Huge pages end before the arena does; a machine without them uses small pages."""
     store = PageStore(total_bytes, torch.device("cpu"))
     before = resident_bytes()
     store.arena.fill_(1)
@@ -133,7 +133,7 @@ def test_a_full_arena_takes_no_more_than_its_size(total_bytes):
     assert resident_bytes() - before <= total_bytes + MIB // 4
 
 
-def test_a_large_arena_lies_on_whole_huge_pages():
+def test_large_arena_is_aligned_to_huge_pages():
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         pytest.skip("no huge pages on this platform")
 
@@ -141,21 +141,21 @@ def test_a_large_arena_lies_on_whole_huge_pages():
 
 
 @pytest.mark.parametrize("held", ["store", "views"])
-def test_an_arena_is_given_back_with_the_last_that_looks_at_it(held):
+def test_arena_is_freed_with_its_last_view(held):
     store = PageStore(64 * MIB, torch.device("cpu"))
-    part = store.arena[:1024]
+    view = store.arena[:1024]
     store.arena.fill_(1)
     full = resident_bytes()
     del store
     if held == "views":
-        assert int(part.sum()) == 1024
+        assert int(view.sum()) == 1024
         assert resident_bytes() > full - MIB
-    del part
+    del view
 
     assert resident_bytes() < full - 60 * MIB
 
 
-def test_an_arena_needs_no_huge_pages(monkeypatch):
+def test_arena_works_without_huge_pages(monkeypatch):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     arena = PageStore(4 * MIB, torch.device("cpu")).arena
 
@@ -163,13 +163,13 @@ def test_an_arena_needs_no_huge_pages(monkeypatch):
     assert arena.data_ptr() % 64 == 0
 
 
-def test_auto_leaves_a_tenth_of_what_is_free(model):
+def test_auto_size_leaves_a_fraction_of_free_memory(model):
     free_bytes = psutil.virtual_memory().available
     total_bytes = build_pool(model, KVConfig(), ScheduleConfig()).kv.memory.total_bytes
     assert 0 < total_bytes < 0.95 * free_bytes
 
 
-def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
+def test_auto_size_is_limited_by_container_memory(model, monkeypatch):
     monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 256 * MIB)
     pool = build_pool(
         model, KVConfig(), ScheduleConfig(max_num_seqs=4096, max_num_batched_tokens=64)
@@ -180,7 +180,7 @@ def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
         build_pool(model, KVConfig(memory="257MiB"), ScheduleConfig())
 
 
-def test_a_container_that_is_full_already_leaves_nothing(model, monkeypatch):
+def test_auto_size_in_a_full_container_is_rejected(model, monkeypatch):
     monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: -5)
 
     with pytest.raises(ConfigError, match=r"no memory is left for KV|of which 0 B are free"):
@@ -190,7 +190,7 @@ def test_a_container_that_is_full_already_leaves_nothing(model, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("evict", ["full", "recent:cap=16,every=4"])
 @pytest.mark.parametrize("page_tokens", [3, 16])
-def test_auto_takes_what_all_requests_can_ever_use_and_no_more(name, evict, page_tokens):
+def test_auto_size_is_the_peak_of_all_requests(name, evict, page_tokens):
     model, schedule = engines.load(name), ScheduleConfig(max_num_seqs=3, max_num_batched_tokens=64)
     if evict != "full" and all(layer.window for layer in model.spec.layers):
         pytest.skip("every layer has a window already")

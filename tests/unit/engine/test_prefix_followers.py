@@ -1,11 +1,11 @@
-"""Whoever follows the prefix index knows what could be shared; the ledger has what nobody uses."""
+"""Listeners of the prefix index know all cached prefixes; the ledger counts unused ones."""
 
 from dataclasses import replace
 
 from quire.config.generation_request import GenerationRequest
 from quire.engine.block_events import BlockEvents
 from support import engines
-from unit.engine.test_ledger import prove_sums
+from support.ledger_sums import check_sums
 
 PAGE_TOKENS = 4
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31]
@@ -21,8 +21,8 @@ def run(engine, prompt, **options):
     engine.submit(GenerationRequest(prompt, engines.greedy(4), **options))
     while engine.has_work:
         engine.step()
-        engine._ledger.check()
-        prove_sums(engine.ledger())
+        engine.check()
+        check_sums(engine.ledger())
 
 
 def follow(engine):
@@ -32,7 +32,7 @@ def follow(engine):
 
 
 def blocks_of(batches):
-    """The chains that a follower believes are stored: hash to (parent, tokens)."""
+    """The blocks that a listener believes are stored: {hash: (parent, tokens)}."""
     stored = {}
     for [event] in (batch["events"] for batch in batches):
         if event["type"] == "BlockRemoved":
@@ -50,7 +50,7 @@ def blocks_of(batches):
 
 
 def chains(stored):
-    """Tokens of every stored prefix, from its beginning."""
+    """The tokens of every stored prefix from position 0."""
 
     def tokens_to(key):
         return [] if key is None else tokens_to(stored[key][0]) + stored[key][1]
@@ -58,7 +58,7 @@ def chains(stored):
     return sorted(tokens_to(key) for key in stored)
 
 
-def test_a_follower_knows_the_beginnings_that_can_be_shared():
+def test_listener_knows_every_prefix_that_can_be_shared():
     engine = engine_with(room=4)
     batches = follow(engine)
     run(engine, PROMPT)
@@ -72,7 +72,7 @@ def test_a_follower_knows_the_beginnings_that_can_be_shared():
     assert all(len(tokens) % PAGE_TOKENS == 0 for tokens in found)
 
 
-def test_what_is_dropped_for_room_is_told():
+def test_evicted_blocks_are_reported_as_removed():
     engine = engine_with(room=1)
     batches = follow(engine)
     for first in range(2, 10):
@@ -84,7 +84,7 @@ def test_what_is_dropped_for_room_is_told():
     assert len(blocks_of(batches)) * PAGE_TOKENS <= 24
 
 
-def test_idle_prefixes_are_the_caches_in_the_ledger_and_in_the_stats():
+def test_unused_prefixes_are_owned_by_the_cache_in_ledger_and_stats():
     engine = engine_with(room=4)
     run(engine, PROMPT)
 
@@ -94,7 +94,7 @@ def test_idle_prefixes_are_the_caches_in_the_ledger_and_in_the_stats():
     assert idle["requests"] == []
 
 
-def test_a_cached_prefix_that_is_used_is_its_users():
+def test_cached_prefix_in_use_is_owned_by_its_request():
     engine = engine_with(room=4)
     run(engine, PROMPT, tenant="red")
     cached = engine.stats().cached_bytes
@@ -109,26 +109,26 @@ def test_a_cached_prefix_that_is_used_is_its_users():
     assert row["alone_bytes"] == row["kv_bytes"] > sum(used) > 0
     engine.submit(
         GenerationRequest([*PROMPT, 2], engines.greedy(4), tenant="blue")
-    )  # may not share red's prefix
+    )  # cannot share red's prefix
     engine.step()
     assert all(row["alone_bytes"] == row["kv_bytes"] for row in engine.ledger()["requests"])
     while engine.has_work:
         engine.step()
 
 
-def test_a_request_tells_its_life():
+def test_events_of_a_request_start_with_admitted_and_end_with_freed():
     engine = engine_with(room=4)
     run(engine, PROMPT, request_id="a", tenant="red")
     run(engine, PROMPT, request_id="b", tenant="red")
 
-    told = [replace(event, time_s=0.0) for event in engine.events.newest()]
+    events = [replace(event, time_s=0.0) for event in engine.events.newest()]
 
-    assert [event.number for event in told] == list(range(1, len(told) + 1))
-    assert {event.tenant for event in told if event.request_id} == {"red"}
-    lives = {"a": [], "b": []}
-    for event in told:
-        lives.setdefault(event.request_id, []).append(event)
-    assert lives["a"][0].kind == lives["b"][0].kind == "admitted"
-    assert lives["a"][-1].kind == lives["b"][-1].kind == "freed"
-    assert lives["a"][0].data["cached_tokens"] == 0
-    assert lives["b"][0].data["cached_tokens"] == 8
+    assert [event.number for event in events] == list(range(1, len(events) + 1))
+    assert {event.tenant for event in events if event.request_id} == {"red"}
+    by_request = {"a": [], "b": []}
+    for event in events:
+        by_request.setdefault(event.request_id, []).append(event)
+    assert by_request["a"][0].kind == by_request["b"][0].kind == "admitted"
+    assert by_request["a"][-1].kind == by_request["b"][-1].kind == "freed"
+    assert by_request["a"][0].data["cached_tokens"] == 0
+    assert by_request["b"][0].data["cached_tokens"] == 8

@@ -1,3 +1,5 @@
+"""Engines of several models that share one KV memory."""
+
 import random
 
 import psutil
@@ -32,8 +34,8 @@ def expected():
     }
 
 
-def together(models, total, **guaranteed):
-    """A pool, and an engine of each model in it."""
+def make_engines(models, total, **guaranteed):
+    """Make a shared pool and an engine of each model in it."""
     pool = SharedPool(total, slab_bytes=4 * KIB)
     schedule = ScheduleConfig(max_num_seqs=12, chunk_tokens=16)
     return pool, {
@@ -47,28 +49,30 @@ def submit(engine, expected):
     return dict(zip(ids, expected, strict=True))
 
 
-def step(pool, engine, answers):
+def step(pool, engine, outputs):
     for delta in engine.step():
-        answers.setdefault(delta.request_id, []).extend(delta.token_ids)
+        outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
         assert delta.finish_reason in (None, "length")
     pool.check()
     engine.check()
 
 
-def run(pool, parties, answers, steps=None, holders=None):
-    """Step the engines in turn, and prove after every step that every byte is somebody's."""
-    turns = 0
-    while any(engine.has_work for engine in parties.values()) and turns != steps:
-        for name, engine in parties.items():
+def run(pool, members, outputs, steps=None, all_members=None):
+    """Step the engines round-robin; check after every step that all bytes are accounted for."""
+    rounds = 0
+    while any(engine.has_work for engine in members.values()) and rounds != steps:
+        for name, engine in members.items():
             if engine.has_work:
-                step(pool, engine, answers[name])
-                assert held_bytes(pool, holders or parties) + pool.free_bytes == pool.total_bytes
-        turns += 1
+                step(pool, engine, outputs[name])
+                assert (
+                    held_bytes(pool, all_members or members) + pool.free_bytes == pool.total_bytes
+                )
+        rounds += 1
 
 
-def held_bytes(pool, parties):
+def held_bytes(pool, members):
     held = 0
-    for name, engine in parties.items():
+    for name, engine in members.items():
         memory = engine.pool.kv.memory
         assert memory.used_bytes + memory.free_bytes == memory.total_bytes
         in_slabs = memory.used_bytes + sum(p.free_bytes for p in memory.pools.values())
@@ -78,114 +82,114 @@ def held_bytes(pool, parties):
 
 
 @pytest.mark.parametrize("total", ["92KiB", "128KiB"])
-def test_two_models_in_one_pool_answer_as_each_would_alone(models, expected, total):
-    pool, parties = together(models, total, llama_mqa="16KiB", gpt2="72KiB")
-    wanted = {name: submit(engine, expected[name]) for name, engine in parties.items()}
-    answers = {name: {} for name in PAIR}
+def test_two_models_in_one_pool_have_the_outputs_of_separate_pools(models, expected, total):
+    pool, members = make_engines(models, total, llama_mqa="16KiB", gpt2="72KiB")
+    submitted = {name: submit(engine, expected[name]) for name, engine in members.items()}
+    outputs = {name: {} for name in PAIR}
 
-    run(pool, parties, answers)
+    run(pool, members, outputs)
 
     for name in PAIR:
-        assert len(answers[name]) == 12
-        for request_id, e in wanted[name].items():
-            assert e.agrees(answers[name][request_id], 1e-4)
-    assert sum(engine.scheduler.num_preemptions for engine in parties.values()) > 0
+        assert len(outputs[name]) == 12
+        for request_id, e in submitted[name].items():
+            assert e.agrees(outputs[name][request_id], 1e-4)
+    assert sum(engine.scheduler.num_preemptions for engine in members.values()) > 0
 
 
 @pytest.mark.parametrize("swap_space", ["0", "64KiB"])
-def test_random_turns_and_cancellations_change_no_answer(models, expected, swap_space):
+def test_random_step_order_and_cancellations_do_not_change_outputs(models, expected, swap_space):
     pool, rng = SharedPool("96KiB", slab_bytes=4 * KIB), random.Random(7)
     kv = KVConfig(page_tokens=4, swap_space=swap_space)
     schedule = ScheduleConfig(max_num_seqs=12, chunk_tokens=16)
-    parties = {
+    members = {
         name: Engine(models[name], kv, schedule, pool=pool.join(name, guaranteed=guaranteed))
         for name, guaranteed in zip(PAIR, ("20KiB", "72KiB"), strict=True)
     }
-    wanted = {name: submit(engine, expected[name]) for name, engine in parties.items()}
-    answers = {name: {} for name in PAIR}
+    submitted = {name: submit(engine, expected[name]) for name, engine in members.items()}
+    outputs = {name: {} for name in PAIR}
 
-    while any(engine.has_work for engine in parties.values()):
+    while any(engine.has_work for engine in members.values()):
         name = rng.choice(PAIR)
-        if rng.random() < 0.05 and wanted[name]:
-            cancelled = rng.choice(sorted(wanted[name]))
-            del wanted[name][cancelled]
-            parties[name].cancel(cancelled)
-        for delta in parties[name].step():
-            answers[name].setdefault(delta.request_id, []).extend(delta.token_ids)
+        if rng.random() < 0.05 and submitted[name]:
+            cancelled = rng.choice(sorted(submitted[name]))
+            del submitted[name][cancelled]
+            members[name].cancel(cancelled)
+        for delta in members[name].step():
+            outputs[name].setdefault(delta.request_id, []).extend(delta.token_ids)
         pool.check()
-        parties[name].check()
-        assert held_bytes(pool, parties) + pool.free_bytes == pool.total_bytes
+        members[name].check()
+        assert held_bytes(pool, members) + pool.free_bytes == pool.total_bytes
 
-    assert sum(engine.scheduler.num_preemptions for engine in parties.values()) > 0
+    assert sum(engine.scheduler.num_preemptions for engine in members.values()) > 0
     for name in PAIR:
-        for request_id, e in wanted[name].items():
-            assert e.agrees(answers[name][request_id], 1e-4)
+        for request_id, e in submitted[name].items():
+            assert e.agrees(outputs[name][request_id], 1e-4)
 
 
-def test_a_borrower_gives_back_what_an_owner_is_guaranteed_at_once(models, expected):
-    """gpt2 borrows most of the pool; llama gets what it needs without a step of gpt2 in between."""
-    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
-    owner, borrower = parties["llama_mqa"], parties["gpt2"]
-    answers = {name: {} for name in PAIR}
-    wanted = submit(borrower, expected["gpt2"])
-    run(pool, {"gpt2": borrower}, answers, steps=6)
+def test_member_above_its_guarantee_is_preempted_for_the_guarantee_of_another(models, expected):
+    """gpt2 holds most of the pool; llama gets its guarantee without a step of gpt2."""
+    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    owner, over_guarantee = members["llama_mqa"], members["gpt2"]
+    outputs = {name: {} for name in PAIR}
+    submitted = submit(over_guarantee, expected["gpt2"])
+    run(pool, {"gpt2": over_guarantee}, outputs, steps=6)
     assert pool.held_bytes("gpt2") > 76 * KIB
-    steps_before, ran_before = borrower.num_steps, len(borrower.scheduler.running)
+    steps_before, ran_before = over_guarantee.num_steps, len(over_guarantee.scheduler.running)
 
     first = submit(owner, expected["llama_mqa"][:1])
-    step(pool, owner, answers["llama_mqa"])
+    step(pool, owner, outputs["llama_mqa"])
 
     assert owner.stats().num_running == 1
     assert owner.num_processed_tokens > 0
-    assert borrower.num_steps == steps_before
-    assert 0 < borrower.scheduler.num_preemptions <= ran_before
-    run(pool, parties, answers)
-    for request_id, e in wanted.items():
-        assert e.agrees(answers["gpt2"][request_id], 1e-4)
-    assert all(e.agrees(answers["llama_mqa"][i], 1e-4) for i, e in first.items())
+    assert over_guarantee.num_steps == steps_before
+    assert 0 < over_guarantee.scheduler.num_preemptions <= ran_before
+    run(pool, members, outputs)
+    for request_id, e in submitted.items():
+        assert e.agrees(outputs["gpt2"][request_id], 1e-4)
+    assert all(e.agrees(outputs["llama_mqa"][i], 1e-4) for i, e in first.items())
 
 
-def test_a_borrower_that_is_idle_gives_back_too(models, expected):
-    """Its requests wait, none runs on: cancelled ones leave nothing that nobody could free."""
-    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
-    answers = {name: {} for name in PAIR}
-    ids = submit(parties["gpt2"], expected["gpt2"])
-    run(pool, {"gpt2": parties["gpt2"]}, answers, steps=6)
+def test_idle_member_above_its_guarantee_frees_memory_too(models, expected):
+    """All its requests are cancelled, none is stepped again: its memory can still be freed."""
+    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    outputs = {name: {} for name in PAIR}
+    ids = submit(members["gpt2"], expected["gpt2"])
+    run(pool, {"gpt2": members["gpt2"]}, outputs, steps=6)
     for request_id in ids:
-        parties["gpt2"].cancel(request_id)
+        members["gpt2"].cancel(request_id)
 
-    wanted = submit(parties["llama_mqa"], expected["llama_mqa"])
-    run(pool, {"llama_mqa": parties["llama_mqa"]}, answers, holders=parties)
+    submitted = submit(members["llama_mqa"], expected["llama_mqa"])
+    run(pool, {"llama_mqa": members["llama_mqa"]}, outputs, all_members=members)
 
-    for request_id, e in wanted.items():
-        assert e.agrees(answers["llama_mqa"][request_id], 1e-4)
+    for request_id, e in submitted.items():
+        assert e.agrees(outputs["llama_mqa"][request_id], 1e-4)
 
 
-def test_cached_prefixes_in_borrowed_slabs_are_given_back(models, expected):
-    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
-    answers = {name: {} for name in PAIR}
-    submit(parties["gpt2"], expected["gpt2"])
-    run(pool, {"gpt2": parties["gpt2"]}, answers)
+def test_cached_prefixes_above_the_guarantee_are_evicted(models, expected):
+    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    outputs = {name: {} for name in PAIR}
+    submit(members["gpt2"], expected["gpt2"])
+    run(pool, {"gpt2": members["gpt2"]}, outputs)
     cached_slabs = pool.held_bytes("gpt2") // (4 * KIB)
-    assert cached_slabs > 18  # more than its guarantee, and nobody runs
+    assert cached_slabs > 18  # more than its guarantee, and no request runs
 
-    take = parties["llama_mqa"].pool.kv.memory.arena.take_slab
+    take_slab = members["llama_mqa"].pool.kv.memory.arena.take_slab
     for _ in range(5):
-        take()  # its whole guarantee
+        take_slab()  # its whole guarantee
 
-    assert parties["gpt2"].stats().cached_bytes < cached_slabs * 4 * KIB
+    assert members["gpt2"].stats().cached_bytes < cached_slabs * 4 * KIB
     assert pool.held_bytes("gpt2") <= pool.total_bytes - 20 * KIB
     pool.check()
 
 
-def test_a_request_must_fit_what_its_engine_is_sure_of(models):
-    _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
+def test_request_must_fit_the_guarantee_of_its_engine(models):
+    _, members = make_engines(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
 
     with pytest.raises(NeverFits, match=r"KV memory has 16,384 B.* raise guaranteed= to \d+KiB"):
-        parties["llama_mqa"].submit(GenerationRequest(list(range(2, 120)), engines.greedy(200)))
+        members["llama_mqa"].submit(GenerationRequest(list(range(2, 120)), engines.greedy(200)))
 
 
-def test_guarantees_over_the_pool_are_refused_with_the_numbers():
+def test_guarantees_above_the_pool_size_are_rejected_with_the_sizes():
     pool = SharedPool("64KiB", slab_bytes=4 * KIB)
     pool.join("a", guaranteed="48KiB")
 
@@ -199,7 +203,7 @@ def test_guarantees_over_the_pool_are_refused_with_the_numbers():
         pool.join("a b", guaranteed=KIB)
 
 
-def test_a_pool_larger_than_what_is_free_is_refused():
+def test_pool_above_free_memory_is_rejected():
     with pytest.raises(ConfigError, match="exceeds the"):
         SharedPool(2 * psutil.virtual_memory().total)
 
@@ -219,7 +223,7 @@ def test_a_pool_larger_than_what_is_free_is_refused():
         (KVConfig(page_tokens=16), 4 * KIB, "4KiB", ConfigError, "cannot hold one token"),
     ],
 )
-def test_an_engine_that_cannot_join_is_refused_and_leaves_its_place(
+def test_engine_that_cannot_join_is_rejected_and_releases_its_guarantee(
     models, kv, slab_bytes, guaranteed, error, message
 ):
     pool = SharedPool("128KiB", slab_bytes=slab_bytes)
@@ -229,12 +233,12 @@ def test_an_engine_that_cannot_join_is_refused_and_leaves_its_place(
         Engine(models["gpt2"], kv, pool=member)
 
     assert not pool.arena.members
-    pool.join("gpt2", guaranteed="128KiB")  # nothing is promised any more
+    pool.join("gpt2", guaranteed="128KiB")  # the guarantee is released
     with pytest.raises(ConfigError, match="two members"):
         pool.join("gpt2", guaranteed="4KiB")
 
 
-def test_an_engine_that_fails_after_it_has_joined_gives_its_place_back(models):
+def test_engine_that_fails_after_joining_releases_its_guarantee(models):
     pool = SharedPool("128KiB", slab_bytes=4 * KIB)
     member = pool.join("gpt2", guaranteed="128KiB")
 
@@ -247,29 +251,29 @@ def test_an_engine_that_fails_after_it_has_joined_gives_its_place_back(models):
     assert engine.pool.kv.memory.total_bytes == 128 * KIB
 
 
-def test_a_member_that_leaves_drops_its_cache_and_frees_its_guarantee(models, expected):
-    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
-    answers = {name: {} for name in PAIR}
-    submit(parties["gpt2"], expected["gpt2"])
-    run(pool, {"gpt2": parties["gpt2"]}, answers, holders=parties)
+def test_leaving_member_drops_its_cache_and_releases_its_guarantee(models, expected):
+    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    outputs = {name: {} for name in PAIR}
+    submit(members["gpt2"], expected["gpt2"])
+    run(pool, {"gpt2": members["gpt2"]}, outputs, all_members=members)
     assert pool.held_bytes("gpt2") > 0  # cached
 
     pool.leave("gpt2")
 
     assert pool.free_bytes == pool.total_bytes
     pool.check()
-    assert parties["llama_mqa"].pool.kv.memory.total_bytes == pool.total_bytes
+    assert members["llama_mqa"].pool.kv.memory.total_bytes == pool.total_bytes
     with pytest.raises(NeverFits):
-        parties["gpt2"].submit(GenerationRequest([2, 3], engines.greedy(1)))
+        members["gpt2"].submit(GenerationRequest([2, 3], engines.greedy(1)))
     Engine(models["gpt2"], KV, pool=pool.join("gpt2", guaranteed="76KiB"))
 
 
-def test_a_member_with_requests_cannot_leave(models, expected):
-    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
-    ids = submit(parties["gpt2"], expected["gpt2"])
+def test_member_with_requests_cannot_leave(models, expected):
+    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    ids = submit(members["gpt2"], expected["gpt2"])
     with pytest.raises(ConfigError, match=r"0 requests .*hold 0 B, 12 are waiting"):
         pool.leave("gpt2")
-    parties["gpt2"].step()
+    members["gpt2"].step()
 
     with pytest.raises(
         ConfigError, match=r"'gpt2' cannot leave: [1-9]\d* requests .*; step the engine"
@@ -279,11 +283,11 @@ def test_a_member_with_requests_cannot_leave(models, expected):
         pool.leave("gpt3")
 
     for request_id in ids:
-        parties["gpt2"].cancel(request_id)
+        members["gpt2"].cancel(request_id)
     pool.leave("gpt2")
 
 
-def test_a_place_without_an_engine_is_given_back():
+def test_member_without_an_engine_can_leave():
     pool = SharedPool("64KiB", slab_bytes=4 * KIB)
     pool.join("a", guaranteed="64KiB")
 
@@ -292,7 +296,7 @@ def test_a_place_without_an_engine_is_given_back():
     pool.join("b", guaranteed="64KiB")
 
 
-def test_a_place_is_taken_once(models):
+def test_membership_is_used_by_one_engine_only(models):
     pool = SharedPool("128KiB", slab_bytes=4 * KIB)
     member = pool.join("gpt2", guaranteed="64KiB")
     Engine(models["gpt2"], KV, pool=member)
@@ -301,17 +305,17 @@ def test_a_place_is_taken_once(models):
         Engine(models["gpt2"], KV, pool=member)
 
 
-def test_a_pool_lies_where_its_models_lie(models):
-    _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
-    layout = parties["gpt2"].pool.kv.memory.layout
+def test_model_on_another_device_than_the_pool_is_rejected(models):
+    _, members = make_engines(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
+    layout = members["gpt2"].pool.kv.memory.layout
     member = SharedPool("128KiB").join("gpt2", guaranteed="64KiB")
 
     with pytest.raises(ConfigError, match="the model is on meta, the shared pool on cpu"):
         member.make_memory(layout, 1, torch.device("meta"), move_slots)
 
 
-def test_an_engine_of_a_shared_pool_has_no_thread_of_its_own(models):
-    _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
+def test_engine_of_a_shared_pool_cannot_run_in_a_thread(models):
+    _, members = make_engines(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
 
     with pytest.raises(ConfigError, match="stepped in one thread"):
-        AsyncLLM(parties["gpt2"])
+        AsyncLLM(members["gpt2"])

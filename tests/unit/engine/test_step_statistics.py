@@ -1,4 +1,4 @@
-"""A real model's steps write down what was asked for, whole or in chunks."""
+"""Attention statistics of real models' steps, for whole prompts and for chunks."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 STATISTICS = (AttentionSum(), QueryRing(4), QueryMoments(2), ResidualSimilarity())
 
 
-def remembered(name, cut):
-    """Statistics of a prompt read in pieces that end at `cut`."""
+def statistics_after_prefill(name, chunk_ends):
+    """Prefill a prompt in chunks that end at `chunk_ends`; return decoder and statistics."""
     decoder = TransformersDecoder(zoo.build(name))
     assert [decoder.prepare(statistic) for statistic in STATISTICS] == [None] * 4
     layout = layout_for(
@@ -29,25 +29,25 @@ def remembered(name, cut):
     kv = allocate_kv(layout, layout.smallest_sequence_bytes * 40, 2, device=CPU, backend=backend)
     row = kv.memory.start()
     (prompt,), start = sequences(17, vocab_size=zoo.VOCAB_SIZE), 0
-    for end in cut:
+    for end in chunk_ends:
         rows, tokens = np.array([row]), np.array([end - start], dtype=np.int32)
         kv.memory.grow(rows, tokens)
         attention = StepBridge(StepAttention(kv, rows, tokens))
-        places = torch.arange(start, end)
-        decoder.forward(prompt[start:end], places, places[:0], attention)
+        positions = torch.arange(start, end)
+        decoder.forward(prompt[start:end], positions, positions[:0], attention)
         start = end
     return decoder, LaneReader(kv, "full", row).statistics
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_chunks_and_single_tokens_leave_what_the_whole_prompt_leaves(name):
-    decoder, whole = remembered(name, [17])
+def test_statistics_are_equal_for_chunks_single_tokens_and_the_whole_prompt(name):
+    decoder, whole = statistics_after_prefill(name, [17])
     full = sum(layer.window is None for layer in decoder.spec.layers)
-    for cut in ([6, 7, 15, 17], range(1, 18)):
-        _, pieces = remembered(name, cut)
+    for chunk_ends in ([6, 7, 15, 17], range(1, 18)):
+        _, chunked = statistics_after_prefill(name, chunk_ends)
         for statistic, numbers in whole.items():
-            near = {"atol": 1e-4, "rtol": 1e-4}
-            torch.testing.assert_close(pieces[statistic], numbers, **near, msg=statistic)
+            tolerance = {"atol": 1e-4, "rtol": 1e-4}
+            torch.testing.assert_close(chunked[statistic], numbers, **tolerance, msg=statistic)
 
     assert len(whole) == 4
     lanes = full * decoder.spec.num_kv_heads
