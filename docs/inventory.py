@@ -1,7 +1,7 @@
-"""Everything a user can name, as one JSON value: flags, fields, specs, rules, endpoints, formats.
+"""Inventory of all public names as JSON: flags, fields, specs, rules, endpoints, formats.
 
-Two inventories are compared with `python docs/inventory.py OLD.json NEW.json [RENAMES.json]`, where
-RENAMES maps old names to new ones: whatever is lost and not in the mapping is printed.
+`python docs/inventory.py OLD.json NEW.json [RENAMES.json]` compares two inventories. RENAMES maps
+old names to new ones. Names that are lost and not in RENAMES are printed.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the benchmarks are beside the package
+sys.path.insert(0, str(ROOT))  # for the benchmarks package
 
 
 def inventory() -> dict[str, object]:
-    """Name of a kind to what there is of it, all sorted."""
+    """Names of each kind, sorted."""
     return {
         "commands": commands(),
         "fields": fields(),
@@ -37,7 +37,7 @@ def inventory() -> dict[str, object]:
 
 
 def commands() -> dict[str, list[str]]:
-    """Each command with its parameters and their defaults."""
+    """Commands with their parameters and defaults."""
     from typer.main import get_command
 
     from benchmarks.__main__ import app as benchmarks
@@ -62,7 +62,7 @@ def _parameter(parameter: Any) -> str:
 
 
 def fields() -> dict[str, list[str]]:
-    """Each configuration with its fields and their defaults."""
+    """Configurations with their fields and defaults."""
     from quire.cli.options import SECTIONS, configs_of
     from quire.layout.options import config_of
 
@@ -78,7 +78,7 @@ def fields() -> dict[str, list[str]]:
 
 
 def eviction() -> dict[str, object]:
-    """Rules and budgets with their options, and the words of a spec."""
+    """Eviction rules and budgets with their options, and the fields of a spec."""
     from quire.cli.listings import budget_rows, policy_rows
 
     return {
@@ -91,7 +91,7 @@ def eviction() -> dict[str, object]:
 
 
 def codecs() -> dict[str, object]:
-    """Codecs with their options, named pairs, and the words of a spec."""
+    """Codecs with their options, named pairs, and the fields of a spec."""
     from quire.cli.listings import codec_rows
 
     return {
@@ -102,7 +102,7 @@ def codecs() -> dict[str, object]:
 
 
 def registries() -> dict[str, list[str]]:
-    """Names that an option chooses from."""
+    """Choices of options that select from a registry."""
     from quire.evals.tasks import FAMILIES
     from quire.kernels.select import BACKENDS
     from quire.kv.stores.registry import STORES
@@ -136,7 +136,7 @@ def _trace_formats() -> list[str]:
 
 
 def endpoints() -> dict[str, object]:
-    """Routes of the server, and the fields of each body."""
+    """Routes of the server, and the fields of the request and response bodies."""
     from pydantic import BaseModel
 
     import quire.serve.endpoints
@@ -189,14 +189,14 @@ def json_classes() -> dict[str, list[str]]:
 
 
 def events() -> list[str]:
-    """Kinds of events that the ledger emits, and published block events with their fields."""
+    """Kinds of ledger events, and published block events with their fields."""
     kinds = list(_constant("events", "KINDS"))
     published = _constant("block_events", "_FIELDS").items()
     return sorted([*kinds, *(f"published {name}: {', '.join(of)}" for name, of in published)])
 
 
 def formats() -> dict[str, str]:
-    """What is written to disk or a wire, with its version."""
+    """Formats of files and of the network protocol, with their versions."""
     found = {}
     for path in (ROOT / "src" / "quire").rglob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -215,7 +215,7 @@ def claims() -> dict[str, list[str]]:
 
 
 def errors() -> list[str]:
-    """Classes of errors."""
+    """Error classes."""
     import quire.errors
 
     return sorted(
@@ -226,13 +226,13 @@ def errors() -> list[str]:
 
 
 def public() -> list[str]:
-    """Names that `import quire` offers."""
+    """Names that `import quire` exports."""
     import quire
 
     return sorted(quire.__all__)
 
 
-# ---- what moved is found by its last name ------------------------------------------------------
+# ---- lookup of names independent of their module -------------------------------------------------
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -248,7 +248,7 @@ def _modules() -> Iterator[ModuleType]:
 
 
 def _constant(module: str, name: str) -> Any:
-    """A name of a module; modules that were merged are found by the name alone."""
+    """Find a name in a module; in another module if that one was merged or moved."""
     having = [found for found in _modules() if name in vars(found)]
     exact = [found for found in having if found.__name__.endswith(f".{module}")]
     return getattr((exact or having)[0], name)
@@ -264,11 +264,11 @@ def _texts(options: Mapping[str, object]) -> list[str]:
     return sorted(f"{name}={value}" for name, value in options.items())
 
 
-# ---- comparing ---------------------------------------------------------------------------------
+# ---- comparison ----------------------------------------------------------------------------------
 
 
 def names(found: object, path: str = "") -> Iterator[str]:
-    """Every leaf of an inventory as one text."""
+    """Each key and leaf of an inventory as one string."""
     if isinstance(found, Mapping):
         for key, value in found.items():
             yield f"{path}/{key}"
@@ -281,14 +281,14 @@ def names(found: object, path: str = "") -> Iterator[str]:
 
 
 def lost(old: object, new: object, renames: Mapping[str, str | None]) -> list[str]:
-    """Names of the old inventory that the new one lacks and the mapping does not explain.
+    """Names of the old inventory that are in neither the new one nor the mapping.
 
     Args:
-        old: inventory before.
-        new: inventory now.
-        renames: a path that begins with "/" to how it begins now, the first that fits, or to None
-            where it was removed on purpose; any other word to the word in its place, wherever it
-            stands alone.
+        old: the old inventory.
+        new: the new inventory.
+        renames: new name by old name. A key that begins with "/" is the start of a path, and its
+            value the new start of the path, or None if the path was removed on purpose; the first
+            match counts. Any other key is a whole word, replaced in all paths.
     """
     now = set(names(new))
     words = {before: after for before, after in renames.items() if before[0] != "/"}
@@ -311,7 +311,7 @@ def lost(old: object, new: object, renames: Mapping[str, str | None]) -> list[st
 
 
 def main(arguments: list[str]) -> int:
-    """Print the inventory, or what the second lacks of the first; the exit code."""
+    """Print the inventory, or the names that NEW lacks; return the exit code."""
     if not arguments:
         sys.stdout.write(json.dumps(inventory(), indent=1) + "\n")
         return 0

@@ -1,13 +1,14 @@
-"""Writes a page of measured results from runs of benchmarks, or again from the results stored.
+"""Write a page of measured results from benchmark runs, or from the stored results.
 
-    python -m benchmarks memory --json > memory.out          perhaps --parts swap,beam
+    python -m benchmarks memory --json > memory.out          optionally --parts swap,beam
     python -m docs.make_page memory memory.out               needs the dependency group bench
     python -m docs.make_page memory                          from docs/results/memory.json alone
 
-The last line of each file is a run. With several files, later ones replace the parts they hold, and
-the last run says with what it was measured. What is stored, without its repeats, is
-docs/results/NAME.json. `roofline` is of `python -m benchmarks throughput --json`, `demo` of
-`quire demo --json`: each takes one run, and of the demo only a picture is drawn.
+The last line of each file is a run. If several files are given, parts of later files replace those
+of earlier files, and versions and hardware are those of the last run. The runs are stored without
+their repeats in docs/results/NAME.json. `roofline` takes one run of
+`python -m benchmarks throughput --json`. `demo` takes one run of `quire demo --json` and draws its
+chart only.
 """
 
 import json
@@ -38,7 +39,7 @@ MIB = 1024 * 1024
 
 
 def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
-    """Store the numbers of runs, if any are given, and write the page."""
+    """Store the given runs, if any, and write the page."""
     parser = ArgumentParser(prog="python -m docs.make_page")
     parser.add_argument("name", choices=[*PAGES, "roofline", "demo"])
     parser.add_argument("outputs", nargs="*", type=Path, help="outputs of benchmarks")
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
 
 
 def write_roofline(runs: Sequence[Run], docs: Path) -> None:
-    """The page and its picture; of a run its rounds are not stored."""
+    """Write the page and its chart; the rounds of a run are not stored."""
     stored = docs / "results" / "throughput.json"
     for run in runs:
         store(run | {"arms": {"parts": run["arms"]["parts"]}}, stored)
@@ -63,7 +64,7 @@ def write_roofline(runs: Sequence[Run], docs: Path) -> None:
 
 
 def roofline_page(run: Run) -> str:
-    """The page as Markdown."""
+    """Render the page as Markdown."""
     claims, targets, roofline = run["claims"], ROOFLINE["targets"], roofline_from(run)
     return TEMPLATES.get_template("roofline.md.j2").render(
         run=run,
@@ -77,7 +78,7 @@ def roofline_page(run: Run) -> str:
 
 
 def variant_rows(claims: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """What was reached by each variant that ran."""
+    """Table rows of the variants that ran."""
     return [
         (
             words,
@@ -94,7 +95,7 @@ def variant_rows(claims: Mapping[str, float]) -> list[tuple[str, ...]]:
 
 
 def draw_demo(runs: Sequence[Run], docs: Path) -> None:
-    """The picture of the README; a test compares its figures with those that are stored."""
+    """Draw the chart of the README; a test compares its figures with the stored ones."""
     stored = docs / "results" / "demo.json"
     for run in runs:
         store({key: value for key, value in run.items() if key != "arms"}, stored)
@@ -104,7 +105,7 @@ def draw_demo(runs: Sequence[Run], docs: Path) -> None:
 
 
 def draw_bars(figure: Any, claims: Mapping[str, float]) -> None:
-    """Three bars: what the requests that ran at once take, by who hands out the memory."""
+    """Draw three bars: bytes of the concurrent requests, by allocation method."""
     bars = [
         ("Quire: pages in use", claims["crowd_used_bytes"] / MIB, "#1a7f5a"),
         ("prompt + max_tokens\nreserved ahead", claims["crowd_reserved_bytes"] / MIB, "#9aa3ad"),

@@ -30,7 +30,7 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     text = (tmp_path / "kvcrush-measured.md").read_text()
     assert "| `overhead_fraction` | 0.003 | at most 0.005 |" in text
     assert "| `long_kl_gain_mean` | -1 | above 0 |" in text
-    assert text.index("## The paper's budget") < text.index("## What choosing representatives")
+    assert text.index("## The paper's budget") < text.index("## Overhead of")
     kept = json.loads((tmp_path / "results" / "kvcrush.json").read_text())
     assert set(kept["arms"]) == {"overhead", "long"}
 

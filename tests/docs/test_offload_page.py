@@ -30,7 +30,7 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
 
     text = (tmp_path / "offload-measured.md").read_text()
     assert "| `gain_lB_over_prefetch` | 1.7 | at least 1.46 |" in text
-    assert text.index("## Arms beside") < text.index("## Every rho")
+    assert text.index("## Comparison of") < text.index("## Gain by rho")
 
 
 def test_every_part_has_a_title(maker: ModuleType):

@@ -30,7 +30,7 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     text = (tmp_path / "quant-measured.md").read_text()
     assert "| `int8_attention_speedup` | 2 | at least 1.5 |" in text
     assert "| `int8_kl` | 0.003 |  |" in text
-    assert text.index("## Attention of") < text.index("## Texts and tasks")
+    assert text.index("## Attention of a decode") < text.index("## Texts and tasks")
     kept = json.loads((tmp_path / "results" / "quant.json").read_text())
     assert set(kept["arms"]) == {"quality", "attention"}
 
