@@ -63,9 +63,9 @@ def _kept_of(engine: Engine, text: list[int]) -> NDArray[np.bool_]:
     if not sets:
         raise InvariantError("a text of a bench did not reach its cap")
     last = sets[-1]
-    kept = np.zeros((len(last.kept), len(text)), dtype=bool)
+    kept = np.zeros((len(last.retained), len(text)), dtype=bool)
     kept[:, last.num_computed :] = True
-    for lane, positions in enumerate(last.kept):
+    for lane, positions in enumerate(last.retained):
         kept[lane, positions] = True
     spec = engine.model.spec
     evicting = sum(layer.window is None for layer in spec.layers)

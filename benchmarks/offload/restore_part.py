@@ -178,5 +178,5 @@ def _with_costs(learned: PrefixLoader, engine: Engine, prefill: PrefillRates) ->
 
 def _read_again(engine: Engine, tokens: int) -> int:
     """Tokens of the last prompt that were read; all where nothing was loaded for it."""
-    newest = engine.events.newest(["admitted", "restored"])[-1]
-    return tokens - int(newest.data["tokens"]) if newest.kind == "restored" else tokens
+    newest = engine.events.newest(["admitted", "prefix_loaded"])[-1]
+    return tokens - int(newest.data["tokens"]) if newest.kind == "prefix_loaded" else tokens

@@ -118,14 +118,14 @@ def test_failed_lines_are_tried_again_when_told_to_and_the_others_stay(batch):
     more = ("--kv-memory", "512KiB", "--json")
     again, _ = batch(None, *more)
     assert again.exit_code == 1  # nothing was tried, and it is still so
-    assert last_json(again)["claims"]["requests_answered"] == 0
+    assert last_json(again)["claims"]["requests_completed"] == 0
 
     retried, _ = batch(None, "--retry-failed", *more)
     records = {record["line"]: record for record in read_records(target)}
     assert retried.exit_code == 1
     assert "error records: 1 of 5 lines" in retried.stderr
-    assert last_json(retried)["claims"]["requests_answered"] == 2
-    assert last_json(retried)["claims"]["requests_answered_before"] == 3
+    assert last_json(retried)["claims"]["requests_completed"] == 2
+    assert last_json(retried)["claims"]["requests_completed_before"] == 3
     assert records[4]["error"] is None
     assert "not JSON" in records[5]["error"]
     assert read_records(target)[:3] == answered
@@ -173,8 +173,8 @@ def test_a_second_start_answers_nothing_again(batch):
     batch(prompts(5))
     result, target = batch(None, "--json")
 
-    assert last_json(result)["claims"]["requests_answered_before"] == 5
-    assert last_json(result)["claims"]["requests_answered"] == 0
+    assert last_json(result)["claims"]["requests_completed_before"] == 5
+    assert last_json(result)["claims"]["requests_completed"] == 0
     assert len(read_records(target)) == 5
 
 
@@ -368,7 +368,7 @@ def test_the_last_line_is_the_whole_envelope(batch):
 
     answer = last_json(result)
     assert answer["name"] == "batch"
-    assert answer["claims"]["requests_answered"] == 4
+    assert answer["claims"]["requests_completed"] == 4
     assert answer["claims"]["requests_with_errors"] == 1
     assert answer["arms"]["finish_reasons"]["error"] == 1
     assert {"config", "commit", "versions", "hardware", "seconds"} <= answer.keys()
@@ -442,7 +442,7 @@ def test_a_full_disk_for_events_loses_no_record(batch):
     assert result.stderr.splitlines()[-1].startswith(
         "error: KV events cannot be written to /dev/full: No space left on device"
     )
-    assert last_json(result)["claims"]["requests_answered"] == 3
+    assert last_json(result)["claims"]["requests_completed"] == 3
     assert len(read_records(target)) == 3
 
 

@@ -43,7 +43,7 @@ def test_the_snapshot_has_the_fields_of_a_real_one():
     assert list(real) == list(shown)
     for part in ("requests", "tenants", "host"):
         assert real[part] == shown[part]
-    for axis in ("residency", "owner"):
+    for axis in ("location", "owner"):
         assert real["axes"][axis] == shown["axes"][axis]
     assert list(real["axes"]) == list(shown["axes"])
 

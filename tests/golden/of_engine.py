@@ -110,7 +110,7 @@ def restored(workshop: Workshop) -> Watched:
     finish(engine)
     found = Watched(engine.stats().as_dict(), engine.ledger(), events)
     for number in range(MOST_TRIES):  # a thread stores what leaves: a later step tells of it
-        if any(event.kind == "stored" for event in events):
+        if any(event.kind == "prefix_stored" for event in events):
             break
         engine.submit(GenerationRequest([number % 100 + 5] * 40, greedy(2)))
         finish(engine)
@@ -118,7 +118,7 @@ def restored(workshop: Workshop) -> Watched:
     return found
 
 
-@case(loose=("tier.stored_*", "tier.restored_tokens", "ended.num_steps"))
+@case(loose=("tier.stored_*", "tier.loaded_tokens", "ended.num_steps"))
 def engine_stats(workshop: Workshop) -> object:
     found = workshop.once(swapped)
     return {
@@ -213,7 +213,7 @@ def _by_place(arrays: list[object]) -> dict[str, object]:
     return {"0": stamp, "1[0]": {str(place): value for place, value in enumerate(event)}}
 
 
-@case(loose=("mixed_precision.kept", "mixed_precision.promoted"))
+@case(loose=("mixed_precision.retained", "mixed_precision.promoted"))
 def eviction_trace(workshop: Workshop) -> object:
     plain = {"evict": "streaming:cap=16,every=8"}
     mixed = {"evict": "h2o:cap=16,every=8", "codec": "int2+residual=8+promoted=8:int8"}

@@ -22,7 +22,7 @@ EXACT_TEXTS = frozenset(
         *("object", "type", "param", "finish_reason", "stop_reason", "role", "owned_by"),
         *("code", "kind", "state", "how", "reason", "name", "task", "arm", "dtype", "medium"),
         *("codec", "group", "sharing", "exactness", "limit", "longest_limit", "mode"),
-        *("kept", "promoted", "scope", "statistics", "url", "method"),
+        *("retained", "promoted", "scope", "statistics", "url", "method"),
     }
 )
 """Last names of paths whose texts are compared by programs."""

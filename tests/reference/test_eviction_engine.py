@@ -59,7 +59,7 @@ class Run:
     def traces(self) -> dict[str, list]:
         """For each request what stayed after every eviction."""
         return {
-            name: [(k.num_computed, [lane.tolist() for lane in k.kept]) for k in found]
+            name: [(k.num_computed, [lane.tolist() for lane in k.retained]) for k in found]
             for name, found in ((n, self.engine.eviction_trace(n)) for n in self.usages)
         }
 

@@ -185,7 +185,7 @@ def compare_lanes_with_traces(engine: Engine) -> None:
             lying = LaneReader(engine.pool.kv, "full", request.memory.row).positions
             lanes = lying[:: table.group.page_class.heads].tolist()
             last = list(retained_sets(request.eviction.trace))[-1]
-            left = [lane.tolist() for lane in last.kept]
+            left = [lane.tolist() for lane in last.retained]
             assert [[p for p in lane if p >= 0] for lane in lanes] == and_all_since(
                 left, last.num_computed, request.progress.num_computed
             )

@@ -101,10 +101,10 @@ def test_precision_is_chosen_once_and_never_lowered():
     for name in PROMPTS:
         sets = done.engine.eviction_trace(name)
         for before, after in pairwise(sets):
-            for lane in range(len(after.kept)):
+            for lane in range(len(after.retained)):
                 kept, old, new = (
                     set(x.tolist())
-                    for x in (after.kept[lane], before.promoted[lane], after.promoted[lane])
+                    for x in (after.retained[lane], before.promoted[lane], after.promoted[lane])
                 )
                 assert old & kept <= new <= kept
                 assert len(new) <= RECORDS
@@ -132,7 +132,7 @@ def test_the_tokens_that_score_highest_are_raised(monkeypatch):
     checked = 0
     for positions, num_computed, scores in seen:
         number, now = at[num_computed]
-        for lane, (kept, promoted) in enumerate(zip(now.kept, now.promoted, strict=True)):
+        for lane, (kept, promoted) in enumerate(zip(now.retained, now.promoted, strict=True)):
             old = set(sets[number - 1].promoted[lane].tolist()) if number else set()
             new = set(promoted.tolist()) - old
             candidates = {p for p in kept.tolist() if p >= num_computed - EVERY} - old
@@ -157,7 +157,7 @@ def test_a_raised_token_is_encoded_once_more_from_what_the_model_made(preempt, m
         for name in PROMPTS
         for entry in done.engine._traces._recorded[name]
     )
-    heads_of_lane = 2 * 2 // len(done.engine.eviction_trace("a")[0].kept)
+    heads_of_lane = 2 * 2 // len(done.engine.eviction_trace("a")[0].retained)
     bodies = 2 * 2 * 2 * done.engine.stats().num_processed_tokens
     if preempt == "swap":
         assert seen.vectors == bodies + 2 * heads_of_lane * promoted

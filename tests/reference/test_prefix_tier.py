@@ -132,7 +132,7 @@ def fill(name, path, **options):
 
 
 def restored(engine):
-    return engine.events.newest(["restored"])
+    return engine.events.newest(["prefix_loaded"])
 
 
 @pytest.mark.parametrize("name", ["llama_mha", "qwen3", "gemma2", "opt"])
@@ -146,10 +146,10 @@ def test_an_engine_that_is_started_anew_finds_its_prefixes(name, tmp_path):
     assert tier.found_blocks > 60
     assert largest_difference(logits, plain(name)) <= 1e-4
     assert {event.request_id for event in restored(engine)} >= {"a", "b"}
-    assert any(event.data["read_tokens"] for event in restored(engine))
+    assert any(event.data["computed_tokens"] for event in restored(engine))
     assert usages["b"].cached_tokens >= 32
     stats = engine.stats().tier
-    assert stats.restored_tokens == sum(event.data["tokens"] for event in restored(engine))
+    assert stats.loaded_tokens == sum(event.data["tokens"] for event in restored(engine))
     assert stats.loading_bytes == stats.num_discarded == stats.num_failed == 0
     engine.close()
 
@@ -169,8 +169,8 @@ def test_rates_decide_how_much_is_read_again(prefill, read, tmp_path):
         assert engine.stats().tier.num_declined
     else:
         [event] = restored(engine)
-        assert event.data["tokens"] + event.data["read_tokens"] == 148
-        assert bool(event.data["read_tokens"]) == (read == "some")
+        assert event.data["tokens"] + event.data["computed_tokens"] == 148
+        assert bool(event.data["computed_tokens"]) == (read == "some")
         assert usages["b"].cached_tokens == event.data["tokens"]
         [served] = engine.stats().served
         assert served.cached_tokens == event.data["tokens"]
@@ -263,7 +263,7 @@ def test_prefixes_that_the_memory_lets_go_of_come_back(tmp_path):
         assert largest_difference(logits, plain("qwen3")) <= 1e-4
 
     assert restored(engine)
-    assert engine.events.newest(["stored"])
+    assert engine.events.newest(["prefix_stored"])
     engine.close()
 
 
@@ -450,7 +450,7 @@ def test_others_go_on_while_one_waits_for_its_pages(tmp_path, monkeypatch):
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     engine.step()
     assert engine.step() == []  # nothing to do but wait, and a step does not wait for long
-    assert engine.stats().tier.loading_bytes == engine.ledger()["axes"]["owner"]["arriving"] > 0
+    assert engine.stats().tier.loading_bytes == engine.ledger()["axes"]["owner"]["in_flight_loads"] > 0
     engine.submit(GenerationRequest([7] * 40, greedy(NEW_TOKENS), request_id="other"))
     done = set()
     while "other" not in done:

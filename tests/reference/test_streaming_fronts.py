@@ -5,6 +5,7 @@ chunks, companions, cached prefixes, codes, preemptions, cancels, copies that da
 """
 
 import random
+import re
 import time
 from dataclasses import replace
 from functools import cache
@@ -529,9 +530,13 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
         (
             "llama_mha",
             {"offload_recompute": "0.5", "offload_memory": "25KiB"},
-            "holds no page of activations; raise --kv-offload-memory",
+            "0.5, a page of activations.*: raise it or leave it out",
         ),
-        ("llama_mha", {"offload_recompute": "0.5", "scratch": 100}, "raise --scratch"),
+        (
+            "llama_mha",
+            {"offload_recompute": "0.5", "scratch": 100},
+            "expected --scratch of .* or more",
+        ),
         (
             "llama_mha",
             {"offload_activation_codec": "int8", "offload_recompute": "off"},
@@ -569,6 +574,44 @@ def test_what_is_asked_for_and_would_change_nothing_is_refused(name, options, sa
     options = {"memory": "8MiB", "offload_memory": "1MiB"} | options
     with pytest.raises(ConfigError, match=says):
         Engine(model_of(name), kv_config(**options), ScheduleConfig())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mha"])
+@pytest.mark.parametrize("fraction", ["off", "0.01", "0.5", "1"])
+def test_the_least_offload_memory_of_an_error_is_accepted(name, fraction):
+    options = {"memory": "8MiB", "offload_recompute": fraction}
+    with pytest.raises(ConfigError, match=r"of [\d,]+ B or more") as refused:
+        Engine(model_of(name), kv_config(offload_memory=1024, **options), ScheduleConfig())
+    least_bytes = _expected_bytes(refused)
+
+    pool = Engine(
+        model_of(name), kv_config(offload_memory=least_bytes, **options), ScheduleConfig()
+    ).pool
+    offload, groups = pool.offload, [table.group for table in pool.kv.memory.tables.values()]
+    page_bytes = sum(group.num_lanes * group.page_class.page_bytes for group in groups)
+    assert offload.prefixes.pool.total_bytes >= page_bytes
+    if fraction != "off":
+        assert offload.kv_offload.kv_recompute.store.allocator.num_blocks
+    with pytest.raises(ConfigError, match=r"of [\d,]+ B or more"):
+        Engine(
+            model_of(name), kv_config(offload_memory=least_bytes - 64, **options), ScheduleConfig()
+        )
+
+
+def test_the_least_scratch_memory_of_an_error_is_accepted():
+    options = {"memory": "8MiB", "offload_memory": "1MiB", "offload_recompute": "0.5"}
+    with pytest.raises(ConfigError, match="--scratch of") as refused:
+        Engine(model_of("llama_mha"), kv_config(scratch=100, **options), ScheduleConfig())
+    Engine(
+        model_of("llama_mha"),
+        kv_config(scratch=_expected_bytes(refused), **options),
+        ScheduleConfig(),
+    )
+
+
+def _expected_bytes(refused) -> int:
+    """The number of bytes that an error expects."""
+    return int(re.search(r"of ([\d,]+) B or more", str(refused.value))[1].replace(",", ""))
 
 
 def test_what_auto_leaves_out_is_said_once(caplog):

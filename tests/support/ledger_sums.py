@@ -6,11 +6,11 @@ import json
 def check_sums(found):
     """Check that each axis adds up to the used pages, and all owners to the arena."""
     axes = found["axes"]
-    device_bytes = axes["residency"]["device"]
+    device_bytes = axes["location"]["device"]
     assert sum(axes["owner"].values()) == found["total_bytes"]
     assert found["used_bytes"] + found["free_bytes"] == found["total_bytes"]
     assert device_bytes == found["used_bytes"] - axes["owner"]["slab_borders"]
-    assert axes["residency"]["host"] == found["host"]["used_bytes"]
+    assert axes["location"]["host"] == found["host"]["used_bytes"]
     for axis in ("codec", "exactness", "sharing", "references"):
         assert sum(axes[axis].values()) == device_bytes
     held = [row["kv_bytes"] for row in found["requests"]]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _SEED_BITS = 62
 _LABELS = {
-    "requests_answered_before": ("completed in earlier runs", "requests"),
-    "requests_answered": ("completed in this run", "requests"),
+    "requests_completed_before": ("completed in earlier runs", "requests"),
+    "requests_completed": ("completed in this run", "requests"),
     "requests_with_errors": ("failed in this run", "requests"),
     "prompt_tokens": ("prompt", "tokens"),
     "completion_tokens": ("output", "tokens"),
@@ -111,7 +111,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
         left = survey.requests - len(output.completed)
         with watching(kv_events if left else None) as watch:
             result = _run(settings, task, output, left, watch)
-            claims = {"requests_answered_before": survey.requests - left} | _claims(result)
+            claims = {"requests_completed_before": survey.requests - left} | _claims(result)
             _show(target, claims)
             if as_json:
                 arms = {"finish_reasons": result.tally.finish_reasons}
@@ -261,7 +261,7 @@ def _run(
 def _claims(result: _Result) -> dict[str, int | float]:
     tally, stats = result.tally, result.stats
     claims: dict[str, int | float] = {
-        "requests_answered": tally.completed,
+        "requests_completed": tally.completed,
         "requests_with_errors": tally.errors,
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,

@@ -1,6 +1,6 @@
 """The ledger: owner of every byte of KV memory, as a JSON snapshot.
 
-An extent has a value on each of several independent axes: residency, codec, exactness, sharing and
+An extent has a value on each of several independent axes: location, codec, exactness, sharing and
 owner. On every axis the extents add up to the bytes of pages in use. Together with free slabs and
 the waste at slab borders they add up to the arena.
 """
@@ -101,11 +101,11 @@ class Ledger:
         cached = _sum((str(e.row == NO_ROW), e.num_bytes) for e in extents)
         in_flight_bytes = self._in_flight()
         return {
-            "residency": {"device": device_bytes, "host": sum(e.num_bytes for e in host)},
+            "location": {"device": device_bytes, "host": sum(e.num_bytes for e in host)},
             "owner": {
                 "requests": cached.get("False", 0),
                 "prefix_cache": cached.get("True", 0) - in_flight_bytes,
-                "arriving": in_flight_bytes,
+                "in_flight_loads": in_flight_bytes,
                 "free": self._memory.free_bytes,
                 "slab_borders": sum(pool.tail_bytes for pool in pools),
             },
@@ -124,7 +124,7 @@ class Ledger:
     def _offload_totals(self) -> Mapping[str, int]:
         """Totals of KV offload; empty without KV offload."""
         totals = {} if self._offload is None else self._offload.totals()
-        return {name: totals[name] for name in ("offloaded_bytes", "input_bytes") if totals}
+        return {name: totals[name] for name in ("offloaded_bytes", "activation_bytes") if totals}
 
     def check(self) -> None:
         """Verify the ledger against a count of every page. Slow.
@@ -188,7 +188,7 @@ def _row(owner: Snapshot, extents: list[Extent], host_bytes: int) -> Snapshot:
     return {
         **owner,
         "kv_bytes": sum(e.num_bytes for e in extents),
-        "alone_bytes": sum(e.num_bytes for e in extents if e.sequences == 1),
+        "exclusive_bytes": sum(e.num_bytes for e in extents if e.sequences == 1),
         "host_bytes": host_bytes,
         "exact": all(e.exact for e in extents),
         "extents": [_shown(e) for e in extents],

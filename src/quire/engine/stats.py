@@ -69,7 +69,7 @@ class EngineStats:
         cached_bytes: cached pages that no request uses; in use, but evicted when pages run out.
         host_bytes: KV of preempted requests in the swap space.
         offloaded_bytes: KV of running requests offloaded to CPU memory.
-        input_bytes: activation checkpoints in CPU memory, from which offloaded KV is recomputed.
+        activation_bytes: activation checkpoints in CPU memory, to recompute offloaded KV from.
         recomputed_tokens, cpu_attended_tokens: offloaded tokens whose KV was recomputed, and
             offloaded tokens attended to on the CPU; each layer counts separately.
         num_swaps: sequences swapped out, including partial swaps.
@@ -101,7 +101,7 @@ class EngineStats:
     cached_bytes: int
     host_bytes: int
     offloaded_bytes: int
-    input_bytes: int
+    activation_bytes: int
     recomputed_tokens: int
     cpu_attended_tokens: int
     num_swaps: int
@@ -122,7 +122,7 @@ class EngineStats:
 
 NO_OFFLOAD = {
     "offloaded_bytes": 0,
-    "input_bytes": 0,
+    "activation_bytes": 0,
     "recomputed_tokens": 0,
     "cpu_attended_tokens": 0,
 }

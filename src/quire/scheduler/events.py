@@ -10,10 +10,10 @@
 | swapped_out, swapped_in | kv_bytes, seconds |
 | offloaded | kv_bytes |
 | preempted | how, reason, lost_tokens, freed_bytes |
-| cached, uncached | blocks, kv_bytes |
-| stored | blocks, kv_bytes |
-| restored | tokens, read_tokens, kv_bytes, seconds |
 | freed | kv_bytes, reason |
+| prefix_cached, prefix_evicted | blocks, kv_bytes |
+| prefix_stored | blocks, kv_bytes |
+| prefix_loaded | tokens, computed_tokens, kv_bytes, seconds |
 """
 
 import logging
@@ -30,7 +30,8 @@ Listener = Callable[["KVEvent"], None]
 
 KINDS = (
     *("admitted", "chunk", "shared", "copied", "swapped_out", "swapped_in", "offloaded"),
-    *("preempted", "evicted", "cached", "uncached", "stored", "restored", "freed"),
+    *("preempted", "evicted", "freed"),
+    *("prefix_cached", "prefix_evicted", "prefix_stored", "prefix_loaded"),
 )
 KEPT_EVENTS = 4096
 
@@ -155,11 +156,11 @@ class PrefixEvents:
         page_tokens: int,
     ) -> None:
         """Record that blocks were added to the prefix cache."""
-        self._tell("cached", len(block_hashes))
+        self._tell("prefix_cached", len(block_hashes))
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
         """Record that blocks were evicted from the prefix cache."""
-        self._tell("uncached", len(block_hashes))
+        self._tell("prefix_evicted", len(block_hashes))
 
     def _tell(self, kind: str, blocks: int) -> None:
         self._log.emit(kind, None, blocks=blocks, kv_bytes=blocks * self._block_bytes)

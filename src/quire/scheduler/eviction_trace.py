@@ -122,20 +122,20 @@ class RetainedSets:
 
     Attributes:
         num_computed: tokens that had been computed.
-        kept: the retained positions of each lane, ascending.
+        retained: the retained positions of each lane, ascending.
         promoted: for each lane, the retained positions that are stored in a finer codec; None
             without mixed precision.
     """
 
     num_computed: int
-    kept: tuple[Positions, ...]
+    retained: tuple[Positions, ...]
     promoted: tuple[Positions, ...] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON values; the positions of a lane are text such as "0-3,17,20-31"."""
         found: dict[str, object] = {
             "num_computed": self.num_computed,
-            "kept": [_ranges(lane) for lane in self.kept],
+            "retained": [_ranges(lane) for lane in self.retained],
         }
         if self.promoted is not None:
             found["promoted"] = [_ranges(lane) for lane in self.promoted]

@@ -113,7 +113,7 @@ def _axes(requests: list[Snapshot]) -> dict[str, dict[str, int]]:
     host_bytes = sum(row["host_bytes"] for row in requests)
     extents = [extent for row in requests for extent in row["extents"]]
     return {
-        "residency": {"device": kv_bytes, "host": host_bytes},
+        "location": {"device": kv_bytes, "host": host_bytes},
         "owner": {"requests": kv_bytes},
         **{axis: _sum((str(e[axis]), e["bytes"]) for e in extents) for axis in _AXES},
     }

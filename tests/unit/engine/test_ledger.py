@@ -90,7 +90,7 @@ def test_all_bytes_are_free_without_requests():
         "requests": 0,
         "prefix_cache": 0,
         "free": found["total_bytes"],
-        "arriving": 0,
+        "in_flight_loads": 0,
         "slab_borders": 0,
     }
     assert found["requests"] == found["tenants"] == found["prefix_cache"] == []
@@ -123,8 +123,8 @@ def test_forks_split_shared_pages_equally_and_own_their_private_pages():
     first, second = rows.snapshot()["requests"]
 
     # the child copied its last loose page (5 to 9) and added a page to each full lane
-    assert first["alone_bytes"] == 384
-    assert second["alone_bytes"] == 384 + 2 * 256
+    assert first["exclusive_bytes"] == 384
+    assert second["exclusive_bytes"] == 384 + 2 * 256
     assert first["kv_bytes"] - 384 == second["kv_bytes"] - 384 - 2 * 256 == (4 * 256 + 384) // 2
 
 
@@ -159,11 +159,11 @@ def test_swapped_kv_is_counted_on_the_host_until_it_is_swapped_in():
         (0, kv_bytes),
         (2 * 256 + 384, 0),
     ]
-    assert found["axes"]["residency"]["host"] == kv_bytes
+    assert found["axes"]["location"]["host"] == kv_bytes
     assert found["host"]["free_bytes"] == 16 * 1024 - kv_bytes
     [swapped_request.memory.row] = swap_in(rows.memory, swapped)
     swapped_request.memory.swapped = None
-    assert rows.snapshot()["axes"]["residency"]["host"] == 0
+    assert rows.snapshot()["axes"]["location"]["host"] == 0
     assert running_request.memory.row != swapped_request.memory.row
 
 
@@ -213,7 +213,7 @@ def test_ledger_and_stats_of_a_running_engine_agree():
     check_sums(found)
     assert [row["request_id"] for row in found["requests"]] == ["a", "b"]
     assert all(row["exact"] for row in found["requests"])
-    assert found["axes"]["residency"]["device"] > 0
+    assert found["axes"]["location"]["device"] > 0
     assert [(t.tenant, t.num_requests) for t in stats.tenants] == [("default", 2)]
     assert stats.tenants[0].kv_bytes == sum(r.kv_bytes for r in stats.requests)
     while engine.has_work:

@@ -207,7 +207,7 @@ def test_kv_events_of_two_requests_with_a_shared_prefix():
         events.setdefault(event.kind, []).append(event.data)
 
     assert [data["tokens"] for data in events["chunk"]] == [8, 5, 1]
-    assert sum(data["blocks"] for data in events["cached"]) == 5
+    assert sum(data["blocks"] for data in events["prefix_cached"]) == 5
     assert [data["tokens"] for data in events["shared"]] == [12]
     assert [data["reason"] for data in events["freed"]] == ["finished", "finished"]
-    assert sum(data["kv_bytes"] for data in events["cached"]) == engine.stats().cached_bytes
+    assert sum(data["kv_bytes"] for data in events["prefix_cached"]) == engine.stats().cached_bytes

@@ -106,12 +106,12 @@ def test_cached_prefix_in_use_is_owned_by_its_request():
     [row] = found["requests"]
     used = [e["bytes"] for e in row["extents"] if (e["references"], e["sequences"]) == (2, 1)]
     assert engine.stats().cached_bytes == found["axes"]["owner"]["prefix_cache"] < cached
-    assert row["alone_bytes"] == row["kv_bytes"] > sum(used) > 0
+    assert row["exclusive_bytes"] == row["kv_bytes"] > sum(used) > 0
     engine.submit(
         GenerationRequest([*PROMPT, 2], engines.greedy(4), tenant="blue")
     )  # cannot share red's prefix
     engine.step()
-    assert all(row["alone_bytes"] == row["kv_bytes"] for row in engine.ledger()["requests"])
+    assert all(row["exclusive_bytes"] == row["kv_bytes"] for row in engine.ledger()["requests"])
     while engine.has_work:
         engine.step()
 

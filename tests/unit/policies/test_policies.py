@@ -150,7 +150,7 @@ def test_a_rule_that_writes_into_its_view_spoils_no_record_of_what_left():
         ask(engine, policy)
         while engine.has_work:
             engine.step()
-        kept.append([[k.tolist() for k in one.kept] for one in engine.eviction_trace("long")])
+        kept.append([[k.tolist() for k in one.retained] for one in engine.eviction_trace("long")])
 
     assert kept[0] == kept[1]
     assert kept[0][0] == [list(range(6, 24))] * 2

@@ -57,7 +57,7 @@ def test_event_has_kind_time_request_tenant_and_data():
 
 def test_event_without_a_request_has_empty_request_and_tenant():
     log = EventLog(Clock())
-    log.emit("uncached", None, tokens=16, kv_bytes=4096)
+    log.emit("prefix_evicted", None, tokens=16, kv_bytes=4096)
 
     assert [(e.request_id, e.tenant) for e in log.newest()] == [("", "")]
 

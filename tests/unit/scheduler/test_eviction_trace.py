@@ -37,7 +37,7 @@ def test_retained_sets_match_the_recorded_evictions(lanes, chunks, rng):
         assert entry.num_slots == sum(len(evicted - {-1}) for evicted in left)
         trace.append(entry)
         expected.append((length, [sorted(lane) for lane in held]))
-    found = [(k.num_computed, [lane.tolist() for lane in k.kept]) for k in retained_sets(trace)]
+    found = [(k.num_computed, [lane.tolist() for lane in k.retained]) for k in retained_sets(trace)]
 
     assert found == expected
 
@@ -71,7 +71,7 @@ def test_retained_sets_are_serialized_as_ranges():
     entry = EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), keep)
     [retained] = retained_sets([entry])
 
-    assert retained.as_dict() == {"num_computed": 8, "kept": ["0-2,4,6-7", "7"]}
+    assert retained.as_dict() == {"num_computed": 8, "retained": ["0-2,4,6-7", "7"]}
 
 
 def test_equal_entries_have_equal_digests():

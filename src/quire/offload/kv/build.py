@@ -38,7 +38,7 @@ class KVOffloadComponents:
         kv_recompute, attention = self.kv_offload.kv_recompute, self.kv_offload.attention
         return {
             "offloaded_bytes": self.prefixes.pool.used_bytes,
-            "input_bytes": 0 if kv_recompute is None else kv_recompute.store.used_bytes,
+            "activation_bytes": 0 if kv_recompute is None else kv_recompute.store.used_bytes,
             "recomputed_tokens": 0 if kv_recompute is None else kv_recompute.num_recomputed,
             "cpu_attended_tokens": 0 if attention is None else attention.num_attended,
         }
@@ -73,11 +73,11 @@ def build_kv_offload(
         running: requests that hold KV; the scheduler's own list.
     """
     fraction, why = choice.fraction_and_reason()
-    allocator = choice.allocator(choice.input_bytes(fraction, stream_bytes))
-    input_bytes = (
+    allocator = choice.allocator(choice.activation_bytes(fraction, stream_bytes))
+    activation_bytes = (
         0 if allocator is None else allocator.num_blocks * allocator.block_tokens * choice.x_bytes
     )
-    pool = host_pool(store, choice.layout, stream_bytes - input_bytes)
+    pool = host_pool(store, choice.layout, stream_bytes - activation_bytes)
     prefixes = OffloadedPrefixes(memory, pool, store.page_positions)
     kv_recompute = None
     if allocator is not None:

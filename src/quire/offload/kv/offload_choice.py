@@ -8,6 +8,7 @@ a fraction    this fraction is used  refused, with the reason and an alternative
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import ceil
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnsoundCombination
@@ -15,7 +16,7 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.layout.layout import SLOTS, can_be_offloaded
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, LaneGroup
 from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
@@ -93,15 +94,10 @@ class OffloadChoice:
 
         Raises:
             UnsoundCombination: recompute or CPU attention is impossible.
-            ConfigError: too few bytes for a page.
+            ConfigError: too few bytes for a page of KV or of activations.
         """
-        page_bytes = sum(g.num_lanes * g.page_class.page_bytes for g in self._staged)
-        if stream_bytes < page_bytes:
-            raise ConfigError(
-                f"expected --kv-offload-memory of {page_bytes:,} B or more (a page of every lane), "
-                f"got {stream_bytes:,} B, in which no KV can be offloaded: raise it or leave it out"
-            )
-        self._refuse_recompute(stream_bytes)
+        self._refuse_recompute()
+        self._refuse_too_small(stream_bytes)
         self._refuse_activation_codec()
         fraction, obstacle = self._config.offload.cpu_attention, self._no_host_attention(statistics)
         if fraction and obstacle is not None:
@@ -111,7 +107,20 @@ class OffloadChoice:
                 "or off"
             )
 
-    def _refuse_recompute(self, stream_bytes: int) -> None:
+    def _refuse_too_small(self, stream_bytes: int) -> None:
+        fraction = self._config.offload.recompute or 0.0
+        least_bytes = self.least_bytes(fraction)
+        if stream_bytes >= least_bytes:
+            return
+        holds = "a page of every lane"
+        if fraction:
+            holds += f" and, for --kv-offload-recompute {fraction:g}, a page of activations"
+        raise ConfigError(
+            f"expected --kv-offload-memory of {least_bytes:,} B or more ({holds}), got "
+            f"{stream_bytes:,} B: raise it or leave it out"
+        )
+
+    def _refuse_recompute(self) -> None:
         fraction = self._config.offload.recompute
         if not fraction:
             return
@@ -121,17 +130,12 @@ class OffloadChoice:
                 f"--kv-offload-recompute {fraction:g} cannot recompute any KV: {obstacle.reason}; "
                 f"{obstacle.instead}, or use --kv-offload-recompute auto or off"
             )
-        if self.allocator(self.input_bytes(fraction, stream_bytes)) is None:
+        least_bytes = self._config.page_tokens * self._scratch_token_bytes
+        if self._config.scratch < least_bytes:
             raise ConfigError(
-                f"--kv-offload-recompute {fraction:g} cannot recompute any KV: its share of "
-                f"--kv-offload-memory {stream_bytes:,} B holds no page of activations; raise "
-                "--kv-offload-memory"
-            )
-        if self._scratch_tokens < self._config.page_tokens:
-            raise ConfigError(
-                f"--kv-offload-recompute {fraction:g} cannot recompute any KV: --scratch "
-                f"{self._config.scratch:,} B holds activations of {self._scratch_tokens} tokens, "
-                f"expected a page of {self._config.page_tokens} or more; raise --scratch"
+                f"--kv-offload-recompute {fraction:g} cannot recompute any KV: expected --scratch "
+                f"of {least_bytes:,} B or more (a page of activations), got "
+                f"{self._config.scratch:,} B; raise --scratch"
             )
 
     def _refuse_activation_codec(self) -> None:
@@ -234,14 +238,35 @@ class OffloadChoice:
             reason = "the device is the CPU" if obstacle is None else obstacle.reason
             logger.info("--kv-offload-cpu-attention auto attends on the device alone: %s", reason)
 
-    def input_bytes(self, fraction: float, stream_bytes: int) -> int:
+    def activation_bytes(self, fraction: float, stream_bytes: int) -> int:
         """Bytes of offload memory for activations, such that they and the KV run out together."""
-        kv_bytes = sum(_layer_bytes(g) * len(g.layers) for g in self._staged)
-        return int(stream_bytes * fraction * self.x_bytes / (fraction * self.x_bytes + kv_bytes))
+        return int(stream_bytes * self._activation_share(fraction))
 
-    def allocator(self, input_bytes: int) -> ActivationAllocator | None:
+    def _activation_share(self, fraction: float) -> float:
+        """Fraction of offload memory for activations if a fraction of the tokens is recomputed."""
+        kv_bytes = sum(_layer_bytes(g) * len(g.layers) for g in self._staged)
+        return fraction * self.x_bytes / (fraction * self.x_bytes + kv_bytes)
+
+    def least_bytes(self, fraction: float) -> int:
+        """Smallest offload memory that holds a page of every lane, and of activations if any.
+
+        Args:
+            fraction: fraction (0 to 1) of the tokens with stored activations.
+        """
+        page_bytes = sum(g.num_lanes * g.page_class.page_bytes for g in self._staged)
+        if not fraction:
+            return page_bytes
+        share = self._activation_share(fraction)
+        page_x_bytes = self._config.page_tokens * self.x_bytes
+        least_bytes = max(ceil(page_bytes / (1 - share)), ceil(page_x_bytes / share))
+        least_bytes = -(-least_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+        while self.activation_bytes(fraction, least_bytes) < page_x_bytes:  # rounding
+            least_bytes += PAGE_ALIGNMENT_BYTES
+        return least_bytes
+
+    def allocator(self, activation_bytes: int) -> ActivationAllocator | None:
         """Create the allocator of activation blocks; None if not one block fits."""
-        page, tokens = self._config.page_tokens, input_bytes // max(1, self.x_bytes)
+        page, tokens = self._config.page_tokens, activation_bytes // max(1, self.x_bytes)
         wanted = min(_BLOCK_BYTES // int(self._sizes.x_bytes), tokens // _LEAST_BLOCKS)
         block = max(page, wanted // page * page)
         return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
@@ -266,8 +291,12 @@ class OffloadChoice:
     @property
     def _scratch_tokens(self) -> int:
         """Tokens of one layer whose activations fit in scratch memory on the device."""
-        token_bytes = SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
-        return self._config.scratch // token_bytes
+        return self._config.scratch // self._scratch_token_bytes
+
+    @property
+    def _scratch_token_bytes(self) -> int:
+        """Bytes of the activations of one token in scratch memory on the device."""
+        return SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
 
     def splits(self, *, recomputes: bool, attends: bool) -> PrefixSplits:
         """Create the splits of offloaded prefixes."""

@@ -61,7 +61,7 @@ class PrefixLoader:
         tier: holds the prefixes.
         costs: prefill times.
         sharing: the prefix cache that loaded prefixes are published to.
-        events: receives `stored` and `restored` events.
+        events: receives `prefix_stored` and `prefix_loaded` events.
         clock: seconds.
 
     Attributes:
@@ -87,7 +87,7 @@ class PrefixLoader:
         self._open: dict[Request, RequestPrefixLoad] = {}
         self._arrived = threading.Condition()
         self._num_arrived = self._num_seen = 0
-        self._num_restores = self._num_declined = self._restored_tokens = 0
+        self._num_loads = self._num_declined = self._loaded_tokens = 0
 
     @property
     def stats(self) -> TierStats:
@@ -98,8 +98,8 @@ class PrefixLoader:
             found_blocks=store.num_found,
             stored_blocks=store.num_stored,
             skipped_blocks=self.tier.num_skipped,
-            restored_tokens=self._restored_tokens,
-            num_restores=self._num_restores,
+            loaded_tokens=self._loaded_tokens,
+            num_loads=self._num_loads,
             num_declined=self._num_declined,
             num_discarded=store.num_discarded,
             num_failed=store.num_failed,
@@ -167,7 +167,7 @@ class PrefixLoader:
         self.waits = False
         while self.tier.written:
             blocks, num_bytes = self.tier.written.popleft()
-            self._events.emit("stored", None, blocks=blocks, kv_bytes=num_bytes)
+            self._events.emit("prefix_stored", None, blocks=blocks, kv_bytes=num_bytes)
 
     def wait(self) -> bool:
         """Wait up to `WAIT_S` seconds for pages; whether any have arrived."""
@@ -232,14 +232,14 @@ class PrefixLoader:
             tokens = load.end - at
             request.progress.num_computed = load.end
             request.count_cached(at, load.end)
-            self._num_restores += 1
-            self._restored_tokens += tokens
+            self._num_loads += 1
+            self._loaded_tokens += tokens
             self._sharing.publish(request, load.end)
             self._events.emit(
-                "restored",
+                "prefix_loaded",
                 request,
                 tokens=tokens,
-                read_tokens=at - found.began_at,
+                computed_tokens=at - found.began_at,
                 kv_bytes=round(tokens * self._token_bytes),
                 seconds=self._clock() - found.started_s,
             )

@@ -35,8 +35,8 @@ class TierStats:
         found_blocks: blocks that it held when the engine started.
         stored_blocks: blocks written since then.
         skipped_blocks: blocks not written because the queue was full.
-        restored_tokens: tokens loaded since then and attached to requests.
-        num_restores: number of prefixes loaded.
+        loaded_tokens: tokens loaded since then and attached to requests.
+        num_loads: number of prefixes loaded.
         num_declined: number of stored prefixes that were faster to recompute.
         num_discarded: entries that were damaged or missing when they were read.
         num_failed: entries that could not be written.
@@ -47,8 +47,8 @@ class TierStats:
     found_blocks: int
     stored_blocks: int
     skipped_blocks: int
-    restored_tokens: int
-    num_restores: int
+    loaded_tokens: int
+    num_loads: int
     num_declined: int
     num_discarded: int
     num_failed: int
