@@ -450,7 +450,8 @@ def test_others_go_on_while_one_waits_for_its_pages(tmp_path, monkeypatch):
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     engine.step()
     assert engine.step() == []  # nothing to do but wait, and a step does not wait for long
-    assert engine.stats().tier.loading_bytes == engine.ledger()["axes"]["owner"]["in_flight_loads"] > 0
+    owner = engine.ledger()["axes"]["owner"]
+    assert engine.stats().tier.loading_bytes == owner["in_flight_loads"] > 0
     engine.submit(GenerationRequest([7] * 40, greedy(NEW_TOKENS), request_id="other"))
     done = set()
     while "other" not in done:
