@@ -1,7 +1,7 @@
-"""A memory whose tokens are told one by one, by an account of its own, beside the memory itself.
+"""A KV memory next to a plain account of its tokens.
 
-The account knows every key and value as it was made, what it decodes to, and which pages were full
-when a query came. It grows by one token at a time, so a chunk is nothing to it.
+The account stores every key and value in full precision, the decoded values, and the pages that
+were full when a query was computed. It grows token by token, independent of chunks.
 """
 
 from copy import deepcopy
@@ -44,26 +44,30 @@ MATH = AttentionMath(scale=0.5)
 
 @dataclass
 class Token:
-    """One token of a layer: as made, and what its code decodes to once it has one.
+    """One token of a layer.
 
-    `finer` is what a record decodes to, for each KV head that has one.
+    Attributes:
+        position: its position.
+        exact: key and value in full precision.
+        decoded: decoded key and value; None until they are encoded.
+        promoted: decoded key and value of a record, for each KV head that has one.
     """
 
     position: int
-    made: tuple[torch.Tensor, torch.Tensor]
+    exact: tuple[torch.Tensor, torch.Tensor]
     decoded: list[torch.Tensor | None]
-    finer: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    promoted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass
 class Lane:
-    """A layer of a row: pages of tokens, in order."""
+    """The pages of tokens of one layer of a row, in order."""
 
     pages: list[list[Token]] = field(default_factory=list)
 
 
 class Account:
-    """What every query should attend to.
+    """The keys and values that every query must attend to.
 
     Args:
         text: the KV format.
@@ -74,22 +78,22 @@ class Account:
         self.codecs = [make_codec(spec, HEAD_DIM) for spec in (self.form.key, self.form.value)]
         self.rows: dict[int, tuple[int, list[Lane]]] = {}
 
-    def append(self, row: int, layer: int, position: int, made) -> None:
+    def append(self, row: int, layer: int, position: int, exact) -> None:
         lane = self.rows[row][1][layer]
         if not lane.pages or len(lane.pages[-1]) == PAGE:
             lane.pages.append([])
-        lane.pages[-1].append(Token(position, made, [None, None]))
+        lane.pages[-1].append(Token(position, exact, [None, None]))
         for side, codec in enumerate(self.codecs):
             if not codec.spec.per_page:
-                alone = made[side][None, :, None]
-                lane.pages[-1][-1].decoded[side] = codec.decode(codec.encode(alone))[0, :, 0]
+                single = exact[side][None, :, None]
+                lane.pages[-1][-1].decoded[side] = codec.decode(codec.encode(single))[0, :, 0]
             elif len(lane.pages[-1]) == PAGE:
-                whole = torch.stack([t.made[side] for t in lane.pages[-1]], dim=1)[None]
+                whole = torch.stack([t.exact[side] for t in lane.pages[-1]], dim=1)[None]
                 for i, token in enumerate(lane.pages[-1]):
                     token.decoded[side] = codec.decode(codec.encode(whole))[0, :, i]
 
-    def seen(self, row: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [token, head, head_dim] that the query at a position attends to."""
+    def attended(self, row: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [token, head, head_dim] that the query at `position` attends to."""
         window = MODEL.layers[layer].window or 1 << 30
         found = [
             (page, token)
@@ -104,38 +108,38 @@ class Account:
 
     def _vector(self, page, token: Token, position: int, side: int) -> torch.Tensor:
         form = self.form
-        waits = form.per_page and len(page) < PAGE
+        is_partial = form.per_page and len(page) < PAGE
         newest = token.position > position - form.residual
-        if token.position < form.sinks or newest or waits:
-            return token.made[side]
+        if token.position < form.sinks or newest or is_partial:
+            return token.exact[side]
         found = token.decoded[side].clone()
-        for head, vectors in token.finer.items():
+        for head, vectors in token.promoted.items():
             found[head] = vectors[side]
         return found
 
-    def raise_token(self, row: int, layer: int, position: int, heads: range) -> None:
-        """Some KV heads of a token get a record."""
+    def promote_token(self, row: int, layer: int, position: int, heads: range) -> None:
+        """Add records of a token for some KV heads."""
         records = self.form.promoted
         codecs = [make_codec(spec, HEAD_DIM) for spec in (records.key, records.value)]
         for page in self.rows[row][1][layer].pages:
             for token in page:
                 if token.position == position:
                     for head in heads:
-                        token.finer[head] = tuple(
-                            codec.decode(codec.encode(made[None, head, None, None]))[0, 0, 0]
-                            for codec, made in zip(codecs, token.made, strict=True)
+                        token.promoted[head] = tuple(
+                            codec.decode(codec.encode(exact[None, head, None, None]))[0, 0, 0]
+                            for codec, exact in zip(codecs, token.exact, strict=True)
                         )
 
 
-class Checked:
-    """A memory and the account of it, always in the same state.
+class CheckedMemory:
+    """A KV memory and its account, always in the same state.
 
     Args:
         text: the KV format.
-        backend: who attends.
-        evicting: full lanes may lose tokens.
-        heads_apart: and each KV head has lanes of its own.
-        seed: of all that is drawn.
+        backend: the attention backend.
+        evicting: tokens can be evicted from full lanes.
+        heads_apart: each KV head has separate lanes.
+        seed: seed of all random numbers.
     """
 
     def __init__(self, text, backend, seed=0, *, evicting=False, heads_apart=False):
@@ -183,7 +187,7 @@ class Checked:
             length, _ = self.account.rows[row]
             for position in range(length, length + tokens[row]):
                 self.account.append(row, layer, position, (key[index], value[index]))
-                seen_key, seen_value = self.account.seen(row, layer, position)
+                seen_key, seen_value = self.account.attended(row, layer, position)
                 attended, _ = attend_reference(
                     query[index][None],
                     seen_key,
@@ -197,16 +201,16 @@ class Checked:
         return torch.cat(out)
 
     def evict_tokens(self, row: int) -> None:
-        """Of the full layers; the heads of a layer keep the same here."""
+        """Evict tokens of the full layers, the same in all heads of a layer."""
         table = self.memory.tables["full"]
         positions = LaneReader(self.kv, "full", row).positions
-        gone = {p for p in positions[0].tolist() if p >= 0 and self.rng.random() < 0.3}
-        lying = self._stored_positions(table, row)
-        keep = ~np.isin(lying, list(gone))
+        evicted = {p for p in positions[0].tolist() if p >= 0 and self.rng.random() < 0.3}
+        stored = self._stored_positions(table, row)
+        keep = ~np.isin(stored, list(evicted))
         commit_compaction(self.memory, plan_compaction(self.memory, "full", row, keep))
         for layer in (0, 2):
             lane = self.account.rows[row][1][layer]
-            lane.pages = [[t for t in page if t.position not in gone] for page in lane.pages]
+            lane.pages = [[t for t in page if t.position not in evicted] for page in lane.pages]
             flat = [token for page in lane.pages for token in page]
             lane.pages = [flat[i : i + PAGE] for i in range(0, len(flat), PAGE)]
 
@@ -219,14 +223,16 @@ class Checked:
     def evict_pages(self, row: int) -> None:
         table = self.memory.tables["full"]
         columns = int(table.num_pages[row].max())
-        stays = self.rng.random(columns) < 0.6
-        stays[self.rng.integers(columns)] = True
-        keep = np.repeat(stays, PAGE)[None].repeat(table.group.num_lanes, axis=0)
+        retained = self.rng.random(columns) < 0.6
+        retained[self.rng.integers(columns)] = True
+        keep = np.repeat(retained, PAGE)[None].repeat(table.group.num_lanes, axis=0)
         plan = plan_compaction(self.memory, "full", row, keep, Kind.DROP_PAGES)
         commit_compaction(self.memory, plan)
         for layer in (0, 2):
             lane = self.account.rows[row][1][layer]
-            lane.pages = [page for page, stay in zip(lane.pages, stays, strict=True) if stay]
+            lane.pages = [
+                page for page, is_retained in zip(lane.pages, retained, strict=True) if is_retained
+            ]
 
     def fork(self, row: int) -> int:
         child = fork(self.memory, row)
@@ -234,27 +240,27 @@ class Checked:
         return child
 
     def swap(self, row: int) -> int:
-        away = swap_out(self.memory, [row])
+        swapped = swap_out(self.memory, [row])
         if not self.memory.used_bytes:
             self.kv.store.arena.fill_(0xFF)
-        [back] = swap_in(self.memory, away)
+        [back] = swap_in(self.memory, swapped)
         self.account.rows[back] = self.account.rows.pop(row)
         return back
 
     def compare(self, row: int) -> None:
-        """A policy reads what the newest token attends to."""
+        """Check that a lane reader returns what the newest token attends to."""
         length, lanes = self.account.rows[row]
         if not length or not lanes[0].pages:
             return
         reader = LaneReader(self.kv, "full", row)
         for layer, of_layer in enumerate(zip(*[reader.keys().unflatten(0, (2, -1))], strict=True)):
-            expected, _ = self.account.seen(row, (0, 2)[layer], length - 1)
+            expected, _ = self.account.attended(row, (0, 2)[layer], length - 1)
             order = np.argsort([t.position for p in lanes[(0, 2)[layer]].pages for t in p])
             assert torch.equal(of_layer[0][:, : len(order)], expected[order].transpose(0, 1))
 
 
-def play(checked: Checked, evict=None, rounds: int = 5) -> None:
-    """Steps of all sizes, and all that can happen between them."""
+def play(checked: CheckedMemory, evict=None, rounds: int = 5) -> None:
+    """Run steps of all sizes with evictions, swaps and forks between them."""
     rows, rng = [checked.start() for _ in range(2)], checked.rng
     for _ in range(rounds):
         chosen = [row for row in rows if rng.random() < 0.8] or rows

@@ -9,20 +9,20 @@ POISON = 0xFF
 
 def vector_bytes(codec: CodecSpec, head_dim: int) -> tuple[int, int]:
     """Bytes of the codes and of the metadata of one vector."""
-    codes, *beside = (plane.record_bytes for plane in codec.planes(head_dim))
-    return codes, sum(beside)
+    codes, *metadata = (plane.record_bytes for plane in codec.planes(head_dim))
+    return codes, sum(metadata)
 
 
 class HostBytes:
-    """Pages in host memory, planes as `quire.layout.pages` draws them, all poison at first.
+    """Pages in CPU memory with the planes of `quire.layout.pages`, initialized with poison.
 
     A slot is addressed as (pages, offsets), two arrays; its key and value are raw bytes
     [slots, heads, codes + metadata].
 
     Attributes:
         arena: all bytes.
-        copied_pages, moved_slots, cleared_pages: how many so far.
-        num_copies: calls of `copy_pages`.
+        copied_pages, moved_slots, cleared_pages: totals since the start.
+        num_copies: number of calls of `copy_pages`.
     """
 
     def __init__(self, total_bytes):
@@ -57,7 +57,7 @@ class HostBytes:
     # ---- slots ---------------------------------------------------------------------------------
 
     def write_slots(self, page_class, places, key, value, positions):
-        """Write slots; `value` is ignored in one-plane pages, `positions` where there are none."""
+        """Write slots; `value` and `positions` are ignored if the class has none."""
         page, offset = places
         for placed, vectors in ((page_class.key_planes, key), (page_class.value_planes, value)):
             first = 0
@@ -68,7 +68,7 @@ class HostBytes:
             self._positions(page_class)[page, offset] = positions
 
     def read_slots(self, page_class, places):
-        """Key, value and positions of slots; empty arrays where the class has none."""
+        """Key, value and positions of slots; empty arrays if the class has none."""
         page, offset = places
         key = self._read_planes(page_class, page_class.key_planes, places)
         value = np.empty((len(page), page_class.heads, 0), dtype=np.uint8)
@@ -102,7 +102,7 @@ class HostBytes:
 
     def _make_plane(self, page_class, placed):
         pages, (heads, records, _) = self.pages_of(page_class), placed.shape
-        assert records == page_class.tokens, "slots that share what decodes them cannot move"
+        assert records == page_class.tokens, "slots with shared scales cannot move"
         plane = pages[:, placed.offset_bytes : placed.end_bytes]
         view = plane.reshape(len(pages), heads, records, placed.plane.record_bytes)
         assert np.shares_memory(view, self.arena)
@@ -115,7 +115,7 @@ class HostBytes:
     # ---- poison --------------------------------------------------------------------------------
 
     def poison_free(self, memory):
-        """Overwrite every byte that no page in use covers, so that reads of stale pages show."""
+        """Overwrite every byte outside pages in use, so that reads of stale pages are detected."""
         in_use = np.zeros(len(self.arena), dtype=bool)
         for page_class, pool in memory.pools.items():
             size = page_class.page_bytes

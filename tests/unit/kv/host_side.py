@@ -1,4 +1,4 @@
-"""`HostCopies` with real bytes, poisoned where nothing lies, that fail when they are told to."""
+"""`HostCopies` with real bytes, poisoned where they are free, that can raise an error."""
 
 import numpy as np
 
@@ -6,23 +6,23 @@ from unit.kv.host_bytes import POISON
 
 
 class CopyFailed(Exception):
-    """What an injected fault raises."""
+    """Raised by an injected fault."""
 
 
-class HostSide:
-    """Copies at once between a `HostBytes` and an array of bytes.
+class HostArray:
+    """Copies synchronously between a `HostBytes` and an array of bytes.
 
     Attributes:
-        bytes: the host's.
-        fail_after: calls that still work; None for all.
-        pieces: bytes of each copy.
+        bytes: the array.
+        fail_after: number of calls before one raises; None: no call raises.
+        copy_sizes: bytes of each copy.
     """
 
     def __init__(self, store, total_bytes):
         self.store = store
         self.bytes = np.full(total_bytes, POISON, dtype=np.uint8)
         self.fail_after = None
-        self.pieces = []
+        self.copy_sizes = []
 
     def save(self, page_class, pages, start):
         self._call()
@@ -30,7 +30,7 @@ class HostSide:
 
     def load(self, page_class, pages, start):
         self._call()
-        # a copy: the bytes in the arena must not change with those of the host
+        # a copy: the arena must not alias the host array
         self.store.write_pages(page_class, pages, self._view(page_class, pages, start).copy())
 
     def wait(self):
@@ -38,7 +38,7 @@ class HostSide:
 
     def _view(self, page_class, pages, start):
         num_bytes = len(pages) * page_class.page_bytes
-        self.pieces.append(num_bytes)
+        self.copy_sizes.append(num_bytes)
         assert start + num_bytes <= len(self.bytes)
         return self.bytes[start : start + num_bytes].reshape(len(pages), page_class.page_bytes)
 
@@ -49,7 +49,7 @@ class HostSide:
                 raise CopyFailed
 
     def poison_free(self, pool):
-        """Overwrite what no space covers, so that reads of stale bytes show."""
+        """Overwrite every byte outside allocated spaces, so that stale reads are detected."""
         taken = np.zeros(len(self.bytes), dtype=bool)
         for space in pool.spaces:
             for extents in space.extents.values():

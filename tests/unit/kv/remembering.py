@@ -1,4 +1,4 @@
-"""Rows that remember things, and a plain account of what they should: token by token, float64."""
+"""Rows with attention statistics, and a plain account of them, token by token in float64."""
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ FULL_LAYERS = (0, 2)
 MATH = AttentionMath(scale=0.6)
 
 
-class Turning:
-    """Stands in for RoPE: adds something that depends on the position."""
+class PositionShift:
+    """A stand-in for RoPE that adds a term proportional to the position."""
 
     def rotate(self, x, positions):
         return x + 0.1 * positions[:, None, None]
@@ -58,7 +58,7 @@ def make_kv(
     )
     total_bytes, backend = layout.smallest_sequence_bytes * 300, backend or ReferenceAttention()
     kv = allocate_kv(layout, total_bytes, max_rows, device=CPU, backend=backend)
-    kv.store.arena.fill_(0xFF)  # NaN: a free slot that is read, or not cleared, shows
+    kv.store.arena.fill_(0xFF)  # NaN: detects reads of free or uncleared slots
     return kv
 
 
@@ -75,13 +75,13 @@ class Sequence:
         self.raw = torch.randn(*shape, NUM_HEADS, HEAD_DIM, generator=generator)
         self.key = torch.randn(*shape, NUM_KV_HEADS, HEAD_DIM, generator=generator)
         self.value = torch.randn(*shape, NUM_KV_HEADS, HEAD_DIM, generator=generator)
-        places = torch.arange(tokens)
-        self.query = torch.stack([Turning().rotate(q, places) for q in self.raw])
+        positions = torch.arange(tokens)
+        self.query = torch.stack([PositionShift().rotate(q, positions) for q in self.raw])
         self.cosines = torch.rand(*shape, generator=generator)
 
 
 def step(kv, chunks, math=MATH):
-    """Process tokens [start, end) of some sequences together: {row: (sequence, start, end)}."""
+    """Run one step over tokens [start, end) of sequences, {row: (sequence, start, end)}."""
     order = sorted(chunks, key=lambda row: chunks[row][2] - chunks[row][1] != 1)
     rows = np.array(order, dtype=np.int64)
     tokens = np.array([chunks[row][2] - chunks[row][1] for row in order], dtype=np.int32)
@@ -97,7 +97,7 @@ def step(kv, chunks, math=MATH):
             return torch.cat(parts)
 
         query, key, value = map(flat, ("query", "key", "value"))
-        outputs.append(attention.attend(layer, math, query, key, value, Turning()))
+        outputs.append(attention.attend(layer, math, query, key, value, PositionShift()))
         if attention.wants_residual_similarity:
             attention.note_residual_similarity(layer, flat("cosines"))
     return torch.stack(outputs)
@@ -114,14 +114,14 @@ def evict(kv, row, keep):
 
 
 class Account:
-    """What one KV head of one layer remembers of a sequence: {position: number}, per statistic."""
+    """Statistics of one KV head of one layer: {position: value} per statistic."""
 
     def __init__(self, sequence, layer, kv_head, math=MATH):
         self.sequence, self.layer, self.kv_head, self.math = sequence, layer, kv_head, math
         self.cached, self.numbers = [], {}
 
     def see(self, position, statistics):
-        """The token at `position` comes, and its query looks at all that is cached."""
+        """Add the token at `position`; its query attends to all cached tokens."""
         self.cached.append(position)
         heads = slice(self.kv_head * GROUP, (self.kv_head + 1) * GROUP)
         query = self.sequence.query[self.layer, position, heads].double()
@@ -144,22 +144,24 @@ class Account:
                 SquareSum: queries_seen.square(),
                 LowAttentionCount: (queries_seen < 1 / len(self.cached) - 1e-12).double(),
             }[type(statistic)]
-            of = self.numbers.setdefault(statistic, {})
-            for place, numbers in zip(self.cached, added.T, strict=True):
-                of[place] = of.get(place, 0.0) + numbers
+            values = self.numbers.setdefault(statistic, {})
+            for cached, value in zip(self.cached, added.T, strict=True):
+                values[cached] = values.get(cached, 0.0) + value
 
     def forget(self, positions):
-        """These tokens are evicted, and what was remembered of them is gone."""
-        self.cached = [place for place in self.cached if place not in positions]
-        for of in self.numbers.values():
-            for place in positions:
-                of.pop(place, None)
+        """Evict tokens and their statistics."""
+        self.cached = [cached for cached in self.cached if cached not in positions]
+        for values in self.numbers.values():
+            for position in positions:
+                values.pop(position, None)
 
     def by_position(self, statistic):
-        """[query heads with a number of their own, or 1; slots]."""
-        return torch.stack([self.numbers[statistic][place] for place in sorted(self.cached)], dim=1)
+        """The statistic, [query heads or 1, slots], in order of position."""
+        return torch.stack(
+            [self.numbers[statistic][position] for position in sorted(self.cached)], dim=1
+        )
 
 
 def accounts(sequence, math=MATH):
-    """One for each lane of a view, layer-major."""
+    """Accounts of all lanes of a view, layer-major."""
     return [Account(sequence, layer, head, math) for layer in FULL_LAYERS for head in range(2)]

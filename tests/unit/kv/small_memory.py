@@ -24,7 +24,7 @@ def plain_class(*, tokens=4, heads=1, head_dim=8, positions=False, value=True):
 
 
 def one_group(page_class=None, *, num_lanes=1, total_bytes=64 * 1024, max_rows=4, **rules):
-    """A memory with one group named "kv" and bytes behind it."""
+    """A KV memory with one lane group named "kv" and a `HostBytes` store."""
     page_class = page_class or plain_class(positions=not rules.get("ordered", True))
     group = LaneGroup(name="kv", page_class=page_class, layers=tuple(range(num_lanes)), **rules)
     return with_groups(group, total_bytes=total_bytes, max_rows=max_rows)
@@ -41,12 +41,12 @@ def with_groups(*groups, total_bytes=64 * 1024, max_rows=4):
 
 
 def grow(memory, row, tokens):
-    """Grow one row without writing."""
+    """Grow one row without writing its tokens."""
     memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
 
 
 def started(memory, tokens, *, name="kv"):
-    """A new row with `tokens` tokens; token p of lane l has key p + 100 l in every byte."""
+    """Start a row of `tokens` tokens; every key byte of token p in lane l is p + 100 l."""
     row = memory.start()
     grow(memory, row, tokens)
     table = memory.tables[name]
@@ -56,12 +56,12 @@ def started(memory, tokens, *, name="kv"):
 
 
 def mask(*lanes):
-    """A keep mask from a word for each lane, of o (kept) and x (evicted)."""
+    """A mask from one text per lane: o is a retained slot, x an evicted one."""
     return np.array([[letter == "o" for letter in lane] for lane in lanes])
 
 
 def drop_pages(memory, row, columns, *, lane=0, name="kv"):
-    """Let whole pages of one lane leave."""
+    """Evict whole pages of one lane."""
     table = memory.tables[name]
     slots = np.arange(table.num_slots[row].max())
     keep = np.ones((table.group.num_lanes, len(slots)), dtype=bool)
@@ -78,14 +78,14 @@ def write_lane(memory, row, lane, *, name="kv"):
 
 
 def places(table, row, lane):
-    """(pages, offsets) of a lane's slots."""
+    """Pages and offsets of a lane's slots."""
     per_page = table.group.page_class.tokens
     slots = np.arange(table.num_slots[row, lane])
     return table.pages[row, lane, slots // per_page], slots % per_page
 
 
 def keys(memory, row, lane=0, *, name="kv"):
-    """First byte of each slot's key, in slot order."""
+    """The first byte of each slot's key, in slot order."""
     table = memory.tables[name]
     key, _, _ = memory.store.read_slots(table.group.page_class, places(table, row, lane))
     return key[:, 0, 0].tolist()

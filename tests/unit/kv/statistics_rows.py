@@ -1,4 +1,4 @@
-"""Lane groups of rows that remember things about slots, and of others that have fixed records."""
+"""Lane groups with statistics per slot and with a fixed number of records."""
 
 from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import grow, plain_class, write_lane

@@ -1,4 +1,4 @@
-"""A KV memory beside a dictionary of its tokens: what every store must hold, byte for byte."""
+"""A KV memory next to a dictionary of its tokens, which every store must hold byte for byte."""
 
 import numpy as np
 
@@ -23,8 +23,8 @@ EVICTING = LaneGroup(
 SUMS = LaneGroup(
     name="sums", page_class=plain_class(tokens=3, value=False), layers=(0,), private=True
 )
-LOOKS = LaneGroup(
-    name="looks",
+SLOT_SUMS = LaneGroup(
+    name="slot_sums",
     page_class=plain_class(tokens=2, value=False),
     layers=(4,),
     lanes_per_layer=2,
@@ -37,12 +37,12 @@ RING = LaneGroup(
     lanes_per_layer=2,
     fixed_slots=5,
 )
-LAYOUT = CacheLayout((FULL, WINDOWED, EVICTING, SUMS, LOOKS, RING))
+LAYOUT = CacheLayout((FULL, WINDOWED, EVICTING, SUMS, SLOT_SUMS, RING))
 STATISTICS = frozenset(group.name for group in LAYOUT.groups if group.private)
 
 
 def memory_of(store, *, groups=LAYOUT.groups, total_bytes=256 * 1024, max_rows=5, **limits):
-    """A memory of one store with bytes behind it, poisoned."""
+    """A KV memory of one store kind over poisoned bytes."""
     limits = {"max_tokens": MAX_TOKENS, "evicting_slots": MAX_TOKENS} | limits
     return KVMemory(
         CacheLayout(tuple(groups)),
@@ -55,7 +55,7 @@ def memory_of(store, *, groups=LAYOUT.groups, total_bytes=256 * 1024, max_rows=5
 
 
 class StoredTokens:
-    """Drives a memory and remembers, for each row and lane, which content stands at which position.
+    """Drives a KV memory and records the content of each position of each row and lane.
 
     Attributes:
         rows: row -> {(group, lane): {position: content}}.
@@ -77,7 +77,7 @@ class StoredTokens:
         return row
 
     def grow(self, counts):
-        """Grow and write; every byte nobody may count on is poison before and after."""
+        """Grow rows and write their tokens; free bytes are poison before and after."""
         rows = np.array(list(counts), dtype=np.int64)
         self.memory.grow(rows, np.array(list(counts.values()), dtype=np.int32))
         self.poison()
@@ -93,7 +93,7 @@ class StoredTokens:
         length = int(self.memory.lengths[row])
         positions = np.arange(length - count, length)
         slots = np.arange(end - count, end)
-        if table.group.fixed_slots is not None:  # written anew with every step
+        if table.group.fixed_slots is not None:  # written again in every step
             slots = positions = np.arange(end)
         places = table.pages[row, lane, slots // page_class.tokens], slots % page_class.tokens
         contents = np.arange(self._contents, self._contents + len(slots))
@@ -104,17 +104,17 @@ class StoredTokens:
 
     @staticmethod
     def _vectors(page_class, contents):
-        """Bytes [slots, heads, bytes] that tell contents apart."""
+        """Bytes [slots, heads, bytes] that differ between contents."""
         codes = (contents[:, None] * 131 + np.arange(page_class.heads * 16) * 7) % 251
         return codes.reshape(len(contents), page_class.heads, 16).astype(np.uint8)
 
     def poison(self):
-        """Overwrite free pages and those kept aside for lanes: nobody may have read them."""
+        """Overwrite free and reserved pages: no token may be stored in them."""
         store = self.memory.store
         store.poison_free(self.memory)
         for table in self.memory.tables.values():
-            aside = self.memory.placement.reserved_pages(table, self.memory.live_rows)
-            store.pages_of(table.group.page_class)[aside] = POISON
+            reserved = self.memory.placement.reserved_pages(table, self.memory.live_rows)
+            store.pages_of(table.group.page_class)[reserved] = POISON
 
     def release(self, row):
         self.memory.release([row])
@@ -131,15 +131,15 @@ class StoredTokens:
                 del lane[position]
 
     def keep(self, name, row, lane, positions):
-        """The lane has evicted all other positions, and what was remembered of them."""
+        """Record that a lane evicted all other positions, with their statistics."""
         mirrors = (group.name for group in self.memory.layout.mirrors_of(name))
-        for of_lane in (name, *mirrors):
-            held = self.rows[row].get((of_lane, lane))
+        for group_name in (name, *mirrors):
+            held = self.rows[row].get((group_name, lane))
             if held:
-                self.rows[row][of_lane, lane] = {p: held[p] for p in positions}
+                self.rows[row][group_name, lane] = {p: held[p] for p in positions}
 
     def check(self):
-        """The books add up, and each token stands where tables say it does."""
+        """Check the memory's accounts, and that each token is where the page tables say."""
         self.memory.check()
         self.poison()
         assert set(self.rows) == set(self.memory.live_rows.tolist())
@@ -169,7 +169,7 @@ class StoredTokens:
         length = int(self.memory.lengths[row])
         if table.group.window is None:
             assert sorted(held) == sorted(expected)
-        else:  # all a query can see, and no position twice
+        else:  # all positions in the window, each once
             first = max(0, length + 1 - table.group.window)
             assert held == list(range(held[0], length)) if held else not length
             assert not held or held[0] <= first

@@ -1,3 +1,5 @@
+"""The arena: slab sizes, and page classes of different sizes that share slabs."""
+
 import math
 
 import numpy as np
@@ -15,18 +17,18 @@ from unit.kv.small_memory import plain_class
 MIB = 1024 * 1024
 
 
-def test_a_large_arena_has_slabs_of_whole_pages_just_below_a_huge_page():
+def test_slab_of_a_large_arena_is_a_common_multiple_below_a_huge_page():
     slab_bytes = choose_slab_bytes(1024 * MIB, [65_536, 3 * 1024])
 
     assert slab_bytes == 1_966_080  # 10 times the least common multiple, 196,608
     assert HUGE_PAGE_BYTES - slab_bytes < math.lcm(65_536, 3 * 1024)
 
 
-def test_slabs_of_a_small_arena_are_at_most_a_sixty_fourth_of_it():
+def test_slab_of_a_small_arena_is_at_most_a_64th():
     assert choose_slab_bytes(1 * MIB, [64, 192]) == 16_320  # 85 * 192, below 16,384
 
 
-def test_one_page_size_never_wastes_a_byte_at_slab_borders():
+def test_single_page_size_wastes_no_byte_at_slab_borders():
     slab_bytes = choose_slab_bytes(100_000, [33_280])
 
     assert slab_bytes == 33_280
@@ -47,16 +49,16 @@ def test_every_slab_holds_pages_of_every_class(total_bytes, units):
 
     assert slab_bytes % 64 == 0
     for size in page_bytes:
-        pages_for_sure = slab_bytes // size - (1 if slab_bytes % size else 0)
-        assert pages_for_sure >= 1
+        whole_pages = slab_bytes // size - (1 if slab_bytes % size else 0)
+        assert whole_pages >= 1
 
 
-def test_an_arena_below_one_slab_is_refused_with_bytes_needed_and_there():
+def test_arena_below_one_slab_is_rejected_with_needed_and_given_bytes():
     with pytest.raises(ConfigError, match=r"60,000 B holds no page: 65,536 B are needed"):
         Arena(60_000, [65_536])
 
 
-def test_an_arena_below_one_token_of_a_sequence_is_refused_with_bytes_needed_and_there():
+def test_arena_below_one_token_is_rejected_with_needed_and_given_bytes():
     group = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1, 2))  # 128 B pages
 
     with pytest.raises(ConfigError, match=r"256 B cannot hold one token .*: 384 B are needed"):
@@ -64,13 +66,13 @@ def test_an_arena_below_one_token_of_a_sequence_is_refused_with_bytes_needed_and
     assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
 
 
-def test_bytes_are_rounded_down_to_whole_slabs():
+def test_arena_size_is_rounded_down_to_whole_slabs():
     arena = Arena(1000, [128])
 
     assert (arena.num_slabs, arena.total_bytes) == (7, 896)
 
 
-def test_page_classes_of_odd_sizes_share_an_arena():
+def test_page_classes_of_odd_sizes_share_an_arena_without_overlap():
     classes = [plain_class(head_dim=8 * dim) for dim in (1, 3, 5, 7)]  # 128, 384, 640, 896 B
     arena = Arena(128 * 1024, [c.page_bytes for c in classes])
     pools = [PagePool(arena, c) for c in classes]
@@ -92,7 +94,7 @@ def test_page_classes_of_odd_sizes_share_an_arena():
         pool.check()
 
 
-def test_used_and_free_bytes_add_up_to_the_arena_for_odd_sizes():
+def test_used_and_free_bytes_of_odd_sizes_add_up_to_the_arena():
     groups = tuple(
         LaneGroup(name=str(dim), page_class=plain_class(head_dim=8 * dim), layers=(dim,))
         for dim in (1, 3, 5, 7)
@@ -108,7 +110,7 @@ def test_used_and_free_bytes_add_up_to_the_arena_for_odd_sizes():
     memory.check()
 
 
-def test_a_slab_given_back_twice_is_noticed():
+def test_check_detects_a_slab_freed_twice():
     arena = Arena(1024, [128])
     slab = arena.take_slab()
     arena.give_slab(slab)

@@ -1,7 +1,7 @@
-"""Pages of codes: attention equals that over what the codes decode to, and codes move bit for bit.
+"""Quantized pages: attention equals that over decoded values, and moves copy codes bit for bit.
 
-Beside each memory of codes stands one of plain float32, which is given what the codes decode to.
-Both go through the same steps, evictions, forks and swaps.
+Each quantized memory has a float32 twin that stores the decoded values. Both memories run the same
+steps, evictions, forks and swaps.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ BY_TOKEN = [
 
 
 def make_kv(codec: str, backend, page_tokens: int) -> PagedKV:
-    """A layer without order, one whose heads have pages of their own, and one with a window."""
+    """Make a memory with an unordered layer, a layer with one-head pages and a window layer."""
     key, value = codec_pair(codec)
 
     def pages(heads: int, *, positions: bool) -> PageClass:
@@ -69,15 +69,15 @@ def make_kv(codec: str, backend, page_tokens: int) -> PagedKV:
             ),
         )
     )
-    pages = max(150, 600 // page_tokens)  # six rows of 80 tokens at most, and forks' copies
+    pages = max(150, 600 // page_tokens)  # at most six rows of 80 tokens, and copies of forks
     total_bytes = layout.smallest_sequence_bytes * pages
     kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=backend)
-    kv.store.arena.fill_(0xFF)  # NaN in every float type, and in codes what no encoder writes
+    kv.store.arena.fill_(0xFF)  # NaN in every float type; no encoder writes this code
     return kv
 
 
 class Twins:
-    """A memory of codes and one of what they decode to, always in the same state."""
+    """A quantized memory and its float32 twin, always in the same state."""
 
     def __init__(self, codec: str, backend, page_tokens: int, seed: int) -> None:
         self.codecs = [make_codec(spec, HEAD_DIM) for spec in codec_pair(codec)]
@@ -92,7 +92,7 @@ class Twins:
         return row
 
     def step(self, tokens: dict[int, int]) -> None:
-        """Grow rows and attend in all layers; the outputs agree."""
+        """Grow rows, compute attention in all layers, and compare the outputs."""
         order = sorted(tokens, key=lambda row: tokens[row] != 1)
         rows = np.array(order, dtype=np.int64)
         counts = np.array([tokens[row] for row in order], dtype=np.int32)
@@ -100,7 +100,7 @@ class Twins:
             kv.memory.grow(rows, counts)
         coded, plain = (StepAttention(kv, rows, counts) for kv in self.both)
         for layer in range(NUM_LAYERS):
-            query, key, value = self._draw(int(counts.sum()))
+            query, key, value = self.draw(int(counts.sum()))
             got = coded.attend(layer, MATH, query, key, value)
             decoded = [
                 codec.decode(codec.encode(x[:, :, None])).squeeze(2)
@@ -109,7 +109,7 @@ class Twins:
             expected = plain.attend(layer, MATH, query, *decoded)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
-    def _draw(self, count: int) -> list[torch.Tensor]:
+    def draw(self, count: int) -> list[torch.Tensor]:
         shapes = [(count, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
         return [torch.randn(shape, generator=self.generator) for shape in shapes]
 
@@ -127,14 +127,14 @@ class Twins:
 
     def swap(self, row: int) -> int:
         for kv in self.both:
-            away = swap_out(kv.memory, [row])
+            swapped = swap_out(kv.memory, [row])
             if not kv.memory.used_bytes:
                 kv.store.arena.fill_(0xFF)
-            [back] = swap_in(kv.memory, away)
+            [back] = swap_in(kv.memory, swapped)
         return back
 
     def compare(self, row: int) -> None:
-        """What lies in the codes' lanes decodes to the plain numbers, to the bit."""
+        """Check that the quantized lanes decode to the twin's values, bit for bit."""
         for name in ("full", "ragged"):
             coded, plain = (LaneReader(kv, name, row) for kv in self.both)
             assert torch.equal(coded.positions, plain.positions)
@@ -152,7 +152,7 @@ MATH = AttentionMath(scale=HEAD_DIM**-0.5)
     page_tokens=st.sampled_from([1, 3, 16]),
     scratch_bytes=st.sampled_from([1, 20_000, 1 << 26]),
 )
-def test_attention_over_codes_is_that_over_what_they_decode_to(
+def test_attention_over_codes_equals_attention_over_decoded_values(
     codec, seed, page_tokens, scratch_bytes
 ):
     backend = GatheredAttention(CPU, scratch_bytes=scratch_bytes)
@@ -172,7 +172,7 @@ def test_attention_over_codes_is_that_over_what_they_decode_to(
 
 
 @pytest.mark.parametrize("codec", BY_TOKEN)
-def test_the_reference_reads_codes_too(codec):
+def test_reference_backend_attends_to_codes(codec):
     twins = Twins(codec, ReferenceAttention(), 4, seed=1)
     rows = [twins.start() for _ in range(2)]
     for count in (9, 1, 6):
@@ -180,8 +180,8 @@ def test_the_reference_reads_codes_too(codec):
         twins.evict(rows[0])
 
 
-def lying_bytes(kv: PagedKV, name: str, row: int) -> dict[tuple[int, int], bytes]:
-    """All that a slot has, codes, scales and outliers, by its lane and position."""
+def slot_bytes(kv: PagedKV, name: str, row: int) -> dict[tuple[int, int], bytes]:
+    """All bytes of each slot (codes, scales, outliers) by lane and position."""
     table, found = kv.memory.tables[name], {}
     views = kv.store.views(table.group.page_class)
     for lane, held in enumerate(table.num_slots[row].tolist()):
@@ -194,17 +194,17 @@ def lying_bytes(kv: PagedKV, name: str, row: int) -> dict[tuple[int, int], bytes
 
 
 @pytest.mark.parametrize("codec", BY_TOKEN)
-def test_codes_and_what_decodes_them_move_bit_for_bit(codec):
-    """Through evictions, which move slots into holes, forks and swaps."""
+def test_codes_and_scales_move_bit_for_bit(codec):
+    """Evictions move slots into holes; forks and swaps copy pages."""
     kv = make_kv(codec, GatheredAttention(CPU), PAGE)
-    row, draw = kv.memory.start(), torch.Generator().manual_seed(4)
+    row, generator = kv.memory.start(), torch.Generator().manual_seed(4)
     rows, count = np.array([row]), np.array([23], dtype=np.int32)
     kv.memory.grow(rows, count)
     step = StepAttention(kv, rows, count)
     for layer in range(NUM_LAYERS):
-        made = [torch.randn(23, h, HEAD_DIM, generator=draw) for h in (NUM_HEADS, 2, 2)]
-        step.attend(layer, MATH, *made)
-    written = {name: lying_bytes(kv, name, row) for name in ("full", "ragged")}
+        tensors = [torch.randn(23, h, HEAD_DIM, generator=generator) for h in (NUM_HEADS, 2, 2)]
+        step.attend(layer, MATH, *tensors)
+    written = {name: slot_bytes(kv, name, row) for name in ("full", "ragged")}
 
     child = fork(kv.memory, row)
     for name, before in written.items():
@@ -213,21 +213,21 @@ def test_codes_and_what_decodes_them_move_bit_for_bit(codec):
         plan = plan_compaction(kv.memory, name, row, keep)
         assert len(plan.moves)
         commit_compaction(kv.memory, plan)
-        after = lying_bytes(kv, name, row)
+        after = slot_bytes(kv, name, row)
         assert len(after) == keep.sum()
         assert after.items() <= before.items()
-    left = {name: lying_bytes(kv, name, row) for name in written}
-    away = swap_out(kv.memory, [row, child])
+    after_eviction = {name: slot_bytes(kv, name, row) for name in written}
+    swapped = swap_out(kv.memory, [row, child])
     kv.store.arena.fill_(0xFF)
-    row, child = swap_in(kv.memory, away)
+    row, child = swap_in(kv.memory, swapped)
 
-    assert {name: lying_bytes(kv, name, row) for name in written} == left
-    assert {name: lying_bytes(kv, name, child) for name in written} == written
+    assert {name: slot_bytes(kv, name, row) for name in written} == after_eviction
+    assert {name: slot_bytes(kv, name, child) for name in written} == written
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4_outliers"])
-def test_slots_move_alike_in_c_and_in_torch(codec):
-    """Byte for byte, where the C extension was built."""
+def test_slots_move_identically_in_c_and_in_torch(codec):
+    """The arenas are equal byte for byte, if the C extension was built."""
     auto = select_backend(
         "auto", CPU, dtype=torch.float32, head_dim=HEAD_DIM, scratch_bytes=1 << 20
     )
@@ -244,32 +244,40 @@ def test_slots_move_alike_in_c_and_in_torch(codec):
     assert torch.equal(*arenas)
 
 
-def test_column_sums_over_codes_are_those_over_what_they_decode_to():
-    twins = Twins("int4", GatheredAttention(CPU), 4, seed=5)
-    reference = make_kv("int4", ReferenceAttention(), 4)
+class RecordsColumnSums:
+    """A backend that computes column sums in every call of `attend`."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def attend(self, *arguments, **_options):
+        self.column_sums = torch.zeros(3, NUM_HEADS, 16)
+        return self._inner.attend(*arguments, column_sums=self.column_sums)
+
+
+def test_column_sums_over_codes_equal_those_of_the_reference():
+    backends = [RecordsColumnSums(b) for b in (GatheredAttention(CPU), ReferenceAttention())]
+    twins = Twins("int4", backends[0], 4, seed=5)
+    reference = make_kv("int4", backends[1], 4)
     rows = [twins.start() for _ in range(3)]
     assert rows == [reference.memory.start() for _ in range(3)]
     for tokens in ([6, 6, 6], [1, 1, 5]):
         counts, numbers = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int64)
-        drawn = twins._draw(int(counts.sum()))
-        sums, fresh = [], (drawn[1], drawn[2])
+        drawn = twins.draw(int(counts.sum()))
         for kv in (twins.coded, reference):
             kv.memory.grow(numbers, counts)
             StepAttention(kv, numbers, counts).attend(0, MATH, *drawn)
-            [group] = [g for g in kv.memory.layout.groups if g.name == "full"]
-            step = StepAttention(kv, numbers, counts)
-            found = step._groups[group.name]
-            sums.append(torch.zeros(3, NUM_HEADS, 16))
-            kv.backend.attend(
-                found.plans[0], found.pages[0], MATH, drawn[0], fresh, column_sums=sums[-1]
-            )
+        sums = [backend.column_sums for backend in backends]
 
         torch.testing.assert_close(*sums, atol=1e-5, rtol=1e-4)
         assert sums[0].sum() == pytest.approx(NUM_HEADS * sum(tokens), rel=1e-4)
 
 
-def test_scratch_counts_what_is_decoded_and_keeps_to_its_bound():
-    """32 slots of two heads of 16: key and value in float32 and once more on the way, 16 KiB."""
+def test_scratch_includes_decoded_values_and_stays_below_its_limit():
+    """32 slots of two heads of 16: key and value in float32, and one temporary copy: 16 KiB."""
     backend = GatheredAttention(CPU, scratch_bytes=40_000)
     twins = Twins("int4", backend, 16, seed=0)
     rows = [twins.start() for _ in range(8)]
@@ -281,10 +289,10 @@ def test_scratch_counts_what_is_decoded_and_keeps_to_its_bound():
     assert one_row <= backend.peak_scratch_bytes <= 40_000
 
 
-def test_a_slot_that_shares_its_scales_is_never_moved():
+def test_slot_with_shared_scales_cannot_be_moved():
     kv = make_kv("int4_page", GatheredAttention(CPU), 4)
     page_class = kv.memory.layout.groups[0].page_class
-    place = np.array([0], dtype=np.int32), np.array([1])
+    slot = np.array([0], dtype=np.int32), np.array([1])
 
     with pytest.raises(InvariantError, match="slots of pages in int4_page cannot move"):
-        kv.store.move_slots(page_class, place, place)
+        kv.store.move_slots(page_class, slot, slot)

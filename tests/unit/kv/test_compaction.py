@@ -1,3 +1,5 @@
+"""Compaction that fills holes: moved slots, freed pages, shared pages and refusals."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +26,7 @@ def unordered(num_lanes=1, **options):
 
 
 def sizes(memory, plan):
-    """Pages freed, needed and won, in a memory of one page class."""
+    """Freed pages, needed pages and their difference, in a memory of one page class."""
     [page_class] = memory.pools
     assert plan.gain_bytes % page_class.page_bytes == 0
     return (
@@ -34,7 +36,7 @@ def sizes(memory, plan):
     )
 
 
-def test_the_last_survivors_fill_the_holes_as_the_module_draws_it():
+def test_last_retained_slots_fill_the_holes():
     memory = unordered()
     row = started(memory, 10)
 
@@ -48,7 +50,7 @@ def test_the_last_survivors_fill_the_holes_as_the_module_draws_it():
     assert used_pages(memory) == 2
 
 
-def test_positions_travel_with_their_slots():
+def test_positions_move_with_their_slots():
     memory = unordered()
     row = started(memory, 10)
 
@@ -60,7 +62,7 @@ def test_positions_travel_with_their_slots():
 
 
 @given(keep=hnp.arrays(bool, st.tuples(st.just(3), st.integers(1, 40))))
-def test_survivors_are_the_kept_slots_after_at_most_min_of_kept_and_evicted_moves(keep):
+def test_compaction_retains_the_mask_with_the_fewest_moves(keep):
     memory = unordered(num_lanes=3)
     tokens = keep.shape[1]
     row = started(memory, tokens)
@@ -68,18 +70,18 @@ def test_survivors_are_the_kept_slots_after_at_most_min_of_kept_and_evicted_move
     plan = plan_compaction(memory, "kv", row, keep)
     commit_compaction(memory, plan)
 
-    kept = keep.sum(axis=1)
+    retained = keep.sum(axis=1)
     moves = np.bincount(plan.moves.lane, minlength=3)
-    assert (moves <= np.minimum(kept, tokens - kept)).all()
+    assert (moves <= np.minimum(retained, tokens - retained)).all()
     assert memory.store.moved_slots == moves.sum()
     for lane in range(3):
         assert sorted(keys(memory, row, lane)) == (np.flatnonzero(keep[lane]) + 100 * lane).tolist()
-    assert used_pages(memory) == (-(-kept // 4)).sum()
+    assert used_pages(memory) == (-(-retained // 4)).sum()
     memory.check()
 
 
 @given(keep=hnp.arrays(bool, (3, 30)))
-def test_the_slot_map_is_one_to_one_and_reads_nothing_it_writes(keep):
+def test_slot_map_is_one_to_one_and_sources_are_not_targets(keep):
     memory = unordered(num_lanes=3)
 
     plan = plan_compaction(memory, "kv", started(memory, 30), keep)
@@ -92,7 +94,7 @@ def test_the_slot_map_is_one_to_one_and_reads_nothing_it_writes(keep):
     assert not any(keep[lane, slot] for lane, slot in targets)
 
 
-def test_keeping_all_moves_nothing_and_keeping_none_returns_all():
+def test_retaining_all_moves_no_slot_and_retaining_none_frees_all_pages():
     memory = unordered()
     row = started(memory, 10)
 
@@ -106,7 +108,7 @@ def test_keeping_all_moves_nothing_and_keeping_none_returns_all():
     assert memory.tables["kv"].num_slots[row].tolist() == [1]
 
 
-def test_columns_behind_a_lanes_slots_are_ignored():
+def test_mask_columns_beyond_a_lanes_slots_are_ignored():
     memory = unordered()
     row = started(memory, 3)
 
@@ -115,7 +117,7 @@ def test_columns_behind_a_lanes_slots_are_ignored():
     assert plan.keep_slots.tolist() == [2]
 
 
-def test_freed_slots_take_the_next_tokens_without_new_pages():
+def test_freed_slots_store_the_next_tokens_without_new_pages():
     memory = unordered()
     row = started(memory, 12)
     used = used_pages(memory)
@@ -145,7 +147,7 @@ def test_shared_pages_are_copied_before_slots_move_into_them():
     memory.check()
 
 
-def test_pages_shared_after_the_plan_was_made_are_copied_too():
+def test_pages_shared_after_planning_are_copied_too():
     memory = unordered()
     row = started(memory, 12)
     plan = plan_compaction(memory, "kv", row, mask("ooooxoooxxxo"))
@@ -158,7 +160,7 @@ def test_pages_shared_after_the_plan_was_made_are_copied_too():
     memory.check()
 
 
-def test_a_plan_for_a_row_that_has_changed_is_refused():
+def test_plan_of_a_changed_row_is_rejected():
     memory = unordered()
     row = started(memory, 12)
     plan = plan_compaction(memory, "kv", row, mask("ooooxoooxxxo"))
@@ -170,11 +172,11 @@ def test_a_plan_for_a_row_that_has_changed_is_refused():
     assert keys(memory, row)[:12] == list(range(12))
 
 
-def test_only_pages_that_nobody_else_reads_count_as_freed():
+def test_only_unshared_pages_count_as_freed():
     memory = unordered()
     row = started(memory, 12)
     child = fork(memory, row)
-    grow(memory, row, 4)  # a fourth page, its own
+    grow(memory, row, 4)  # a fourth, private page
 
     plan = plan_compaction(memory, "kv", row, mask("oooo" + "x" * 12))
     used = used_pages(memory)
@@ -185,7 +187,7 @@ def test_only_pages_that_nobody_else_reads_count_as_freed():
     assert keys(memory, child) == list(range(12))
 
 
-def test_shared_pages_nobody_writes_stay_shared():
+def test_shared_pages_without_writes_stay_shared():
     memory = unordered()
     row = started(memory, 12)
     fork(memory, row)
@@ -196,7 +198,7 @@ def test_shared_pages_nobody_writes_stay_shared():
     assert used_pages(memory) == 3
 
 
-def test_a_row_that_cut_into_a_shared_page_copies_it_before_the_next_token():
+def test_shared_page_cut_by_an_eviction_is_copied_before_the_next_token():
     memory = unordered()
     row = started(memory, 8)
     child = fork(memory, row)
@@ -208,7 +210,7 @@ def test_a_row_that_cut_into_a_shared_page_copies_it_before_the_next_token():
     assert keys(memory, child) == list(range(8))
 
 
-def test_compaction_without_room_for_private_copies_changes_nothing():
+def test_compaction_without_free_pages_for_private_copies_changes_nothing():
     memory = unordered(total_bytes=3 * 192)  # three pages
     row = started(memory, 12)
     child = fork(memory, row)
@@ -221,7 +223,7 @@ def test_compaction_without_room_for_private_copies_changes_nothing():
     memory.check()
 
 
-def test_ordered_lanes_are_not_compacted():
+def test_ordered_lanes_cannot_be_compacted():
     memory = one_group()
     row = started(memory, 8)
 
@@ -230,7 +232,7 @@ def test_ordered_lanes_are_not_compacted():
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 7), (3, 8)])
-def test_a_mask_that_does_not_cover_the_slots_is_refused(shape):
+def test_mask_of_the_wrong_shape_is_rejected(shape):
     memory = unordered(num_lanes=2)
     row = started(memory, 8)
 
@@ -238,7 +240,7 @@ def test_a_mask_that_does_not_cover_the_slots_is_refused(shape):
         plan_compaction(memory, "kv", row, np.ones(shape, dtype=bool))
 
 
-def test_a_row_that_has_evicted_is_not_truncated_by_position():
+def test_row_with_evicted_tokens_cannot_be_truncated():
     memory = unordered()
     row = started(memory, 8)
     commit_compaction(memory, plan_compaction(memory, "kv", row, mask("oxoooooo")))
@@ -247,7 +249,7 @@ def test_a_row_that_has_evicted_is_not_truncated_by_position():
         memory.truncate(row, 4)
 
 
-def test_lanes_keep_unequal_counts():
+def test_lanes_can_retain_different_counts():
     memory = unordered(num_lanes=2, page_class=plain_class(positions=True))
     row = started(memory, 8)
     keep = np.array([[True] * 8, [False] * 7 + [True]])

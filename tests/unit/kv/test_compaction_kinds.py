@@ -1,4 +1,4 @@
-"""Three ways to give slots back, with what is remembered of them, over all groups of a row."""
+"""Three kinds of compaction over all groups of a row, with the statistics of its slots."""
 
 from dataclasses import replace
 
@@ -34,8 +34,8 @@ def memory_of(*groups, store="paged", **options):
     memory = with_groups(*(groups or (KV, SUMS, RING)), **options)
     if store != "paged":
         limits = LaneLimits(max_tokens=40, evicting_slots=40)
-        fresh = placement_maker(store, limits)(memory.layout, memory.total_bytes, 4)
-        memory.placement, memory.arena, memory.pools = fresh, fresh.arena, fresh.pools
+        placement = placement_maker(store, limits)(memory.layout, memory.total_bytes, 4)
+        memory.placement, memory.arena, memory.pools = placement, placement.arena, placement.pools
     return memory
 
 
@@ -57,7 +57,7 @@ def compact(memory, row, text, kind):
         (Kind.DROP_PAGES, "ooooooooxx", [0, 1, 2, 3, 4, 5, 6, 7], 0),
     ],
 )
-def test_records_of_slots_go_where_their_slots_go(kind, text, expected, moves):
+def test_statistics_of_slots_move_with_their_slots(kind, text, expected, moves):
     memory = memory_of()
     row = row_of(memory, 10)
 
@@ -79,7 +79,7 @@ def places_of(memory, row, lane):
 
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("store", STORES)
-def test_every_kind_works_in_every_store_and_the_row_grows_on(kind, store):
+def test_row_grows_after_every_kind_of_compaction_in_every_store(kind, store):
     memory = memory_of(store=store)
     row = row_of(memory, 14)
 
@@ -96,7 +96,7 @@ def test_every_kind_works_in_every_store_and_the_row_grows_on(kind, store):
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_plan_says_what_it_needs_and_frees_and_changes_nothing(kind):
+def test_plan_states_needed_and_freed_pages_without_changes(kind):
     memory = memory_of()
     row = row_of(memory, 12)
     keep = np.repeat(mask("xxxxxxxxoooo"), 2, axis=0)
@@ -112,7 +112,7 @@ def test_a_plan_says_what_it_needs_and_frees_and_changes_nothing(kind):
     assert memory.tables["kv"].num_slots[row].tolist() == [12, 12]
 
 
-def test_records_are_not_compacted_by_themselves():
+def test_statistics_groups_cannot_be_compacted_separately():
     memory = memory_of()
     row = row_of(memory, 12)
 
@@ -121,7 +121,7 @@ def test_records_are_not_compacted_by_themselves():
             plan_compaction(memory, name, row, np.ones((2, 12), dtype=bool))
 
 
-def test_a_row_without_statistics_frees_no_pages_of_them():
+def test_row_without_statistics_frees_no_statistics_pages():
     memory = memory_of()
     row = row_of(memory, 12, {"kv.ring"})
 
@@ -132,7 +132,7 @@ def test_a_row_without_statistics_frees_no_pages_of_them():
     assert memory.store.moved_slots == 2 * 4
 
 
-def test_copies_are_needed_of_shared_pages_that_are_written_only():
+def test_only_written_shared_pages_need_copies():
     memory = memory_of()
     row = row_of(memory, 12)
     child = fork(memory, row)
@@ -153,7 +153,7 @@ def test_copies_are_needed_of_shared_pages_that_are_written_only():
     assert keys(memory, row) == [0, 1, 2, 3, *range(5, 12)]
 
 
-def test_lanes_keep_unequal_counts_and_so_do_their_records():
+def test_statistics_follow_lanes_with_different_counts():
     memory = memory_of()
     row = row_of(memory, 10)
     keep = np.concatenate([mask("oooooooooo"), mask("xxxxxxxxxo")])
@@ -168,7 +168,7 @@ def test_lanes_keep_unequal_counts_and_so_do_their_records():
     memory.check()
 
 
-def test_pages_are_not_cut_where_they_leave_whole():
+def test_drop_pages_rejects_masks_that_split_a_page():
     memory = memory_of()
     row = row_of(memory, 10)
 
@@ -178,7 +178,7 @@ def test_pages_are_not_cut_where_they_leave_whole():
     memory.check()
 
 
-def test_ordered_lanes_lose_pages_only():
+def test_ordered_lanes_support_drop_pages_only():
     memory = memory_of(replace(KV, ordered=True), SUMS)
     row = row_of(memory, 10)
 
@@ -193,7 +193,7 @@ def test_ordered_lanes_lose_pages_only():
     assert keys(memory, row, name="kv.sums")[:6] == expected[:6]
 
 
-def test_a_lane_in_order_may_lose_its_last_page_too():
+def test_ordered_lane_can_drop_its_last_page():
     memory = memory_of(replace(KV, ordered=True), SUMS)
     row = row_of(memory, 10)
 
@@ -206,7 +206,7 @@ def test_a_lane_in_order_may_lose_its_last_page_too():
 # ---- all or nothing ------------------------------------------------------------------------------
 
 
-def test_plans_of_several_groups_are_carried_out_together_or_not_at_all():
+def test_plans_of_several_groups_are_committed_together_or_not_at_all():
     memory = memory_of(KV, MORE, total_bytes=9 * 192, max_rows=2)
     row = started(memory, 12)
     child = fork(memory, row)
@@ -228,7 +228,7 @@ def test_plans_of_several_groups_are_carried_out_together_or_not_at_all():
     memory.check()
 
 
-def test_a_broken_slot_map_is_refused_before_anything_is_written():
+def test_invalid_slot_map_is_rejected_before_any_write():
     memory = memory_of()
     row = row_of(memory, 12)
     fork(memory, row)
@@ -243,11 +243,11 @@ def test_a_broken_slot_map_is_refused_before_anything_is_written():
     memory.check()
 
 
-# ---- pages that a cache keeps --------------------------------------------------------------------
+# ---- cached pages --------------------------------------------------------------------------------
 
 
 class Cache(MemoryListener):
-    """Holds loans and gives up those whose pages nobody else but one row reads."""
+    """Holds cached references and releases those whose pages only one row shares."""
 
     def __init__(self, memory):
         self.memory, self.cached_references, self.requested = memory, [], []
@@ -266,7 +266,7 @@ class Cache(MemoryListener):
 
 
 @pytest.mark.parametrize("kind", [Kind.FILL_HOLES, Kind.KEEP_ORDER])
-def test_pages_only_a_cache_keeps_are_written_in_place(kind):
+def test_pages_shared_with_the_cache_only_are_written_in_place(kind):
     memory = memory_of()
     row = row_of(memory, 12)
     cache = Cache(memory)
@@ -286,7 +286,7 @@ def test_pages_only_a_cache_keeps_are_written_in_place(kind):
     memory.check()
 
 
-def test_pages_that_others_read_are_copied_whatever_a_cache_says():
+def test_pages_shared_with_another_row_are_copied_even_if_cached():
     memory = memory_of()
     row = row_of(memory, 12)
     cache = Cache(memory)
@@ -304,7 +304,7 @@ def test_pages_that_others_read_are_copied_whatever_a_cache_says():
     lanes=st.lists(st.lists(st.booleans(), min_size=23, max_size=23), min_size=2, max_size=2),
     kind=st.sampled_from([Kind.FILL_HOLES, Kind.KEEP_ORDER]),
 )
-def test_every_survivor_keeps_its_record(lanes, kind):
+def test_every_retained_slot_keeps_its_statistics(lanes, kind):
     memory, keep = memory_of(), np.array(lanes)
     row = row_of(memory, 23)
 

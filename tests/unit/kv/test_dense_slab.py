@@ -1,4 +1,4 @@
-"""A slab against lists of tokens: whatever is done to it, every row holds what it should."""
+"""A dense slab compared with lists of tokens under random operations."""
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import NOTHING, POSITION_BYTES, KVShape, LayerShape, RowKV
 from quire.kv.dense.slab import DenseSlab
-from quire.kv.dense.tensors import SlabTensors
 from quire.kv.dense.window import Window, spare_columns
 
 CPU = torch.device("cpu")
@@ -26,11 +25,22 @@ SHAPE = KVShape((LayerShape(2, 4, 3), LayerShape(1, 2, 2)), torch.float32, CPU)
 TOKEN_BYTES = (2 * 7 + 4) * 4
 
 
-ACTIONS = ["feed", "feed", "embed", "clear", "resize", "take", "read", "plan", "release", "again"]
+ACTIONS = [
+    "feed",
+    "feed",
+    "embed",
+    "clear",
+    "resize",
+    "take",
+    "prefill",
+    "plan",
+    "release",
+    "extract",
+]
 
 
 def numbers(name: int, position: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a token, none like another's."""
+    """Keys and values of a token, different for every token."""
     found = SHAPE.layers[layer]
     value = float(1 + name * 1_000 + position)
     keys = torch.full((found.num_kv_heads, found.key_dim), value)
@@ -47,7 +57,7 @@ def packed(name: int, tokens: int, meter: ByteMeter) -> RowKV:
 
 
 def feed(slab: DenseSlab, names: list[int | None], counts: list[int], **options: bool) -> None:
-    """A forward that gives row i `counts[i]` tokens of sequence names[i]."""
+    """Run a forward pass with `counts[i]` tokens of sequence `names[i]` for row i."""
     columns, known = max(counts), list(slab.lengths)
     slab.begin(counts, columns, **options)
     for layer, found in enumerate(SHAPE.layers):
@@ -63,10 +73,10 @@ def feed(slab: DenseSlab, names: list[int | None], counts: list[int], **options:
     slab.end()
 
 
-def read_here(
+def prefill_in_place(
     slab: DenseSlab, rows: range, names: list[int], lengths: list[int], chunk: int
 ) -> None:
-    """Read prompts into rows of the slab, `chunk` columns at a time; pads are none of theirs."""
+    """Prefill prompts into rows of the slab, `chunk` columns at a time, with padding."""
     columns = max(lengths)
     view = SlabRows(slab, rows.start, len(rows), columns)
     for first in range(0, columns, chunk):
@@ -112,7 +122,7 @@ def check(slab: DenseSlab, names: list[int | None], lengths: list[int], meter: B
 
 
 class SlabMachine(RuleBasedStateMachine):
-    """Whatever is done to a slab, its rows keep their tokens and its bytes are counted."""
+    """Random operations on a slab: rows keep their tokens and all bytes are counted."""
 
     @initialize(capacity=st.integers(1, 8))
     def begin(self, capacity):
@@ -137,7 +147,7 @@ class SlabMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(more=st.integers(0, 6))
     def feed(self, more):
-        """A token each; `more` of a new one, which leaves holes in the others."""
+        """Add a token to each row, and `more` tokens of a new row, which leaves holes."""
         counts = [int(name is not None) for name in self.names]
         if more and self.free:
             row = self.free[0]
@@ -155,13 +165,13 @@ class SlabMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.free)
     @rule(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3), chunk=st.integers(1, 40))
-    def read(self, lengths, chunk):
+    def prefill(self, lengths, chunk):
         first = self.free[0]
         rows = range(first, first + 1)
         while rows.stop in self.free and len(rows) < len(lengths):
             rows = range(first, rows.stop + 1)
         names = [self.new(row) for row in rows]
-        read_here(self.slab, rows, names, lengths[: len(rows)], chunk)
+        prefill_in_place(self.slab, rows, names, lengths[: len(rows)], chunk)
 
     @precondition(lambda self: self.taken)
     @rule()
@@ -179,8 +189,8 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(empty=st.integers(0, 3))
     def take(self, empty):
-        room = self.slab.held_rows - len(self.taken)
-        order: list[int | None] = [*self.taken, *[None] * min(empty, room)]
+        free_rows = self.slab.held_rows - len(self.taken)
+        order: list[int | None] = [*self.taken, *[None] * min(empty, free_rows)]
         if order:
             self.slab.take_rows(order)
             self.names = [None if row is None else self.names[row] for row in order]
@@ -195,7 +205,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
-    def again(self, data):
+    def extract_and_embed(self, data):
         row = data.draw(st.sampled_from(self.taken))
         kv = self.slab.extract(row, CPU, self.outside)
         assert kv.tokens * TOKEN_BYTES == kv.num_bytes == self.outside.used_bytes
@@ -205,7 +215,7 @@ class SlabMachine(RuleBasedStateMachine):
         kv.free()
 
     @invariant()
-    def holds(self):
+    def check_tokens(self):
         check(self.slab, self.names, list(self.slab.lengths), self.meter)
         taken = [name is not None for name in self.names]
         assert [bool(length) for length in self.slab.lengths] == taken
@@ -219,7 +229,7 @@ class SlabMachine(RuleBasedStateMachine):
 TestSlab = SlabMachine.TestCase
 
 
-def test_growth_holds_one_layer_twice_and_never_two_slabs():
+def test_growth_copies_one_layer_at_a_time():
     meter = ByteMeter()
     slab = DenseSlab(SHAPE, 4, 8, meter=meter)
     feed(slab, [1, 2, 3, 4], [8, 8, 8, 8])
@@ -232,39 +242,39 @@ def test_growth_holds_one_layer_twice_and_never_two_slabs():
     assert meter.peak_bytes <= SHAPE.growing_bytes(4, slab.window.capacity)
 
 
-def test_columns_that_nobody_uses_are_let_go_of_without_a_copy():
+def test_unused_columns_are_released_without_a_copy():
     meter = ByteMeter()
     slab = DenseSlab(SHAPE, 2, 20, meter=meter)
     slab.embed(0, packed(1, 10, meter))
     slab.embed(1, packed(2, 3, meter))
-    where = [part.data_ptr() for part in slab.tensors.keys]
+    addresses = [part.data_ptr() for part in slab.tensors.keys]
 
     slab.clear(0)
     slab.release_prefix()
 
     assert (slab.window.lo, slab.window.hi) == (7, 10)
-    assert [part.data_ptr() for part in slab.tensors.keys] == where
+    assert [part.data_ptr() for part in slab.tensors.keys] == addresses
 
 
-def test_the_window_moves_to_the_front_only_at_the_end_and_in_place():
+def test_window_moves_to_column_0_in_place_when_it_reaches_the_end():
     meter = ByteMeter()
     slab = DenseSlab(SHAPE, 2, 20, meter=meter)
     slab.embed(0, packed(1, 10, meter))
     slab.embed(1, packed(2, 3, meter))
     slab.clear(0)
     slab.release_prefix()
-    peak, los = meter.peak_bytes, []
+    peak, starts = meter.peak_bytes, []
 
     for _ in range(12):
         feed(slab, [None, 2], [0, 1])
-        los.append(slab.window.lo)
+        starts.append(slab.window.lo)
 
-    assert los == [7] * 10 + [0] * 2
+    assert starts == [7] * 10 + [0] * 2
     assert meter.peak_bytes == peak
     assert held(slab, 1) == list(range(15))
 
 
-def test_a_copy_in_the_middle_of_a_prompt_with_holes_is_packed_and_exact():
+def test_extracted_row_with_holes_is_packed_and_exact():
     slab, outside = DenseSlab(SHAPE, 2, 4, meter=ByteMeter()), ByteMeter()
     feed(slab, [1, None], [3, 0])
     feed(slab, [1, 2], [1, 5])  # a hole of four columns in row 0
@@ -278,7 +288,7 @@ def test_a_copy_in_the_middle_of_a_prompt_with_holes_is_packed_and_exact():
         assert torch.equal(got[1], want[1])
 
 
-def test_rows_read_from_the_left_come_apart_layer_by_layer():
+def test_left_aligned_rows_are_split_layer_by_layer():
     meter = ByteMeter()
     slab = DenseSlab(SHAPE, 3, 6, meter=meter)
     feed(slab, [1, 2, 3], [4, 2, 4], at_start=True)
@@ -296,18 +306,18 @@ def test_rows_read_from_the_left_come_apart_layer_by_layer():
                    for a, b in zip(got, want, strict=True))  # fmt: skip
 
 
-def test_one_row_that_fills_its_slab_is_not_copied():
+def test_split_of_a_single_full_row_makes_no_copy():
     meter = ByteMeter()
     slab = DenseSlab(SHAPE, 1, 5, meter=meter)
     feed(slab, [1], [5], at_start=True)
-    where = slab.tensors.keys[0].data_ptr()
+    addresses = slab.tensors.keys[0].data_ptr()
 
     [kv] = slab.split()
 
-    assert kv.layers[0][0].data_ptr() == where
+    assert kv.layers[0][0].data_ptr() == addresses
 
 
-def test_a_slab_at_its_limit_says_so_and_changes_nothing():
+def test_slab_at_its_limit_raises_and_is_unchanged():
     meter = ByteMeter()
     slab = DenseSlab(SHAPE, 1, 4, meter=meter, limit=6)
     feed(slab, [1], [5])
@@ -318,7 +328,7 @@ def test_a_slab_at_its_limit_says_so_and_changes_nothing():
     check(slab, [1], [5], meter)
 
 
-def test_a_full_host_refuses_a_row_and_changes_nothing():
+def test_extract_into_full_host_memory_raises_and_changes_nothing():
     meter, host = ByteMeter(), ByteMeter(100)
     slab = DenseSlab(SHAPE, 1, 4, meter=meter)
     feed(slab, [1], [2])
@@ -331,16 +341,17 @@ def test_a_full_host_refuses_a_row_and_changes_nothing():
 
 
 @pytest.mark.parametrize("fails", [0, 1, 3])
-def test_a_slab_that_cannot_be_made_counts_nothing(monkeypatch, fails):
-    meter, make, made = ByteMeter(), SlabTensors._empty, []
+def test_failed_slab_allocation_leaves_no_counted_bytes(monkeypatch, fails):
+    meter, full, num_tensors = ByteMeter(), torch.full, 0
 
-    def full(tensors, *size):
-        if len(made) == fails:
+    def failing_full(*arguments, **options):
+        nonlocal num_tensors
+        if num_tensors == fails:
             raise MemoryError
-        made.append(make(tensors, *size))
-        return made[-1]
+        num_tensors += 1
+        return full(*arguments, **options)
 
-    monkeypatch.setattr(SlabTensors, "_empty", full)
+    monkeypatch.setattr(torch, "full", failing_full)
     with pytest.raises(MemoryError):
         DenseSlab(SHAPE, 2, 8, meter=meter)
 
@@ -348,7 +359,7 @@ def test_a_slab_that_cannot_be_made_counts_nothing(monkeypatch, fails):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_rows_are_taken_apart_with_one_tensor_there_twice(rows):
+def test_split_copies_one_tensor_at_a_time(rows):
     meter = ByteMeter()
     slab = DenseSlab(SHAPE, rows, 5, meter=meter)
     feed(slab, list(range(rows)), [5] * rows)
@@ -359,7 +370,7 @@ def test_rows_are_taken_apart_with_one_tensor_there_twice(rows):
     assert meter.peak_bytes <= SHAPE.growing_bytes(rows, 5)
 
 
-def test_a_taken_row_is_not_written_over():
+def test_embed_into_a_used_row_is_rejected():
     slab = DenseSlab(SHAPE, 1, 4, meter=ByteMeter())
     feed(slab, [1], [2])
 
@@ -368,8 +379,8 @@ def test_a_taken_row_is_not_written_over():
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.integers(1, 60))
-def test_room_is_made_for_many_steps_at_once(capacity, width, columns):
-    """Moving or growing copies the window once; it must buy steps in proportion."""
+def test_new_capacity_has_spare_columns_for_many_steps(capacity, width, columns):
+    """A move or growth copies the window once: spare columns must be proportional to it."""
     width = min(width, capacity)
     window = Window(capacity, lo=capacity - width, hi=capacity)
 

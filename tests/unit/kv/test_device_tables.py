@@ -1,4 +1,4 @@
-"""Tables on another device: kept current by deltas, from inside and outside of inference mode."""
+"""Page tables on another device: updated by deltas, inside and outside of inference mode."""
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ def append(table, first_page):
     table.append(ROWS, np.ones((2, 1), dtype=np.int32), pages)
 
 
-def test_on_a_cpu_the_tensor_is_the_tables_own_memory():
+def test_device_table_on_a_cpu_shares_memory_with_the_table():
     table = table_of()
     device_table = DeviceTable(table, torch.device("cpu"))
     append(table, 5)
@@ -30,8 +30,8 @@ def test_on_a_cpu_the_tensor_is_the_tables_own_memory():
     assert device_table.current()[:, 0, 0].tolist() == [5, 6]
 
 
-def test_a_copy_made_in_a_step_takes_changes_outside_of_one():
-    # steps run in inference mode, eviction between them does not; both bring the table up to date
+def test_device_table_made_in_inference_mode_is_updated_outside_of_it():
+    # steps run in inference mode, evictions between them do not; both update the table
     table = table_of(track_changes=True)
     device_table = DeviceTable(table, torch.device("meta"))  # any device but the CPU
     append(table, 5)

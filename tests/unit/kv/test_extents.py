@@ -1,4 +1,4 @@
-"""Extents against a plain map of bytes: who holds each one."""
+"""Extents compared with a plain array of the owner of each byte."""
 
 import pytest
 from hypothesis import given
@@ -16,28 +16,28 @@ TOTAL = 64
         max_size=40,
     )
 )
-def test_extents_never_overlap_and_are_given_whenever_whole_units_fit(actions):
+def test_extents_never_overlap_and_are_allocated_if_whole_units_fit(actions):
     space, held, owner = ExtentMap(TOTAL), [], [None] * TOTAL
     for number, action in enumerate(actions):
         if isinstance(action, tuple):
             units, unit_bytes = action
             holes = free_runs(owner)
-            taken = space.allocate(units, unit_bytes)
-            assert (taken is not None) == (sum(run // unit_bytes for run in holes) >= units)
-            if taken is None:
+            allocated = space.allocate(units, unit_bytes)
+            assert (allocated is not None) == (sum(run // unit_bytes for run in holes) >= units)
+            if allocated is None:
                 continue
-            assert sum(e.num_bytes for e in taken) == units * unit_bytes
-            assert all(e.num_bytes % unit_bytes == 0 for e in taken)
+            assert sum(e.num_bytes for e in allocated) == units * unit_bytes
+            assert all(e.num_bytes % unit_bytes == 0 for e in allocated)
             if max(holes, default=0) >= units * unit_bytes:
-                assert len(taken) <= 1
-            for extent in taken:
+                assert len(allocated) <= 1
+            for extent in allocated:
                 assert owner[extent.start : extent.end] == [None] * extent.num_bytes
                 owner[extent.start : extent.end] = [number] * extent.num_bytes
-            held.append(taken)
+            held.append(allocated)
         elif held:
-            given_back = held.pop(action % len(held))
-            space.release(given_back)
-            for extent in given_back:
+            released = held.pop(action % len(held))
+            space.release(released)
+            for extent in released:
                 owner[extent.start : extent.end] = [None] * extent.num_bytes
         space.check(tuple(e for extents in held for e in extents))
         assert space.free_bytes == owner.count(None)
@@ -56,7 +56,7 @@ def free_runs(owner):
     return runs
 
 
-def test_the_lowest_hole_that_holds_all_is_taken():
+def test_allocation_uses_the_lowest_sufficient_hole():
     space = ExtentMap(20)
     first, _, _ = (space.allocate(n, 1) for n in (4, 2, 8))
     space.release(first)
@@ -65,7 +65,7 @@ def test_the_lowest_hole_that_holds_all_is_taken():
     assert space.allocate(3, 1) == (Extent(14, 3),)
 
 
-def test_what_is_free_cannot_be_given_back():
+def test_release_of_free_bytes_is_rejected():
     space = ExtentMap(20)
     extents = space.allocate(2, 5)
     space.release(extents)
@@ -75,7 +75,7 @@ def test_what_is_free_cannot_be_given_back():
             space.release((wrong,))
 
 
-def test_a_missing_byte_is_found():
+def test_check_detects_a_missing_byte():
     space = ExtentMap(20)
     space.allocate(2, 5)
 

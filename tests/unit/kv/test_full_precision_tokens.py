@@ -1,4 +1,4 @@
-"""Tokens that are attended as the model made them: token by token, as `kept_account` tells it."""
+"""Full-precision windows and sinks, compared with `full_precision_account` token by token."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from unit.kv.full_precision_account import CPU, Checked, play
+from unit.kv.full_precision_account import CPU, CheckedMemory, play
 
 FORMATS = [
     "int4+residual=5",
@@ -24,17 +24,17 @@ FORMATS = [
 @pytest.mark.parametrize("text", FORMATS)
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10_000))
-def test_each_query_attends_to_what_it_should_however_prompts_are_cut(text, backend, seed):
-    made = GatheredAttention(CPU) if backend == "gathered" else ReferenceAttention()
-    play(Checked(f"{text}+plain=float32", made, seed))
+def test_attention_equals_the_account_for_all_chunk_lengths(text, backend, seed):
+    attention = GatheredAttention(CPU) if backend == "gathered" else ReferenceAttention()
+    play(CheckedMemory(f"{text}+plain=float32", attention, seed))
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])
 @pytest.mark.parametrize("text", [text for text in FORMATS if "page" not in text])
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
-def test_tokens_that_leave_take_nothing_with_them(text, heads_apart, seed):
-    checked = Checked(
+def test_attention_equals_the_account_after_token_evictions(text, heads_apart, seed):
+    checked = CheckedMemory(
         f"{text}+plain=float32",
         GatheredAttention(CPU),
         seed,
@@ -48,8 +48,8 @@ def test_tokens_that_leave_take_nothing_with_them(text, heads_apart, seed):
 @pytest.mark.parametrize("text", FORMATS)
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
-def test_pages_that_leave_take_nothing_with_them(text, heads_apart, seed):
-    checked = Checked(
+def test_attention_equals_the_account_after_page_evictions(text, heads_apart, seed):
+    checked = CheckedMemory(
         f"{text}+plain=float32",
         GatheredAttention(CPU),
         seed,
@@ -59,9 +59,9 @@ def test_pages_that_leave_take_nothing_with_them(text, heads_apart, seed):
     play(checked, checked.evict_pages)
 
 
-def test_a_row_whose_newest_tokens_were_kept_is_cut_to_nothing_only():
-    """Those that were the newest at an earlier length have made room for others."""
-    checked = Checked("int4_page/int4+plain=float32", GatheredAttention(CPU))
+def test_row_with_a_residual_window_can_be_truncated_to_zero_only():
+    """The newest tokens of an earlier length are no longer in full precision."""
+    checked = CheckedMemory("int4_page/int4+plain=float32", GatheredAttention(CPU))
     row = checked.start()
     checked.step({row: 7})
 
@@ -74,8 +74,8 @@ def test_a_row_whose_newest_tokens_were_kept_is_cut_to_nothing_only():
     assert not checked.memory.row_bytes(row)
 
 
-def test_a_row_that_keeps_its_first_tokens_only_can_be_cut():
-    checked = Checked("int4+sinks=3+plain=float32", GatheredAttention(CPU))
+def test_row_with_full_precision_sinks_can_be_truncated():
+    checked = CheckedMemory("int4+sinks=3+plain=float32", GatheredAttention(CPU))
     row = checked.start()
     checked.step({row: 7})
 

@@ -1,4 +1,4 @@
-"""A view of a sequence: slots by position, a lane for each KV head, and the way back."""
+"""Lane readers: slots of a sequence by position, one lane per KV head, and masks back to slots."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ STATISTICS = (AttentionSum(), QueryRing(4))
 
 
 def evicted_row(heads_apart, seed, page_tokens=4):
-    """A row that has lost tokens three times, and the positions each lane should hold."""
+    """A row after three evictions, and the expected positions of each lane."""
     kv, sequence = (
         make_kv(STATISTICS, heads_apart=heads_apart, page_tokens=page_tokens),
         Sequence(40),
@@ -34,17 +34,23 @@ def evicted_row(heads_apart, seed, page_tokens=4):
         for lane in range(4):
             shared = lane if heads_apart else lane // 2 * 2
             if shared == lane:
-                gone = rng.random(int((reader.positions[lane] >= 0).sum())) < rng.choice([0.1, 0.6])
+                evicted = rng.random(int((reader.positions[lane] >= 0).sum())) < rng.choice(
+                    [0.1, 0.6]
+                )
             if not heads_apart:
-                gone[:] = np.arange(len(gone)) % 3 == 1  # lanes of a group of layers: equal counts
-            keep[lane, : len(gone)] = torch.from_numpy(~gone)
-            held[lane] = [p for p, out in zip(held[lane], gone, strict=True) if not out]
+                evicted[:] = (
+                    np.arange(len(evicted)) % 3 == 1
+                )  # lanes of a group of layers: equal counts
+            keep[lane, : len(evicted)] = torch.from_numpy(~evicted)
+            held[lane] = [
+                p for p, is_evicted in zip(held[lane], evicted, strict=True) if not is_evicted
+            ]
         evict(kv, row, reader.unsort(keep))
     return kv, sequence, row, held
 
 
 @given(heads_apart=st.booleans(), seed=st.integers(0, 500), page_tokens=st.sampled_from([1, 4, 16]))
-def test_a_view_is_in_the_order_of_positions(heads_apart, seed, page_tokens):
+def test_lane_reader_is_in_order_of_positions(heads_apart, seed, page_tokens):
     kv, sequence, row, held = evicted_row(heads_apart, seed, page_tokens)
     reader = LaneReader(kv, "full", row)
     keys, values = reader.keys(), reader.values()
@@ -62,8 +68,8 @@ def test_a_view_is_in_the_order_of_positions(heads_apart, seed, page_tokens):
 
 
 @given(heads_apart=st.booleans(), seed=st.integers(0, 500))
-def test_a_mask_goes_back_to_slots_as_they_lie(heads_apart, seed):
-    """Keeping the even positions leaves exactly them."""
+def test_unsort_maps_a_mask_back_to_slots(heads_apart, seed):
+    """Retain the even positions only."""
     kv, _, row, held = evicted_row(heads_apart, seed)
     reader = LaneReader(kv, "full", row)
     keep = reader.positions % 2 == 0  # -1 is odd
@@ -74,7 +80,7 @@ def test_a_mask_goes_back_to_slots_as_they_lie(heads_apart, seed):
         assert after[lane][after[lane] >= 0].tolist() == [p for p in positions if p % 2 == 0]
 
 
-def test_some_layers_at_a_time_are_parts_of_the_whole():
+def test_reader_of_one_layer_equals_its_part_of_all_layers():
     kv, _, row, _ = evicted_row(heads_apart=True, seed=1)
     whole = LaneReader(kv, "full", row)
     for layer in range(2):
@@ -93,7 +99,7 @@ def test_some_layers_at_a_time_are_parts_of_the_whole():
         assert part.unsort(mask).sum(axis=1).tolist() == mask.sum(dim=1).tolist()
 
 
-def test_heads_that_share_pages_must_agree():
+def test_different_masks_of_heads_in_one_page_are_rejected():
     kv, _, row, _ = evicted_row(heads_apart=False, seed=0)
     reader = LaneReader(kv, "full", row)
     keep = reader.positions >= 0
@@ -103,7 +109,7 @@ def test_heads_that_share_pages_must_agree():
         reader.unsort(keep)
 
 
-def test_a_group_in_order_needs_no_stored_positions():
+def test_positions_of_an_ordered_group_come_from_the_table():
     kv, sequence = make_kv(()), Sequence(40)
     row = start(kv, ())
     for first in range(0, 40, 8):
@@ -115,7 +121,7 @@ def test_a_group_in_order_needs_no_stored_positions():
     assert torch.equal(reader.keys(), sequence.key[1, 40 - held :].transpose(0, 1))
 
 
-def test_an_empty_row_has_no_slots():
+def test_empty_row_has_no_slots():
     kv = make_kv(STATISTICS)
     reader = LaneReader(kv, "full", start(kv, STATISTICS))
 
@@ -123,6 +129,6 @@ def test_an_empty_row_has_no_slots():
     assert reader.keys().shape == (4, 0, HEAD_DIM)
 
 
-def test_it_reads_for_views():
+def test_lane_reader_is_a_slot_reader():
     kv = make_kv(())
     assert isinstance(LaneReader(kv, "full", start(kv, ())), SlotReader)

@@ -1,4 +1,4 @@
-"""Who holds the arena, worked out by hand; the state machine of the memory does the rest."""
+"""Ledger extents compared with values worked out by hand; the memory machine checks the rest."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def grown(memory, tokens, row=None):
 
 
 def reference_pages(memory, row, tokens):
-    """Refer to the first pages of a row without being a sequence, as a prefix index does."""
+    """Reference the first pages of a row, as a prefix index does."""
     key = next(memory.cached_reference_keys)
     memory.cached_references[key] = {
         name: table.pages[row, :, : tokens // PAGE_TOKENS].reshape(-1).copy()
@@ -59,17 +59,17 @@ def release_reference(memory, key):
 
 
 def parts(memory, *names):
-    """The extents, by the attributes named."""
+    """The named attributes of all extents."""
     found = extents_of(memory)
     prove_extents(memory, found)
     return [tuple(getattr(extent, name) for name in names) for extent in found]
 
 
-def test_an_empty_memory_has_no_extents():
+def test_empty_memory_has_no_extents():
     assert extents_of(memory_of(PAIR)) == []
 
 
-def test_what_nobody_shares_is_counted_from_the_tables():
+def test_unshared_pages_are_counted_from_the_tables():
     memory = memory_of(PAIR, WINDOW)
     first, second = grown(memory, 9), grown(memory, 4)
 
@@ -81,7 +81,7 @@ def test_what_nobody_shares_is_counted_from_the_tables():
     ]
 
 
-def test_a_shared_page_belongs_to_its_sequences_in_equal_parts():
+def test_shared_page_is_split_equally_among_its_sequences():
     memory = memory_of(PAIR)
     parent = grown(memory, 8)
     children = fork(memory, parent), fork(memory, parent)
@@ -94,7 +94,7 @@ def test_a_shared_page_belongs_to_its_sequences_in_equal_parts():
     assert sum(num_bytes for *_, num_bytes in found) == 6 * 256
 
 
-def test_pages_the_prefix_cache_lends_to_a_sequence_are_the_sequences():
+def test_cached_pages_in_use_belong_to_the_sequence():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
     reference_pages(memory, row, 4)
@@ -105,7 +105,7 @@ def test_pages_the_prefix_cache_lends_to_a_sequence_are_the_sequences():
     ]
 
 
-def test_pages_that_no_sequence_names_are_the_prefix_caches():
+def test_cached_pages_without_a_sequence_belong_to_the_prefix_cache():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
     cached_references = reference_pages(memory, row, 4), reference_pages(memory, row, 8)
@@ -113,14 +113,14 @@ def test_pages_that_no_sequence_names_are_the_prefix_caches():
 
     assert parts(memory, "row", "group", "references", "sequences", "pages", "num_bytes") == [
         (NO_ROW, "", 1, 0, 2, 2 * 256),  # the second page of each lane
-        (NO_ROW, "", 2, 0, 2, 2 * 256),  # the first, in both loans
+        (NO_ROW, "", 2, 0, 2, 2 * 256),  # the first, in both references
     ]
     for cached_reference in cached_references:
         release_reference(memory, cached_reference)
     assert extents_of(memory) == []
 
 
-def test_idle_pages_without_any_sharing_are_seen_too():
+def test_unused_cached_pages_are_counted_without_sharing():
     memory = memory_of(PAIR)
     row = grown(memory, 4)
     reference_pages(memory, row, 4)
@@ -131,7 +131,7 @@ def test_idle_pages_without_any_sharing_are_seen_too():
     assert parts(memory, "row", "pages") == [(NO_ROW, 2), (other, 2)]
 
 
-def test_a_row_that_has_lost_a_token_is_not_exact_any_more():
+def test_row_with_an_evicted_token_is_not_exact():
     memory = memory_of(replace(LOOSE, page_class=page_class(positions=True)), WINDOW)
     whole, pruned = grown(memory, 12), grown(memory, 12)
     keep = np.ones((1, 12), dtype=bool)
@@ -143,7 +143,7 @@ def test_a_row_that_has_lost_a_token_is_not_exact_any_more():
     assert set(parts(memory, "row", "exact")) == {(whole, True), (pruned, False)}
 
 
-def test_a_window_that_has_passed_is_no_loss():
+def test_row_with_freed_window_pages_is_exact():
     memory = memory_of(PAIR, WINDOW)
     row = grown(memory, 12)
     grown(memory, 12, row)
@@ -152,7 +152,7 @@ def test_a_window_that_has_passed_is_no_loss():
     assert exact_rows(memory)[row]
 
 
-def test_what_a_lossy_codec_stores_is_never_exact():
+def test_row_of_a_lossy_codec_is_not_exact():
     memory = memory_of(LOOSE)
     row = grown(memory, 5)
 
@@ -168,7 +168,7 @@ def test_what_a_lossy_codec_stores_is_never_exact():
         ("int8", "float16", "int8/float16", False),
     ],
 )
-def test_codecs_have_one_name_for_keys_and_values(key, value, name, plain):
+def test_codec_name_of_keys_and_values(key, value, name, plain):
     shape = page_class(key, value)
 
     assert codec_name(shape) == name
@@ -176,7 +176,7 @@ def test_codecs_have_one_name_for_keys_and_values(key, value, name, plain):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "change",
     [
         lambda extents: extents[1:],
         lambda extents: [*extents, extents[0]],
@@ -191,12 +191,12 @@ def test_codecs_have_one_name_for_keys_and_values(key, value, name, plain):
     ],
     ids=["missing", "twice", "other-owner", "other-references", "a-byte-more", "moved-byte"],
 )
-def test_the_proof_finds_what_is_wrong(wrong):
+def test_prove_extents_detects_each_error(change):
     memory = memory_of(PAIR)
     fork(memory, grown(memory, 9))
     grown(memory, 5)
-    right = extents_of(memory)
-    prove_extents(memory, right)
+    extents = extents_of(memory)
+    prove_extents(memory, extents)
 
     with pytest.raises(InvariantError):
-        prove_extents(memory, wrong(right))
+        prove_extents(memory, change(extents))

@@ -1,8 +1,8 @@
-"""A state machine: whatever happens to sequences, their bytes are those of a dictionary of tokens.
+"""A state machine over the KV memory: its bytes always equal those of a dictionary of tokens.
 
 The model of a lane is {position: bytes}. Groups of different page sizes, with and without order,
-window and sharing, live in one arena small enough to run out; rows remember what they asked for:
-records of each slot of the ragged lanes, which must go where their slots go, and fixed ones.
+window and sharing, use one arena that is small enough to run out of pages. Rows have the statistics
+that they requested: one record per slot of the ragged lanes, moved with the slots, and fixed ones.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from unit.kv.small_memory import drop_pages
 
 MAX_ROWS = 6
 WINDOW = 13
-LOAN_GRAIN = 8  # tokens in whole pages of every group that is shared
+SHARED_TOKENS = 8  # whole pages of every shared group
 
 
 def page_class(codec, *, value=True, **shape):
@@ -55,8 +55,8 @@ INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
 NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
 SUMS = page_class("float32", value=False, heads=2, tokens=3, head_dim=4)
 SUMS_SLOT_BYTES = 2 * 4 * 4
-LOOKS = page_class("float32", value=False, heads=1, tokens=8, head_dim=3)
-LOOKS_SLOT_BYTES = 3 * 4
+SLOT_SUMS = page_class("float32", value=False, heads=1, tokens=8, head_dim=3)
+SLOT_SUMS_BYTES = 3 * 4
 RING = page_class("float32", value=False, heads=1, tokens=2, head_dim=5)
 RING_SLOTS = 3
 LAYOUT = CacheLayout(
@@ -67,18 +67,20 @@ LAYOUT = CacheLayout(
         LaneGroup(name="window", page_class=NARROW, layers=(4,), window=WINDOW),
         LaneGroup(name="sums", page_class=SUMS, layers=(0, 1, 2, 3, 4), private=True),
         LaneGroup(name="more sums", page_class=SUMS, layers=(1,), private=True),
-        LaneGroup(name="looks", page_class=LOOKS, layers=(1,), lanes_per_layer=3, mirrors="ragged"),
+        LaneGroup(
+            name="slot sums", page_class=SLOT_SUMS, layers=(1,), lanes_per_layer=3, mirrors="ragged"
+        ),
         LaneGroup(
             name="ring", page_class=RING, layers=(1,), lanes_per_layer=3, fixed_slots=RING_SLOTS
         ),
     )
 )
-STATISTICS = ("sums", "more sums", "looks", "ring")
+STATISTICS = ("sums", "more sums", "slot sums", "ring")
 KINDS = st.sampled_from(Kind)
-SEEDS = st.integers(0, 2**16)  # also picks a row, a lane or a loan, modulo how many there are
+SEEDS = st.integers(0, 2**16)  # also picks a row, lane or cached reference, modulo their number
 
 
-def test_the_layout_mixes_page_sizes_that_do_not_divide_a_slab():
+def test_layout_has_page_sizes_that_do_not_divide_a_slab():
     memory = KVMemory(LAYOUT, 24 * 1024, MAX_ROWS)
 
     assert [c.page_bytes for c in LAYOUT.page_classes] == [64, 192, 192, 448, 128, 128, 64]
@@ -107,7 +109,7 @@ def empty_sequence(statistics=frozenset(STATISTICS), kind=Kind.FILL_HOLES):
 
 
 class Cache(MemoryListener):
-    """Answers what the machine answers."""
+    """Forwards `unpublish` to the machine."""
 
     def __init__(self, unpublish):
         self.unpublish = unpublish
@@ -122,23 +124,23 @@ class MemoryMachine(RuleBasedStateMachine):
         self.cached_references: list[tuple[CachedReference, Sequence]] = []
         self.swapped: list[tuple[Swapped, list[Sequence]]] = []
         self.random = np.random.default_rng(kib)
-        self.mirrors = dict.fromkeys(self.memory.tables, (-1, None))
-        self.lets_go = False
+        self.device_copies = dict.fromkeys(self.memory.tables, (-1, None))
+        self.drops_cached = False
         self.memory.listeners.subscribe(Cache(self.unpublish))
 
     def unpublish(self, page_class, pages):
-        """Loans are what a cache keeps: it gives up those that hold these pages, or nothing."""
+        """Drop the cached references that hold these pages, or none of them."""
         before = self.memory.pools[page_class].ref_counts[pages]
-        kept = []
+        remaining = []
         for cached_reference, prefix in self.cached_references:
-            if self.lets_go and np.isin(cached_reference.pages["ragged"], pages).any():
+            if self.drops_cached and np.isin(cached_reference.pages["ragged"], pages).any():
                 release_reference(self.memory, cached_reference)
             else:
-                kept.append((cached_reference, prefix))
-        self.cached_references = kept
+                remaining.append((cached_reference, prefix))
+        self.cached_references = remaining
         return (before > 1) & (self.memory.pools[page_class].ref_counts[pages] == 1)
 
-    # ---- life ----------------------------------------------------------------------------------
+    # ---- start, grow, release ------------------------------------------------------------------
 
     @precondition(lambda self: len(self.rows) < MAX_ROWS)
     @rule(tokens=st.integers(0, 30), used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS)
@@ -166,7 +168,7 @@ class MemoryMachine(RuleBasedStateMachine):
         rows = np.array(list(counts), dtype=np.int64)
         tokens = np.array(list(counts.values()), dtype=np.int32)
         fits = self.memory.can_grow(rows, tokens)
-        self.forget_behind_windows(rows)
+        self.drop_model_behind_windows(rows)
         needed = self.pages_in_bytes(self.memory.pages_to_grow(rows, tokens))
         used = self.bytes_in_use()
 
@@ -177,10 +179,10 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS)
-    def grow_far_too_much(self, pick):
+    def grow_beyond_the_memory(self, pick):
         rows = np.array([self.pick_row(pick)])
         self.memory.drop_behind_windows(rows)
-        self.forget_behind_windows(rows)
+        self.drop_model_behind_windows(rows)
 
         tokens = np.array([len(self.store.arena)], dtype=np.int32)
         self.attempt(lambda: self.memory.grow(rows, tokens), possible=False)
@@ -200,9 +202,9 @@ class MemoryMachine(RuleBasedStateMachine):
         pick=SEEDS,
         seed=SEEDS,
         share=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]),
-        lets_go=st.booleans(),
+        drops_cached=st.booleans(),
     )
-    def evict(self, pick, seed, share, lets_go):
+    def evict(self, pick, seed, share, drops_cached):
         row, table = self.pick_row(pick), self.memory.tables["ragged"]
         sequence, slots = self.rows[row], table.num_slots[row].copy()
         random = np.random.default_rng(seed)
@@ -210,7 +212,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if sequence.kind is Kind.DROP_PAGES:
             keep = keep[:, np.arange(keep.shape[1]) // RAGGED.tokens]
         before = self.read("ragged", row)
-        self.lets_go = lets_go
+        self.drops_cached = drops_cached
         plan = plan_compaction(self.memory, "ragged", row, keep, sequence.kind)
         self.check_plan(plan, slots, sequence)
         used = self.bytes_in_use()
@@ -219,15 +221,15 @@ class MemoryMachine(RuleBasedStateMachine):
 
         if self.attempt(lambda: commit_compaction(self.memory, plan) or "evicted", fits):
             assert self.store.copied_pages - copied == plan.needed_pages[RAGGED]
-            moved_groups = 1 + ("looks" in sequence.statistics)
+            moved_groups = 1 + ("slot sums" in sequence.statistics)
             assert self.store.moved_slots - moved == len(plan.moves) * moved_groups
             assert used - self.bytes_in_use() == plan.gain_bytes
             for lane, tokens in enumerate(before):
-                kept = keep[lane, : len(tokens)].tolist()
-                stays = {token[0] for token, stays in zip(tokens, kept, strict=True) if stays}
-                for name in ("ragged", "looks"):
-                    of_lane = sequence.lanes[name, lane]
-                    sequence.lanes[name, lane] = {p: of_lane[p] for p in of_lane if p in stays}
+                mask = keep[lane, : len(tokens)].tolist()
+                retained = {token[0] for token, keeps in zip(tokens, mask, strict=True) if keeps}
+                for name in ("ragged", "slot sums"):
+                    held = sequence.lanes[name, lane]
+                    sequence.lanes[name, lane] = {p: held[p] for p in held if p in retained}
 
     def check_plan(self, plan, slots, sequence):
         lanes, freed, needed = plan.moves.lane.tolist(), plan.freed_pages, plan.needed_pages
@@ -250,7 +252,7 @@ class MemoryMachine(RuleBasedStateMachine):
         lane, per_page = seed % table.group.num_lanes, table.group.page_class.tokens
         tokens = self.rows[row].lanes[name, lane]
         positions = sorted(tokens)
-        num_pages = -(-len(positions) // per_page)  # the last one may be filled in part
+        num_pages = -(-len(positions) // per_page)  # the last one may be partly filled
         columns = np.flatnonzero(np.random.default_rng(seed).random(num_pages) < 0.4)
 
         drop_pages(self.memory, row, columns, lane=lane, name=name)
@@ -266,15 +268,15 @@ class MemoryMachine(RuleBasedStateMachine):
         sequence = self.rows[row]
         length = sequence.length - back % (sequence.length + 1)
         if not self.may_truncate(sequence, length):
-            self.refused(lambda: self.memory.truncate(row, length))
+            self.check_refused(lambda: self.memory.truncate(row, length))
             return
         self.memory.truncate(row, length)
         sequence.length = length
         for (name, _), lane in sequence.lanes.items():
-            gone = [p for p in lane if p >= length]
-            if name == "ring":  # its records are those of no position
-                gone = [] if length else list(lane)
-            for position in gone:
+            dropped = [p for p in lane if p >= length]
+            if name == "ring":  # its records have no position
+                dropped = [] if length else list(lane)
+            for position in dropped:
                 del lane[position]
 
     def may_truncate(self, sequence, length):
@@ -303,12 +305,12 @@ class MemoryMachine(RuleBasedStateMachine):
             assert self.store.copied_pages - copied == private
             self.add(child, self.rows[row].copy())
 
-    @precondition(lambda self: self.lendable_rows())
+    @precondition(lambda self: self.shareable_rows())
     @rule(pick=SEEDS, pages=SEEDS)
     def reference_pages(self, pick, pages):
-        lendable = self.lendable_rows()
-        row = lendable[pick % len(lendable)]
-        tokens = LOAN_GRAIN * (1 + pages % (self.rows[row].length // LOAN_GRAIN))
+        shareable = self.shareable_rows()
+        row = shareable[pick % len(shareable)]
+        tokens = SHARED_TOKENS * (1 + pages % (self.rows[row].length // SHARED_TOKENS))
 
         cached_reference = reference_pages(self.memory, row, 0, tokens)
 
@@ -321,27 +323,27 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @staticmethod
     def zeros(name, tokens):
-        """What a row that begins with so many tokens remembers, where nobody lends it anything."""
+        """Zero statistics of a row that starts with `tokens` cached tokens."""
         if name == "ring":
             return dict.fromkeys(range(RING_SLOTS), bytes(4 * 5))
-        slot_bytes = LOOKS_SLOT_BYTES if name == "looks" else SUMS_SLOT_BYTES
+        slot_bytes = SLOT_SUMS_BYTES if name == "slot sums" else SUMS_SLOT_BYTES
         return dict.fromkeys(range(tokens), bytes(slot_bytes))
 
     @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS, pages=st.integers(0, 9), odd=st.integers(0, LOAN_GRAIN - 1))
-    def lend_what_cannot_be_lent(self, pick, pages, odd):
+    @rule(pick=SEEDS, pages=st.integers(0, 9), odd=st.integers(0, SHARED_TOKENS - 1))
+    def reference_pages_that_cannot_be_shared(self, pick, pages, odd):
         row = self.pick_row(pick)
-        tokens = LOAN_GRAIN * pages + odd
+        tokens = SHARED_TOKENS * pages + odd
         beyond = tokens > self.rows[row].length
-        if tokens == 0 or odd or beyond or row not in self.lendable_rows():
-            self.refused(lambda: reference_pages(self.memory, row, 0, tokens))
+        if tokens == 0 or odd or beyond or row not in self.shareable_rows():
+            self.check_refused(lambda: reference_pages(self.memory, row, 0, tokens))
 
-    def lendable_rows(self):
-        """Rows that hold every token in every lane that is shared, and at least a page of them."""
+    def shareable_rows(self):
+        """Rows with at least one whole page that hold every token in every shared lane."""
         return [
             row
             for row, sequence in sorted(self.rows.items())
-            if sequence.length >= LOAN_GRAIN
+            if sequence.length >= SHARED_TOKENS
             and all(
                 len(lane) == sequence.length
                 for key, lane in sequence.lanes.items()
@@ -350,18 +352,18 @@ class MemoryMachine(RuleBasedStateMachine):
         ]
 
     @precondition(lambda self: self.cached_references)
-    @rule(pick=SEEDS, used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS, lender=SEEDS)
-    def start_from_cached(self, pick, used, kind, lender):
-        """Statistics come from a row of that length, if there is one and it has lost nothing."""
+    @rule(pick=SEEDS, used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS, source=SEEDS)
+    def start_from_cached(self, pick, used, kind, source):
+        """Start from a cached reference, with the statistics of a complete row of that length."""
         cached_reference, prefix = self.cached_references[pick % len(self.cached_references)]
-        lenders = [
-            row for row in self.lendable_rows() if self.rows[row].length == cached_reference.end
+        sources = [
+            row for row in self.shareable_rows() if self.rows[row].length == cached_reference.end
         ]
-        lenders = [row for row in lenders if self.may_lend_statistics(row)]
+        sources = [row for row in sources if self.has_complete_statistics(row)]
         snapshot = None
-        if lenders and lender % 2:
-            lender_row = lenders[lender % len(lenders)]
-            snapshot = reference_statistics(self.memory, lender_row)
+        if sources and source % 2:
+            source_row = sources[source % len(sources)]
+            snapshot = reference_statistics(self.memory, source_row)
         pages = dict.fromkeys(LAYOUT.page_classes, 0)
         for group in (self.memory.tables[name].group for name in used):
             lane_pages = group.page_class.pages_for(group.slots_of(cached_reference.end))
@@ -376,13 +378,13 @@ class MemoryMachine(RuleBasedStateMachine):
         if row is not None:
             sequence = prefix.copy(statistics=frozenset(used), kind=kind)
             for name in used & snapshot.pages.keys() if snapshot else ():
-                known = self.rows[lender_row].lanes
-                sequence.lanes |= {key: dict(known[key]) for key in known if key[0] == name}
+                held = self.rows[source_row].lanes
+                sequence.lanes |= {key: dict(held[key]) for key in held if key[0] == name}
             self.add(row, sequence)
         if snapshot is not None:
             release_reference(self.memory, snapshot)
 
-    def may_lend_statistics(self, row):
+    def has_complete_statistics(self, row):
         return all(
             len(lane) == self.memory.tables[name].group.slots_of(self.rows[row].length)
             for (name, _), lane in self.rows[row].lanes.items()
@@ -417,7 +419,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.swapped.append((swapped, [self.rows.pop(row) for row in rows]))
 
     def distinct_pages(self, page_class, rows):
-        """How many pages of a class these rows name."""
+        """The number of distinct pages of a class that these rows reference."""
         tables = [t for t in self.memory.tables.values() if t.group.page_class == page_class]
         named = np.concatenate([table.pages[rows].reshape(-1) for table in tables])
         return len(set(named[named >= 0].tolist()))
@@ -445,14 +447,14 @@ class MemoryMachine(RuleBasedStateMachine):
         [row] = self.rows
         used = {c: pool.num_used for c, pool in self.memory.pools.items()}
         slabs = sum(-(-n // self.memory.pools[c].pages_per_slab) for c, n in used.items())
-        if slabs <= self.memory.arena.num_slabs:  # as admission sees to
+        if slabs <= self.memory.arena.num_slabs:  # as admission ensures
             repack(self.memory, row)
             assert {c: pool.num_used for c, pool in self.memory.pools.items()} == used
 
     # ---- invariants ----------------------------------------------------------------------------
 
     @invariant()
-    def everything_adds_up(self):
+    def check_accounts(self):
         self.memory.check()
         assert self.memory.used_bytes + self.memory.free_bytes == self.memory.total_bytes
         assert self.memory.live_rows.tolist() == sorted(self.rows)
@@ -462,11 +464,11 @@ class MemoryMachine(RuleBasedStateMachine):
             assert (self.memory.pools[table.group.page_class].ref_counts[pages] == 1).all()
 
     @invariant()
-    def the_ledger_has_every_byte(self):
+    def check_ledger(self):
         prove_extents(self.memory, extents_of(self.memory))
 
     @invariant()
-    def every_slot_reads_back(self):
+    def check_slots(self):
         self.store.poison_free(self.memory)
         for row, sequence in self.rows.items():
             assert self.memory.lengths[row] == sequence.length
@@ -475,21 +477,21 @@ class MemoryMachine(RuleBasedStateMachine):
             for name, table in self.memory.tables.items():
                 for lane, found in enumerate(self.read(name, row)):
                     tokens = sequence.lanes[name, lane]
-                    loses_order = sequence.kind is Kind.FILL_HOLES and not table.group.ordered
-                    assert (sorted(found) if loses_order else found) == sorted(tokens.items())
+                    unordered = sequence.kind is Kind.FILL_HOLES and not table.group.ordered
+                    assert (sorted(found) if unordered else found) == sorted(tokens.items())
                     pages = table.group.page_class.pages_for(len(tokens))
                     assert table.num_pages[row, lane] == pages
 
     @invariant()
-    def a_mirror_fed_with_the_changes_stays_equal(self):
+    def check_tracked_changes(self):
         for name, table in self.memory.tables.items():
-            version, mirror = self.mirrors[name]
+            version, device_copy = self.device_copies[name]
             changed = table.drain_changes()
             if version != table.version:
-                mirror = table.pages.copy()
-            mirror.flat[changed] = table.pages.flat[changed]
-            assert (mirror == table.pages).all()
-            self.mirrors[name] = (table.version, mirror)
+                device_copy = table.pages.copy()
+            device_copy.flat[changed] = table.pages.flat[changed]
+            assert (device_copy == table.pages).all()
+            self.device_copies[name] = (table.version, device_copy)
 
     def teardown(self):
         self.memory.release(sorted(self.rows))
@@ -500,7 +502,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
         assert self.bytes_in_use() == 0
 
-    # ---- means ---------------------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------
 
     def pick_row(self, pick):
         return sorted(self.rows)[pick % len(self.rows)]
@@ -519,22 +521,22 @@ class MemoryMachine(RuleBasedStateMachine):
         return sum(count * page_class.page_bytes for page_class, count in pages.items())
 
     def attempt(self, act, possible):
-        """Act; where it is not possible it raises OutOfPages and changes nothing."""
+        """Call `act`; if it is not possible, check that it raises OutOfPages without changes."""
         if possible:
             return act()
-        before = self.everything()
+        before = self.snapshot()
         with pytest.raises(OutOfPages):
             act()
-        assert self.everything() == before
+        assert self.snapshot() == before
         return None
 
-    def refused(self, act):
-        before = self.everything()
+    def check_refused(self, act):
+        before = self.snapshot()
         with pytest.raises(ConfigError):
             act()
-        assert self.everything() == before
+        assert self.snapshot() == before
 
-    def everything(self):
+    def snapshot(self):
         memory, found = self.memory, {}
         for name, table in memory.tables.items():
             arrays = (table.pages, table.page_positions, table.num_pages, table.num_slots)
@@ -551,17 +553,17 @@ class MemoryMachine(RuleBasedStateMachine):
         found["bytes"] = self.store.arena.tobytes()
         return found
 
-    def forget_behind_windows(self, rows):
-        """The model drops what the memory dropped: nothing visible, and all but a page's rest."""
+    def drop_model_behind_windows(self, rows):
+        """Drop from the model what the memory dropped; check that no visible token is dropped."""
         per_page = NARROW.tokens
         for row in rows.tolist():
             tokens = self.rows[row].lanes["window", 0]
             first_visible = self.rows[row].length + 1 - WINDOW
             held = set(self.memory.tables["window"].slot_positions(row, 0).tolist())
-            gone = set(tokens) - held
-            assert all(position < first_visible for position in gone)
+            dropped = set(tokens) - held
+            assert all(position < first_visible for position in dropped)
             assert sum(position < first_visible for position in held) < per_page
-            for position in gone:
+            for position in dropped:
                 del tokens[position]
 
     def write_new_tokens(self, row, count):
@@ -572,7 +574,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for lane in range(table.group.num_lanes):
                 end = int(table.num_slots[row, lane])
                 start = end - count
-                if name == "ring":  # once for all, with the first token
+                if name == "ring":  # written once, with the first token
                     start = 0 if count and not sequence.length else end
                 if table.group.private:
                     self.check_cleared(table, row, lane, start, end)
@@ -586,7 +588,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert not self.store.read_slots(table.group.page_class, places)[0].any()
 
     def write(self, table, row, lane, start, end):
-        """Write new bytes into slots [start, end) of a lane, which nobody else may read."""
+        """Write new bytes into slots [start, end) of a lane; its pages must be unshared."""
         page_class, slots = table.group.page_class, np.arange(start, end)
         page, offset = (
             table.pages[row, lane, slots // page_class.tokens],
@@ -605,7 +607,7 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens = self.rows[row].lanes[table.group.name, lane]
         length = self.rows[row].length
         positions = np.arange(length, length + len(slots))
-        if table.group.name == "looks":
+        if table.group.name == "slot sums":
             positions = self.positions("ragged", row, lane)[start:end]
         elif table.group.private:
             positions = slots
@@ -615,14 +617,14 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens.update(zip(positions.tolist(), rows_of_bytes(planes), strict=True))
 
     def positions(self, name, row, lane):
-        """Positions that the slots of a lane carry."""
+        """The positions stored in the slots of a lane."""
         table = self.memory.tables[name]
         per_page, slots = table.group.page_class.tokens, np.arange(table.num_slots[row, lane])
         places = table.pages[row, lane, slots // per_page], slots % per_page
         return self.store.read_slots(table.group.page_class, places)[2]
 
     def read(self, name, row):
-        """[(position, bytes)] of each lane, in slot order."""
+        """For each lane [(position, bytes)], in slot order."""
         table = self.memory.tables[name]
         page_class, num_slots = table.group.page_class, table.num_slots[row]
         lane = np.repeat(np.arange(len(num_slots)), num_slots)
@@ -632,7 +634,7 @@ class MemoryMachine(RuleBasedStateMachine):
         key, value, positions = self.store.read_slots(page_class, (page, slot % page_class.tokens))
         if name == "ring":
             positions = slot
-        if name == "looks":
+        if name == "slot sums":
             lanes = range(len(num_slots))
             positions = np.concatenate([self.positions("ragged", row, i) for i in lanes])
             positions = positions if num_slots.any() else slot
@@ -646,7 +648,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 def rows_of_bytes(planes):
-    """One `bytes` a slot."""
+    """One `bytes` object per slot."""
     flat = [plane.reshape(len(plane), plane.shape[1] * plane.shape[2]) for plane in planes]
     joined = np.concatenate(flat, axis=1)
     return [row.tobytes() for row in joined]

@@ -1,8 +1,8 @@
-"""The prefix index under random load, against a set of texts.
+"""The prefix index under random load, compared with a set of texts.
 
-The reference knows, for each tenant, which texts of whole blocks were published and not dropped;
-the index must find the longest of them, give pages with the right tokens in them, and drop only
-what nobody uses, the longest unused first.
+The reference stores, for each tenant, the texts of whole blocks that were published and not
+evicted. The index must match the longest of them, return pages with the right tokens, and evict
+only unused blocks, least recently used first.
 """
 
 import numpy as np
@@ -18,7 +18,9 @@ PAGE = 2
 ROOT = root_key("machine")
 FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0,))
 WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=PAGE), layers=(1,), window=3)
-TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)  # two tokens: texts often begin alike
+TEXTS = st.lists(
+    st.integers(0, 1), min_size=1, max_size=12
+)  # two tokens: texts often share a prefix
 PICK = st.integers(0, 1 << 20)
 
 
@@ -37,30 +39,30 @@ class PrefixMachine(RuleBasedStateMachine):
         self.open: list[Sequence] = []
         self.published: dict[str, set[tuple[int, ...]]] = {"a": set(), "b": set()}
         self.names: dict[bytes, tuple[str, tuple[int, ...]]] = {}
-        self.unused: list[tuple[str, tuple[int, ...]]] = []  # longest unused first
+        self.unused: list[tuple[str, tuple[int, ...]]] = []  # least recently used first
 
-    # ---- what the index tells ------------------------------------------------------------------
+    # ---- listener ------------------------------------------------------------------------------
 
     def stored(self, block_hashes, parent_hash, token_ids, page_tokens):
-        """Nothing: the machine knows what it publishes."""
+        """Ignored: the machine records its own publications."""
 
     def removed(self, block_hashes):
-        dropped = [self.names.pop(key) for key in block_hashes]
-        assert dropped == self.unused[: len(dropped)]
-        del self.unused[: len(dropped)]
-        for tenant, text in dropped:
+        evicted = [self.names.pop(key) for key in block_hashes]
+        assert evicted == self.unused[: len(evicted)]
+        del self.unused[: len(evicted)]
+        for tenant, text in evicted:
             self.published[tenant].remove(text)
 
     # ---- rules ---------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.open) < 6)
     @rule(tenant=st.sampled_from("ab"), tokens=TEXTS, late=st.booleans())
-    def enter(self, tenant, tokens, late):
+    def start_sequence(self, tenant, tokens, late):
         lease = self.index.match(self.identity(tenant), tokens)
         longest = self.longest(tenant, tokens)
         assert lease.tokens == longest
-        self.note_use(tenant, tokens[:longest])
-        if not self.can_enter(longest, len(tokens)):
+        self.mark_prefixes_used(tenant, tokens[:longest])
+        if not self.can_grow(longest, len(tokens)):
             self.release(lease, tenant, tokens)
             return
         row = self.index.start(lease) if longest else self.memory.start()
@@ -68,8 +70,8 @@ class PrefixMachine(RuleBasedStateMachine):
         self.open.append(sequence)
         self.extend_by(sequence, tokens[longest:], publish=not late)
 
-    def can_enter(self, found, length):
-        """Whether the pages of the whole text are there, idle blocks dropped."""
+    def can_grow(self, found, length):
+        """Whether pages for the whole text are free after eviction of idle blocks."""
         new = -(-(length - found) // PAGE) + 1
         needed = new * len(self.memory.tables)
         return self.index.reclaim({FULL.page_class: needed})
@@ -78,7 +80,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(pick=PICK, tokens=TEXTS, fails=st.booleans())
     def extend(self, pick, tokens, fails):
         sequence = self.open[pick % len(self.open)]
-        if self.can_enter(len(sequence.tokens), len(sequence.tokens) + len(tokens)):
+        if self.can_grow(len(sequence.tokens), len(sequence.tokens) + len(tokens)):
             self.extend_by(sequence, tokens, publish=True, fails=fails)
 
     def extend_by(self, sequence, tokens, *, publish, fails=False):
@@ -93,7 +95,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if fails:
             self.index.withdraw()
             self.published = known
-            self.close_one(sequence)
+            self.close_sequence(sequence)
         else:
             self.index.confirm()
 
@@ -104,14 +106,14 @@ class PrefixMachine(RuleBasedStateMachine):
             text = tuple(sequence.tokens[: node.block.end])
             self.published[sequence.tenant].add(text)
             self.names[node.block.key] = (sequence.tenant, text)
-            self.use(sequence.tenant, text)
+            self.mark_used(sequence.tenant, text)
 
     @precondition(lambda self: self.open)
     @rule(pick=PICK)
     def close(self, pick):
-        self.close_one(self.open[pick % len(self.open)])
+        self.close_sequence(self.open[pick % len(self.open)])
 
-    def close_one(self, sequence):
+    def close_sequence(self, sequence):
         self.open.remove(sequence)
         self.release(sequence.lease, sequence.tenant, sequence.tokens)
         self.memory.release([sequence.row])
@@ -125,7 +127,7 @@ class PrefixMachine(RuleBasedStateMachine):
                 self.unused.append((tenant, text))
 
     @rule(pages=st.integers(1, 12))
-    def make_room(self, pages):
+    def reclaim(self, pages):
         self.index.reclaim({FULL.page_class: pages})
 
     @rule()
@@ -139,7 +141,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return PrefixIdentity(ROOT, private_salt(b"key", tenant, ""))
 
     def longest(self, tenant, tokens):
-        """The longest chain of published blocks that leaves a token to compute."""
+        """The length of the longest published prefix that leaves a token to compute."""
         length = 0
         while length + PAGE < len(tokens):
             if tuple(tokens[: length + PAGE]) not in self.published[tenant]:
@@ -147,11 +149,11 @@ class PrefixMachine(RuleBasedStateMachine):
             length += PAGE
         return length
 
-    def note_use(self, tenant, tokens):
+    def mark_prefixes_used(self, tenant, tokens):
         for end in range(PAGE, len(tokens) + 1, PAGE):
-            self.use(tenant, tuple(tokens[:end]))
+            self.mark_used(tenant, tuple(tokens[:end]))
 
-    def use(self, tenant, text):
+    def mark_used(self, tenant, text):
         if (tenant, text) in self.unused:
             self.unused.remove((tenant, text))
 
@@ -175,24 +177,24 @@ class PrefixMachine(RuleBasedStateMachine):
             target = (page[new], offset[new])
             self.memory.store.write_slots(FULL.page_class, target, vectors, vectors, None)
 
-    # ---- what must always hold -----------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------------
 
     @invariant()
-    def rows_hold_their_tokens(self):
+    def check_rows(self):
         if not hasattr(self, "open"):
             return
         self.memory.store.poison_free(self.memory)
         for sequence in self.open:
             for table in self.memory.tables.values():
-                place = places(table, sequence.row, 0)
-                key, value, _ = self.memory.store.read_slots(FULL.page_class, place)
+                slots = places(table, sequence.row, 0)
+                key, value, _ = self.memory.store.read_slots(FULL.page_class, slots)
                 positions = table.slot_positions(sequence.row, 0)
-                wanted = np.array(sequence.tokens)[positions]
-                assert (key[:, 0] == wanted[:, None]).all()
-                assert (value[:, 0] == wanted[:, None]).all()
+                expected = np.array(sequence.tokens)[positions]
+                assert (key[:, 0] == expected[:, None]).all()
+                assert (value[:, 0] == expected[:, None]).all()
 
     @invariant()
-    def books_add_up(self):
+    def check_accounts(self):
         if not hasattr(self, "open"):
             return
         self.memory.check()
@@ -204,7 +206,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if not hasattr(self, "open"):
             return
         for sequence in list(self.open):
-            self.close_one(sequence)
+            self.close_sequence(sequence)
         self.index.clear()
         self.memory.check()
         assert not len(self.index)

@@ -1,7 +1,7 @@
-"""Tokens in a finer codec than the others of their lane: token by token, as `kept_account` tells.
+"""Promoted tokens (mixed precision), compared with `full_precision_account` token by token.
 
-A round raises some of the tokens that are still kept as they were made, as many as there are free
-records; then tokens leave, and records of those are free again.
+A round promotes some tokens of the full-precision window, up to the number of free records. Then
+tokens are evicted, and their records are free again.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from quire.kv.sharing import (
     referenced_statistics_pages,
     start_from_references,
 )
-from unit.kv.full_precision_account import CPU, PAGE, WINDOW, Checked, play
+from unit.kv.full_precision_account import CPU, PAGE, WINDOW, CheckedMemory, play
 
 FORMATS = [
     "int2+residual=6+promoted=3:int8",
@@ -29,31 +29,31 @@ FORMATS = [
 ]
 
 
-def held(checked: Checked, row: int) -> np.ndarray:
-    """[lanes, records] positions of the tokens a row has records of; -1 for nobody's."""
-    place = checked.kv.promoted["full"]
-    return place.marks[torch.from_numpy(place.table.pages[row, :, 0]).long()].long().numpy() - 1
+def recorded_positions(checked: CheckedMemory, row: int) -> np.ndarray:
+    """Positions of the tokens with a record, [lanes, records]; -1 for free records."""
+    buffer = checked.kv.promoted["full"]
+    return buffer.marks[torch.from_numpy(buffer.table.pages[row, :, 0]).long()].long().numpy() - 1
 
 
-def raise_and_evict(checked: Checked, row: int, *, pages: bool = False) -> None:
-    """Lanes raise tokens of their own choice; then some leave."""
-    place = checked.kv.promoted["full"]
-    kept = checked.kv.kept["full"]
+def promote_and_evict(checked: CheckedMemory, row: int, *, pages: bool = False) -> None:
+    """Promote random tokens of each lane, then evict some tokens or pages."""
+    buffer = checked.kv.promoted["full"]
+    window = checked.kv.kept["full"]
     length = int(checked.memory.lengths[row])
     reader = LaneReader(checked.kv, "full", row)
-    found = held(checked, row)
+    found = recorded_positions(checked, row)
     per_layer = len(found) // 2
     for lane, positions in enumerate(reader.lane_positions):
         found[lane][~np.isin(found[lane], positions)] = -1
-        newest = positions[(positions >= length - kept.tokens.recent) & (positions >= 0)]
+        newest = positions[(positions >= length - window.tokens.recent) & (positions >= 0)]
         wanted = checked.rng.permutation(np.setdiff1d(newest, found[lane]))
         free = np.flatnonzero(found[lane] < 0)
         chosen = wanted[: min(len(free), int(checked.rng.integers(4)))].astype(np.int64)
         at = np.full(len(chosen), lane), free[: len(chosen)]
-        place.put(row, at, chosen, kept)
+        buffer.put(row, at, chosen, window)
         heads = range(2) if per_layer == 1 else range(lane % 2, lane % 2 + 1)
         for position in chosen.tolist():
-            checked.account.raise_token(row, (0, 2)[lane // per_layer], position, heads)
+            checked.account.promote_token(row, (0, 2)[lane // per_layer], position, heads)
     checked.compare(row)
     (checked.evict_pages if pages else checked.evict_tokens)(row)
 
@@ -63,12 +63,12 @@ def raise_and_evict(checked: Checked, row: int, *, pages: bool = False) -> None:
 @pytest.mark.parametrize("text", FORMATS)
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10_000), pages=st.booleans())
-def test_raised_tokens_are_attended_finer_until_they_leave(text, heads_apart, backend, seed, pages):
-    made = GatheredAttention(CPU) if backend == "gathered" else ReferenceAttention()
+def test_attention_equals_the_account_with_promoted_tokens(text, heads_apart, backend, seed, pages):
+    attention = GatheredAttention(CPU) if backend == "gathered" else ReferenceAttention()
     form = f"{text}+plain=float32"
-    checked = Checked(form, made, seed, evicting=True, heads_apart=heads_apart)
+    checked = CheckedMemory(form, attention, seed, evicting=True, heads_apart=heads_apart)
 
-    play(checked, lambda row: raise_and_evict(checked, row, pages=pages))
+    play(checked, lambda row: promote_and_evict(checked, row, pages=pages))
 
     promoted = [
         token
@@ -76,27 +76,29 @@ def test_raised_tokens_are_attended_finer_until_they_leave(text, heads_apart, ba
         for lane in lanes
         for page in lane.pages
         for token in page
-        if token.finer
+        if token.promoted
     ]
-    records = sum(int(np.count_nonzero(held(checked, row) >= 0)) for row in checked.account.rows)
+    records = sum(
+        int(np.count_nonzero(recorded_positions(checked, row) >= 0)) for row in checked.account.rows
+    )
     assert records >= len(promoted)
 
 
-def test_a_row_that_was_never_evicted_has_no_record():
-    """Pages of records begin clean, whatever lay there before."""
+def test_row_without_evictions_has_no_record():
+    """New pages of records are cleared, with any previous content."""
     text = f"{FORMATS[0]}+plain=float32"
-    checked = Checked(text, GatheredAttention(CPU), evicting=True)
+    checked = CheckedMemory(text, GatheredAttention(CPU), evicting=True)
     row = checked.start()
 
     checked.step({row: 20})
 
-    assert (held(checked, row) == -1).all()
+    assert (recorded_positions(checked, row) == -1).all()
 
 
-def test_a_prefix_is_lent_without_records_and_borrowed_with_blank_ones():
-    """No copy of pages in which nobody has anything yet."""
+def test_cached_prefix_is_shared_without_records():
+    """Pages without records are not copied."""
     text = f"{FORMATS[0]}+plain=float32"
-    checked = Checked(text, GatheredAttention(CPU), evicting=True)
+    checked = CheckedMemory(text, GatheredAttention(CPU), evicting=True)
     row = checked.start()
     checked.step({row: 2 * PAGE})
     free_bytes = checked.memory.free_bytes
@@ -106,14 +108,14 @@ def test_a_prefix_is_lent_without_records_and_borrowed_with_blank_ones():
 
     assert set(statistics.pages) == {"full.kept", f"window_{WINDOW}.kept"}
     assert free_bytes - checked.memory.free_bytes == copied
-    borrower = start_from_references(
+    shared_row = start_from_references(
         checked.memory, [reference_pages(checked.memory, row, 0, 2 * PAGE)], statistics
     )
-    assert (held(checked, borrower) == -1).all()
+    assert (recorded_positions(checked, shared_row) == -1).all()
     checked.memory.check()
 
 
-def test_slots_without_a_record_and_slots_without_a_token_find_none():
+def test_records_of_returns_minus_one_without_record_or_token():
     marks = torch.tensor([[0, 8, 3], [0, 0, 0]], dtype=torch.int32)
     positions = torch.tensor([[2, 7, 0, 999, -1], [2, 7, 0, -50, 1 << 30]])
 
@@ -122,8 +124,8 @@ def test_slots_without_a_record_and_slots_without_a_token_find_none():
     assert found.tolist() == [[2, 1, -1, -1, -1], [-1] * 5]
 
 
-def test_a_stream_without_an_end_costs_no_more_than_its_lane():
-    """A table of all positions there could be would take a terabyte here."""
+def test_records_of_needs_memory_for_the_lane_only():
+    """A table of all possible positions would need a terabyte."""
     furthest = (1 << 31) - 2
     marks = torch.tensor([[0, furthest + 1]], dtype=torch.int32).repeat(64, 1)
     positions = torch.tensor([[0, furthest - 1, furthest]]).repeat(64, 1)

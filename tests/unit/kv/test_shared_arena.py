@@ -1,3 +1,5 @@
+"""Arenas shared by several members: guarantees, bursts and reclaimed slabs."""
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -9,7 +11,7 @@ SLAB = 640
 
 
 class Engines:
-    """Frees one slab at a time, as a preempted request would, of the members that are named."""
+    """Frees one slab of a named member per call, like the preemption of a request."""
 
     def __init__(self, total_bytes, *names):
         self.names = set(names)
@@ -23,8 +25,8 @@ class Engines:
         return True
 
 
-def arena_of(num_slabs=16, gives=(), **guaranteed):
-    arena = Engines(num_slabs * SLAB, *gives).arena
+def arena_of(num_slabs=16, preemptible=(), **guaranteed):
+    arena = Engines(num_slabs * SLAB, *preemptible).arena
     return arena, [arena.join(n, slabs * SLAB, None, [64]) for n, slabs in guaranteed.items()]
 
 
@@ -32,38 +34,38 @@ def take(member, slabs):
     return [member.take_slab() for _ in range(slabs)]
 
 
-def test_what_one_leaves_another_borrows():
+def test_member_can_use_free_slabs_above_its_guarantee():
     arena, (a, b) = arena_of(16, a=8, b=4)
 
     assert a.num_free_slabs == 16
     take(a, 16)
 
     assert a.num_borrowed == 8
-    assert b.num_free_slabs == 4  # its guarantee, whoever holds it now
+    assert b.num_free_slabs == 4  # its guarantee, even while another member holds it
     assert not arena.free
 
 
-def test_an_owner_takes_its_guarantee_back_from_who_borrows_most():
-    arena, (a, b, c) = arena_of(16, gives="ab", a=4, b=4, c=4)
+def test_guarantee_is_reclaimed_from_the_member_furthest_above_its_own():
+    arena, (a, b, c) = arena_of(16, preemptible="ab", a=4, b=4, c=4)
     take(a, 9)
     take(b, 7)
 
     take(c, 4)
 
     assert (len(a.held), len(b.held), len(c.held)) == (6, 6, 4)
-    assert c.num_free_slabs == 0  # all that is left is others'
+    assert c.num_free_slabs == 0  # all other slabs belong to others
     arena.check()
 
 
-def test_what_a_member_that_runs_would_soon_want_back_is_not_lent():
+def test_part_of_a_running_members_guarantee_stays_reserved():
     _, (a, b) = arena_of(16, a=8, b=8)
     take(a, 1)
 
-    assert b.num_free_slabs == 14  # of 15 free ones, an eighth of a's guarantee stays
+    assert b.num_free_slabs == 14  # of 15 free slabs, an eighth of a's guarantee is reserved
     assert a.num_free_slabs == 15
 
 
-def test_a_burst_bounds_what_is_borrowed():
+def test_burst_limits_slabs_above_the_guarantee():
     arena = SharedArena(16 * SLAB, SLAB)
     member = arena.join("a", 4 * SLAB, 2 * SLAB + 1, [64])
 
@@ -73,7 +75,7 @@ def test_a_burst_bounds_what_is_borrowed():
     assert member.total_bytes == 6 * SLAB
 
 
-def test_a_borrower_that_gives_nothing_is_a_bug():
+def test_guarantee_that_cannot_be_reclaimed_raises():
     _, (a, b) = arena_of(4, a=2, b=2)
     take(a, 4)
 
@@ -81,7 +83,7 @@ def test_a_borrower_that_gives_nothing_is_a_bug():
         b.take_slab()
 
 
-def test_guarantees_over_the_arena_are_refused_with_the_numbers():
+def test_guarantees_above_the_arena_size_are_rejected_with_the_sizes():
     arena, _ = arena_of(16, a=8, b=6)
 
     with pytest.raises(ConfigError, match=r"1,920 B, but of 10,240 B only 1,280 B .*a 5,120 B"):
@@ -94,10 +96,10 @@ def test_guarantees_over_the_arena_are_refused_with_the_numbers():
         ("a", SLAB, 64, "two members"),
         ("c", SLAB - 1, 64, "less than one slab of 640 B"),
         ("c", SLAB, 704, "704 B of member 'c' do not fit into slabs of 640 B"),
-        ("c", SLAB, 576, "do not fit"),  # a slab border cuts every one of them
+        ("c", SLAB, 576, "do not fit"),  # a slab border cuts every page
     ],
 )
-def test_a_member_that_cannot_be_is_refused(name, guaranteed, page_bytes, message):
+def test_invalid_member_is_rejected(name, guaranteed, page_bytes, message):
     arena, _ = arena_of(16, a=8)
 
     with pytest.raises(ConfigError, match=message):
@@ -105,7 +107,7 @@ def test_a_member_that_cannot_be_is_refused(name, guaranteed, page_bytes, messag
     assert list(arena.members) == ["a"]
 
 
-def test_an_arena_chooses_slabs_of_a_64th_or_2_mib():
+def test_slab_is_a_64th_of_the_arena_or_2_mib():
     assert SharedArena(64 * 1000).slab_bytes == 960
     assert SharedArena(1 << 30).slab_bytes == 2 << 20
     with pytest.raises(ConfigError, match="holds no slab"):
@@ -114,7 +116,7 @@ def test_an_arena_chooses_slabs_of_a_64th_or_2_mib():
         SharedArena(6400, 100)
 
 
-def test_the_proof_finds_a_slab_that_is_nobodys_or_held_twice():
+def test_check_detects_a_missing_slab_and_a_slab_held_twice():
     arena, (a, b) = arena_of(4, a=2, b=2)
     take(a, 2)
     a.check()
@@ -129,7 +131,7 @@ def test_the_proof_finds_a_slab_that_is_nobodys_or_held_twice():
 
 
 class SharedArenaMachine(RuleBasedStateMachine):
-    """Members take what they may; whoever asks for its guarantee gets it at once."""
+    """Members allocate and free slabs; a member below its guarantee always gets slabs."""
 
     @initialize(
         guaranteed=st.lists(st.integers(1, 6), min_size=1, max_size=4),
@@ -154,7 +156,7 @@ class SharedArenaMachine(RuleBasedStateMachine):
 
         for other in self.members:
             lost = before[other.name] - len(other.held)
-            if other is not member and lost:  # only what was borrowed is taken back
+            if other is not member and lost:  # only slabs above the guarantee are reclaimed
                 assert len(other.held) >= other.num_slabs
 
     @rule(number=st.integers(0, 3), slabs=st.integers(0, 8))
@@ -164,7 +166,7 @@ class SharedArenaMachine(RuleBasedStateMachine):
             member.give_slab(slab)
 
     @invariant()
-    def nothing_is_lost_and_guarantees_hold(self):
+    def check_slabs_and_guarantees(self):
         self.arena.check()
         for member, burst in zip(self.members, self.bursts, strict=False):
             held = len(member.held)

@@ -1,3 +1,5 @@
+"""Shared pages: forks, copy on write and cached references."""
+
 import numpy as np
 import pytest
 
@@ -22,7 +24,7 @@ SUMS = LaneGroup(name="sums", page_class=SUMS_CLASS, layers=(0,), private=True)
 MORE_SUMS = LaneGroup(name="more sums", page_class=SUMS_CLASS, layers=(0,), private=True)
 
 
-def test_a_fork_shares_every_page_and_copies_none():
+def test_fork_shares_every_page_without_copies():
     memory = one_group(num_lanes=2)
     row = started(memory, 10)
 
@@ -33,7 +35,7 @@ def test_a_fork_shares_every_page_and_copies_none():
     assert memory.row_bytes(child) == memory.peak_bytes[child] == 6 * 128
 
 
-def test_copy_before_write_copies_one_page_only():
+def test_copy_on_write_copies_one_page_only():
     memory = one_group()
     row = started(memory, 10)
     child = fork(memory, row)
@@ -45,11 +47,11 @@ def test_copy_before_write_copies_one_page_only():
     assert keys(memory, child)[:10] == keys(memory, row) == list(range(10))
     grow(memory, child, 1)
     grow(memory, row, 2)
-    assert memory.store.copied_pages == 1  # each last page has one owner now
+    assert memory.store.copied_pages == 1  # each last page is private now
     memory.check()
 
 
-def test_nothing_is_copied_where_a_fork_ends_at_a_page_border():
+def test_fork_at_a_page_border_needs_no_copy():
     memory = one_group()
     row = started(memory, 8)
     child = fork(memory, row)
@@ -61,7 +63,7 @@ def test_nothing_is_copied_where_a_fork_ends_at_a_page_border():
     assert used_pages(memory) == 4
 
 
-def test_a_row_that_does_not_grow_copies_nothing():
+def test_row_without_new_tokens_copies_no_page():
     memory = one_group()
     row = started(memory, 10)
     child = fork(memory, row)
@@ -72,7 +74,7 @@ def test_a_row_that_does_not_grow_copies_nothing():
     assert keys(memory, row) == list(range(10))
 
 
-def test_a_parent_and_its_fork_growing_in_one_step_do_not_write_into_each_other():
+def test_parent_and_fork_growing_in_one_step_write_separate_pages():
     memory = one_group()
     row = started(memory, 10)
     child = fork(memory, row)
@@ -86,7 +88,7 @@ def test_a_parent_and_its_fork_growing_in_one_step_do_not_write_into_each_other(
     memory.check()
 
 
-def test_the_last_holder_of_a_shared_page_keeps_it():
+def test_last_writer_of_a_shared_page_keeps_it():
     memory = one_group(total_bytes=4 * 128)  # four pages
     row = started(memory, 10)
     child = fork(memory, row)
@@ -98,7 +100,7 @@ def test_the_last_holder_of_a_shared_page_keeps_it():
     memory.check()
 
 
-def test_nobody_keeps_a_page_that_a_third_one_reads():
+def test_page_shared_with_a_third_row_is_copied_for_both_writers():
     memory = one_group()
     row = started(memory, 10)
     child, reader = fork(memory, row), fork(memory, row)
@@ -112,7 +114,7 @@ def test_nobody_keeps_a_page_that_a_third_one_reads():
     memory.check()
 
 
-def test_growth_that_could_not_copy_the_shared_page_changes_nothing():
+def test_growth_without_pages_for_copy_on_write_changes_nothing():
     memory = one_group(total_bytes=4 * 128)
     row = started(memory, 10)
     child = fork(memory, row)
@@ -126,7 +128,7 @@ def test_growth_that_could_not_copy_the_shared_page_changes_nothing():
     assert keys(memory, row) == keys(memory, child)[:10]
 
 
-def test_a_fork_outlives_its_parent():
+def test_fork_remains_valid_after_its_parent_is_released():
     memory = one_group()
     row = started(memory, 10)
     child = fork(memory, row)
@@ -139,7 +141,7 @@ def test_a_fork_outlives_its_parent():
     assert used_pages(memory) == 0
 
 
-def test_statistics_are_copied_at_a_fork_and_go_their_own_ways():
+def test_fork_copies_statistics():
     memory = with_groups(KV, SUMS)
     row = started(memory, 10, name="sums")
 
@@ -164,7 +166,7 @@ def test_new_statistics_pages_are_zero():
     assert keys(memory, row, name="sums") == [0] * 5
 
 
-def test_a_fork_without_room_for_its_statistics_changes_nothing():
+def test_fork_without_pages_for_its_statistics_changes_nothing():
     memory = with_groups(KV, SUMS, total_bytes=4 * 1024)
     row = started(memory, 40)  # 10 pages of 128 B, 5 of 512 B
     assert memory.arena.num_free_slabs * memory.arena.slab_bytes < 5 * 512
@@ -176,7 +178,7 @@ def test_a_fork_without_room_for_its_statistics_changes_nothing():
     memory.check()
 
 
-def test_a_fork_without_a_free_row_changes_nothing():
+def test_fork_without_a_free_row_changes_nothing():
     memory = one_group(max_rows=1)
     row = started(memory, 10)
 
@@ -186,7 +188,7 @@ def test_a_fork_without_a_free_row_changes_nothing():
     memory.check()
 
 
-def test_a_loan_outlives_its_sequence_and_starts_others():
+def test_cached_reference_remains_valid_after_its_sequence_is_released():
     memory = one_group(num_lanes=2)
     row = started(memory, 10)
     cached_reference = reference_pages(memory, row, 0, 8)
@@ -210,18 +212,18 @@ def test_a_loan_outlives_its_sequence_and_starts_others():
     memory.check()
 
 
-def test_a_borrowed_prefix_begins_with_zero_statistics():
+def test_row_from_a_cached_reference_starts_with_zero_statistics():
     memory = with_groups(KV, SUMS)
     row = started(memory, 12, name="sums")
     cached_reference = reference_pages(memory, row, 0, 12)
 
-    borrower = start_from_references(memory, [cached_reference])
+    child = start_from_references(memory, [cached_reference])
 
-    assert keys(memory, borrower, name="sums") == [0] * 12
+    assert keys(memory, child, name="sums") == [0] * 12
     assert keys(memory, row, name="sums") == list(range(12))
 
 
-def test_room_for_all_statistics_groups_of_one_class_is_checked_before_borrowing():
+def test_pages_for_all_statistics_are_checked_before_a_start_from_references():
     memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
     row = started(memory, 32)
     cached_reference = reference_pages(memory, row, 0, 32)
@@ -239,7 +241,7 @@ def test_room_for_all_statistics_groups_of_one_class_is_checked_before_borrowing
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 12, -4])
-def test_a_loan_is_whole_pages_within_the_sequence(tokens):
+def test_cached_reference_must_be_whole_pages_of_the_sequence(tokens):
     memory = one_group()
     row = started(memory, 10)
 
@@ -249,7 +251,7 @@ def test_a_loan_is_whole_pages_within_the_sequence(tokens):
     assert memory.cached_references == {}
 
 
-def test_a_lane_that_dropped_pages_is_not_lent():
+def test_lane_with_dropped_pages_cannot_be_referenced():
     memory = one_group()
     row = started(memory, 12)
     drop_pages(memory, row, [1])
@@ -258,7 +260,7 @@ def test_a_lane_that_dropped_pages_is_not_lent():
         reference_pages(memory, row, 0, 4)
 
 
-def test_a_lane_whose_window_has_moved_on_is_not_lent():
+def test_lane_with_freed_window_pages_cannot_be_referenced():
     memory = one_group(window=4)
     row = started(memory, 12)
     grow(memory, row, 1)
@@ -267,7 +269,7 @@ def test_a_lane_whose_window_has_moved_on_is_not_lent():
         reference_pages(memory, row, 0, 4)
 
 
-def test_a_loan_is_returned_once_and_not_used_after():
+def test_cached_reference_is_released_once_and_not_used_after():
     memory = one_group()
     row = started(memory, 8)
     cached_reference = reference_pages(memory, row, 0, 4)
@@ -285,7 +287,7 @@ def test_a_loan_is_returned_once_and_not_used_after():
 
 
 @pytest.mark.parametrize("rows", [[0, 0], [1]])
-def test_a_row_closes_once(rows):
+def test_row_is_released_once(rows):
     memory = one_group()
     assert started(memory, 8) == 0
 
@@ -296,7 +298,7 @@ def test_a_row_closes_once(rows):
     memory.check()
 
 
-def test_the_arena_peak_counts_copies_of_forks_and_borrowed_statistics():
+def test_arena_peak_includes_statistics_of_forks_and_shared_prefixes():
     memory = with_groups(KV, SUMS)
     row = started(memory, 12)
     assert memory.arena_peak_bytes == 3 * 128 + 2 * 512
@@ -308,7 +310,7 @@ def test_the_arena_peak_counts_copies_of_forks_and_borrowed_statistics():
     assert memory.arena_peak_bytes == 3 * 128 + 6 * 512
 
 
-def test_an_unaccounted_reference_is_noticed():
+def test_check_detects_an_unaccounted_reference():
     memory = one_group()
     row = started(memory, 8)
     memory.pools[KV.page_class].retain(memory.tables["kv"].row_pages(row))

@@ -1,4 +1,4 @@
-"""Slot maps as sets of numbers, and the proof that they lose nothing."""
+"""Slot moves of compactions, and the check that no retained slot is lost."""
 
 from dataclasses import replace
 
@@ -27,14 +27,14 @@ def counts(numbers):
 
 
 def moved(keep, moves):
-    """What stands in each slot after the moves, by the number of the slot it came from."""
+    """For each slot after the moves, the number of its source slot."""
     lanes = [list(range(keep.shape[1])) for _ in keep]
     for lane, source, target in zip(moves.lane, moves.source, moves.target, strict=True):
         lanes[lane][target] = int(source)
     return [lane[: int(kept)] for lane, kept in zip(lanes, keep.sum(axis=1), strict=True)]
 
 
-def test_moves_are_those_the_module_draws():
+def test_moves_of_both_kinds_for_an_example_mask():
     keep = mask("oxooxoxoox")
 
     assert moved(keep, fill_holes(keep)) == [[0, 7, 2, 3, 8, 5]]
@@ -42,7 +42,7 @@ def test_moves_are_those_the_module_draws():
 
 
 @given(keep=MASKS)
-def test_survivors_come_to_the_front_and_every_map_is_proved(keep):
+def test_moves_retain_exactly_the_mask_in_the_first_slots(keep):
     for move in (fill_holes, close_gaps):
         moves = move(keep)
         prove_one_to_one(keep, moves)
@@ -53,7 +53,7 @@ def test_survivors_come_to_the_front_and_every_map_is_proved(keep):
 
 
 @given(keep=MASKS)
-def test_filling_holes_never_moves_more_than_closing_gaps(keep):
+def test_fill_holes_needs_at_most_the_moves_of_close_gaps(keep):
     assert len(fill_holes(keep)) <= len(close_gaps(keep))
 
 
@@ -77,20 +77,20 @@ SOUND = fill_holes(mask("oxoxo", "ooooo"))  # slot 4 into slot 1
         (SlotMoves(np.array([0, 0]), np.array([4, 2]), np.array([1, 1])), "two slots into one"),
     ],
 )
-def test_a_map_that_would_lose_a_slot_is_noticed(broken, message):
+def test_prove_one_to_one_rejects_moves_that_lose_a_slot(broken, message):
     with pytest.raises(InvariantError, match=message):
         prove_one_to_one(mask("oxoxo", "ooooo"), broken)
 
 
-def test_pages_stay_or_leave_whole():
+def test_retained_pages_of_a_mask_of_whole_pages():
     keep = mask("ooooxxxxoo", "xxxxooooxx")
 
-    stays = retained_pages(keep, counts([10, 10]), 4)
+    retained = retained_pages(keep, counts([10, 10]), 4)
 
-    assert stays.tolist() == [[True, False, True], [False, True, False]]
+    assert retained.tolist() == [[True, False, True], [False, True, False]]
 
 
-def test_the_last_page_of_a_lane_has_the_slots_it_has():
+def test_last_page_of_a_lane_may_be_partly_filled():
     keep = mask("oooooxx", "xxxxooo")
 
     assert retained_pages(keep, counts([5, 7]), 4).tolist() == [[True, True], [False, True]]
@@ -99,6 +99,6 @@ def test_the_last_page_of_a_lane_has_the_slots_it_has():
 
 
 @pytest.mark.parametrize("text", ["xooooooo", "ooxooooo", "ooooooox"])
-def test_a_page_is_not_cut(text):
+def test_mask_that_splits_a_page_is_rejected(text):
     with pytest.raises(ConfigError, match="3 of 4 slots retained"):
         retained_pages(mask(text), counts([8]), 4)

@@ -1,4 +1,4 @@
-"""Statistics equal their definitions, however a prompt is cut and whoever else is in the batch."""
+"""Attention statistics equal their definitions for all chunk lengths and batches."""
 
 import numpy as np
 import pytest
@@ -37,13 +37,13 @@ from unit.kv.remembering import (
 )
 
 KINDS = (AttentionSum, SquareSum, LowAttentionCount)
-LOOKS = (
+SLOT_STATISTICS = (
     *(kind(heads) for kind in KINDS for heads in REDUCTIONS),
     *(kind().each() for kind in KINDS),
 )
 OF_QUERIES = (QueryRing(6), QueryMoments(3), ResidualSimilarity())
-ALL = LOOKS + OF_QUERIES
-CUTS = {  # the prompt of 30 tokens in pieces; 5 more are decoded
+ALL = SLOT_STATISTICS + OF_QUERIES
+CHUNKS = {  # chunk lengths of the prompt of 30 tokens; 5 more are decoded
     "whole": [30],
     "chunks": [11, 2, 9, 8],
     "tokens": [1] * 30,
@@ -58,22 +58,22 @@ def backend(name):
     return choice.backend
 
 
-def pieces(cut):
-    """(start, end) of each step."""
-    ends = np.cumsum([*CUTS[cut], *[1] * (TOKENS - PROMPT)]).tolist()
+def chunk_ranges(chunks):
+    """The (start, end) of each step."""
+    ends = np.cumsum([*CHUNKS[chunks], *[1] * (TOKENS - PROMPT)]).tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def run(kv, row, sequence, cut="whole", math=MATH):
-    for first, end in pieces(cut):
+def run(kv, row, sequence, chunks="whole", math=MATH):
+    for first, end in chunk_ranges(chunks):
         step(kv, {row: (sequence, first, end)}, math)
 
 
-def remembered(kv, row):
+def statistics_of(kv, row):
     return LaneReader(kv, "full", row).statistics
 
 
-def expected_looks(sequence, math=MATH, statistics=LOOKS):
+def expected_statistics(sequence, math=MATH, statistics=SLOT_STATISTICS):
     lanes = accounts(sequence, math)
     for lane in lanes:
         for position in range(TOKENS):
@@ -85,20 +85,22 @@ MATHS = {
     "plain": MATH,
     "softcap and sinks": AttentionMath(0.6, 2.0, torch.linspace(-1, 2, NUM_HEADS)),
 }
-EXPECTED = {name: expected_looks(Sequence(TOKENS), math) for name, math in MATHS.items()}
+EXPECTED = {name: expected_statistics(Sequence(TOKENS), math) for name, math in MATHS.items()}
 
 
 @pytest.mark.parametrize(
     ("math", "heads_apart"), [("plain", False), ("plain", True), ("softcap and sinks", True)]
 )
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", ["gathered", "auto"])
-def test_looks_equal_their_definition_however_a_prompt_is_cut(name, cut, math, heads_apart):
-    kv = make_kv(LOOKS, backend=backend(name), heads_apart=heads_apart)
-    row = start(kv, LOOKS)
-    run(kv, row, Sequence(TOKENS), cut, MATHS[math])
+def test_slot_statistics_equal_their_definition_for_all_chunk_lengths(
+    name, chunks, math, heads_apart
+):
+    kv = make_kv(SLOT_STATISTICS, backend=backend(name), heads_apart=heads_apart)
+    row = start(kv, SLOT_STATISTICS)
+    run(kv, row, Sequence(TOKENS), chunks, MATHS[math])
 
-    found = remembered(kv, row)
+    found = statistics_of(kv, row)
     assert found.keys() == EXPECTED[math].keys()
     for statistic, numbers in EXPECTED[math].items():
         torch.testing.assert_close(
@@ -108,8 +110,8 @@ def test_looks_equal_their_definition_however_a_prompt_is_cut(name, cut, math, h
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])
-def test_sums_of_a_model_in_bfloat16_go_on_growing(name):
-    """Every query looks at the first token alone: 297 looks, where bfloat16 stays at 292."""
+def test_sums_of_a_bfloat16_model_do_not_saturate(name):
+    """Every query attends to the first token only: a sum of 297; bfloat16 would stay at 292."""
     dtype, tokens = torch.bfloat16, 297
     choice = select_backend(name, CPU, dtype=dtype, head_dim=HEAD_DIM, scratch_bytes=1 << 20)
     sums = (AttentionSum(), SquareSum(), AttentionSum("max"))
@@ -122,28 +124,28 @@ def test_sums_of_a_model_in_bfloat16_go_on_growing(name):
     for first, end in [(0, 292), *((token, token + 1) for token in range(292, tokens))]:
         step(kv, {row: (sequence, first, end)})
 
-    for numbers in remembered(kv, row).values():
+    for numbers in statistics_of(kv, row).values():
         torch.testing.assert_close(numbers[:, 0], torch.full((4,), float(tokens)))
 
 
-def test_scratch_of_weights_computed_again_is_bounded(monkeypatch):
-    """Blocks of 100 numbers: one or two queries at a time, and the same statistics."""
+def test_scratch_of_recomputed_weights_is_bounded(monkeypatch):
+    """Blocks of 100 elements: one or two queries each, and equal statistics."""
     monkeypatch.setattr(slot_attention, "BLOCK_NUMBERS", 100)
     largest, weights_dense = [], slot_attention.weights_dense
 
-    def noted(*arguments, **options):
+    def recorded(*arguments, **options):
         weights = weights_dense(*arguments, **options)
         largest.append(weights.numel())
         return weights
 
-    monkeypatch.setattr(slot_attention, "weights_dense", noted)
-    kv = make_kv(LOOKS)
-    row = start(kv, LOOKS)
+    monkeypatch.setattr(slot_attention, "weights_dense", recorded)
+    kv = make_kv(SLOT_STATISTICS)
+    row = start(kv, SLOT_STATISTICS)
     run(kv, row, Sequence(TOKENS))
 
     assert max(largest) <= 100
     for statistic, numbers in EXPECTED["plain"].items():
-        found = remembered(kv, row)[statistic].double()
+        found = statistics_of(kv, row)[statistic].double()
         torch.testing.assert_close(found, numbers, atol=1e-5, rtol=1e-5)
 
 
@@ -151,13 +153,13 @@ def test_scratch_of_weights_computed_again_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cut", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
+    ("chunks", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
 )
-def test_the_ring_holds_the_newest_queries_at_their_place(cut, heads_apart):
+def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, heads_apart):
     kv, sequence, window = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 6
     row = start(kv, OF_QUERIES)
-    run(kv, row, sequence, cut)
-    found = remembered(kv, row)["query_ring.6"]
+    run(kv, row, sequence, chunks)
+    found = statistics_of(kv, row)["query_ring.6"]
 
     assert found.shape == (4, window, GROUP * HEAD_DIM + 1)
     for position in range(TOKENS - window, TOKENS):
@@ -167,40 +169,40 @@ def test_the_ring_holds_the_newest_queries_at_their_place(cut, heads_apart):
         assert record[:, -1].tolist() == [position + 1.0] * 4
 
 
-def test_a_ring_that_is_not_full_says_so():
+def test_query_ring_marks_unused_records_with_zero():
     kv = make_kv(OF_QUERIES)
     row = start(kv, OF_QUERIES)
     step(kv, {row: (Sequence(TOKENS), 0, 4)})
 
-    marks = remembered(kv, row)["query_ring.6"][:, :, -1]
+    marks = statistics_of(kv, row)["query_ring.6"][:, :, -1]
     assert marks.tolist() == [[1, 2, 3, 4, 0, 0]] * 4
 
 
 @pytest.mark.parametrize(
-    ("cut", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
+    ("chunks", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
 )
-def test_moments_are_those_of_all_queries_before_rope(cut, heads_apart):
+def test_query_moments_are_those_of_all_pre_rope_queries(chunks, heads_apart):
     kv, sequence, skip = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 3
     row = start(kv, OF_QUERIES)
-    run(kv, row, sequence, cut)
-    found = remembered(kv, row)["query_moments.3"][:, 0].reshape(4, GROUP, -1)
+    run(kv, row, sequence, chunks)
+    found = statistics_of(kv, row)["query_moments.3"][:, 0].reshape(4, GROUP, -1)
 
     queries = sequence.raw[list(FULL_LAYERS), skip:].double()
     queries = queries.reshape(2, TOKENS - skip, NUM_KV_HEADS, GROUP, HEAD_DIM)
     sums = queries.sum(1).reshape(4, GROUP, -1)
     products = torch.einsum("lthgd,lthge->lhgde", queries, queries).reshape(4, GROUP, -1)
     assert found[:, :, 0].unique().tolist() == [TOKENS - skip]
-    near = {"atol": 1e-4, "rtol": 1e-5}  # what turning back and forth costs in float32
-    torch.testing.assert_close(found[:, :, 1 : 1 + HEAD_DIM].double(), sums, **near)
-    torch.testing.assert_close(found[:, :, 1 + HEAD_DIM :].double(), products, **near)
+    tolerance = {"atol": 1e-4, "rtol": 1e-5}  # float32 error of rotation and its inverse
+    torch.testing.assert_close(found[:, :, 1 : 1 + HEAD_DIM].double(), sums, **tolerance)
+    torch.testing.assert_close(found[:, :, 1 + HEAD_DIM :].double(), products, **tolerance)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_shift_sums_the_cosines_of_all_tokens(cut):
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_residual_similarity_sums_the_cosines_of_all_tokens(chunks):
     kv, sequence = make_kv(OF_QUERIES), Sequence(TOKENS)
     row = start(kv, OF_QUERIES)
-    run(kv, row, sequence, cut)
-    found = remembered(kv, row)["residual_similarity"]
+    run(kv, row, sequence, chunks)
+    found = statistics_of(kv, row)["residual_similarity"]
 
     sums = sequence.cosines[list(FULL_LAYERS)].sum(1).repeat_interleave(2)
     torch.testing.assert_close(found[:, 0, 0], sums, atol=1e-5, rtol=1e-5)
@@ -211,27 +213,32 @@ def test_the_shift_sums_the_cosines_of_all_tokens(cut):
 
 
 @pytest.mark.parametrize(("name", "heads_apart"), [("gathered", False), ("auto", True)])
-def test_companions_change_nothing(name, heads_apart):
-    """Rows that remember all, some and nothing, at different lengths and in mixed steps."""
+def test_statistics_do_not_depend_on_the_rest_of_the_batch(name, heads_apart):
+    """Rows with all, some and no statistics, at different lengths and in mixed steps."""
     kv = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
     wanted = [ALL, (AttentionSum("max"), QueryRing(6)), (), ALL]
     rows = [start(kv, statistics) for statistics in wanted]
-    cuts = [pieces("chunks"), pieces("whole"), pieces("tokens"), pieces("tokens")]
+    cuts = [
+        chunk_ranges("chunks"),
+        chunk_ranges("whole"),
+        chunk_ranges("tokens"),
+        chunk_ranges("tokens"),
+    ]
     while any(cuts):
         due = {
-            row: (Sequence(TOKENS, seed), *cut.pop(0))
-            for seed, (row, cut) in enumerate(zip(rows, cuts, strict=True))
-            if cut
+            row: (Sequence(TOKENS, seed), *chunks.pop(0))
+            for seed, (row, chunks) in enumerate(zip(rows, cuts, strict=True))
+            if chunks
         }
         step(kv, due)
 
-    for seed, (row, statistics, cut) in enumerate(
+    for seed, (row, statistics, chunks) in enumerate(
         zip(rows, wanted, ["chunks", "whole", "tokens", "tokens"], strict=True)
     ):
         alone = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
         other = start(alone, statistics)
-        run(alone, other, Sequence(TOKENS, seed), cut)
-        found, expected = remembered(kv, row), remembered(alone, other)
+        run(alone, other, Sequence(TOKENS, seed), chunks)
+        found, expected = statistics_of(kv, row), statistics_of(alone, other)
         assert found.keys() == expected.keys() == {s.name for s in statistics}
         for statistic in expected:
             torch.testing.assert_close(
@@ -239,8 +246,8 @@ def test_companions_change_nothing(name, heads_apart):
             )
 
 
-class Asked:
-    """A backend that notes for which steps column sums were asked for."""
+class RecordsSumRequests:
+    """A backend that records for which calls column sums were requested."""
 
     def __init__(self):
         self._inner, self.sums = backend("gathered"), []
@@ -254,69 +261,71 @@ class Asked:
 
 
 def requested(statistics, rows, tokens):
-    """For which of the three layers column sums are asked of a step."""
-    watching = Asked()
-    kv = make_kv(statistics, backend=watching)
+    """For each of the three layers, whether a step requests column sums."""
+    recording = RecordsSumRequests()
+    kv = make_kv(statistics, backend=recording)
     step(kv, {start(kv, wanted): (Sequence(TOKENS), 0, tokens) for wanted in rows})
-    return watching.sums
+    return recording.sums
 
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "layers"),
     [
-        ([(), ()], 5, [False, False, False]),  # nobody remembers anything
+        ([(), ()], 5, [False, False, False]),  # no statistics
         ([(), (AttentionSum(),)], 5, [True, False, True]),  # the middle layer has a window
-        ([(AttentionSum("max"),)], 5, [False, False, False]),  # weights are computed again
+        ([(AttentionSum("max"),)], 5, [False, False, False]),  # weights are recomputed
         ([(AttentionSum("max"),)], 1, [True, False, True]),
         ([OF_QUERIES], 5, [False, False, False]),
     ],
 )
-def test_column_sums_are_asked_for_where_somebody_needs_them(rows, tokens, layers):
+def test_column_sums_are_requested_only_for_statistics_that_need_them(rows, tokens, layers):
     assert requested(ALL, rows, tokens) == layers
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])
-def test_the_output_is_the_same_with_and_without_statistics(name):
+def test_attention_output_is_equal_with_and_without_statistics(name):
     outputs = []
     for statistics in ((), ALL):
         kv = make_kv(ALL, backend=backend(name))
         row = start(kv, statistics)
-        outputs.append([step(kv, {row: (Sequence(TOKENS), *cut)}) for cut in pieces("chunks")])
+        outputs.append(
+            [step(kv, {row: (Sequence(TOKENS), *chunks)}) for chunks in chunk_ranges("chunks")]
+        )
 
-    for plain, watched in zip(*outputs, strict=True):
-        assert torch.equal(plain, watched)
+    for plain, with_statistics in zip(*outputs, strict=True):
+        assert torch.equal(plain, with_statistics)
 
 
 def test_scratch_of_column_sums_is_reported():
     """Eight heads of 16 slots (13, rounded up to a cache line) for one row: 6 * 16 * 4 bytes."""
-    kv = make_kv(LOOKS)
+    kv = make_kv(SLOT_STATISTICS)
     assert kv.peak_scratch_bytes == 0
-    step(kv, {start(kv, LOOKS): (Sequence(TOKENS), 0, 13)})
+    step(kv, {start(kv, SLOT_STATISTICS): (Sequence(TOKENS), 0, 13)})
 
     assert kv.peak_scratch_bytes == NUM_HEADS * 16 * 4
 
 
-# ---- lanes that lose tokens, and rows that move --------------------------------------------------
+# ---- evicted tokens, forked and swapped rows -----------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])
-def test_an_evicted_tokens_statistics_are_gone_and_its_slot_begins_anew(name):
+def test_statistics_of_an_evicted_token_are_cleared_before_its_slot_is_reused(name):
     kv, sequence, rng = (
-        make_kv(LOOKS, backend=backend(name), heads_apart=True),
+        make_kv(SLOT_STATISTICS, backend=backend(name), heads_apart=True),
         Sequence(TOKENS),
         np,
     )
-    row, lanes = start(kv, LOOKS), accounts(Sequence(TOKENS))
-    for first, end in pieces("chunks"):
+    row, lanes = start(kv, SLOT_STATISTICS), accounts(Sequence(TOKENS))
+    for first, end in chunk_ranges("chunks"):
         step(kv, {row: (sequence, first, end)})
         for lane in lanes:
             for position in range(first, end):
-                lane.see(position, LOOKS)
+                lane.see(position, SLOT_STATISTICS)
         if end in (13, 22, 30, 33):
-            forget_some(kv, row, lanes, rng.random.default_rng(end))
+            evict_random_tokens(kv, row, lanes, rng.random.default_rng(end))
 
-    found = remembered(kv, row)
-    for statistic in LOOKS:
+    found = statistics_of(kv, row)
+    for statistic in SLOT_STATISTICS:
         by_lane = found[statistic.name].unflatten(0, (len(lanes), -1))
         for got, account in zip(by_lane, lanes, strict=True):
             numbers = account.by_position(statistic).float()
@@ -326,57 +335,57 @@ def test_an_evicted_tokens_statistics_are_gone_and_its_slot_begins_anew(name):
             assert not got[:, held:].any()
 
 
-def forget_some(kv, row, lanes, rng):
-    """Evict three tokens of each lane, each its own."""
+def evict_random_tokens(kv, row, lanes, rng):
+    """Evict three random tokens of each lane."""
     reader = LaneReader(kv, "full", row)
     keep = reader.positions >= 0
     for lane, account in enumerate(lanes):
-        gone = rng.choice(int(keep[lane].sum()), size=3, replace=False)
-        account.forget(reader.positions[lane, gone].tolist())
-        keep[lane, gone] = False
+        evicted = rng.choice(int(keep[lane].sum()), size=3, replace=False)
+        account.forget(reader.positions[lane, evicted].tolist())
+        keep[lane, evicted] = False
     evict(kv, row, reader.unsort(keep))
 
 
-@pytest.mark.parametrize("move", ["fork", "swap"])
-def test_a_row_that_moves_keeps_what_it_remembers(move):
+@pytest.mark.parametrize("how", ["fork", "swap"])
+def test_forked_or_swapped_row_keeps_its_statistics(how):
     kv, sequence = make_kv(ALL), Sequence(TOKENS)
     row = start(kv, ALL)
-    for cut in pieces("chunks")[:3]:
-        step(kv, {row: (sequence, *cut)})
-    if move == "fork":
+    for chunks in chunk_ranges("chunks")[:3]:
+        step(kv, {row: (sequence, *chunks)})
+    if how == "fork":
         child = fork(kv.memory, row)
         kv.memory.release([row])
     else:
         swapped = swap_out(kv.memory, [row])
         kv.store.arena.fill_(0xFF)
         [child] = swap_in(kv.memory, swapped)
-    for cut in pieces("chunks")[3:]:
-        step(kv, {child: (sequence, *cut)})
+    for chunks in chunk_ranges("chunks")[3:]:
+        step(kv, {child: (sequence, *chunks)})
 
     unmoved = make_kv(ALL)
     run(unmoved, other := start(unmoved, ALL), sequence, "chunks")
-    for name, numbers in remembered(unmoved, other).items():
-        assert torch.equal(remembered(kv, child)[name], numbers), name
+    for name, numbers in statistics_of(unmoved, other).items():
+        assert torch.equal(statistics_of(kv, child)[name], numbers), name
 
 
-def test_two_branches_of_a_fork_remember_apart():
+def test_parent_and_fork_have_separate_statistics():
     kv = make_kv((AttentionSum(),))
     row = start(kv, (AttentionSum(),))
     step(kv, {row: (Sequence(TOKENS), 0, 9)})
     child = fork(kv.memory, row)
-    before = remembered(kv, row)["attention_sum.mean"].clone()
+    before = statistics_of(kv, row)["attention_sum.mean"].clone()
     step(kv, {child: (Sequence(TOKENS), 9, 10)})
 
-    assert torch.equal(remembered(kv, row)["attention_sum.mean"], before)
-    assert float(remembered(kv, child)["attention_sum.mean"][0].sum()) == pytest.approx(10)
+    assert torch.equal(statistics_of(kv, row)["attention_sum.mean"], before)
+    assert float(statistics_of(kv, child)["attention_sum.mean"][0].sum()) == pytest.approx(10)
 
 
-def test_layers_with_a_window_have_no_statistics():
+def test_window_layers_have_no_statistics():
     kv = make_kv(ALL)
     row = start(kv, ALL)
     run(kv, row, Sequence(TOKENS), "chunks")
     name = f"window_{WINDOW}"
 
-    assert {place.group.layers for place in kv.statistics["full"]} == {FULL_LAYERS}
+    assert {pages.group.layers for pages in kv.statistics["full"]} == {FULL_LAYERS}
     assert name not in kv.statistics
     assert LaneReader(kv, name, row).statistics == {}

@@ -1,4 +1,4 @@
-"""Rows that remember things: which private groups they use, and how many records those have."""
+"""Rows with statistics: the private groups they use, and the number of records."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def memory(request):
     )
 
 
-def test_a_row_has_pages_of_the_statistics_it_uses_only(memory):
+def test_row_has_pages_of_its_own_statistics_only(memory):
     rows = [started(memory, 6, used) for used in (NAMES, {"kv.sums"}, {"kv.ring"}, ())]
 
     assert [slots(memory, row, "kv") for row in rows] == [[6, 6]] * 4
@@ -57,24 +57,24 @@ def test_a_row_has_pages_of_the_statistics_it_uses_only(memory):
     memory.check()
 
 
-def test_a_row_uses_all_groups_where_nothing_is_said(memory):
+def test_row_uses_all_statistics_by_default(memory):
     assert memory.statistics_of(memory.start()) == NAMES
 
 
-def test_a_name_that_is_not_that_of_statistics_is_refused(memory):
+def test_unknown_statistics_name_is_rejected(memory):
     with pytest.raises(ConfigError, match=r"no statistics \['kv'\]; has \['kv.ring', 'kv.sums'\]"):
         memory.start({"kv"})
 
     assert memory.num_free_rows == 4
 
 
-def test_a_row_that_follows_another_uses_its_own_groups(memory):
+def test_reused_row_number_uses_its_own_statistics(memory):
     memory.release([started(memory, 6, ())])
 
     assert slots(memory, started(memory, 6), "kv.ring") == [3, 3]
 
 
-def test_records_of_fixed_number_come_with_the_first_token_and_never_again(memory):
+def test_fixed_records_are_allocated_with_the_first_token_only(memory):
     row = memory.start()
     grow(memory, row, 0)
     assert slots(memory, row, "kv.ring") == [0, 0]
@@ -86,7 +86,7 @@ def test_records_of_fixed_number_come_with_the_first_token_and_never_again(memor
     memory.check()
 
 
-def test_bytes_of_a_row_are_those_of_the_groups_it_uses():
+def test_bytes_of_a_row_include_only_its_own_statistics():
     memory = with_groups(*GROUPS)
     kv_bytes = 2 * (2 * KV.page_class.page_bytes + WINDOW.page_class.page_bytes)
     sums_bytes, ring_bytes = 4 * SUMS.page_class.page_bytes, 4 * RING.page_class.page_bytes
@@ -98,7 +98,7 @@ def test_bytes_of_a_row_are_those_of_the_groups_it_uses():
     prove_extents(memory, extents_of(memory))
 
 
-def test_new_records_are_zero_and_old_ones_stay(memory):
+def test_new_records_are_zero_and_existing_ones_are_retained(memory):
     memory.release([started(memory, 20)])
 
     row = memory.start()
@@ -113,7 +113,7 @@ def test_new_records_are_zero_and_old_ones_stay(memory):
 
 
 @pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
-def test_a_fork_uses_what_its_parent_uses_and_has_copies_of_it(memory, used):
+def test_fork_copies_the_statistics_of_its_parent(memory, used):
     row = started(memory, 6, used)
 
     child = fork(memory, row)
@@ -130,7 +130,7 @@ def test_a_fork_uses_what_its_parent_uses_and_has_copies_of_it(memory, used):
 
 
 @pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
-def test_statistics_come_back_from_outside_with_their_row(memory, used):
+def test_statistics_are_swapped_with_their_row(memory, used):
     rows = [started(memory, 6, used), started(memory, 9)]
     swapped = swap_out(memory, rows)
     memory.store.poison_free(memory)
@@ -146,7 +146,7 @@ def test_statistics_come_back_from_outside_with_their_row(memory, used):
 
 
 @pytest.mark.parametrize("used", [NAMES, frozenset()])
-def test_a_row_alone_is_packed_with_its_statistics(memory, used):
+def test_only_row_is_repacked_with_its_statistics(memory, used):
     first, row = started(memory, 20), started(memory, 11, used)
     memory.release([first])
 
@@ -158,7 +158,7 @@ def test_a_row_alone_is_packed_with_its_statistics(memory, used):
     memory.check()
 
 
-def test_a_row_is_cut_with_its_statistics(memory):
+def test_row_is_truncated_with_its_statistics(memory):
     row = started(memory, 8)
 
     memory.truncate(row, 5)
@@ -170,7 +170,7 @@ def test_a_row_is_cut_with_its_statistics(memory):
     memory.check()
 
 
-def test_records_that_do_not_fit_are_no_growth():
+def test_growth_fails_if_its_statistics_do_not_fit():
     memory = with_groups(*GROUPS, total_bytes=4 * 1024)
     rows = [memory.start(), memory.start(())]
     tokens = next(n for n in range(100) if not can_grow(memory, rows[0], n))
@@ -186,7 +186,7 @@ def can_grow(memory, row, tokens):
     return memory.can_grow(np.array([row]), np.array([tokens], dtype=np.int32))
 
 
-def test_room_is_that_of_sequences_with_all_statistics(memory):
+def test_sequences_that_fit_are_counted_with_all_statistics(memory):
     fits = sequences_that_fit(memory, 5)
     assert fits == 4
 
@@ -197,11 +197,11 @@ def test_room_is_that_of_sequences_with_all_statistics(memory):
     assert waste.live_bytes + waste.hidden_bytes == sum(size * count for size, count in held)
 
 
-# ---- loans ---------------------------------------------------------------------------------------
+# ---- cached references ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}])
-def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
+def test_row_from_references_starts_with_copies_of_referenced_statistics(used):
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8, used)
     cached_reference, statistics = (
@@ -212,19 +212,19 @@ def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
     memory.release([row])
     memory.store.poison_free(memory)
 
-    borrower = start_from_references(memory, [cached_reference], statistics)
+    child = start_from_references(memory, [cached_reference], statistics)
 
-    assert memory.statistics_of(borrower) == NAMES
+    assert memory.statistics_of(child) == NAMES
     for name, count in (("kv.sums", 8), ("kv.ring", 3)):
         zeros = [0] * count
-        assert keys(memory, borrower, name=name) == (expected(count) if name in used else zeros)
+        assert keys(memory, child, name=name) == (expected(count) if name in used else zeros)
     release_reference(memory, statistics)
-    grow(memory, borrower, 3)
+    grow(memory, child, 3)
     memory.check()
 
 
 @pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
-def test_a_borrower_uses_its_own_groups_whatever_is_lent(used):
+def test_row_from_references_uses_only_its_own_statistics(used):
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8)
     cached_reference, statistics = (
@@ -233,23 +233,23 @@ def test_a_borrower_uses_its_own_groups_whatever_is_lent(used):
     )
     pages = used_pages(memory)
 
-    borrower = start_from_references(memory, [cached_reference], statistics, used=used)
+    child = start_from_references(memory, [cached_reference], statistics, used=used)
 
-    assert memory.statistics_of(borrower) == used
+    assert memory.statistics_of(child) == used
     for name in used:
-        assert keys(memory, borrower, 1, name=name) == expected(8 if name == "kv.sums" else 3, 1)
+        assert keys(memory, child, 1, name=name) == expected(8 if name == "kv.sums" else 3, 1)
     assert used_pages(memory) - pages == 4 * len(used)
-    grow(memory, borrower, 3)
+    grow(memory, child, 3)
     memory.check()
 
 
-def test_a_row_without_statistics_lends_none():
+def test_row_without_statistics_has_none_to_reference():
     memory = with_groups(*GROUPS[:3])
 
     assert reference_statistics(memory, started(memory, 8, ())) is None
 
 
-def test_statistics_of_another_length_are_no_beginning():
+def test_statistics_of_another_length_than_the_prefix_are_rejected():
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8)
     cached_reference, statistics = (
@@ -272,7 +272,7 @@ def ordered_memory():
     return with_groups(kv, SUMS, RING)
 
 
-def test_a_row_without_statistics_can_be_split_where_its_pages_end():
+def test_row_without_statistics_can_be_split_at_a_page_border():
     memory = ordered_memory()
     row, other = started(memory, 10, ()), started(memory, 10)
     assert (split_border(memory, row), split_border(memory, other)) == (4, 0)
@@ -286,7 +286,7 @@ def test_a_row_without_statistics_can_be_split_where_its_pages_end():
     memory.check()
 
 
-def test_a_tail_is_not_put_behind_a_head_with_statistics():
+def test_tail_is_not_appended_to_a_head_with_statistics():
     memory = ordered_memory()
     swapped = swap_out(memory, [started(memory, 10, ())], keep_from=4)
     row = started(memory, 4)
@@ -295,7 +295,7 @@ def test_a_tail_is_not_put_behind_a_head_with_statistics():
         append_tail(memory, row, swapped)
 
 
-# ---- proof ---------------------------------------------------------------------------------------
+# ---- check ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_a_tail_is_not_put_behind_a_head_with_statistics():
         ("kv.ring", 1, "expected 3 records"),
     ],
 )
-def test_records_that_are_not_there_are_noticed(name, change, message):
+def test_check_detects_wrong_record_counts(name, change, message):
     memory = with_groups(*GROUPS)
     row = started(memory, 6)
     memory.tables[name].num_slots[row, 1] += change
@@ -314,7 +314,7 @@ def test_records_that_are_not_there_are_noticed(name, change, message):
         memory.check()
 
 
-def test_records_of_a_row_that_uses_none_are_noticed():
+def test_check_detects_records_of_a_row_without_statistics():
     memory = with_groups(*GROUPS)
     row = started(memory, 6)
     memory.tables["kv.ring"].active[row] = False

@@ -1,4 +1,4 @@
-"""Attention over pages: every backend equals the reference, whatever the lanes look like."""
+"""Attention over pages: every backend equals the reference for all kinds of lanes."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def make_layout(page_tokens: int, dtype: str) -> CacheLayout:
-    """Full layers, a window layer, and a layer whose heads have pages of their own."""
+    """Two full layers, a window layer, and a layer with one-head pages."""
     numbers = codec_spec(dtype)
 
     def pages(heads: int, *, positions: bool) -> PageClass:
@@ -58,7 +58,7 @@ def make_layout(page_tokens: int, dtype: str) -> CacheLayout:
 def make_kv(page_tokens: int, backend, dtype: str = "float32") -> PagedKV:
     layout = make_layout(page_tokens, dtype)
     kv = allocate_kv(layout, layout.smallest_sequence_bytes * 200, 8, device=CPU, backend=backend)
-    kv.store.arena.fill_(0xFF)  # NaN in every float type: a free slot that is read shows
+    kv.store.arena.fill_(0xFF)  # NaN in every float type: detects reads of free slots
     return kv
 
 
@@ -89,12 +89,12 @@ def evict_some(kvs: list[PagedKV], row: int, rng: np.random.Generator) -> None:
         keep = rng.random((len(slots), int(slots.max(initial=0)))) < 0.7
         keep[:, :1] = True
         if name == "full":
-            keep[:] = keep[0]  # the full group keeps equal counts, the ragged one need not
+            keep[:] = keep[0]  # equal counts in the full group
         for kv in kvs:
             commit_compaction(kv.memory, plan_compaction(kv.memory, name, row, keep))
 
 
-@pytest.mark.parametrize("name", ["gathered", "auto"])  # auto: native where it was built
+@pytest.mark.parametrize("name", ["gathered", "auto"])  # auto: native if it was built
 @given(
     seed=st.integers(0, 10_000),
     page_tokens=st.sampled_from([1, 3, 16]),
@@ -143,7 +143,7 @@ def test_half_precision_pages_stay_near_the_float32_reference(dtype):
         torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
 
 
-def test_the_reference_gives_each_slot_its_share_of_every_query():
+def test_column_sums_of_the_reference_are_the_attention_per_slot():
     """Column sums: softmax rows sum to one, so the sums over slots count the queries.
 
     Two slots, two queries, equal products: query 0 sees slot 0 only (weight 1), query 1 sees both
@@ -181,7 +181,7 @@ def test_scratch_is_bounded_and_reported():
 
 
 def test_scratch_counts_whole_pages_of_short_rows():
-    """Eight rows of 2 slots in pages of 16: what is gathered is 8 pages of 2 KiB, not 2 KiB."""
+    """Eight rows of 2 slots in pages of 16: 8 pages of 2 KiB are gathered, not 2 KiB."""
     backend = GatheredAttention(CPU, scratch_bytes=8_192)
     kv = make_kv(16, backend)
     rows = [kv.memory.start() for _ in range(8)]

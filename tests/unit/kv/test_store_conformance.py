@@ -1,4 +1,4 @@
-"""Every registered store keeps the same promises: a new one is tested by being registered."""
+"""Contract tests of all registered stores; a new store is tested once it is registered."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def stored(request):
     return StoredTokens(memory_of(request.param))
 
 
-def test_tokens_stand_where_tables_say_through_long_decoding(stored):
+def test_tokens_match_the_tables_during_long_decoding(stored):
     row = stored.start(3)
 
     for _ in range(MAX_TOKENS // 2):  # windows wrap, runs are outgrown
@@ -39,7 +39,7 @@ def test_tokens_stand_where_tables_say_through_long_decoding(stored):
         stored.check()
 
 
-def test_rows_that_grow_together_do_not_touch_each_other(stored):
+def test_rows_that_grow_together_do_not_overwrite_each_other(stored):
     rows = [stored.start(tokens) for tokens in (1, 7, 20)]
 
     for count in (1, 9, 1, 1, 13):
@@ -47,7 +47,7 @@ def test_rows_that_grow_together_do_not_touch_each_other(stored):
         stored.check()
 
 
-def test_released_rows_leave_nothing_behind(stored):
+def test_released_rows_free_all_their_bytes(stored):
     free_bytes = stored.memory.free_bytes
     for row in [stored.start(tokens) for tokens in (30, 5, 60)]:
         stored.grow({row: 11})
@@ -57,7 +57,7 @@ def test_released_rows_leave_nothing_behind(stored):
     stored.check()
 
 
-def test_a_fork_and_its_origin_go_on_apart(stored):
+def test_fork_and_parent_grow_separately(stored):
     row = stored.start(21)
     child = fork(stored.memory, row)
     stored.rows[child] = stored.copy(row)
@@ -70,7 +70,7 @@ def test_a_fork_and_its_origin_go_on_apart(stored):
     stored.check()
 
 
-def test_a_fork_without_room_changes_nothing(stored):
+def test_fork_without_free_pages_changes_nothing(stored):
     rows = [stored.start(40) for _ in range(stored.memory.num_free_rows - 1)]
     others = np.array(rows[1:])
     counts = np.full(len(others), 4, dtype=np.int32)
@@ -88,7 +88,7 @@ def test_a_fork_without_room_changes_nothing(stored):
     stored.check()
 
 
-def test_a_row_comes_back_from_outside(stored):
+def test_swapped_row_is_restored(stored):
     row, other = stored.start(40), stored.start(6)
     content = stored.copy(row)
     swapped = swap_out(stored.memory, [row])
@@ -103,7 +103,7 @@ def test_a_row_comes_back_from_outside(stored):
     stored.check()
 
 
-def test_a_row_that_does_not_fit_stays_outside(stored):
+def test_swapped_row_that_does_not_fit_stays_swapped(stored):
     row = stored.start(40)
     content = stored.copy(row)
     swapped = swap_out(stored.memory, [row])
@@ -121,7 +121,7 @@ def test_a_row_that_does_not_fit_stays_outside(stored):
     stored.check()
 
 
-def test_a_tail_comes_back_behind_its_head():
+def test_swapped_tail_is_appended_to_its_head():
     for store in STORES:
         stored = StoredTokens(memory_of(store, groups=[FULL]))
         row, head = stored.start(22), 8
@@ -139,7 +139,7 @@ def test_a_tail_comes_back_behind_its_head():
         stored.check()
 
 
-def test_a_row_alone_can_be_packed_and_grow_on(stored):
+def test_only_row_can_be_repacked_and_grow(stored):
     first, row = stored.start(30), stored.start(17)
     stored.release(first)
 
@@ -150,7 +150,7 @@ def test_a_row_alone_can_be_packed_and_grow_on(stored):
     stored.check()
 
 
-def test_a_row_is_cut_and_grows_again(stored):
+def test_truncated_row_grows_again(stored):
     row = stored.start(WINDOW - 2)
 
     stored.truncate(row, 5)
@@ -160,16 +160,16 @@ def test_a_row_is_cut_and_grows_again(stored):
     stored.check()
 
 
-def test_evicted_slots_serve_the_tokens_that_follow(stored):
+def test_evicted_slots_are_reused_for_new_tokens(stored):
     row = stored.start(12)
     for _ in range(4):
-        evict(stored, row, seed=3, share=0.5)
+        evict(stored, row, seed=3, fraction=0.5)
         stored.check()
         stored.grow({row: 6})
         stored.check()
 
 
-def test_a_row_longer_than_the_pool_is_refused_and_nothing_changes(stored):
+def test_growth_beyond_the_pool_raises_and_changes_nothing(stored):
     row = stored.start(4)
 
     with pytest.raises(OutOfPages):
@@ -180,16 +180,16 @@ def test_a_row_longer_than_the_pool_is_refused_and_nothing_changes(stored):
     stored.check()
 
 
-def test_waste_adds_up_and_live_bytes_are_those_of_the_tokens(stored):
+def test_waste_adds_up_and_live_bytes_match_the_tokens(stored):
     rows = [stored.start(tokens) for tokens in (5, 33)]
     stored.grow({rows[1]: 7})
 
     waste = measure_waste(stored.memory)
 
-    seen = {name: tuple(min(n, w or n) for n in (5, 40)) for name, w in windows(stored).items()}
-    seen["ring"] = (5, 5)
+    visible = {name: tuple(min(n, w or n) for n in (5, 40)) for name, w in windows(stored).items()}
+    visible["ring"] = (5, 5)
     expected = sum(
-        table.group.num_lanes * table.group.page_class.slot_bytes * sum(seen[name])
+        table.group.num_lanes * table.group.page_class.slot_bytes * sum(visible[name])
         for name, table in stored.memory.tables.items()
     )
     assert waste.live_bytes == expected
@@ -198,23 +198,23 @@ def test_waste_adds_up_and_live_bytes_are_those_of_the_tokens(stored):
 
 
 def windows(stored):
-    """What a query at the next position sees of the cache: itself is not in it yet."""
+    """Cached tokens that a query at the next position sees; itself is not cached yet."""
     groups = [table.group for table in stored.memory.tables.values()]
     return {group.name: group.window and group.window - 1 for group in groups}
 
 
-def evict(stored, row, seed, share, kind=Kind.FILL_HOLES):
-    """Keep about a share of each lane of the group without order."""
+def evict(stored, row, seed, fraction, kind=Kind.FILL_HOLES):
+    """Retain about a fraction of each lane of the unordered group."""
     table = stored.memory.tables[EVICTING.name]
     slots = table.num_slots[row]
-    keep = np.random.default_rng(seed).random((len(slots), int(slots.max(initial=0)))) < share
+    keep = np.random.default_rng(seed).random((len(slots), int(slots.max(initial=0)))) < fraction
     if kind is Kind.DROP_PAGES:
         keep = keep[:, np.arange(keep.shape[1]) // EVICTING.page_class.tokens]
-    kept = [set(positions(stored, row, lane)[keep[lane, : slots[lane]]]) for lane in (0, 1)]
+    retained = [set(positions(stored, row, lane)[keep[lane, : slots[lane]]]) for lane in (0, 1)]
     plan = plan_compaction(stored.memory, EVICTING.name, row, keep, kind)
     commit_compaction(stored.memory, plan)
     for lane in (0, 1):
-        stored.keep(EVICTING.name, row, lane, kept[lane])
+        stored.keep(EVICTING.name, row, lane, retained[lane])
 
 
 def positions(stored, row, lane):
@@ -225,7 +225,7 @@ def positions(stored, row, lane):
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Whatever happens to rows, tokens stand where tables say, and every byte is accounted for."""
+    """Random operations on rows: tokens match the tables and every byte is accounted for."""
 
     store = "paged"
 
@@ -278,8 +278,8 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             self.stored.truncate(row, length)
         except ConfigError:
-            lost = length + 1 - WINDOW > 0 or self.memory.placement.drops_pages
-            assert lost or self.has_evicted(row)
+            needs_freed_pages = length + 1 - WINDOW > 0 or self.memory.placement.drops_pages
+            assert needs_freed_pages or self.has_evicted(row)
 
     def has_evicted(self, row):
         slots = self.memory.tables[EVICTING.name].num_slots[row]
@@ -296,12 +296,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.stored.rows[child] = self.stored.copy(row)
 
     @precondition(lambda self: self.stored.rows)
-    @rule(seed=SEEDS, share=st.sampled_from([0.0, 0.3, 0.7]), kind=st.sampled_from(Kind))
-    def evict(self, seed, share, kind):
+    @rule(seed=SEEDS, fraction=st.sampled_from([0.0, 0.3, 0.7]), kind=st.sampled_from(Kind))
+    def evict(self, seed, fraction, kind):
         try:
-            evict(self.stored, self.pick(seed), seed, share, kind)
+            evict(self.stored, self.pick(seed), seed, fraction, kind)
         except OutOfPages:
-            assert self.memory.placement.shares  # no room for the copies of shared pages
+            assert self.memory.placement.shares  # no free pages for copies of shared pages
 
     @precondition(lambda self: self.stored.rows)
     @rule(seeds=st.lists(SEEDS, min_size=1, max_size=2))
@@ -330,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         repack(self.memory, *self.stored.rows)
 
     @invariant()
-    def everything_is_there(self):
+    def check_tokens_and_waste(self):
         self.stored.check()
         waste = measure_waste(self.memory)
         kinds = (waste.live_bytes, waste.hidden_bytes, waste.empty_bytes, waste.reserved_bytes)
@@ -342,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def machine_of(store):
-    """A share of the profile's examples each."""
+    """The state machine of one store, with a fraction of the profile's examples."""
     case = type(f"{store.title()}Machine", (StoreMachine,), {"store": store}).TestCase
     case.settings = settings(max_examples=max(8, settings().max_examples // 8))
     return case

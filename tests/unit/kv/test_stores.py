@@ -1,4 +1,4 @@
-"""What each store promises beyond the suite of all stores."""
+"""Behaviour of single stores beyond the contract of all stores."""
 
 import numpy as np
 import pytest
@@ -30,8 +30,8 @@ from unit.kv.stored_tokens import (
     EVICTING,
     FULL,
     LAYOUT,
-    LOOKS,
     RING,
+    SLOT_SUMS,
     WINDOWED,
     StoredTokens,
     memory_of,
@@ -43,17 +43,17 @@ NO_LIMIT = 1 << 40
 
 
 def traffic(memory):
-    """Counts what pools give and take from here on."""
+    """Count the pages that pools allocate and release from now on."""
     counts = {"allocated": 0, "released": 0}
     for pool in memory.pools.values():
 
-        def allocate(num_pages, *, plain=pool.allocate):
+        def allocate(num_pages, *, original=pool.allocate):
             counts["allocated"] += num_pages
-            return plain(num_pages)
+            return original(num_pages)
 
-        def release(pages, *, plain=pool.release):
+        def release(pages, *, original=pool.release):
             counts["released"] += len(pages)
-            plain(pages)
+            original(pages)
 
         pool.allocate, pool.release = allocate, release
     return counts
@@ -62,7 +62,7 @@ def traffic(memory):
 # ---- ring --------------------------------------------------------------------------------------
 
 
-def test_a_ring_that_has_gone_round_takes_and_returns_no_page():
+def test_full_ring_allocates_and_frees_no_page():
     memory = memory_of("ring", groups=[WINDOWED])
     row = memory.start()
     grow(memory, row, 14)
@@ -81,7 +81,7 @@ def test_a_ring_that_has_gone_round_takes_and_returns_no_page():
     assert len(own) == ring_pages(WINDOWED) * WINDOWED.num_lanes
 
 
-def test_positions_go_on_where_a_page_has_wrapped():
+def test_positions_continue_after_a_ring_page_is_reused():
     memory = memory_of("ring", groups=[WINDOWED])
     row = memory.start()
     grow(memory, row, 14)
@@ -95,7 +95,7 @@ def test_positions_go_on_where_a_page_has_wrapped():
     assert table.slot_positions(row, 0).tolist() == list(range(8, 19))
 
 
-def test_a_long_chunk_takes_more_than_the_ring_and_gives_it_back():
+def test_long_chunk_uses_more_pages_than_the_ring_and_frees_them():
     memory = memory_of("ring", groups=[WINDOWED])
     row = memory.start()
 
@@ -107,7 +107,7 @@ def test_a_long_chunk_takes_more_than_the_ring_and_gives_it_back():
     memory.check()
 
 
-def test_a_page_that_a_fork_still_reads_does_not_go_round():
+def test_ring_page_shared_with_a_fork_is_not_reused():
     stored = StoredTokens(memory_of("ring", groups=[WINDOWED]))
     row = stored.start(14)
     child = fork(stored.memory, row)
@@ -122,7 +122,7 @@ def test_a_page_that_a_fork_still_reads_does_not_go_round():
 # ---- runs --------------------------------------------------------------------------------------
 
 
-def test_a_maximum_run_lies_still_and_is_reserved_from_the_first_token_on():
+def test_maximum_run_is_reserved_with_the_first_token():
     memory = memory_of("contiguous_max", groups=[FULL], max_tokens=40)
     row = memory.start()
     grow(memory, row, 1)
@@ -139,7 +139,7 @@ def test_a_maximum_run_lies_still_and_is_reserved_from_the_first_token_on():
         grow(memory, row, 1)
 
 
-def test_a_doubling_run_counts_its_copies():
+def test_growing_run_doubles_and_counts_its_copies():
     memory = memory_of("contiguous_growing", groups=[FULL])
     row = memory.start()
 
@@ -154,7 +154,7 @@ def test_a_doubling_run_counts_its_copies():
     assert memory.arena_peak_bytes == 24 * FULL.num_lanes * PAGE.page_bytes  # while it is copied
 
 
-def test_released_runs_leave_gaps_that_longer_ones_do_not_fit():
+def test_released_runs_leave_gaps_too_small_for_longer_runs():
     memory = memory_of(
         "contiguous_growing", groups=[FULL], total_bytes=64 * 128, max_rows=9, max_tokens=128
     )
@@ -168,11 +168,13 @@ def test_released_runs_leave_gaps_that_longer_ones_do_not_fit():
     assert waste.largest_free_bytes == 8 * 128
     assert waste.external_fragmentation == 0.75
     assert sequences_that_fit(memory, 16) == 4
-    assert sequences_that_fit(memory, 17) == 2  # runs of 8: one in each gap, two a sequence
-    assert sequences_that_fit(memory, 33) == 0  # runs of 16: nowhere, with 32 pages free
+    assert sequences_that_fit(memory, 17) == 2  # runs of 8: one per gap, two per sequence
+    assert (
+        sequences_that_fit(memory, 33) == 0
+    )  # runs of 16: no gap fits, although 32 pages are free
 
 
-def test_paged_has_no_gaps_where_runs_have():
+def test_paged_store_has_no_external_fragmentation():
     memory = memory_of("paged", groups=[FULL], total_bytes=64 * 128, max_rows=9)
     rows = [memory.start() for _ in range(8)]
     for row in rows:
@@ -184,7 +186,7 @@ def test_paged_has_no_gaps_where_runs_have():
     assert sequences_that_fit(memory, 64) == 1
 
 
-def test_waste_by_hand():
+def test_waste_of_each_store_equals_values_by_hand():
     kinds = {}
     for store in STORES:
         memory = memory_of(store, groups=[WINDOWED], max_tokens=64)
@@ -212,7 +214,7 @@ def test_waste_by_hand():
     }
 
 
-def test_shared_pages_count_once():
+def test_waste_counts_shared_pages_once():
     stored = StoredTokens(memory_of("paged", groups=[FULL]))
     row = stored.start(16)
     alone = measure_waste(stored.memory)
@@ -223,7 +225,7 @@ def test_shared_pages_count_once():
 
 
 @pytest.mark.parametrize("store", RUNS)
-def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
+def test_pages_of_a_run_are_neither_shared_nor_dropped(store):
     memory = memory_of(store, groups=[FULL])
     row = memory.start()
     grow(memory, row, 12)
@@ -239,14 +241,14 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
 
 
 @pytest.mark.parametrize("other", [PREFIX_CACHE, LOSSY_CODEC])
-def test_keys_before_rope_are_neither_shared_nor_coded(other):
+def test_pre_rope_keys_are_neither_shared_nor_quantized(other):
     refuse_unsound("paged", {PRE_ROPE: True, other: False})
     with pytest.raises(UnsoundCombination, match=r"keys .*before RoPE.*'sinks'"):
         refuse_unsound("paged", {PRE_ROPE: True, other: True, NO_WINDOW: True})
 
 
 @pytest.mark.parametrize(("codec", "lossy"), [("bfloat16", False), ("int8", True)])
-def test_a_layout_says_whether_its_keys_are_before_rope_and_in_codes(codec, lossy):
+def test_features_of_a_layout_include_pre_rope_keys_and_lossy_codec(codec, lossy):
     numbers = codec_spec(codec)
     page = PageClass(key=numbers, value=numbers, head_dim=8, heads=1, tokens=4, rotated=False)
     layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
@@ -255,7 +257,7 @@ def test_a_layout_says_whether_its_keys_are_before_rope_and_in_codes(codec, loss
     assert (features[PRE_ROPE], features[LOSSY_CODEC]) == (True, lossy)
 
 
-def test_every_refusal_names_a_store_and_gives_a_reason_and_a_way_out():
+def test_every_refusal_has_a_store_a_reason_and_an_alternative():
     assert {store for store, _ in UNSOUND} <= set(STORES)
     assert all(
         why.reason and why.instead for why in (*UNSOUND.values(), *UNSOUND_TOGETHER.values())
@@ -265,7 +267,7 @@ def test_every_refusal_names_a_store_and_gives_a_reason_and_a_way_out():
 @pytest.mark.parametrize("store", STORES)
 @settings(max_examples=20)
 @given(prompt=st.integers(1, 60), steps=st.integers(0, 30), chunk=st.integers(1, 20))
-def test_a_lane_never_holds_more_than_its_announced_peak(store, prompt, steps, chunk):
+def test_lane_never_exceeds_its_peak_pages(store, prompt, steps, chunk):
     memory = memory_of(store)
     row, left = memory.start(), prompt
     while left:
@@ -287,7 +289,7 @@ def test_a_lane_never_holds_more_than_its_announced_peak(store, prompt, steps, c
 # ---- the pool of runs --------------------------------------------------------------------------
 
 
-def plain_first_fit(free, lengths):
+def reference_first_fit(free, lengths):
     """First fit, page by page."""
     free, starts = list(free), []
     for length in lengths:
@@ -303,7 +305,7 @@ def plain_first_fit(free, lengths):
     used=st.lists(st.booleans(), min_size=24, max_size=24),
     lengths=st.lists(st.integers(1, 9), max_size=6),
 )
-def test_runs_are_found_first_fit(used, lengths):
+def test_runs_are_allocated_first_fit(used, lengths):
     arena = Arena(24 * 128, [128], whole_pages=True)
     pool = RunPool(arena, PAGE)
     taken = np.flatnonzero(used).astype(np.int32)
@@ -311,12 +313,12 @@ def test_runs_are_found_first_fit(used, lengths):
 
     found = pool.find(np.array(lengths, dtype=np.int64))
 
-    expected = plain_first_fit([not page for page in used], lengths)
+    expected = reference_first_fit([not page for page in used], lengths)
     assert (None if found is None else found.tolist()) == expected
     pool.check()
 
 
-def test_runs_of_two_classes_share_an_arena_by_slabs():
+def test_runs_of_two_page_classes_use_separate_slabs():
     memory = memory_of("contiguous_growing", groups=[FULL, EVICTING], total_bytes=16 * 1024)
     row = memory.start()
     grow(memory, row, 9)
@@ -329,7 +331,7 @@ def test_runs_of_two_classes_share_an_arena_by_slabs():
 
 
 @given(counts=st.lists(st.integers(0, 5), max_size=8))
-def test_spans_are_ranges_one_behind_the_other(counts):
+def test_spans_are_concatenated_ranges(counts):
     starts = np.arange(len(counts)) * 10
     lengths = np.array(counts, dtype=np.int64)
 
@@ -353,9 +355,9 @@ def test_spans_are_ranges_one_behind_the_other(counts):
         (EvictionSpec(cap=20, every=4, when=PRESSURE), 90),
     ],
 )
-def test_the_longest_lane_is_what_the_eviction_lets_it_be(eviction, slots):
+def test_longest_lane_is_limited_by_the_eviction_rule(eviction, slots):
     limits = LaneLimits.of(90, eviction)
 
-    assert limits.most_pages(EVICTING) == limits.most_pages(LOOKS) == slots // 2
+    assert limits.most_pages(EVICTING) == limits.most_pages(SLOT_SUMS) == slots // 2
     assert limits.most_pages(RING) == 3
     assert limits.most_pages(FULL) == limits.most_pages(WINDOWED) == 23

@@ -1,3 +1,5 @@
+"""Swapped sequences: whole, together with shared pages, and as tails; and repacking."""
+
 import numpy as np
 import pytest
 
@@ -22,7 +24,7 @@ from unit.kv.small_memory import (
 )
 
 
-def test_a_sequence_comes_back_byte_for_byte_in_other_pages():
+def test_swapped_sequence_is_restored_byte_for_byte_in_other_pages():
     memory = one_group(num_lanes=2)
     row = started(memory, 10)
     old_pages = memory.tables["kv"].row_pages(row).copy()
@@ -40,7 +42,7 @@ def test_a_sequence_comes_back_byte_for_byte_in_other_pages():
     memory.check()
 
 
-def test_a_swapped_sequence_grows_on_as_if_nothing_had_happened():
+def test_swapped_sequence_grows_after_swap_in():
     memory = one_group(window=8)
     row = started(memory, 21)
     memory.drop_behind_windows(np.array([row]))
@@ -51,7 +53,7 @@ def test_a_swapped_sequence_grows_on_as_if_nothing_had_happened():
     assert memory.tables["kv"].slot_positions(row, 0).tolist() == list(range(12, 23))
 
 
-def test_lanes_of_unequal_counts_come_back_unequal():
+def test_lanes_of_different_counts_are_restored():
     memory = one_group(num_lanes=2, ordered=False)
     row = started(memory, 9)
     keep = np.array([[True] * 9, [False, True] * 4 + [False]])
@@ -64,7 +66,7 @@ def test_lanes_of_unequal_counts_come_back_unequal():
     assert [keys(memory, row, lane) for lane in range(2)] == before
 
 
-def test_statistics_move_with_their_sequence():
+def test_statistics_are_swapped_with_their_sequence():
     sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
     memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
     row = started(memory, 6, name="sums")
@@ -76,7 +78,7 @@ def test_statistics_move_with_their_sequence():
     assert keys(memory, row, name="sums") == list(range(6))
 
 
-def test_swapping_out_leaves_shared_pages_to_the_others():
+def test_swap_out_keeps_shared_pages_for_other_rows():
     memory = one_group()
     row = started(memory, 10)
     child = fork(memory, row)
@@ -92,7 +94,7 @@ def test_swapping_out_leaves_shared_pages_to_the_others():
     memory.check()
 
 
-def test_a_sequence_that_does_not_fit_stays_out_and_changes_nothing():
+def test_swap_in_without_free_pages_changes_nothing():
     memory = one_group(total_bytes=4 * 128)
     swapped = swap_out(memory, [started(memory, 10)])
     blocker = started(memory, 8)
@@ -106,7 +108,7 @@ def test_a_sequence_that_does_not_fit_stays_out_and_changes_nothing():
     assert keys(memory, row) == list(range(10))
 
 
-def test_a_sequence_without_a_free_row_stays_out():
+def test_swap_in_without_a_free_row_raises():
     memory = one_group(max_rows=1)
     swapped = swap_out(memory, [started(memory, 10)])
     started(memory, 1)
@@ -117,7 +119,7 @@ def test_a_sequence_without_a_free_row_stays_out():
     assert used_pages(memory) == 1
 
 
-def test_peaks_are_remembered_across_a_swap():
+def test_peak_bytes_are_kept_across_a_swap():
     memory = one_group()
     row = started(memory, 20)
     memory.truncate(row, 4)
@@ -128,7 +130,7 @@ def test_peaks_are_remembered_across_a_swap():
     assert memory.peak_bytes[row] == 5 * 128
 
 
-def test_bookkeeping_alone_swaps_without_bytes():
+def test_memory_without_bytes_can_swap():
     memory = KVMemory(one_group().layout, 64 * 1024, 2)
     row = memory.start()
     grow(memory, row, 10)
@@ -140,8 +142,8 @@ def test_bookkeeping_alone_swaps_without_bytes():
     memory.check()
 
 
-def test_sequences_that_share_pages_go_once_and_share_them_again():
-    """10 tokens are 3 pages; two forks add a copy of the last page each: 2 shared, 3 own."""
+def test_shared_pages_are_swapped_once_and_shared_again():
+    """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
     memory = one_group()
     row = started(memory, 10)
     family = [row, fork(memory, row), fork(memory, row)]
@@ -161,8 +163,8 @@ def test_sequences_that_share_pages_go_once_and_share_them_again():
     memory.check()
 
 
-def test_a_tail_goes_alone_and_is_put_behind_its_head():
-    """Of 22 tokens in pages of 4 the last 10 go: 3 pages; the head of 12 is computed again."""
+def test_tail_is_swapped_and_appended_to_its_head():
+    """The last 10 of 22 tokens are swapped, 3 pages of 4; the head of 12 is recomputed."""
     memory = one_group(num_lanes=2)
     row = started(memory, 22)
 
@@ -180,7 +182,7 @@ def test_a_tail_goes_alone_and_is_put_behind_its_head():
     memory.check()
 
 
-def test_a_tail_that_does_not_fit_or_does_not_follow_changes_nothing():
+def test_append_tail_that_does_not_fit_or_match_changes_nothing():
     memory = one_group(total_bytes=6 * 128)
     swapped = swap_out(memory, [started(memory, 20)], keep_from=8)
     row = started(memory, 4)
@@ -207,7 +209,7 @@ def write_after(memory, row, tokens):
 
 
 @pytest.mark.parametrize("keep_from", [0, 3, 20, 24])
-def test_a_tail_begins_on_a_border_of_pages_inside_the_sequence(keep_from):
+def test_split_must_be_at_a_page_border_inside_the_sequence(keep_from):
     memory = one_group()
     row = started(memory, 20)
 
@@ -215,7 +217,7 @@ def test_a_tail_begins_on_a_border_of_pages_inside_the_sequence(keep_from):
     assert can_split(memory, row, 16)
 
 
-def test_borders_of_a_split_are_those_of_every_group():
+def test_split_border_is_common_to_all_groups():
     """Pages of 4 and of 6 tokens have a common border every 12."""
     groups = [LaneGroup(name=f"{n}", page_class=plain_class(tokens=n), layers=(n,)) for n in (4, 6)]
     memory = with_groups(*groups)
@@ -227,7 +229,7 @@ def test_borders_of_a_split_are_those_of_every_group():
     assert [n for n in range(13) if can_split(memory, long, n)] == [12]
 
 
-def test_lanes_that_have_lost_something_are_not_split():
+def test_lanes_with_evicted_or_private_pages_cannot_be_split():
     ragged = one_group(ordered=False)
     window = one_group(window=4)
     sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
@@ -245,7 +247,7 @@ def test_lanes_that_have_lost_something_are_not_split():
         assert memory.live_rows.tolist() == [row]
 
 
-def test_only_one_sequence_is_split_at_a_time():
+def test_split_of_several_sequences_is_rejected():
     memory = one_group()
     rows = [started(memory, 12), started(memory, 12)]
 
@@ -253,7 +255,7 @@ def test_only_one_sequence_is_split_at_a_time():
         swap_out(memory, rows, keep_from=8)
 
 
-def test_rows_that_are_not_open_stay_where_they_are_and_nothing_is_held():
+def test_swap_out_of_duplicate_rows_is_rejected_without_changes():
     memory, pool = one_group(), HostPool(1024)
     row = started(memory, 4)
 
@@ -264,7 +266,7 @@ def test_rows_that_are_not_open_stay_where_they_are_and_nothing_is_held():
     assert keys(memory, row) == list(range(4))
 
 
-def test_repacked_pages_of_an_only_owner_move_and_shared_ones_stay():
+def test_repack_moves_private_pages_and_keeps_shared_ones():
     memory = one_group(total_bytes=32 * 128)
     gap, row = started(memory, 12), started(memory, 10)
     child = fork(memory, row)
@@ -282,7 +284,7 @@ def test_repacked_pages_of_an_only_owner_move_and_shared_ones_stay():
     memory.check()
 
 
-def test_pages_that_two_sequences_share_move_with_both():
+def test_repack_of_both_rows_moves_their_shared_pages():
     memory = one_group(total_bytes=32 * 128)
     gap, row = started(memory, 12), started(memory, 10)
     child = fork(memory, row)

@@ -1,3 +1,5 @@
+"""Page tables: growth, tracked changes, dropped pages, windows and truncation."""
+
 import numpy as np
 import pytest
 
@@ -7,14 +9,14 @@ from quire.kv.tables import INITIAL_PAGES_PER_LANE, NO_PAGE, LaneTable
 from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import drop_pages, grow, one_group, plain_class, started, used_pages
 
-GROUP = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))  # 4 tokens a page
+GROUP = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))  # 4 tokens per page
 
 
 def counts(*rows):
     return np.array(rows, dtype=np.int32)
 
 
-def test_pages_lie_behind_the_lanes_in_row_major_order():
+def test_pages_are_appended_to_lanes_in_row_major_order():
     table = LaneTable(GROUP, 3)
     table.append(np.array([2]), counts([1, 1]), np.array([40, 41], dtype=np.int32))
 
@@ -27,7 +29,7 @@ def test_pages_lie_behind_the_lanes_in_row_major_order():
     assert table.pages[entries].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_wide_table_grows_and_its_version_with_it():
+def test_growth_of_a_table_increments_its_version():
     memory = one_group(num_lanes=2)
     row, other = started(memory, 5), started(memory, 3)
     table = memory.tables["kv"]
@@ -44,7 +46,7 @@ def test_a_wide_table_grows_and_its_version_with_it():
     memory.check()
 
 
-def test_a_table_grows_straight_to_what_a_long_prompt_needs():
+def test_table_grows_once_for_a_long_prompt():
     memory = one_group()
 
     started(memory, 4 * 100)
@@ -53,15 +55,15 @@ def test_a_table_grows_straight_to_what_a_long_prompt_needs():
     assert memory.tables["kv"].version == 1
 
 
-def test_drained_changes_name_exactly_the_changed_entries():
+def test_drained_changes_are_exactly_the_changed_entries():
     memory = one_group(num_lanes=2)
     table = memory.tables["kv"]
-    row, mirror = memory.start(), table.pages.copy()
+    row, previous = memory.start(), table.pages.copy()
 
     def changed_by(act):
         act()
-        different = np.flatnonzero(table.pages != mirror)
-        mirror[...] = table.pages
+        different = np.flatnonzero(table.pages != previous)
+        previous[...] = table.pages
         assert table.drain_changes().tolist() == different.tolist()
         return len(different)
 
@@ -74,7 +76,7 @@ def test_drained_changes_name_exactly_the_changed_entries():
     assert changed_by(lambda: memory.release([row])) == 2
 
 
-def test_changes_before_a_table_moved_are_forgotten_as_it_is_copied_whole():
+def test_changes_from_before_a_growth_are_discarded():
     memory = one_group()
     row = started(memory, 4 * INITIAL_PAGES_PER_LANE)
     table = memory.tables["kv"]
@@ -84,7 +86,7 @@ def test_changes_before_a_table_moved_are_forgotten_as_it_is_copied_whole():
     assert table.drain_changes().tolist() == [row * table.capacity + INITIAL_PAGES_PER_LANE]
 
 
-def test_untracked_tables_keep_no_changes():
+def test_untracked_table_records_no_changes():
     table = LaneTable(GROUP, 1)
 
     table.append(np.array([0]), counts([1, 1]), np.array([0, 1], dtype=np.int32))
@@ -92,7 +94,7 @@ def test_untracked_tables_keep_no_changes():
     assert len(table.drain_changes()) == 0
 
 
-def test_dropped_pages_leave_positions_behind_and_move_no_bytes():
+def test_dropped_pages_leave_position_gaps_and_move_no_bytes():
     memory = one_group()
     row = started(memory, 14)
     table = memory.tables["kv"]
@@ -108,7 +110,7 @@ def test_dropped_pages_leave_positions_behind_and_move_no_bytes():
     assert table.slot_positions(row, 0).tolist() == [4, 5, 6, 7, *range(12, 18)]
 
 
-def test_ten_windows_stream_through_constant_memory():
+def test_sliding_window_uses_constant_memory():
     memory = one_group(window=16, num_lanes=2)
     row, pages, first_seen = memory.start(), [], []
 
@@ -125,7 +127,7 @@ def test_ten_windows_stream_through_constant_memory():
     assert memory.lengths[row] == 160
 
 
-def test_a_window_lane_with_a_gap_keeps_the_pages_that_are_still_seen():
+def test_window_lane_with_a_gap_keeps_its_visible_pages():
     memory = one_group(window=8)
     row = started(memory, 16)
     table = memory.tables["kv"]
@@ -136,7 +138,7 @@ def test_a_window_lane_with_a_gap_keeps_the_pages_that_are_still_seen():
     assert table.slot_positions(row, 0).tolist() == [12, 13, 14, 15, 16]
 
 
-def test_a_window_page_somebody_shares_lives_on_for_him():
+def test_window_page_shared_with_a_fork_is_kept_for_the_fork():
     memory = one_group(window=4)
     row = started(memory, 8)
     child = fork(memory, row)
@@ -149,7 +151,7 @@ def test_a_window_page_somebody_shares_lives_on_for_him():
     memory.check()
 
 
-def test_truncation_gives_whole_pages_back():
+def test_truncation_frees_whole_pages():
     memory = one_group()
     row = started(memory, 14)
 
@@ -172,7 +174,7 @@ def test_truncation_into_a_dropped_page_continues_at_the_new_length():
 
 
 @pytest.mark.parametrize("length", [-1, 15])
-def test_truncation_beyond_a_row_is_refused(length):
+def test_truncation_to_an_invalid_length_is_rejected(length):
     memory = one_group()
     row = started(memory, 14)
 
@@ -180,10 +182,10 @@ def test_truncation_beyond_a_row_is_refused(length):
         memory.truncate(row, length)
 
 
-def test_truncation_that_would_look_behind_a_dropped_window_page_is_refused():
+def test_truncation_that_needs_a_freed_window_page_is_rejected():
     memory = one_group(window=8)
     row = started(memory, 16)
-    grow(memory, row, 1)  # position 16 sees from 9 on: pages 0 and 1 went
+    grow(memory, row, 1)  # position 16 sees positions from 9: pages 0 and 1 are freed
 
     memory.truncate(row, 15)
     with pytest.raises(ConfigError, match="dropped positions below 8 that a row of 14 needs"):
@@ -192,7 +194,7 @@ def test_truncation_that_would_look_behind_a_dropped_window_page_is_refused():
     assert memory.lengths[row] == 15
 
 
-def test_a_table_that_names_a_page_too_many_is_noticed():
+def test_check_detects_a_page_without_slots():
     table = LaneTable(GROUP, 1)
     table.append(np.array([0]), counts([1, 2]), np.arange(3, dtype=np.int32))
     table.num_slots[0] = 4

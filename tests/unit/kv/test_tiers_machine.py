@@ -1,7 +1,7 @@
-"""The state machine of the KV memory with a host pool under it, whose copies fail now and then.
+"""The state machine of the KV memory with swap space whose copies sometimes fail.
 
-Sequences go to the host whole, with those they share pages with, or as a tail; some never come
-back. Whatever happens, bytes are those of the model, and a failed copy changes nothing.
+Sequences are swapped whole or together with sequences that share their pages; some are discarded.
+Bytes always equal those of the model, and a failed copy changes nothing.
 """
 
 from hypothesis import strategies as st
@@ -10,21 +10,21 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from quire.errors import HostMemoryFull
 from quire.kv.swap import swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
-from unit.kv.host_side import CopyFailed, HostSide
+from unit.kv.host_side import CopyFailed, HostArray
 from unit.kv.test_memory_machine import LAYOUT, MAX_ROWS, SEEDS, MemoryMachine
 
-CALLS = st.none() | st.integers(0, 8)  # calls of the host that work before one fails
+CALLS = st.none() | st.integers(0, 8)  # number of copies before one fails
 
 
 class TiersMachine(MemoryMachine):
-    # what other machines try is left out, so that more steps go to and from the host
+    # rules of other machines are left out, so that more steps swap
     swap_out = swap_in = repack_the_only_row = start_without_a_free_row = None
-    grow_far_too_much = lend_what_cannot_be_lent = rewrite_statistics = None
+    grow_beyond_the_memory = reference_pages_that_cannot_be_shared = rewrite_statistics = None
 
     @initialize(kib=st.sampled_from([24, 40, 96]), host_kib=st.sampled_from([8, 32, 128]))
     def open_memory(self, kib, host_kib):
         MemoryMachine.open_memory(self, kib)
-        self.host = HostSide(self.store, host_kib * 1024)
+        self.host = HostArray(self.store, host_kib * 1024)
         self.pool = HostPool(host_kib * 1024, self.host)
         self.pooled = []
 
@@ -67,14 +67,14 @@ class TiersMachine(MemoryMachine):
         swapped.discard()
 
     def try_copy(self, act, fail_after):
-        """Act with a fault; where it strikes, or the pool is full, nothing has changed."""
-        before, spaces = self.everything(), self.pool.spaces
+        """Call `act` with a fault; if it fails or the pool is full, check that nothing changed."""
+        before, spaces = self.snapshot(), self.pool.spaces
         self.host.fail_after = fail_after
         try:
             return act()
         except (CopyFailed, HostMemoryFull):
-            after = self.everything()
-            del before["bytes"], after["bytes"]  # pages that are free may have been written
+            after = self.snapshot()
+            del before["bytes"], after["bytes"]  # free pages may have been written
             assert after == before
             assert self.pool.spaces == spaces
             return None
@@ -82,7 +82,7 @@ class TiersMachine(MemoryMachine):
             self.host.fail_after = None
 
     @invariant()
-    def the_host_adds_up(self):
+    def check_host(self):
         self.pool.check()
         assert self.pool.used_bytes == sum(swapped.num_bytes for swapped, _ in self.pooled)
         self.host.poison_free(self.pool)

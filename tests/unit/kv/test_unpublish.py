@@ -1,4 +1,4 @@
-"""Cached blocks whose pages a compaction will write: copied while there is room, else taken."""
+"""Cached blocks whose pages a compaction writes: copied if pages are free, else evicted."""
 
 import numpy as np
 import pytest
@@ -7,19 +7,20 @@ from quire.errors import OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.prefix import PrefixIndex
 from unit.kv.small_memory import keys, mask, one_group, used_pages
-from unit.kv.test_prefix import EVERYBODY, TOKENS, Listener, read
+from unit.kv.test_prefix import DEFAULT_IDENTITY, TOKENS, Listener, prefill
 
 PAGE_BYTES = 192
 
 
 def cached_row(pages, tokens=12):
-    """A row whose tokens are cached, used by nobody else, in a memory of so many pages."""
+    """A row with cached tokens that no other row uses, in a memory of `pages` pages."""
     memory = one_group(ordered=False, total_bytes=pages * PAGE_BYTES)
-    index = PrefixIndex(memory, Listener())
-    row, lease = read(index, TOKENS[:tokens])
+    listener = Listener()
+    index = PrefixIndex(memory, listener)
+    row, lease = prefill(index, TOKENS[:tokens])
     index.release(lease)
     assert index.num_idle == tokens // 4
-    return index, row
+    return index, row, listener
 
 
 def compact(index, row, text, kind=Kind.FILL_HOLES):
@@ -29,18 +30,18 @@ def compact(index, row, text, kind=Kind.FILL_HOLES):
     return plan
 
 
-def test_while_there_is_room_pages_are_copied_and_stay_cached():
-    index, row = cached_row(pages=4)
+def test_cached_pages_are_copied_and_stay_cached_if_pages_are_free():
+    index, row, _ = cached_row(pages=4)
 
     plan = compact(index, row, "oooooxooooox")
 
     assert sum(plan.needed_pages.values()) == 1
-    assert index.match(EVERYBODY, TOKENS).tokens == 12
+    assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 12
     assert keys(index.memory, row) == [0, 1, 2, 3, 4, 10, 6, 7, 8, 9]
 
 
-def test_without_room_pages_only_the_cache_holds_are_written_in_place():
-    index, row = cached_row(pages=3)
+def test_pages_shared_with_the_cache_only_are_written_in_place_if_memory_is_full():
+    index, row, _ = cached_row(pages=3)
     table = index.memory.tables["kv"]
     page = int(table.pages[row, 0, 1])
 
@@ -53,18 +54,18 @@ def test_without_room_pages_only_the_cache_holds_are_written_in_place():
     assert used_pages(index.memory) == 3
 
 
-def test_what_follows_a_block_goes_with_it_and_what_precedes_it_stays():
-    index, row = cached_row(pages=3)
+def test_blocks_after_an_evicted_block_are_evicted_too():
+    index, row, listener = cached_row(pages=3)
 
     compact(index, row, "oooooxooooox")
 
-    assert index.match(EVERYBODY, TOKENS).tokens == 4
-    assert len(index) == len(index._listener.known) == 1
+    assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 4
+    assert len(index) == len(listener.known) == 1
 
 
-def test_blocks_that_somebody_uses_are_not_taken():
-    index, row = cached_row(pages=3)
-    lease = index.match(EVERYBODY, TOKENS)
+def test_blocks_in_use_are_not_evicted():
+    index, row, _ = cached_row(pages=3)
+    lease = index.match(DEFAULT_IDENTITY, TOKENS)
 
     with pytest.raises(OutOfPages, match="1 private pages"):
         compact(index, row, "oooooxooooox")
@@ -75,9 +76,9 @@ def test_blocks_that_somebody_uses_are_not_taken():
     compact(index, row, "oooooxooooox")
 
 
-def test_a_block_can_be_published_again_where_one_was_taken():
-    index, row = cached_row(pages=6)
-    other, lease = read(index, TOKENS[:14])
+def test_evicted_block_can_be_published_again():
+    index, row, _ = cached_row(pages=6)
+    other, lease = prefill(index, TOKENS[:14])
     index.memory.release([other])
     index.release(lease)
     [pool] = index.memory.pools.values()
@@ -88,15 +89,15 @@ def test_a_block_can_be_published_again_where_one_was_taken():
     assert len(index) == 0
     index.memory.release([row])
 
-    row, lease = read(index, TOKENS[:12])
+    row, lease = prefill(index, TOKENS[:12])
 
     assert lease.tokens == 12
     assert keys(index.memory, row) == list(range(12))
     index.memory.check()
 
 
-def test_the_answer_says_which_pages_are_the_rows_alone_now():
-    index, row = cached_row(pages=3)
+def test_unpublish_returns_which_pages_are_private_now():
+    index, row, _ = cached_row(pages=3)
     memory = index.memory
     [page_class] = memory.layout.page_classes
     pages = memory.tables["kv"].pages[row, 0, :3].copy()

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import select
 import stat
 import threading
 import time
@@ -268,15 +269,16 @@ def pipe(tmp_path):
     return Pipe(tmp_path / "events")
 
 
-def long_chunk(number):
-    return KVEvent("chunk", 0.0, "a" * 3000, "red", {}, number)
+def long_chunk(number, *, id_bytes=3000):
+    """An event whose line fills most of a pipe; lines over `select.PIPE_BUF` are split."""
+    return KVEvent("chunk", 0.0, "a" * id_bytes, "red", {}, number)
 
 
 def test_partly_written_line_of_a_pipe_continues_where_it_ended(pipe, caplog, monkeypatch):
     """A pipe cannot be truncated; no write waits for the reader."""
     file = EventFile(pipe.path)
     for number in range(1, 6):
-        file(long_chunk(number))
+        file(long_chunk(number, id_bytes=2 * select.PIPE_BUF))
     for _ in range(8):
         pipe.take(1000)  # from the middle of a line to the middle of another
         file(chunk(100))
