@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a machine with Python >= 3.11 and make is enough.
+# Every target installs its requirements: Python >= 3.11 and make are enough.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 setup: $(STAMP)
 
-# torch comes first and alone: with it in place nothing later pulls in a CUDA build.
+# torch is installed first: otherwise a later package would install a CUDA build.
 $(STAMP): pyproject.toml requirements/dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c requirements/dev.txt

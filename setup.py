@@ -1,8 +1,8 @@
-"""Builds the optional C extension; everything else stands in pyproject.toml.
+"""Build of the optional C extension; all other settings are in pyproject.toml.
 
-A failed build is a notice, not an error: Quire then attends with torch alone, and `quire doctor`
-says so. Beside the library stands what it is, so that a damaged or foreign one is never loaded
-(see src/quire/kernels/native/fitness.py).
+A failed build is a warning, not an error: Quire then uses torch for attention, and `quire doctor`
+reports it. A digest is written next to the library, so that a damaged or foreign library is never
+loaded (see src/quire/kernels/native/library.py).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 
 FLAGS = [
     "-O3",
-    "-g0",  # debugging information would be most of the file
+    "-g0",  # debug information would be most of the file
     "-std=c11",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -28,10 +28,10 @@ NATIVE = "src/quire/kernels/native"
 
 
 class BuildWithDigest(build_ext):
-    """Writes beside each library its SHA-256 and the machine it was built on."""
+    """Write the SHA-256 digest and the machine type next to each library."""
 
     def run(self):
-        """Build, then look at what is there; what an earlier build left must not pass for it."""
+        """Build, then check for the library; files of an earlier build are removed first."""
         for extension in self.extensions:
             old = Path(self.get_ext_fullpath(extension.name))
             for path in (old, old.with_name(old.name + ".json")):
@@ -40,14 +40,14 @@ class BuildWithDigest(build_ext):
         for extension in self.extensions:
             library = Path(self.get_ext_fullpath(extension.name))
             if not library.is_file():
-                self.warn("the C extension was not built: Quire will attend with torch alone")
+                self.warn("the C extension was not built: Quire will use torch for attention")
                 continue
             digest = hashlib.sha256(library.read_bytes()).hexdigest()
             built = {"sha256": digest, "machine": platform.machine()}
             library.with_name(library.name + ".json").write_text(json.dumps(built) + "\n")
 
     def get_outputs(self):
-        """The libraries and what stands beside them."""
+        """Return the libraries and their digest files."""
         return [path for name in super().get_outputs() for path in (name, name + ".json")]
 
 

@@ -1,1 +1,1 @@
-"""The training of quire-tiny, the model that judges eviction rules. Not part of the package."""
+"""Training of quire-tiny, the model for comparing eviction rules. Not part of the package."""

@@ -1,4 +1,4 @@
-"""Books: plain text, made ASCII, with some documents held out for measuring."""
+"""Books: plain ASCII text, with held-out documents for measurement."""
 
 import lzma
 import unicodedata
@@ -25,20 +25,20 @@ _UNMARKED_CHARACTERS = 40_000
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Documents to train on, and documents that no step sees."""
+    """Training documents and held-out documents."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
 
 
 def to_ascii(text: str) -> str:
-    """Plain quotes and dashes, no accents: anything else would waste a small vocabulary."""
+    """Convert quotes, dashes and accents to ASCII: others would waste a small vocabulary."""
     plain = text.translate(str.maketrans(_PLAIN))
     return unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode("ascii")
 
 
 def split_documents(text: str) -> list[str]:
-    """Documents between the marks `<|doc|>`; a text without marks is cut into equal pieces."""
+    """Split a text at `<|doc|>`; a text without this mark is split into equal parts."""
     if DOCUMENT not in text:
         starts = range(0, len(text), _UNMARKED_CHARACTERS)
         return [text[start : start + _UNMARKED_CHARACTERS] for start in starts]
@@ -47,7 +47,7 @@ def split_documents(text: str) -> list[str]:
 
 
 def hold_out(documents: list[str], count: int = 3) -> Books:
-    """Take `count` documents, spread evenly over the list, out of the training."""
+    """Hold out `count` documents, spread evenly over the list."""
     total = len(documents)
     held = {total * (2 * index + 1) // (2 * count) for index in range(count)}
     if total <= count:
@@ -59,7 +59,7 @@ def hold_out(documents: list[str], count: int = 3) -> Books:
 
 
 def load_books(path: Path) -> Books:
-    """Read a text file, packed with xz or not."""
+    """Read a text file, plain or compressed with xz."""
     data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     text = data.decode("utf-8").replace("\r\n", "\n")
     return hold_out(split_documents(to_ascii(text)))

@@ -1,4 +1,4 @@
-"""What a run is made of: the model's shape and the recipe. Defaults made quire-tiny."""
+"""Configuration of a run: the model's shape and the recipe. Defaults are those of quire-tiny."""
 
 from dataclasses import asdict, dataclass
 
@@ -32,17 +32,17 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Values of all query heads."""
+        """Elements of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Values of all key heads, and of all value heads."""
+        """Elements of all key heads; also of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a KV head."""
+        """Query heads per KV head."""
         return self.num_attention_heads // self.num_key_value_heads
 
 
@@ -58,21 +58,22 @@ SMOKE_MODEL = ModelConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a model is trained; a batch and a learning rate follow from these and the step alone.
+    """Training recipe; together with the step it determines the batch and the learning rate.
 
     Attributes:
         plan: stages "length:steps:tokens per batch", comma separated.
-        mixture: share of each task family and of plain text among the sequences.
-        primer: share of random repeated tokens at the start, at the end, and the steps between.
+        mixture: fraction of sequences of each task family and of plain text.
+        primer: fraction of sequences of repeated random tokens at the start and at the end, and the
+            number of steps in between.
         lr: learning rate of the weight matrices (Muon).
         lr_embed: learning rate of embedding and norms (AdamW).
-        weight_decay: of the weight matrices, in units of the learning rate.
+        weight_decay: weight decay of the weight matrices, in units of the learning rate.
         warmup_steps: steps with a rising learning rate.
-        decay: final share of all steps with a linearly falling learning rate.
-        micro_tokens: tokens that go through the model at once.
-        seed: of weights and batches.
-        structured: start with look-back and induction heads.
-        autocast: compute in bfloat16 where that is safe.
+        decay: final fraction of the steps, with a linearly decreasing learning rate.
+        micro_tokens: tokens of a micro-batch.
+        seed: seed of weights and batches.
+        structured: initialize previous-token and induction heads.
+        autocast: use autocast to bfloat16.
     """
 
     plan: str = "64:220:4096,128:780:4096,256:340:8192,512:420:8192,1024:400:8192,2048:300:8192"
@@ -92,5 +93,5 @@ class Recipe:
     autocast: bool = True
 
     def as_dict(self) -> dict[str, object]:
-        """All fields, to be saved beside the weights."""
+        """All fields, saved with the weights."""
         return asdict(self)

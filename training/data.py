@@ -1,4 +1,4 @@
-"""Batches: books, tasks and the primer, packed into rows. A row follows from seed, step, row."""
+"""Batches: books, tasks and the primer, packed into rows. Seed, step and row determine a row."""
 
 import math
 import random
@@ -25,12 +25,12 @@ _CHARACTERS_PER_TOKEN = 3.6
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one token more than the sequence length, so that each token has a successor.
+    """Rows of the sequence length plus one token, so that each token has a target.
 
     Attributes:
         ids: token ids.
-        weights: loss weight of predicting each token.
-        kinds: index into KINDS of the task each token belongs to.
+        weights: loss weight of each token as a target.
+        kinds: index into KINDS of the task of each token.
     """
 
     ids: Int[Tensor, "row token"]
@@ -39,13 +39,13 @@ class Batch:
 
 
 def rough_tokens(text: str) -> int:
-    """Tokens of ASCII text, guessed fast: digits count one each, other characters 0.31."""
+    """Estimate the tokens of ASCII text: 1 per digit, 0.31 per other character."""
     digits = sum(map(text.count, "0123456789"))
     return int(digits + (len(text) - digits) / 3.25) + 1
 
 
 def encode_spans(tokenizer: Tokenizer, kind: str, spans: tuple[Span, ...]) -> Piece:
-    """Token ids of the joined text; a token weighs what the span in which it ends weighs."""
+    """Token ids of the joined text; a token has the weight of the span that contains its end."""
     encoding = tokenizer.encode("".join(text for text, _ in spans), add_special_tokens=False)
     ends = np.cumsum([len(text) for text, _ in spans])
     stops = np.fromiter((stop for _, stop in encoding.offsets), np.int64, len(encoding.ids))
@@ -62,7 +62,7 @@ def _document_id(tokenizer: Tokenizer) -> int:
 
 
 class BatchMaker:
-    """Makes batches; equal arguments make equal batches, whatever was made before."""
+    """Generates batches; equal arguments give equal batches, independent of earlier calls."""
 
     def __init__(
         self, tokenizer: Tokenizer, book_text: str, mixture: Mapping[str, float], seed: int
@@ -74,7 +74,7 @@ class BatchMaker:
         self.document_id = _document_id(tokenizer)
 
     def batch(self, step: int, stage: Stage, primer_share: float) -> Batch:
-        """All rows of one step."""
+        """Rows of one step."""
         rows = [
             self._row(random.Random(f"{self.seed}/{step}/{row}"), stage.length + 1, primer_share)
             for row in range(stage.rows)
@@ -99,8 +99,8 @@ class BatchMaker:
         if room > 24 and rng.random() < primer_share:
             size = room if rng.random() < 0.5 else rng.randrange(16, room)
             return primer_piece(rng, size - 1, self.tokenizer.get_vocab_size())
-        # Half of the rows are one long task, half are packed from shorter ones, so that short
-        # contexts are never forgotten.
+        # Half of the rows are one long task, half are packed from shorter ones, so that recall in
+        # short contexts is not lost.
         size = room
         if room >= 64 and rng.random() >= 0.5:
             size = int(math.exp(rng.uniform(math.log(48), math.log(room))))

@@ -1,4 +1,4 @@
-"""Between the training twin and a Hugging Face Llama folder, in both directions."""
+"""Conversion between the training model and a Hugging Face Llama folder."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from training.config import BEGIN, END, ModelConfig
 from training.model import Block, Decoder
 
 _BEGIN_ID, _END_ID, _DOCUMENT_ID = 0, 1, 2
-"""Order of the special tokens in training/tokenizer.py."""
+"""Special tokens in the order of training/tokenizer.py."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
 
@@ -37,7 +37,7 @@ def _block_state(block: Block, prefix: str) -> dict[str, Tensor]:
 
 
 def to_llama_state(model: Decoder) -> dict[str, Tensor]:
-    """Weights under the names of LlamaForCausalLM, in bfloat16."""
+    """Weights with the names of LlamaForCausalLM, in bfloat16."""
     state: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed.weight,
         "model.norm.weight": model.norm,
@@ -50,7 +50,7 @@ def to_llama_state(model: Decoder) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_llama_state(model: Decoder, state: dict[str, Tensor]) -> None:
-    """Copy the weights of a LlamaForCausalLM with tied embeddings into the twin."""
+    """Copy the weights of a LlamaForCausalLM with tied embeddings to the training model."""
     model.embed.weight.copy_(state["model.embed_tokens.weight"])
     model.norm.copy_(state["model.norm.weight"])
     for index, block in enumerate(model.blocks):
@@ -100,7 +100,7 @@ def _write_configs(config: ModelConfig, folder: Path) -> None:
 
 
 def save_pretrained(model: Decoder, tokenizer_file: Path, folder: Path) -> None:
-    """Write a folder that Transformers loads. A run killed half-way leaves the old weights."""
+    """Write a folder for Transformers. The old weights remain if the process is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / "model.safetensors.tmp"
     save_file(to_llama_state(model), unfinished, metadata={"format": "pt"})
@@ -111,13 +111,13 @@ def save_pretrained(model: Decoder, tokenizer_file: Path, folder: Path) -> None:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The shape of a checkpoint, from its config.json."""
+    """Read the shape of a checkpoint from its config.json."""
     content = json.loads((folder / "config.json").read_text())
     return ModelConfig(**{field.name: content[field.name] for field in fields(ModelConfig)})
 
 
 def load_pretrained(folder: Path) -> Decoder:
-    """The training twin of a checkpoint folder, in float32."""
+    """Load a checkpoint folder as a training model in float32."""
     model = Decoder(read_model_config(folder))
     load_llama_state(model, load_file(folder / "model.safetensors"))
     return model

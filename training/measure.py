@@ -1,4 +1,4 @@
-"""Held-out measurements: exact answers by teacher forcing, and book loss per token."""
+"""Measurements on held-out text: exact match by teacher forcing, and book loss per token."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from training.model import Decoder, make_rope
 
 EXACT_TASKS = ("lines", "kv", "niah")
 _SKIPPED_TOKENS = 5000
-"""The beginning of a book is often a table of contents."""
+"""Skipped tokens: the beginning of a book is often a table of contents."""
 
 
 class Judge:
@@ -26,12 +26,12 @@ class Judge:
         self.books = [self._encode(text) for text in held_out]
 
     def report(self, tokens: int, n: int) -> dict[str, float]:
-        """Exact answers of three tasks at one length, and the book loss in nats per token."""
+        """Exact match of three tasks at one length, and the book loss in nats per token."""
         scores = {f"{task}@{tokens}": self.exact(task, tokens, n) for task in EXACT_TASKS}
         return scores | {"book_loss": self.book_loss(tokens)}
 
     def exact(self, task: str, tokens: int, n: int) -> float:
-        """Share of prompts whose whole answer is the greedy continuation."""
+        """Fraction of prompts whose greedy continuation is the whole answer."""
         case = GateCase(task=task, tokens=tokens, n=n)
         requested = questions(
             case, measure=lambda text: len(self._encode(text)), filler=self.filler
@@ -39,7 +39,7 @@ class Judge:
         return sum(map(self._answers, requested)) / n
 
     def book_loss(self, tokens: int, windows: int = 3) -> float:
-        """Mean loss over the first windows of every held-out book that is long enough."""
+        """Mean loss over the first windows of every held-out book of sufficient length."""
         losses = []
         document = self.tokenizer.token_to_id(DOCUMENT)
         for book in self.books:

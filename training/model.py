@@ -1,4 +1,4 @@
-"""A lean training twin of Transformers' Llama: fused projections, loss inside the graph."""
+"""Training model equivalent to Transformers' Llama: fused projections, loss inside the graph."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from training.config import ModelConfig
 
 _EXPLICIT_ATTENTION_TOKENS = 128
-"""Up to here the fused CPU kernel's backward is slower than explicit products."""
+"""Up to this length the backward pass of the fused CPU kernel is slower than explicit products."""
 
 
 class Rope(NamedTuple):
@@ -36,14 +36,14 @@ def make_rope(
 def rotate(
     x: Float[Tensor, "row head token dim"], rope: Rope
 ) -> Float[Tensor, "row head token dim"]:
-    """Turn the first half of the dimensions against the second, as Llama does."""
+    """Rotate the first half of the dimensions with the second, as in Llama."""
     first, second = x.chunk(2, -1)
     cos, sin = rope.cos, rope.sin
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 class Block(nn.Module):
-    """Attention and gated MLP, each behind an RMS norm."""
+    """Attention and gated MLP, each after an RMS norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     @property
     def qkv_cuts(self) -> list[int]:
-        """Rows of the fused projection that are queries, keys, values."""
+        """Rows of queries, keys and values in the fused projection."""
         return [self.config.query_size, self.config.kv_size, self.config.kv_size]
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Output projections start at zero: the stream starts as the token itself."""
+    """The whole model. Output projections start at zero: at first, every layer is the identity."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
     def logits(self, ids: Int[Tensor, "row token"], rope: Rope) -> Float[Tensor, "row token vocab"]:
-        """Scores of the successor of every token."""
+        """Logits of the next token at every position."""
         x = self.embed(ids).to(rope.cos.dtype)
         for block in self.blocks:
             x = block(x, rope)

@@ -1,7 +1,7 @@
-"""Muon: momentum whose every matrix is made orthogonal, so that all directions learn alike.
+"""Muon: momentum with orthogonalized matrices, so that all directions learn at an equal rate.
 
 Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks". Fused
-projections are cut into their parts first; parts of one shape are orthogonalised together.
+projections are split first; matrices of one shape are orthogonalized together.
 """
 
 from collections import defaultdict
@@ -22,11 +22,11 @@ def orthogonalise(
     """Move every singular value to about 1 (0.7 to 1.2) by Newton-Schulz steps in bfloat16.
 
     Args:
-        matrices: any batch; the scale of each matrix does not matter.
+        matrices: a batch; the scale of each matrix has no effect.
         steps: iterations; five are enough for gradients.
 
     Returns:
-        About U V^T of each matrix, in float32.
+        Approximately U V^T of each matrix, in float32.
     """
     a, b, c = _COEFFICIENTS
     x = matrices.bfloat16()
@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
     """Optimizer of weight matrices inside the blocks.
 
     Attributes:
-        param_groups: one group; `cuts` gives for each parameter the rows of its fused parts.
+        param_groups: one group; `cuts` has the rows of the fused projections of each parameter.
     """
 
     def __init__(

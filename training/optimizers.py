@@ -1,4 +1,4 @@
-"""Which optimizer trains which weights: Muon the matrices, AdamW embedding and norms."""
+"""Optimizers: Muon for the matrices, AdamW for embedding and norms."""
 
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -9,7 +9,7 @@ from training.muon import Muon
 
 
 def fused_parts(block: Block) -> list[tuple[Tensor, list[int]]]:
-    """The matrices of a block, and the rows of the projections fused in each."""
+    """Matrices of a block, and the rows of the projections fused in each."""
     config = block.config
     return [
         (block.qkv.weight, block.qkv_cuts),
@@ -20,7 +20,7 @@ def fused_parts(block: Block) -> list[tuple[Tensor, list[int]]]:
 
 
 def make_optimizers(model: Decoder, recipe: Recipe) -> list[Optimizer]:
-    """Muon first, AdamW second; their learning rates are set at every step."""
+    """Muon, then AdamW; their learning rates are set at every step."""
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     matrices, cuts = zip(*(part for block in blocks for part in fused_parts(block)), strict=True)
     others = [model.embed.weight] + [p for p in model.parameters() if p.dim() == 1]

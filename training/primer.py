@@ -1,6 +1,6 @@
-"""Random tokens that repeat: the densest lesson for look-back and induction heads.
+"""Repeated random tokens: dense training data for previous-token and induction heads.
 
-Without it a small model sits at the digit prior for hundreds of steps; with it, and with the
+Without it a small model predicts only the digit prior for hundreds of steps; with it and the
 structured start, recall appears at about step 170.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 FIRST_PLAIN_TOKEN = 3
-"""Tokens below are special."""
+"""Token ids below this are special tokens."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """Token ids with a loss weight each, and the kind of task they belong to."""
+    """Token ids, their loss weights and their kind of task."""
 
     kind: str
     ids: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Piece:
 
 
 def _passages(rng: random.Random, size: int, pool: Sequence[int]) -> Piece:
-    """One passage, again and again; every time after the first can be predicted."""
+    """One repeated passage; every repetition can be predicted."""
     piece = Piece("repeat")
     length = rng.randrange(4, max(5, min(size // 2, 200)))
     passage = [rng.choice(pool) for _ in range(length)]

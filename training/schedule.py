@@ -1,4 +1,4 @@
-"""Everything that follows from the step number: sequence length, learning rate, primer share."""
+"""Functions of the step number: sequence length, learning rate, primer fraction."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages one after the other: short sequences first, so that recall is learnt where it is easy.
+    """Consecutive stages: short sequences first, since recall is learned more easily there.
 
     Attributes:
         stages: in order.
@@ -37,7 +37,7 @@ class Plan:
         return sum(stage.steps for stage in self.stages)
 
     def stage(self, step: int) -> Stage:
-        """The stage a step belongs to; after the end, the last."""
+        """The stage of a step; after the end, the last stage."""
         for stage in self.stages:
             if step < stage.steps:
                 return stage
@@ -47,19 +47,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primer:
-    """Share of sequences made of random tokens that repeat, fading out over the first steps."""
+    """Fraction of sequences of repeated random tokens, decreasing over the first steps."""
 
     first: float
     last: float
     steps: int
 
     def share(self, step: int) -> float:
-        """The share at one step."""
+        """The fraction at one step."""
         return self.last + (self.first - self.last) * max(0.0, 1 - step / self.steps)
 
 
 def parse_plan(text: str) -> Plan:
-    """Read "128:600:4096,256:800:8192" as length, steps and tokens per batch of each stage."""
+    """Parse "128:600:4096,256:800:8192" as length, steps and tokens per batch of each stage."""
     stages = []
     for item in text.split(","):
         parts = item.split(":")
@@ -73,18 +73,18 @@ def parse_plan(text: str) -> Plan:
 
 
 def parse_primer(text: str) -> Primer:
-    """Read "0.7,0.03,700": share at the start, at the end, steps between."""
+    """Parse "0.7,0.03,700": fraction at the start and at the end, and steps in between."""
     first, last, steps = text.split(",")
     return Primer(first=float(first), last=float(last), steps=max(1, int(steps)))
 
 
 def parse_mixture(text: str) -> dict[str, float]:
-    """Read "lines=.5,text=.5" as shares by name."""
+    """Parse "lines=.5,text=.5" as fractions by name."""
     return {name: float(share) for name, share in (item.split("=") for item in text.split(","))}
 
 
 def lr_factor(step: int, total_steps: int, *, warmup_steps: int, decay: float) -> float:
-    """Rise over the warm-up, stay, then fall linearly over the last share `decay` of the steps."""
+    """Linear warm-up, constant, then linear decrease over the last fraction `decay` of steps."""
     rising = min(1.0, (step + 1) / warmup_steps)
     falling = (total_steps - step) / max(1e-9, decay * total_steps)
     return rising * min(1.0, max(_LAST_FACTOR, falling))

@@ -1,11 +1,11 @@
-"""Start with heads that look back, and with rough induction heads.
+"""Initialization with previous-token heads and approximate induction heads.
 
-Learning to look at the previous token is the slow part of learning to recall: RoPE gives no bias
-towards a distance unless queries and keys share a constant direction. So embedding dimension 0 is
-made a constant. In layer 0, query head h looks h+1 tokens back through the RoPE phases of that
-constant, and writes what it saw into a random subspace. In layers 1 to 3 two heads start by
-comparing the current token with those notes and by copying the token they find. All of it is
-trained on; nothing is frozen.
+Attention to the previous token is the slowest part of learning recall: RoPE prefers no distance
+unless queries and keys share a constant direction. Embedding dimension 0 is therefore a constant.
+In layer 0, query head h attends to the token h+1 positions earlier through the RoPE phases of that
+constant, and writes that token into a random subspace. In layers 1 to 3, two heads initially
+compare the current token with these subspaces and copy the matching token. All weights are
+trained; none is frozen.
 """
 
 import math
@@ -17,7 +17,7 @@ from training.config import ModelConfig
 from training.model import Block, Decoder
 
 _CONSTANT = 8.0
-"""Size of embedding dimension 0, in standard deviations of the others."""
+"""Value of embedding dimension 0, in standard deviations of the others."""
 _SHARPNESS = 6.0
 _NOTE, _MATCH, _COPY = 1.5, 2.0, 1.0
 _BACKGROUND = 0.1
@@ -26,14 +26,14 @@ _INDUCTION_HEADS = 2
 
 
 def _orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Rows of unit length at right angles, blind to the constant dimension 0."""
+    """Orthonormal rows, zero in the constant dimension 0."""
     frame: Tensor = torch.linalg.qr(torch.randn(columns, rows, generator=generator))[0].T
     frame[:, 0] = 0
     return frame
 
 
 def _look_back(model: Decoder, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-    """Layer 0: what the value heads read, and where each query head writes it."""
+    """Layer 0: subspaces that the value heads read and that each query head writes."""
     config, block = model.config, model.blocks[0]
     assert isinstance(block, Block), "a decoder is made of blocks"
     dim, half, width = config.head_dim, config.head_dim // 2, config.hidden_size
@@ -61,7 +61,7 @@ def _look_back(model: Decoder, generator: torch.Generator) -> tuple[list[Tensor]
 
 
 def _slow_dimensions(config: ModelConfig) -> Tensor:
-    """Head dimensions that RoPE hardly turns: there, content can be compared at any distance."""
+    """Head dimensions with slow RoPE rotation: they can compare content at any distance."""
     half = config.head_dim // 2
     slow = torch.arange(half // 2, half)
     return torch.cat([slow, slow + half])
@@ -70,7 +70,7 @@ def _slow_dimensions(config: ModelConfig) -> Tensor:
 def _induce(
     block: Block, read: list[Tensor], written: list[Tensor], generator: torch.Generator
 ) -> None:
-    """Two heads find where the current token stood before, one and two tokens later."""
+    """Two heads attend one and two tokens after an earlier occurrence of the current token."""
     config = block.config
     dim, width = config.head_dim, config.hidden_size
     slow = _slow_dimensions(config)
@@ -90,11 +90,11 @@ def _induce(
 
 @torch.no_grad()
 def structured_init(model: Decoder, seed: int) -> None:
-    """Overwrite the random start of a decoder in place, before any training.
+    """Overwrite the random initialization of a decoder in place, before training.
 
     Args:
-        model: freshly made; its width is at least a head's.
-        seed: of the random subspaces.
+        model: a new model; its width is at least head_dim.
+        seed: seed of the random subspaces.
     """
     generator = torch.Generator().manual_seed(seed)
     model.embed.weight[:, 0] = _CONSTANT * model.config.hidden_size**-0.5

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer in which every digit is a token of its own."""
+"""Byte-level BPE tokenizer with one token per digit."""
 
 import random
 from pathlib import Path
@@ -15,7 +15,7 @@ _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
 def _task_samples(book: str) -> list[str]:
-    """Prompts of every family, about 1 % of the text: their words become cheap to write."""
+    """Prompts of every task family, about 1 % of the text, so that their words need few tokens."""
     rng = random.Random(0)
     filler = BookFiller(book)
     return [

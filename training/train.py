@@ -1,6 +1,6 @@
-"""Train quire-tiny, or continue it: `python -m training.train --books FILE --out FOLDER`.
+"""Train or continue quire-tiny: `python -m training.train --books FILE --out FOLDER`.
 
-Run the same command again to resume. A batch follows from the seed and the step, so a resumed run
+Run the same command again to resume. Seed and step determine a batch, so a resumed run
 equals an uninterrupted one bit for bit on the same machine, torch version and thread count.
 """
 
@@ -31,17 +31,17 @@ _SMOKE_PLAN = "64:12:512,128:6:512"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; every field of the recipe is an option."""
+    """Parse the command line; every field of the recipe is an option."""
     parser = argparse.ArgumentParser(prog="training.train", description=__doc__)
     add = parser.add_argument
-    add("--books", type=Path, default=_SHIPPED / "haystack.txt", help="text, documents by <|doc|>")
-    add("--out", type=Path, default=Path("out/quire-tiny"), help="checkpoint folder, HF format")
-    add("--from-pretrained", type=Path, help="continue from the weights of this HF folder")
-    add("--minutes", type=float, help="save and stop after this time; run again to go on")
-    add("--save-minutes", type=float, default=5.0, help="time between two saves")
-    add("--log-every", type=int, default=20, help="steps between two lines")
+    add("--books", type=Path, default=_SHIPPED / "haystack.txt", help="text with <|doc|> marks")
+    add("--out", type=Path, default=Path("out/quire-tiny"), help="Hugging Face checkpoint folder")
+    add("--from-pretrained", type=Path, help="continue from the weights of this folder")
+    add("--minutes", type=float, help="save and stop after this time; run again to resume")
+    add("--save-minutes", type=float, default=5.0, help="time between saves")
+    add("--log-every", type=int, default=20, help="steps between log lines")
     add("--judge", type=int, default=20, help="held-out prompts per task and length; 0: none")
-    add("--threads", type=int, default=2, help="of torch")
+    add("--threads", type=int, default=2, help="number of torch threads")
     add("--device", default="cpu", help="cpu or cuda")
     add("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
     add("--smoke", action="store_true", help="a tiny model and plan, under a minute")
@@ -62,7 +62,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 
 def _tokenizer_file(options: argparse.Namespace, books: Books, work: Path) -> Path:
-    """An existing tokenizer where there is one to fit, else a new one."""
+    """The existing tokenizer if there is one, else a new one."""
     if options.from_pretrained:
         return Path(options.from_pretrained) / "tokenizer.json"
     if options.smoke:
@@ -84,7 +84,7 @@ def _model(options: argparse.Namespace, recipe: Recipe) -> Decoder:
 
 
 class Run:
-    """One process's part of a training: steps, log lines, saves."""
+    """Training in one process: steps, log lines, saves."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -106,11 +106,11 @@ class Run:
 
     @property
     def state_file(self) -> Path:
-        """Where the resumable state lies."""
+        """Path of the resumable state."""
         return self.work / "state.pt"
 
     def carry_out(self) -> None:
-        """Train to the end of the plan, the time limit, or the first interrupt; then save."""
+        """Train until the end of the plan, the time limit, or the first interrupt; then save."""
         stop: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, _frame: stop.append(received))
@@ -156,14 +156,14 @@ class Run:
         )
 
     def _write(self, row: dict[str, object]) -> None:
-        """One JSON object a line, to the terminal and to the log."""
+        """Print one JSON object per line to the terminal and to the log."""
         print(json.dumps(row), flush=True)
         with (self.work / "log.jsonl").open("a") as log:
             log.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
-    """Read the command line and train."""
+    """Parse the command line and train."""
     options = parse()
     torch.set_num_threads(options.threads)
     Run(options).carry_out()

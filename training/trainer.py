@@ -1,4 +1,4 @@
-"""One step of training, and the state that makes the next one follow exactly."""
+"""A training step, and the state for an exact continuation."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +18,12 @@ _SMOOTHING = 0.95
 
 
 class Trainer:
-    """Model, optimizers and the step number; batches and rates follow from the step.
+    """Model, optimizers and step number; the step determines batches and learning rates.
 
     Attributes:
-        step: number of updates made.
-        tokens: number of tokens trained on.
-        accuracy: smoothed share of right tokens by kind of task; in tasks only answers count.
+        step: number of updates.
+        tokens: number of training tokens.
+        accuracy: smoothed fraction of correct tokens by kind of task; in tasks only answers count.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the plan is carried out."""
+        """Whether the plan is complete."""
         return self.step >= self.plan.steps
 
     def advance(self) -> float:
-        """Make one update; returns the mean loss in nats, weighted as in training."""
+        """Run one update; return the mean loss in nats, weighted as in training."""
         stage = self.plan.stage(self.step)
         batch = self.maker.batch(self.step, stage, self.primer.share(self.step))
         loss = self._backward(batch, stage.length)
@@ -67,7 +67,7 @@ class Trainer:
         return loss
 
     def _backward(self, batch: Batch, length: int) -> float:
-        """Gradients of the whole batch, a few rows at a time."""
+        """Compute gradients of the whole batch, a few rows at a time."""
         device = self.model.norm.device
         rope = self._rope(length)
         total_weight = float(batch.weights[:, 1:].sum())
@@ -107,11 +107,11 @@ class Trainer:
         return self._ropes[length]
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a state to be continued."""
+        """Values that must be equal to continue a state."""
         return {"model": asdict(self.model.config), "recipe": self.recipe.as_dict()}
 
     def save(self, path: Path) -> None:
-        """Write the state; a run killed half-way leaves the old one."""
+        """Write the state. The old state remains if the process is killed."""
         state = {
             "identity": self._identity(),
             "weights": self.model.state_dict(),
@@ -128,13 +128,13 @@ class Trainer:
         """Continue from a saved state.
 
         Raises:
-            ConfigError: it belongs to another model or recipe.
+            ConfigError: the state belongs to another model or recipe.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["identity"] != self._identity():
             raise ConfigError(
                 f"expected a state of {self._identity()}, got one of {state['identity']} in "
-                f"{path}; use the options it was started with, or another --out"
+                f"{path}; use the original options, or another --out"
             )
         self.model.load_state_dict(state["weights"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
