@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
+from quire.layout import codec_names
 from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
@@ -211,6 +213,23 @@ def test_what_a_request_has_computed_itself_is_not_cached_when_it_comes_back(tmp
 
     assert engine.stats().cached_tokens
     assert usages["b"].cached_tokens == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"), [({"summary": "Other words."}, True), ({"group": 16}, False)]
+)
+def test_stored_prefixes_depend_on_the_codec_and_not_on_its_help_text(changed, found, tmp_path):
+    fill("qwen3", tmp_path)
+    codecs = {
+        name: replace(codec, **changed) if name == "float32" else codec
+        for name, codec in codec_names.CODECS.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec_names, "CODECS", codecs)
+        engine = engine_of("qwen3", **on_disk(tmp_path))
+
+    assert bool(engine.stats().tier.found_blocks) == found
     engine.close()
 
 

@@ -30,7 +30,7 @@ from quire.offload.tiers.network import NetworkTier
 from quire.plan.fitting import RateEstimator
 from quire.scheduler.prefix_sharing import SECRET_BYTES
 
-_FORMAT = "quire prefixes 2"
+_FORMAT = "quire prefixes 3"
 _CALL_S = 1e-4
 _SLOW_BYTES_PER_S = 1e8  # assumed if no measurement succeeded
 _PROBE, _PROBE_BYTES = "probe", 2 * BLOCK_BYTES
@@ -153,7 +153,7 @@ def _nature(pool: KVPool, model: LoadedModel) -> str:
         weights = fingerprint_decoder(model.decoder)
     parts = (
         *(_FORMAT, sys.byteorder, weights or secrets.token_hex()),
-        *(pool.stored_as.fingerprint, repr(pool.kv.memory.layout)),
+        *(pool.stored_as.fingerprint, pool.kv.memory.layout.fingerprint),
         *(["batch invariant"] if pool.batch_invariant else []),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

@@ -209,7 +209,7 @@ class _Chosen:
 
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
     buffer = kv.promoted.get(group)
-    return None if buffer is None else Promotion(buffer, kv.kept[group])
+    return None if buffer is None else Promotion(buffer, kv.full_precision[group])
 
 
 def _eviction_of(request: Request) -> Eviction:

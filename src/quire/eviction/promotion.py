@@ -29,11 +29,11 @@ class Promotion:
 
     Attributes:
         promoted: buffer of the records.
-        kept: full-precision buffer that holds tokens until they get a record.
+        full_precision: full-precision buffer that holds tokens until they get a record.
     """
 
     promoted: PromotedBuffer
-    kept: FullPrecisionBuffer
+    full_precision: FullPrecisionBuffer
 
     def choose(
         self,
@@ -58,7 +58,9 @@ class Promotion:
         positions = reader.lane_positions
         record, free = self._records(reader, positions, retained)
         leaving = (
-            retained & (record < 0) & leaving_window(self.kept.tokens, eviction, positions, done)
+            retained
+            & (record < 0)
+            & leaving_window(self.full_precision.tokens, eviction, positions, done)
         )
         quota = [
             self.promoted.tokens.quota(*counts)
@@ -87,7 +89,7 @@ class Promotion:
         first_free = np.argsort(~free, axis=1, kind="stable")
         nth = (np.cumsum(promoted, axis=1) - 1)[lane, slot]
         place = lane + reader.lanes.start, first_free[lane, nth]
-        self.promoted.put(row, place, positions[lane, slot], self.kept)
+        self.promoted.put(row, place, positions[lane, slot], self.full_precision)
 
     def _records(
         self, reader: LaneReader, positions: NDArray[np.int32], retained: NDArray[np.bool_]
@@ -104,20 +106,20 @@ class Promotion:
 
 
 def leaving_window(
-    kept: FullPrecisionTokens, eviction: Eviction, positions: NDArray[np.int32], done: int
+    full: FullPrecisionTokens, eviction: Eviction, positions: NDArray[np.int32], done: int
 ) -> NDArray[np.bool_]:
     """Mark the full-precision tokens that will have left the window at the next eviction.
 
     Sinks never leave it: all queries attend to them in full precision.
 
     Args:
-        kept: full-precision tokens of the lanes.
+        full: full-precision tokens of the lanes.
         eviction: its spec determines when the next eviction happens.
         positions: [lanes, slots] of tokens; -1 for none.
         done: tokens processed.
     """
-    first = done - kept.recent
-    leaves: NDArray[np.bool_] = positions >= max(first, kept.sinks)
+    first = done - full.recent
+    leaves: NDArray[np.bool_] = positions >= max(first, full.sinks)
     if eviction.spec.when != PREFILL_END:
         # a lane that evicts whole pieces may lose more tokens, and then fills up later
         leaves &= positions < first + eviction.spec.every + eviction.piece_tokens - 1

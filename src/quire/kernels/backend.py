@@ -67,8 +67,8 @@ class LayerPages:
         positions: logical positions of all slots of the class, including the step's; None if slots
             are in the order of their positions.
         coded: decodes the pages; None for unquantized pages.
-        kept: tokens that are attended in full precision although their pages hold codes; None if
-            there are none.
+        full_precision: tokens that are attended in full precision although their pages hold
+            codes; None if there are none.
         promoted: tokens that are attended in a finer codec; None if there are none.
     """
 
@@ -80,7 +80,7 @@ class LayerPages:
     num_lanes: int
     positions: Int[Tensor, "page token"] | None = None
     coded: CodedPages | None = None
-    kept: FullPrecisionPages | None = None
+    full_precision: FullPrecisionPages | None = None
     promoted: PromotedPages | None = None
 
     @property

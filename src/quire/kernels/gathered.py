@@ -101,7 +101,7 @@ class GatheredAttention(TorchSlots):
         for chunk in plan.chunks:
             num_pages = -(-int(chunk.slots.max()) // pages.page_tokens)
             most = max(1, self._scratch_bytes // (num_pages * page_bytes))
-            if pages.kept is not None:  # rows may have unequal lengths
+            if pages.full_precision is not None:  # rows may have unequal lengths
                 most = 1
             for first in range(0, len(chunk.rows), most):
                 yield replace(chunk, rows=chunk.rows[first : first + most])
@@ -124,8 +124,8 @@ class GatheredAttention(TorchSlots):
             # free slots may hold NaN, and 0 * NaN is NaN
             key.masked_fill_(bucket.dead, 0)
             value.masked_fill_(bucket.dead, 0)
-        if pages.kept is not None:
-            write_full_precision_in_bucket(pages, pages.kept, bucket, (key, value))
+        if pages.full_precision is not None:
+            write_full_precision_in_bucket(pages, pages.full_precision, bucket, (key, value))
         q, own_math = by_lane[rows, lanes].unsqueeze(2), _math_of(math, pages, lanes)
         attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
         out_by_lane[rows, lanes] = attended.squeeze(2)
@@ -183,7 +183,7 @@ class GatheredAttention(TorchSlots):
             q, own_math = query[:, heads], _math_of(math, pages, lane_index)
             seen = self._chunk_seen(chunk.tokens, slots - first, plan.window)
             exact = None
-            if pages.kept is not None:
+            if pages.full_precision is not None:
                 place = chunk_lane(
                     pages,
                     int(chunk.rows[0]),
@@ -193,7 +193,7 @@ class GatheredAttention(TorchSlots):
                     first=first,
                 )
                 write_promoted_in_chunk(pages, place, (key, value))
-                exact = full_precision_columns(pages.kept, place, seen[0, 0])
+                exact = full_precision_columns(pages.full_precision, place, seen[0, 0])
                 seen = exact.seen
                 key, value = exact.append_to(key, exact.key), exact.append_to(value, exact.value)
             parts.append(attend_dense(q, key, value, math=own_math, seen=seen))

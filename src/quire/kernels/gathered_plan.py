@@ -151,7 +151,7 @@ def group_chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
 
 def write_full_precision_in_bucket(
     pages: LayerPages,
-    kept: FullPrecisionPages,
+    full: FullPrecisionPages,
     bucket: DecodeBucket,
     decoded: tuple[Tensor, Tensor],
 ) -> None:
@@ -159,13 +159,13 @@ def write_full_precision_in_bucket(
 
     Args:
         pages: pages of the layer.
-        kept: full-precision tokens of the layer.
+        full: full-precision tokens of the layer.
         bucket: rows and lanes that are gathered together.
         decoded: their keys and values, modified in place.
     """
     device = decoded[0].device
     first, held = (torch.from_numpy(x).to(device) for x in (bucket.slots, bucket.held))
-    lengths = torch.from_numpy(kept.lengths).to(device)[bucket.rows][:, None]
+    lengths = torch.from_numpy(full.lengths).to(device)[bucket.rows][:, None]
     slots = first + torch.arange(decoded[0].shape[2], device=device)
     if pages.positions is None:
         positions = slots + (lengths - held)
@@ -176,11 +176,11 @@ def write_full_precision_in_bucket(
     if pages.promoted is not None:
         own = pages.promoted.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0]
         write_promoted(pages.promoted, own.long(), positions, decoded, live)
-    wanted = in_full_precision(kept.tokens, positions, slots, lengths - 1, held - 1)
+    wanted = in_full_precision(full.tokens, positions, slots, lengths - 1, held - 1)
     if live is not None:
         wanted = wanted & live
-    page = kept.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0].long()
-    write_full_precision(kept, (bucket.rows, page, bucket.lanes), positions, wanted, decoded)
+    page = full.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0].long()
+    write_full_precision(full, (bucket.rows, page, bucket.lanes), positions, wanted, decoded)
 
 
 def write_promoted_in_chunk(
@@ -213,13 +213,13 @@ def chunk_lane(
         num_tokens: tokens of the chunk.
         first: first gathered slot.
     """
-    assert pages.kept is not None, "only called with full-precision tokens"
+    assert pages.full_precision is not None, "only called with full-precision tokens"
     table_row, table_lane = pages.rows[row], pages.first_lane + lane
     slots = torch.arange(first, held, device=pages.table.device)
     if pages.positions is None:
-        positions = slots + (int(pages.kept.lengths[row]) - held)
+        positions = slots + (int(pages.full_precision.lengths[row]) - held)
     else:
         numbers = pages.table[table_row, table_lane, slots // pages.page_tokens].long()
         positions = pages.positions[numbers, slots % pages.page_tokens].long()
-    page = int(pages.kept.table[table_row, table_lane, 0])
+    page = int(pages.full_precision.table[table_row, table_lane, 0])
     return ChunkLane(row, lane, page, slots, positions, held, num_tokens)

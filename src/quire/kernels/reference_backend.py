@@ -93,7 +93,7 @@ def _attend_lane(
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
     own = slot[len(slot) - len(query) :]
-    if pages.kept is None:
+    if pages.full_precision is None:
         return attend_reference(
             query,
             key,
@@ -108,7 +108,9 @@ def _attend_lane(
         # one query at a time, because the full-precision tokens differ between queries
         seen = slot[: query_slot - first + 1]
         at = numbers[: len(seen)].long(), seen % pages.page_tokens
-        exact = _exact_tokens(pages, pages.kept, (row, lane, slots), len(query) - 1 - i, seen, at)
+        exact = _exact_tokens(
+            pages, pages.full_precision, (row, lane, slots), len(query) - 1 - i, seen, at
+        )
         out[i : i + 1], more = attend_reference(
             query[i : i + 1],
             torch.where(exact.wanted, exact.key, key[: len(seen)]),
@@ -159,7 +161,7 @@ class _Exact:
 
 def _exact_tokens(
     pages: LayerPages,
-    kept: FullPrecisionPages,
+    full: FullPrecisionPages,
     place: tuple[int, int, int],
     behind: int,
     slot: Tensor,
@@ -167,27 +169,31 @@ def _exact_tokens(
 ) -> _Exact:
     """Return the full-precision tokens of the query `behind` tokens before the row's last one."""
     row, lane, slots = place
-    length, start = int(kept.lengths[row]), int(kept.starts[row])
+    length, start = int(full.lengths[row]), int(full.starts[row])
     positions = slot + (length - slots) if pages.positions is None else pages.positions[at].long()
     query_slot, query_position = slots - 1 - behind, length - 1 - behind
     # the row's tokens of this step end with its last token
-    token = start + positions - (length - _num_tokens(kept, row))
+    token = start + positions - (length - _num_tokens(full, row))
     is_fresh = (token >= start)[:, None, None]
-    page = int(kept.table[pages.rows[row], pages.first_lane + lane, 0])
+    page = int(full.table[pages.rows[row], pages.first_lane + lane, 0])
     wanted = in_full_precision(
-        kept.tokens, positions, slot, torch.tensor(query_position), torch.tensor(query_slot)
+        full.tokens,
+        positions,
+        slot,
+        torch.tensor(query_position),
+        torch.tensor(query_slot),
     )
     sides = []
-    for plane, fresh in kept.sides:
-        stored = plane[page, :, record_of(kept.tokens, positions)].transpose(0, 1)
+    for plane, fresh in full.sides:
+        stored = plane[page, :, record_of(full.tokens, positions)].transpose(0, 1)
         heads = slice(lane * stored.shape[1], (lane + 1) * stored.shape[1])
         sides.append(torch.where(is_fresh, fresh[token.clamp_min(0), heads], stored).float())
     return _Exact(wanted[:, None, None], *sides)
 
 
-def _num_tokens(kept: FullPrecisionPages, row: int) -> int:
+def _num_tokens(full: FullPrecisionPages, row: int) -> int:
     """Return the tokens of a row in this step."""
-    ends = [*kept.starts.tolist(), len(kept.fresh[0])]
+    ends = [*full.starts.tolist(), len(full.fresh[0])]
     return int(ends[row + 1] - ends[row])
 
 

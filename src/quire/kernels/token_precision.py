@@ -52,30 +52,30 @@ class FullPrecisionPages:
 
 
 def in_full_precision(
-    kept: FullPrecisionTokens,
+    full: FullPrecisionTokens,
     positions: Int[Tensor, "*shape"],
     slots: Int[Tensor, "*slot_shape"],
     query_positions: Int[Tensor, "*query_shape"],
     query_slots: Int[Tensor, "*query_shape"],
 ) -> Bool[Tensor, "*seen_shape"]:
     """Mark the slots that queries attend to in full precision; shapes are broadcast."""
-    exact = (positions < kept.sinks) | (positions > query_positions - kept.residual)
-    if kept.page_tokens > 1:  # a page is attended as codes once its last slot is used
-        last = torch.div(slots, kept.page_tokens, rounding_mode="floor") + 1
-        exact = exact | (last * kept.page_tokens - 1 > query_slots)
+    exact = (positions < full.sinks) | (positions > query_positions - full.residual)
+    if full.page_tokens > 1:  # a page is attended as codes once its last slot is used
+        last = torch.div(slots, full.page_tokens, rounding_mode="floor") + 1
+        exact = exact | (last * full.page_tokens - 1 > query_slots)
     return exact
 
 
 def record_of(
-    kept: FullPrecisionTokens, positions: Shaped[Tensor, "*shape"]
+    full: FullPrecisionTokens, positions: Shaped[Tensor, "*shape"]
 ) -> Shaped[Tensor, "*shape"]:
     """Return the record of the token at a position; arbitrary for tokens without a record."""
-    newest = kept.sinks + (positions - kept.sinks) % max(1, kept.recent)
-    return torch.where(positions < kept.sinks, positions, newest).clamp(max=kept.records - 1)
+    newest = full.sinks + (positions - full.sinks) % max(1, full.recent)
+    return torch.where(positions < full.sinks, positions, newest).clamp(max=full.records - 1)
 
 
 def write_full_precision(
-    kept: FullPrecisionPages,
+    full: FullPrecisionPages,
     place: tuple[Int[Tensor, " entry"], Int[Tensor, " entry"], Int[Tensor, " entry"]],
     positions: Int[Tensor, "entry slot"],
     wanted: Bool[Tensor, "entry slot"],
@@ -84,7 +84,7 @@ def write_full_precision(
     """Overwrite decoded tokens with full-precision ones.
 
     Args:
-        kept: full-precision tokens of the layer.
+        full: full-precision tokens of the layer.
         place: for each entry its row in the step, its page of full-precision tokens, and its lane
             of the layer.
         positions: positions of slots; a row's newest token belongs to the step.
@@ -94,11 +94,11 @@ def write_full_precision(
     entry, slot = wanted.nonzero(as_tuple=True)
     row, page, lane = (numbers[entry] for numbers in place)
     position = positions[entry, slot]
-    lengths = torch.from_numpy(kept.lengths).to(position.device)[row]
-    starts = torch.from_numpy(kept.starts).to(position.device)[row]
+    lengths = torch.from_numpy(full.lengths).to(position.device)[row]
+    starts = torch.from_numpy(full.starts).to(position.device)[row]
     own = (position == lengths - 1)[:, None, None]
-    record = record_of(kept.tokens, position)
-    for target, (plane, fresh) in zip(decoded, kept.sides, strict=True):
+    record = record_of(full.tokens, position)
+    for target, (plane, fresh) in zip(decoded, full.sides, strict=True):
         stored = plane[page, :, record]
         fresh_by_lane = fresh.reshape(len(fresh), -1, *stored.shape[1:])
         target[entry, :, slot] = torch.where(own, fresh_by_lane[starts, lane], stored).to(
@@ -167,19 +167,19 @@ class FullPrecisionColumns:
 
 
 def full_precision_columns(
-    kept: FullPrecisionPages, place: ChunkLane, seen: Bool[Tensor, "query slot"]
+    full: FullPrecisionPages, place: ChunkLane, seen: Bool[Tensor, "query slot"]
 ) -> FullPrecisionColumns:
     """Build the columns of a chunk.
 
     Args:
-        kept: full-precision tokens of the layer.
+        full: full-precision tokens of the layer.
         place: the lane.
         seen: slots that each query sees.
     """
-    length, count = int(kept.lengths[place.row]), place.num_tokens
+    length, count = int(full.lengths[place.row]), place.num_tokens
     offset = torch.arange(count, device=seen.device)[:, None]
     exact = seen & in_full_precision(
-        kept.tokens,
+        full.tokens,
         place.positions,
         place.slots,
         offset + (length - count),
@@ -188,10 +188,10 @@ def full_precision_columns(
     index = exact.any(dim=0).nonzero()[:, 0]
     position = place.positions[index].long()
     is_fresh = position >= length - count
-    token = (position - (length - count)).clamp_min(0) + int(kept.starts[place.row])
-    record = record_of(kept.tokens, position)
+    token = (position - (length - count)).clamp_min(0) + int(full.starts[place.row])
+    record = record_of(full.tokens, position)
     vectors = []
-    for plane, fresh in kept.sides:
+    for plane, fresh in full.sides:
         stored = plane[place.page, :, record]  # [head, exact, head_dim]
         heads = slice(place.lane * len(stored), (place.lane + 1) * len(stored))
         new = fresh[token, heads].transpose(0, 1)

@@ -49,16 +49,16 @@ def full_precision_buffers(
 ) -> dict[str, FullPrecisionBuffer]:
     """Return the full-precision buffer of each lane group that has one, by the group's name."""
     return {
-        group.kept.of: FullPrecisionBuffer(
-            tokens=group.kept,
+        group.full_precision.of: FullPrecisionBuffer(
+            tokens=group.full_precision,
             views=store.views(group.page_class),
             table=memory.tables[group.name],
             device_table=tables[group.name],
-            coded=store.views(memory.tables[group.kept.of].group.page_class),
-            coded_table=memory.tables[group.kept.of],
+            coded=store.views(memory.tables[group.full_precision.of].group.page_class),
+            coded_table=memory.tables[group.full_precision.of],
         )
         for group in memory.layout.groups
-        if group.kept is not None
+        if group.full_precision is not None
     }
 
 

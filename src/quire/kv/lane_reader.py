@@ -200,7 +200,7 @@ class LaneReader:
 
     @property
     def _kept(self) -> FullPrecisionBuffer | None:
-        return self._kv.kept.get(self._group.name)
+        return self._kv.full_precision.get(self._group.name)
 
     @property
     def promoted(self) -> PromotedBuffer | None:

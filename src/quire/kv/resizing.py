@@ -144,7 +144,7 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
         return slots.copy()
     if length < row_length:
         table.require_in_place(row, length // table.group.page_class.tokens)
-    recent = 0 if table.group.kept is None else table.group.kept.recent
+    recent = 0 if table.group.full_precision is None else table.group.full_precision.recent
     if recent and 0 < length < row_length:
         raise ConfigError(
             f"a row that keeps its newest {recent} tokens in full precision cannot be truncated "

@@ -47,8 +47,8 @@ class GroupStep:
         new_slots: the slots of the new tokens in each layer.
         positions: int32 [pages, tokens] of all pages of the class; None if pages have no positions.
         watch: records the rows' attention statistics; None if no row uses any.
-        kept: full-precision tokens; None if the group has none.
-        promoted: mixed-precision tokens, in addition to `kept`; None if the group has none.
+        full_precision: full-precision tokens; None if the group has none.
+        promoted: mixed-precision tokens, in addition to these; None if the group has none.
     """
 
     plans: tuple[object, ...]
@@ -56,7 +56,7 @@ class GroupStep:
     new_slots: tuple[NewSlots, ...]
     positions: Tensor | None
     watch: GroupWatch | None
-    kept: FullPrecisionStep | None
+    full_precision: FullPrecisionStep | None
     promoted: PromotedBuffer | None
 
 
@@ -101,7 +101,7 @@ class PagedKV:
             for index, layer in enumerate(group.layers)
         }
         self.statistics = self._statistics()
-        self.kept = full_precision_buffers(memory, store, self.tables)
+        self.full_precision = full_precision_buffers(memory, store, self.tables)
         self.promoted = promoted_buffers(memory, store, self.tables)
         self.sums_scratch = SumsScratch(store.device)
         self.offload = offload
@@ -269,7 +269,7 @@ class StepAttention:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)
         slots = step.new_slots[index]
-        if step.kept is None or not step.kept.encode(index, slots, key, value):
+        if step.full_precision is None or not step.full_precision.encode(index, slots, key, value):
             backend.write(slots, key, value)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
@@ -277,10 +277,10 @@ class StepAttention:
             self._offload.start_cpu_attention(group, index, query, math)
             self._offload.arrive(group, index, backend, slots, step.positions)
         pages, watch = step.pages[index], step.watch
-        if step.kept is not None:
+        if step.full_precision is not None:
             pages = replace(
                 pages,
-                kept=step.kept.pages((key, value)),
+                full_precision=step.full_precision.pages((key, value)),
                 promoted=None if step.promoted is None else step.promoted.pages(),
             )
         sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
@@ -289,8 +289,8 @@ class StepAttention:
             self._offload.merge_cpu_attention(out, group, pages, query, math)
         if watch is not None:
             watch.note(index, backend, pages, math, query, sums, rotary)
-        if step.kept is not None:
-            step.kept.keep(index, key, value)
+        if step.full_precision is not None:
+            step.full_precision.keep(index, key, value)
         if self._offload is not None:
             self._offload.leave(group, index)
         return out
@@ -330,12 +330,12 @@ class StepAttention:
             watch=watch_group(
                 self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
             ),
-            kept=self._full_precision_step(group.name),
+            full_precision=self._full_precision_step(group.name),
             promoted=self._kv.promoted.get(group.name),
         )
 
     def _full_precision_step(self, name: str) -> FullPrecisionStep | None:
-        buffer = self._kv.kept.get(name)
+        buffer = self._kv.full_precision.get(name)
         return None if buffer is None else FullPrecisionStep(buffer, self._batch, self._lengths)
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ AS_COMPUTED = "none"  # unquantized, in the type that the model computes in
 
 
 def _plain(name: str, bits: int) -> CodecSpec:
-    summary = "Numbers as they are."
+    summary = "Elements are stored unquantized."
     return CodecSpec(name=name, rule=name, summary=summary, code_bits=bits, codes=name)
 
 
@@ -37,7 +37,7 @@ def _grouped(rule: str, bits: int, summary: str) -> CodecSpec:
 
 
 def _per_page(rule: str, bits: int) -> CodecSpec:
-    summary = f"Codes of {bits} bits, scale and zero for each channel of a page."
+    summary = f"{bits}-bit codes with a scale and a zero for each channel of a page."
     return CodecSpec(
         name=rule, rule=rule, summary=summary, code_bits=bits, scaled=PAGE, has_zeros=True
     )
@@ -47,8 +47,8 @@ def _kvquant(bits: int) -> CodecSpec:
     return CodecSpec(
         name=f"kvquant{bits}",
         rule=f"kvquant{bits}",
-        summary=f"Places in a measured codebook of {bits} bits, a measured range for each channel, "
-        "outliers as they are.",
+        summary=f"{bits}-bit indices of a calibrated codebook, with a calibrated range for each "
+        "channel; outliers in float16.",
         code_bits=bits,
         percent=1.0,
         constants=("low", "high", "codebook"),
@@ -66,7 +66,7 @@ CODECS: Mapping[str, CodecSpec] = MappingProxyType(
             CodecSpec(
                 name="int8",
                 rule="int8",
-                summary="Whole numbers from -127 to 127, one scale a vector.",
+                summary="8-bit integers (-127 to 127) with a scale for each vector.",
                 code_bits=8,
                 codes="int8",
                 scaled=VECTOR,
@@ -75,28 +75,36 @@ CODECS: Mapping[str, CodecSpec] = MappingProxyType(
             CodecSpec(
                 name="fp8",
                 rule="fp8",
-                summary="Floats of 8 bits (e4m3), one scale a vector.",
+                summary="8-bit floats (e4m3) with a scale for each vector.",
                 code_bits=8,
                 scaled=VECTOR,
             ),
             CodecSpec(
                 name="int8_channel",
                 rule="int8_channel",
-                summary="Whole numbers from -127 to 127, a measured scale for each channel.",
+                summary="8-bit integers (-127 to 127) with a calibrated scale for each channel.",
                 code_bits=8,
                 codes="int8",
                 constants=("scale",),
             ),
-            _grouped("int4", 4, "Codes of 4 bits, scale and zero for each group of channels."),
-            _grouped("int3", 3, "Codes of 3 bits, scale and zero for each group of channels."),
-            _grouped("int2", 2, "Codes of 2 bits, scale and zero for each group of channels."),
+            _grouped("int4", 4, "4-bit codes with a scale and a zero for each group of channels."),
+            _grouped("int3", 3, "3-bit codes with a scale and a zero for each group of channels."),
+            _grouped("int2", 2, "2-bit codes with a scale and a zero for each group of channels."),
             replace(
-                _grouped("int4_outliers", 4, "int4, the largest numbers of a vector as they are."),
+                _grouped("int4_outliers", 4, "int4; the largest elements of a vector in float16."),
                 percent=1.0,
                 options=("group", "percent", "equalise"),
             ),
-            _grouped("int4_hadamard", 4, "int4 of the rotated vector, its length kept."),
-            _grouped("int3_hadamard", 3, "int3 of the rotated vector, its length kept."),
+            _grouped(
+                "int4_hadamard",
+                4,
+                "int4 after a Hadamard rotation; preserves vector norms.",
+            ),
+            _grouped(
+                "int3_hadamard",
+                3,
+                "int3 after a Hadamard rotation; preserves vector norms.",
+            ),
             _per_page("int4_page", 4),
             _per_page("int2_page", 2),
             _kvquant(4),

@@ -50,7 +50,7 @@ class CodecSpec:
     Attributes:
         name: codec text, options included.
         rule: registered name.
-        summary: one sentence.
+        summary: one sentence; help text only.
         code_bits: bits of one code.
         codes: type of a code, or of the bytes into which codes are packed.
         scaled: elements that share a scale: NONE, VECTOR (a head's elements of one token), GROUP
@@ -76,6 +76,15 @@ class CodecSpec:
     equalise: int = 0
     constants: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the codec's bytes: all attributes that they depend on, without the texts."""
+        options = f"group={self.group} percent={self.percent} equalise={self.equalise}"
+        return (
+            f"{self.rule} bits={self.code_bits} codes={self.codes} scaled={self.scaled} "
+            f"zeros={self.has_zeros} {options} constants={','.join(self.constants)}"
+        )
 
     @property
     def is_plain(self) -> bool:

@@ -100,7 +100,7 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     page_tokens = group.page_class.tokens
     if group.window is not None:  # no query attends to tokens outside the window
         form = replace(form, residual=min(form.residual, group.window))
-    kept = FullPrecisionTokens(
+    full_precision = FullPrecisionTokens(
         of=group.name,
         sinks=form.sinks,
         residual=form.residual,
@@ -108,19 +108,19 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
         page_tokens=page_tokens if form.per_page else 1,
     )
     return LaneGroup(
-        name=f"{group.name}.kept",
+        name=f"{group.name}.full_precision",
         page_class=PageClass(
             key=form.required_plain,
             value=form.required_plain,
             head_dim=group.page_class.head_dim,
             heads=group.page_class.heads,
-            tokens=kept.records,
+            tokens=full_precision.records,
             rotated=group.page_class.rotated,
         ),
         layers=group.layers,
         lanes_per_layer=group.lanes_per_layer,
-        fixed_slots=kept.records,
-        kept=kept,
+        fixed_slots=full_precision.records,
+        full_precision=full_precision,
     )
 
 
@@ -185,7 +185,7 @@ def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
     in_order = {group.name for group in layout.groups if group.ordered}
     for group in layout.groups:
         lanes_bytes = group.num_lanes * group.page_class.page_bytes
-        if group.kept is not None and group.kept.of in in_order:
+        if group.full_precision is not None and group.full_precision.of in in_order:
             continue  # a window group: no rule evicts its tokens
         if group.fixed_slots is not None:
             fixed_bytes += lanes_bytes
@@ -207,7 +207,9 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
         for statistic in statistics
     }
     private = {group.name for group in layout.groups if group.private}
-    always = {g.name for g in layout.groups if g.kept is not None or g.promoted is not None}
+    always = {
+        g.name for g in layout.groups if g.full_precision is not None or g.promoted is not None
+    }
     return frozenset(wanted & private | always)
 
 

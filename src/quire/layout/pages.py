@@ -155,6 +155,18 @@ class PageClass:
         position_bytes = POSITION_BYTES * self.layers if self.positions else 0
         return (self.key_bytes + self.value_bytes) // self.tokens + position_bytes
 
+    @property
+    def fingerprint(self) -> str:
+        """Identity of a page's bytes: codecs, dimensions and the locations of planes."""
+        placed = (*self.key_planes, *self.value_planes)
+        planes = ",".join(f"{p.plane.name}:{p.plane.dtype}:{p.offset_bytes}" for p in placed)
+        codecs = [codec.fingerprint for codec in (self.key, self.value) if codec is not None]
+        return (
+            f"{' / '.join(codecs)}; head_dim={self.head_dim} heads={self.heads} "
+            f"tokens={self.tokens} positions={self.positions} rotated={self.rotated} "
+            f"layers={self.layers} planes={planes} page_bytes={self.page_bytes}"
+        )
+
     def pages_for(self, slots: int) -> int:
         """Return the number of pages that hold `slots` slots."""
         return -(-slots // self.tokens)
@@ -182,7 +194,7 @@ class LaneGroup:
         fixed_slots: fixed number of records per lane, allocated with the row's first token. Such a
             group is private and unordered.
         statistic: statistic in its records; only for private groups.
-        kept: set if its records are full-precision tokens of another group.
+        full_precision: set if its records are full-precision tokens of another group.
         promoted: set if its records are promoted tokens of another group, in a finer codec.
     """
 
@@ -196,7 +208,7 @@ class LaneGroup:
     mirrors: str | None = None
     fixed_slots: int | None = None
     statistic: Statistic | None = None
-    kept: FullPrecisionTokens | None = None
+    full_precision: FullPrecisionTokens | None = None
     promoted: PromotedTokens | None = None
 
     def __post_init__(self) -> None:
@@ -224,6 +236,15 @@ class LaneGroup:
                 f"and no window; got mirrors={self.mirrors!r}, fixed_slots={self.fixed_slots}, "
                 f"window={self.window}"
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the group's page bytes and of the order of its lanes."""
+        layers = ",".join(map(str, self.layers))
+        return (
+            f"layers={layers} lanes_per_layer={self.lanes_per_layer} window={self.window} "
+            f"ordered={self.ordered} | {self.page_class.fingerprint}"
+        )
 
     @property
     def num_lanes(self) -> int:
@@ -269,6 +290,15 @@ class CacheLayout:
         for group in self.groups:
             if group.mirrors is not None:
                 _check_mirror(group, by_name.get(group.mirrors))
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the bytes of shareable pages, for storage outside of the process.
+
+        Depends on the groups that sequences can share, in order: not on their names, and not on
+        private groups, which are never stored with a prefix.
+        """
+        return "\n".join(group.fingerprint for group in self.groups if not group.private)
 
     def mirrors_of(self, name: str) -> tuple[LaneGroup, ...]:
         """Return the groups that hold per-slot statistics of a group."""

@@ -38,7 +38,7 @@ def recorded_positions(checked: CheckedMemory, row: int) -> np.ndarray:
 def promote_and_evict(checked: CheckedMemory, row: int, *, pages: bool = False) -> None:
     """Promote random tokens of each lane, then evict some tokens or pages."""
     buffer = checked.kv.promoted["full"]
-    window = checked.kv.kept["full"]
+    window = checked.kv.full_precision["full"]
     length = int(checked.memory.lengths[row])
     reader = LaneReader(checked.kv, "full", row)
     found = recorded_positions(checked, row)
@@ -106,7 +106,7 @@ def test_cached_prefix_is_shared_without_records():
     statistics = reference_statistics(checked.memory, row)
     copied = sum(page_class.page_bytes * n for page_class, n in pages.items())
 
-    assert set(statistics.pages) == {"full.kept", f"window_{WINDOW}.kept"}
+    assert set(statistics.pages) == {"full.full_precision", f"window_{WINDOW}.full_precision"}
     assert free_bytes - checked.memory.free_bytes == copied
     shared_row = start_from_references(
         checked.memory, [reference_pages(checked.memory, row, 0, 2 * PAGE)], statistics

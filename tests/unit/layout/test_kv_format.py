@@ -107,14 +107,14 @@ def test_kept_tokens_have_one_page_in_each_lane_whatever_the_length():
     layout = layout_for(MODEL, codec="int4+sinks=4+residual=64+plain=float16", page_tokens=16)
     groups = {group.name: group for group in layout.groups}
 
-    assert list(groups) == ["full", "full.kept", "window_64", "window_64.kept"]
-    for name in ("full.kept", "window_64.kept"):
+    assert list(groups) == ["full", "full.full_precision", "window_64", "window_64.full_precision"]
+    for name in ("full.full_precision", "window_64.full_precision"):
         group = groups[name]
         assert group.page_class.page_bytes == 68 * 2 * 2 * 32 * 2
-        assert group.layers == groups[name.removesuffix(".kept")].layers
+        assert group.layers == groups[name.removesuffix(".full_precision")].layers
         assert group.bytes_at_most(1, 1) == group.bytes_at_most(9000, 512)
         assert group.private
-    assert statistics_used(layout, ()) == {"full.kept", "window_64.kept"}
+    assert statistics_used(layout, ()) == {"full.full_precision", "window_64.full_precision"}
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])
@@ -128,10 +128,10 @@ def test_kept_tokens_are_laid_out_as_their_group_is(heads_apart):
     )
     full, kept = layout.groups[:2]
 
-    assert kept.kept.of == full.name == "full"
+    assert kept.full_precision.of == full.name == "full"
     assert (kept.num_lanes, kept.page_class.heads) == (full.num_lanes, full.page_class.heads)
     _, fixed_bytes = page_and_fixed_bytes(layout)
-    assert layout.groups[-1].name == "window_64.kept"
+    assert layout.groups[-1].name == "window_64.full_precision"
     assert fixed_bytes == kept.num_lanes * kept.page_class.page_bytes
 
 
@@ -156,7 +156,11 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
     _, fixed_bytes = page_and_fixed_bytes(layout)
     fixed = (kept, finer)
     assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in fixed)
-    assert statistics_used(layout, ()) == {"full.kept", "full.promoted", "window_64.kept"}
+    assert statistics_used(layout, ()) == {
+        "full.full_precision",
+        "full.promoted",
+        "window_64.full_precision",
+    }
 
 
 def test_nothing_that_evicts_has_no_records():
@@ -202,8 +206,12 @@ def test_an_unknown_codec_of_records_is_named():
 def test_a_window_keeps_no_more_as_it_was_made_than_it_sees():
     layout = layout_for(MODEL, codec="int4+residual=100+plain=float16", page_tokens=16)
 
-    kept = {group.name: group.kept.records for group in layout.groups if group.kept is not None}
-    assert kept == {"full.kept": 100, "window_64.kept": 64}
+    kept = {
+        group.name: group.full_precision.records
+        for group in layout.groups
+        if group.full_precision is not None
+    }
+    assert kept == {"full.full_precision": 100, "window_64.full_precision": 64}
 
 
 def test_messages_show_the_codec_as_it_was_written():

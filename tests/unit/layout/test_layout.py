@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from quire.errors import ConfigError
-from quire.layout.codec_names import codec_spec
+from quire.layout.codec_names import CODECS, codec_spec
+from quire.layout.codecs import CodecSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
@@ -215,3 +216,77 @@ def test_kept_signatures_of_too_many_heads_are_refused():
     assert SignatureBits().width(dataclasses.replace(model, num_heads=48)) == 1
     with pytest.raises(ConfigError, match="got 25; use signatures=recomputed"):
         SignatureBits().width(dataclasses.replace(model, num_heads=50))
+
+
+def layout_of_codec(codec, **options):
+    return layout_for(model_of(None, 64), codec=codec, page_tokens=16, **options)
+
+
+def with_key_codec(layout, **changed):
+    """The layout with other attributes of the key codec in its first group."""
+    group = layout.groups[0]
+    page = dataclasses.replace(
+        group.page_class, key=dataclasses.replace(group.page_class.key, **changed)
+    )
+    first = dataclasses.replace(group, page_class=page)
+    return CacheLayout((first, *layout.groups[1:]))
+
+
+def test_fingerprint_ignores_names_and_help_texts():
+    layout = layout_of_codec("int4")
+
+    for changed in ({"summary": "Other words."}, {"name": "other"}, {"options": ()}):
+        assert with_key_codec(layout, **changed).fingerprint == layout.fingerprint
+
+
+def test_fingerprint_ignores_private_groups():
+    statistics = (AttentionSum(), QueryRing())
+
+    assert (
+        layout_of_codec("int8", statistics=statistics).fingerprint
+        == layout_of_codec("int8").fingerprint
+    )
+
+
+CHANGED = {
+    "rule": "int4_hadamard",
+    "code_bits": 2,
+    "codes": "int8",
+    "scaled": "vector",
+    "has_zeros": False,
+    "group": 16,
+    "percent": 1.0,
+    "equalise": 1,
+    "constants": ("scale",),
+}
+
+
+@pytest.mark.parametrize("attribute", CHANGED)
+def test_fingerprint_depends_on_each_parameter_of_a_codec(attribute):
+    layout = layout_of_codec("int4")
+
+    changed = with_key_codec(layout, **{attribute: CHANGED[attribute]})
+
+    assert changed.fingerprint != layout.fingerprint
+
+
+def test_fingerprint_has_all_parameters_of_codecs():
+    texts = {"name", "summary", "options"}
+
+    assert {field.name for field in dataclasses.fields(CodecSpec)} == {*CHANGED, *texts}
+
+
+def test_fingerprints_of_layouts_differ():
+    layouts = [
+        *(layout_of_codec(f"{codec}+plain=float32") for codec in CODECS),
+        layout_of_codec("int8/int4"),
+        layout_of_codec("int4/int8"),
+        layout_of_codec("int8", evicting=True),
+        layout_of_codec("int8", evicting=True, heads_apart=True),
+        layout_of_codec("int8", rotated=False),
+        layout_for(model_of(None, 32), codec="int8", page_tokens=16),
+        layout_for(model_of(64, None), codec="int8", page_tokens=16),
+        layout_for(model_of(None, 64), codec="int8", page_tokens=32),
+    ]
+
+    assert len({layout.fingerprint for layout in layouts}) == len(layouts)

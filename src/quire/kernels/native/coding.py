@@ -82,8 +82,8 @@ def why_not(spec: CodecSpec, head_dim: int) -> str | None:
 
 def unfit_codes(pages: LayerPages, coded: CodedPages) -> str | None:
     """Return why the C library cannot read these pages, or None."""
-    if pages.kept is not None:
-        return "tokens that are kept in full precision"
+    if pages.full_precision is not None:
+        return "full-precision tokens"
     if pages.promoted is not None:
         return "tokens in a finer codec than their pages"
     for side in (coded.key, coded.value):

@@ -250,10 +250,10 @@ def chunk_weights(
         key = _keys(pages, row, lane, kv_head % heads, held)
         all_seen = _causal(len(query), held, q.device)
         exact = None
-        if pages.kept is not None:
+        if pages.full_precision is not None:
             place = chunk_lane(pages, row, lane, held=held, num_tokens=len(query))
             _write_promoted(key, pages, place, kv_head % heads)
-            exact = full_precision_columns(pages.kept, place, all_seen)
+            exact = full_precision_columns(pages.full_precision, place, all_seen)
             key = exact.append_to(key, exact.key[:, kv_head % heads, None])
             all_seen = exact.seen[0, 0]
         sinks = None if math.sinks is None else math.sinks[part]
