@@ -1,1 +1,1 @@
-"""Batches that `quire plan --maximize-batch` finds, run and compared with its times."""
+"""Batches that `quire plan --maximize-batch` finds: predicted and measured times."""

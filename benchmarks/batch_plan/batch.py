@@ -1,4 +1,4 @@
-"""Runs one static batch to its end, and takes its time."""
+"""Run one static batch to its end and measure its time."""
 
 from dataclasses import replace
 

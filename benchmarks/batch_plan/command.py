@@ -1,4 +1,4 @@
-"""`python -m benchmarks batch-plan`: does `quire plan --maximize-batch` say what happens?"""
+"""`python -m benchmarks batch-plan`: compare `quire plan --maximize-batch` with measured runs."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlanConfig:
-    """What is predicted and run.
+    """Configuration of the prediction and of the runs.
 
     Attributes:
         model: a name in `benchmarks.common.workload.SHAPES`, with random weights in bfloat16.
-        prompt_tokens, new_tokens: of each row.
-        cap, every: of Batch-Max's rule.
-        pool: KV memory in rows of full KV.
-        repeats: of each timed batch that rates are fitted to.
+        prompt_tokens, new_tokens: tokens of each row's prompt and output.
+        cap, every: options of Batch-Max's eviction rule.
+        pool: KV memory, in rows of full KV.
+        repeats: repeats of each timed batch that rates are fitted to.
     """
 
     model: str = "125m"
@@ -50,10 +50,10 @@ def batch_plan(
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Run the batches that `quire plan --maximize-batch` finds, and compare times with its own.
+    """Run the batches that `quire plan --maximize-batch` finds; compare times.
 
-    Rates are measured first, on short batches; then each way of evicting runs at its batch in the
-    same KV memory.
+    Rates are measured first, on short batches. Each eviction variant then runs at its predicted
+    batch size in the same KV memory.
     """
     from dataclasses import replace
 
@@ -101,17 +101,17 @@ def _run(model: "LoadedModel", report: "BatchReport") -> "dict[str, RunSeconds]"
     from benchmarks.batch_plan.batch import run_batch
     from quire.profile.step_rates import RunShape
 
-    requested = report.question
+    question = report.question
     return {
         arm.arm: run_batch(
             model,
             RunShape(
                 rows=arm.rows,
-                prompt_tokens=requested.prompt_tokens,
-                new_tokens=requested.new_tokens,
+                prompt_tokens=question.prompt_tokens,
+                new_tokens=question.new_tokens,
                 evict=arm.evict,
             ),
-            requested.kv_bytes,
+            question.kv_bytes,
         )
         for arm in report.arms
         if arm.rows

@@ -1,1 +1,1 @@
-"""What several benchmarks share: models, prompts, results, tables, charts, pages."""
+"""Code shared by several benchmarks: models, prompts, results, tables, charts, pages."""

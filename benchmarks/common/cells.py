@@ -1,4 +1,4 @@
-"""Shared code of quality benches: prompts and texts, progress of cells, budgets."""
+"""Code shared by the quality benchmarks: budgets, prompts, texts, and progress of cells."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,27 +18,29 @@ if TYPE_CHECKING:
 
 
 def parts_of_budgets(text: str) -> tuple[float, ...]:
-    """Budgets written as per cents, with commas.
+    """Parse comma-separated budgets, each a percentage.
 
     Raises:
-        ConfigError: one is no number above 0 and up to 100.
+        ConfigError: a budget is not a number above 0 and up to 100.
     """
     try:
         found = tuple(float(part) / 100 for part in text.split(","))
     except ValueError:
         found = ()
     if not found or not all(0 < part <= 1 for part in found):
-        raise ConfigError(f"expected per cents above 0 and up to 100 such as 50,25, got {text!r}")
+        raise ConfigError(
+            f"expected percentages above 0 and up to 100, such as 50,25; got {text!r}"
+        )
     return found
 
 
 def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Material":
-    """What parts are given: the model and its prompts when they are needed, a place for cells.
+    """Input of the parts: the model and its prompts, loaded on first use, and a store for cells.
 
     Args:
-        settings: which model.
-        text: a file to read; None for the books.
-        out: folder where cells are kept; None keeps none.
+        settings: settings that select the model.
+        text: a text file; None: the shipped books.
+        out: folder of the stored cells; None: do not store cells.
     """
     from benchmarks.eviction.cells import CellFile
     from benchmarks.eviction.parts import Material
@@ -54,29 +56,32 @@ def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Mat
 
 
 def running_text(model: "LoadedModel", path: Path | None) -> "RunningText":
-    """A file, or the books; begun with quire-tiny's own token where the model knows it."""
+    """A text file, or the shipped books.
+
+    The text starts with quire-tiny's document token if the model's tokenizer has that token.
+    """
     from benchmarks.eviction.texts import RunningText
     from quire.evals.questions import DOCUMENT_START
     from quire.evals.tasks.fillers import book_text
     from quire.models.tokenizer import encode_prompt
 
-    assert model.tokenizer is not None, "asked for a model that answers"
+    assert model.tokenizer is not None, "a graded model has a tokenizer"
     known = len(encode_prompt(model.tokenizer, DOCUMENT_START)) == 1
     start = DOCUMENT_START if known else ""
     if path is None:
-        return RunningText(text=book_text(), start=start, name="books it was not trained on")
+        return RunningText(text=book_text(), start=start, name="books outside the training data")
     try:
         return RunningText(text=path.read_text(encoding="utf-8"), start=start, name=path.name)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; name a text in UTF-8") from error
+        raise ConfigError(f"cannot read {path}: {error}; expected a text file in UTF-8") from error
 
 
 def show_cell(cell: "Cell") -> None:
-    """Print a cell when it starts."""
+    """Print a finished cell."""
     key = cell.key
-    where = f"{key.when}, {100 * key.budget:g} %" if key.when else "everything"
+    where = f"{key.when}, {100 * key.budget:g} %" if key.when else "no eviction"
     low, high = cell.interval
     typer.echo(
         f"{key.task}, {key.rule} ({where}): {cell.share:.3f} [{low:.3f}, {high:.3f}], "
-        f"{cell.request_bytes / 1024:,.0f} KiB a request, {cell.seconds:.1f} s"
+        f"{cell.request_bytes / 1024:,.0f} KiB per request, {cell.seconds:.1f} s"
     )

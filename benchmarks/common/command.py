@@ -1,6 +1,6 @@
-"""What commands share that run a bench in parts: show each, keep all, end with one object.
+"""Shared code of commands that run a benchmark in named parts.
 
-Parts have names, by which they are chosen; each is timed.
+A command runs the selected parts, times each part, prints its tables and ends with one JSON object.
 """
 
 import json
@@ -25,10 +25,10 @@ QUICK_NOTE = (
 def show_parts(
     found: Iterable[tuple[str, PartResult]],
 ) -> tuple[dict[str, PartResult], dict[str, int | float]]:
-    """Print the tables of each part when it is done.
+    """Print the tables of each part when the part ends.
 
     Returns:
-        The parts by name, and the claims of all.
+        The results of the parts by name, and the claims of all parts.
     """
     from benchmarks.common.rendering import plain
 
@@ -58,11 +58,11 @@ def finish(
         results: results of the parts by name.
         claims: claims of all parts.
         config: every option as resolved.
-        out: output folder; None: do not write.
-        quick: whether small shapes were run; they support no claims.
+        out: output folder; None: do not write files.
+        quick: whether small shapes were run; their results support no claims.
 
     Returns:
-        The run, for the last line of the output.
+        The run as a JSON object, for the last line of the output.
     """
     if quick:
         results = {name: replace(result, claims={}) for name, result in results.items()}
@@ -78,7 +78,7 @@ def finish(
 def part_files(
     bench: str, results: Mapping[str, PartResult], run: Mapping[str, object]
 ) -> dict[str, bytes]:
-    """Tables, pictures and the run, by name of the file."""
+    """Tables, pictures and the run as file contents by file name."""
     from benchmarks.common.rendering import as_csv, report, svg
 
     tables = [table for result in results.values() for table in result.tables]
@@ -120,12 +120,12 @@ def names_of(text: str, known: Mapping[str, object], what: str = "part") -> tupl
 def run_named(
     names: Sequence[str], parts: Mapping[str, Callable[[Config], PartResult]], config: Config
 ) -> Iterator[tuple[str, PartResult]]:
-    """Run parts one after the other; yield each when it is done.
+    """Run parts one after the other, and yield the timed result of each.
 
     Args:
-        names: of `parts`.
-        parts: by name.
-        config: of all of them.
+        names: names of the selected parts.
+        parts: functions that run a part, by name.
+        config: configuration of all parts.
     """
     for name in names:
         started_s = perf_counter()

@@ -2,17 +2,17 @@
 
 cnndm         {"article", "highlights"}                    1 shot    ROUGE-2 against the highlights
 narrativeqa   {"context", "question", "answers"}           2 shots   best ROUGE-2 of the answers
-gsm8k         {"question", "answer": "... #### number"}    16 shots  share of right numbers
+gsm8k         {"question", "answer": "... #### number"}    16 shots  fraction of equal numbers
 xsum          {"document", "summary"}                      3 shots   ROUGE-2 against the summary
 
 NarrativeQA examples may also use LongBench's field names ("input" for the question) or Hugging
 Face's nested fields. Quire ships no examples: the data sets have their own licences.
 
-Source: Metel et al. 2025 (Batch-Max), section 4, and Jha et al. 2025 (KVCrush), table I, which
-print neither prompts nor shots: the wording of the prompts is Quire's.
+Source: Metel et al. 2025 (Batch-Max), section 4, and Jha et al. 2025 (KVCrush), table I. The papers
+print neither prompts nor shots; the wording of the prompts is Quire's.
 
-A file is a JSON list, JSON lines, or an object whose values are the examples. Some examples are
-shots with their answers, the others are prompts.
+A file is a JSON list, JSON lines, or an object whose values are the examples. Some examples become
+shots with their answers, the other examples become prompts.
 """
 
 import json
@@ -54,12 +54,12 @@ class FewShotTask:
     stop: str
 
     def judge(self, text: str, references: Sequence[str]) -> float:
-        """Score of a continuation, which may go on with examples of its own."""
+        """Score a continuation up to the text that begins a further example."""
         return self.grade(text.split(self.stop)[0], references)
 
 
 def final_number(text: str) -> str | None:
-    """The number behind `####`, else the last one there is; without commas and trailing zeros."""
+    """The first number after `####`, else the last number; without commas and trailing zeros."""
     marked = text.split("####", 1)
     found = _NUMBER.findall(marked[1]) if len(marked) == 2 else []
     number = found[:1] or _NUMBER.findall(marked[0])[-1:]
@@ -72,7 +72,7 @@ def _same_number(text: str, references: Sequence[str]) -> float:
 
 
 def _text(value: Any) -> str:
-    """Hugging Face's NarrativeQA has {"text": ...} where others have a string."""
+    """Text of a value; Hugging Face's NarrativeQA stores {"text": ...} instead of a string."""
     if isinstance(value, Mapping):
         return _text(value.get("summary") or value["text"])
     return str(value)
@@ -136,10 +136,10 @@ TASKS: Mapping[str, FewShotTask] = MappingProxyType(
 
 
 def task_named(name: str) -> FewShotTask:
-    """The task of this name.
+    """Return the task with the given name.
 
     Raises:
-        UnknownName: there is none.
+        UnknownName: no such task.
     """
     if name not in TASKS:
         raise UnknownName("task", name, TASKS)
@@ -148,11 +148,11 @@ def task_named(name: str) -> FewShotTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt.
+    """One prompt with its reference answers.
 
     Attributes:
-        prompt: with its shots.
-        references: any of which is right.
+        prompt: text of the shots and the question.
+        references: correct answers; a match with any counts.
     """
 
     prompt: str
@@ -160,16 +160,16 @@ class Sample:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Examples of a file, in its order.
+    """Read the examples of a file, in file order.
 
     Raises:
-        ConfigError: no such file, or not one of the forms above.
+        ConfigError: no such file, or not one of the formats above.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"cannot read {path}: {error.strerror}; name a file of examples"
+            f"cannot read {path}: {error.strerror}; expected a file of examples"
         ) from error
     try:
         found = _parsed(text)
@@ -178,7 +178,7 @@ def read_records(path: Path) -> list[Record]:
     records = list(found.values()) if isinstance(found, Mapping) else found
     many = isinstance(records, list) and bool(records)
     if not many or not all(isinstance(record, Mapping) for record in records):
-        raise ConfigError(f"{path} holds no examples: expected objects, one for each")
+        raise ConfigError(f"{path} holds no examples: expected one JSON object per example")
     return records
 
 
@@ -218,14 +218,14 @@ def make_samples(
     requested, others = shuffled[:n], list(shot_records) or shuffled[n:]
     if len(requested) < n or len(others) < task.shots:
         raise ConfigError(
-            f"{n} samples and {task.shots} shots of {task.name} need more examples than the "
-            f"{len(records)} there are; ask for fewer samples, or name a file of shots"
+            f"expected at least {n + task.shots} examples for {n} samples and {task.shots} shots "
+            f"of {task.name}, got {len(records)}; request fewer samples, or name a file of shots"
         )
     try:
         shown = "".join(_solved(task, record) for record in others[: task.shots])
         return [Sample(prompt=shown + task.ask(r), references=task.answers(r)) for r in requested]
     except KeyError as error:
-        raise ConfigError(f"an example of {task.name} has no field {error}") from error
+        raise ConfigError(f"an example of {task.name} lacks the field {error}") from error
 
 
 def _solved(task: FewShotTask, record: Record) -> str:

@@ -1,10 +1,10 @@
-"""Rates of steps by arithmetic alone: what no engine on a machine can be faster than.
+"""Roofline rates of engine steps: upper bounds by arithmetic for any engine on a machine.
 
-    reading    2 FLOP for each weight and token, and attention's two products, over the rate of
-               products [FLOP/s]
-    decoding   bytes of the weights, once, and of the KV over the rate of reading memory [B/s]
+    prefill    2 FLOP per weight and token, and the two products of attention, at the machine's
+                          FLOP/s
+    decode     bytes of the weights, once, and of the KV, at the machine's memory bandwidth [B/s]
 
-Nothing else takes time: no overhead of a step, no evicting.
+The rates include no step overhead and no eviction.
 """
 
 from quire.layout.model import ModelSpec
@@ -22,15 +22,15 @@ def floor_rates(
     rows: int = 1,
     bytes_per_value: int | float = 2,
 ) -> StepRates:
-    """Rates of a step at a machine's ceilings.
+    """Rates of a step at a machine's limits.
 
     Args:
-        model: the shape.
-        read_bytes_per_s: of memory.
-        flops_per_s: of products of a whole prompt.
-        block_flops_per_s: of products of as many rows as a block has tokens; None: the same.
-        rows: of the batch, by which a mixture of experts reads more or fewer of them.
-        bytes_per_value: of weights and KV.
+        model: shape of the model.
+        read_bytes_per_s: memory bandwidth.
+        flops_per_s: compute rate of products over a whole prompt.
+        block_flops_per_s: compute rate of products over one block of a prompt; None: `flops_per_s`.
+        rows: batch size; decides which experts of a mixture are read.
+        bytes_per_value: bytes of an element of weights and KV.
     """
     whole = assumed_prefill(model, flops_per_s)
     return StepRates(

@@ -1,4 +1,4 @@
-"""Models, and prompts whose continuations are graded, for benchmarks of quality."""
+"""Models, and prompts whose continuations are graded, for quality benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
 Grade = Callable[[str], float]
-"""What a model wrote behind a prompt to a score from 0 to 1."""
+"""Maps a continuation to a score from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradedPrompt:
-    """One prompt.
+    """One prompt with its grading function.
 
     Attributes:
         prompt: text.
@@ -32,17 +32,17 @@ class GradedPrompt:
 
 
 PromptMaker = Callable[[str, int, int], list[GradedPrompt]]
-"""(task, most tokens of a prompt with its answer, how many) to prompts, always the same ones."""
+"""Maps (task, most tokens of prompt and answer, number of prompts) to deterministic prompts."""
 
 PromptMakerFor = Callable[["LoadedModel"], PromptMaker]
-"""Prompts whose lengths are counted in the model's tokens."""
+"""Returns the prompt maker that counts lengths in tokens of the given model."""
 
 
 def load(settings: "Settings") -> "LoadedModel":
-    """The model that was named, without a KV memory.
+    """Load the selected model without a KV memory.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the model cannot be loaded.
     """
     from quire.models.loader import load_model
     from quire.offload.weights.placement import place_beyond
@@ -58,7 +58,7 @@ def load(settings: "Settings") -> "LoadedModel":
 
 
 def prompt_maker_for(model: "LoadedModel") -> PromptMaker:
-    """Prompts of any task, as long as this model counts.
+    """Return the prompt maker for a model; prompt lengths are in its tokens.
 
     Raises:
         ConfigError: the model has no tokenizer.
@@ -68,7 +68,7 @@ def prompt_maker_for(model: "LoadedModel") -> PromptMaker:
 
     tokenizer = model.tokenizer
     if tokenizer is None:
-        raise ConfigError(f"{model.name} has no tokenizer: its quality cannot be asked for")
+        raise ConfigError(f"{model.name} has no tokenizer; a quality benchmark needs one")
 
     def measure(text: str) -> int:
         return len(encode_prompt(tokenizer, text)) if text else 0
@@ -90,5 +90,5 @@ def prompt_maker_for(model: "LoadedModel") -> PromptMaker:
 
 
 def begins_with(answer: str, text: str) -> float:
-    """1 where a continuation begins with the answer, else 0."""
+    """1 if a continuation begins with the answer, else 0."""
     return float(text.startswith(answer))

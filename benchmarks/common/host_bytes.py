@@ -1,4 +1,4 @@
-"""Host memory that a device copies from and to: pinned in one piece, written before it is timed."""
+"""Host memory for copies from and to a device: pinned as one pool, written before it is timed."""
 
 import math
 
@@ -17,15 +17,15 @@ CHANGE = "lower --pinned"
 
 
 def require_host(num_bytes: int, what: str, change: str = CHANGE) -> None:
-    """Prove that host memory can be taken, before it is.
+    """Check that host memory is free before it is allocated.
 
     Raises:
-        ConfigError: less is free.
+        ConfigError: too little host memory is free.
     """
     free_bytes = free_host_bytes()
     if num_bytes > free_bytes:
         raise ConfigError(
-            f"{what} needs {num_bytes:,} B of host memory, {free_bytes:,} B are free on this "
+            f"{what} needs {num_bytes:,} B of host memory, but {free_bytes:,} B are free on this "
             f"machine or in its container; {change}"
         )
 
@@ -65,16 +65,16 @@ class HostBytes:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole pool."""
+        """Bytes of the whole pool."""
         return self._bytes.numel()
 
     @property
     def free_bytes(self) -> int:
-        """Not given out."""
+        """Bytes that are not allocated."""
         return self.num_bytes - self._taken
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for numbers; what it holds is what was there before.
+        """Allocate uninitialized memory for a tensor.
 
         Raises:
             ConfigError: the pool is too small.
@@ -82,8 +82,8 @@ class HostBytes:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.free_bytes:
             raise ConfigError(
-                f"expected {num_bytes:,} B of host memory, {self.free_bytes:,} of "
-                f"{self.num_bytes:,} B are left; raise --pinned"
+                f"expected {num_bytes:,} B of free host memory, got {self.free_bytes:,} of "
+                f"{self.num_bytes:,} B; raise --pinned"
             )
         found = self._bytes[self._taken : self._taken + num_bytes]
         lines = -(-num_bytes // ALIGNMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Confidence intervals of shares and of means, by SciPy."""
+"""Confidence intervals of fractions and of means, by SciPy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,11 @@ Sample = NDArray[np.float64]
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: where the true one lies in 95 of 100 such draws.
+    """Wilson's 95 % confidence interval of a fraction.
 
     Args:
-        hits: of `n`; n > 0.
-        n: draws.
+        hits: number of successes, at most `n`.
+        n: number of draws, above 0.
 
     Returns:
         Lower and upper end, inside [0, 1].
@@ -38,7 +38,7 @@ def bootstrap_mean(
 
     Args:
         groups: numbers by group, such as differences of pairs.
-        groups_too: whether the groups are a sample too and are resampled.
+        groups_too: whether the groups are resampled before their numbers.
         resamples: number of resamples.
         seed: random seed.
 

@@ -1,7 +1,7 @@
-"""Formulas of the KVPR paper for one layer: rates from a data sheet, its split, and what it gains.
+"""Formulas of the KVPR paper for one layer: rates from a data sheet, the split, and its speedup.
 
-l_A is the paper's split (equation 10). The engine takes the pipelined split l_B instead; see
-`quire.plan.offload.split`, which has the symbols.
+l_A is the paper's split (equation 10). The engine uses the pipelined split l_B instead; see
+`quire.plan.offload.split`, which defines the symbols.
 """
 
 import math
@@ -25,16 +25,16 @@ def offload_rates(
     """Rates from a model's shape and a machine's speeds.
 
     Args:
-        model: the shape.
-        link_bytes_per_s: from host to device.
-        flops_per_s: of products as wide as the hidden size.
-        kv_value_bytes: of a number of KV on the link, metadata of its codec counted.
-        x_value_bytes: likewise of an activation.
-        host_bytes_per_s: at which the host reads KV while it attends; 0: it does not.
+        model: shape of the model.
+        link_bytes_per_s: transfer rate from host to device.
+        flops_per_s: compute rate of products as wide as the hidden size.
+        kv_value_bytes: bytes of a KV element on the link, with the codec's metadata.
+        x_value_bytes: bytes of an activation element on the link, with the codec's metadata.
+        host_bytes_per_s: rate at which CPU attention reads KV; 0: no CPU attention.
         other_s: see `OffloadRates`.
 
     Raises:
-        ConfigError: a speed that is not above 0.
+        ConfigError: a speed is not above 0.
     """
     if min(link_bytes_per_s, flops_per_s) <= 0:
         raise ConfigError(
@@ -52,18 +52,18 @@ def offload_rates(
 
 
 def paper_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
-    """T_A: a layer whose activations land before anything overlaps; equation 10."""
-    carried_s = rates.kv_s * (tokens - x_tokens)
-    return rates.x_s * x_tokens + max(rates.recompute_s * x_tokens, carried_s)
+    """T_A: duration of a layer that transfers its activations before any overlap; equation 10."""
+    transferred_s = rates.kv_s * (tokens - x_tokens)
+    return rates.x_s * x_tokens + max(rates.recompute_s * x_tokens, transferred_s)
 
 
 def paper_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
-    """l_A, of whole units the best; 0 where activations do not pay.
+    """l_A, the fastest number of recomputed tokens in whole units; 0 if recompute does not pay.
 
     Args:
-        rates: of a layer.
-        tokens: of all rows.
-        unit: tokens that go together, a page or a sequence.
+        rates: rates of a layer.
+        tokens: tokens of all rows.
+        unit: tokens of a unit that is not split, such as a page or a sequence.
     """
     if rates.x_s >= rates.kv_s:
         return 0
@@ -72,14 +72,14 @@ def paper_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
 
 
 def paper_gain(rates: OffloadRates) -> float:
-    """Prefetched KV alone over the paper's split: (1 + rho) / (xi + rho)."""
+    """Speedup of the paper's split over prefetched KV alone: (1 + rho) / (xi + rho)."""
     if rates.x_ratio >= 1:
         return 1.0
     return (1 + rates.recompute_ratio) / (rates.x_ratio + rates.recompute_ratio)
 
 
 def pipelined_gain(rates: OffloadRates) -> float:
-    """Prefetched KV alone over the pipelined split, c = w = 0: min(1 / xi, 1 + (1 - xi) / rho)."""
+    """Speedup of the pipelined split at c = w = 0: min(1 / xi, 1 + (1 - xi) / rho)."""
     xi, rho = rates.x_ratio, rates.recompute_ratio
     if xi >= 1:
         return 1.0

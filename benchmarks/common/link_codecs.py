@@ -1,4 +1,4 @@
-"""KV and activations as they cross the link: plain, or in codes that the device decodes."""
+"""KV and activations on the host-to-device link: plain, or as codes that the device decodes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from quire.offload.profiler import Sizes
 from quire.plan.offload.activations import activation_gate
 
 PLAIN = "plain"
-_MOST_FLOAT_BYTES = 256 << 20  # of float32, between codes and numbers
+_MOST_FLOAT_BYTES = 256 << 20  # most float32 scratch while encoding or decoding
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCodecs:
-    """Codecs by name; `plain` is the model's own type.
+    """Codecs by name; `plain` is the model's own dtype.
 
     Attributes:
-        kv, x: of KV, of activations.
+        kv, x: codec of KV, codec of activations.
     """
 
     kv: str = PLAIN
@@ -32,18 +32,18 @@ class LinkCodecs:
 
     @property
     def label(self) -> str:
-        """For people: `KV int8, X plain`."""
+        """Display name, such as `KV int8, X plain`."""
         return f"KV {self.kv}, X {self.x}"
 
 
 @dataclass(frozen=True, slots=True)
 class Coder:
-    """Numbers of tokens [token, width] to planes [token, vector, record] and back.
+    """Encodes elements [token, width] into planes [token, vector, record], and decodes planes.
 
     Attributes:
-        codec: of vectors of its width.
-        dtype: of numbers.
-        width: of a token.
+        codec: codec of vectors of its width.
+        dtype: type of the decoded elements.
+        width: elements of a token.
     """
 
     codec: Codec
@@ -52,17 +52,17 @@ class Coder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether planes are the numbers themselves, in their own type."""
+        """Whether planes hold the elements unchanged, in their own dtype."""
         return self.codec.spec.is_plain and DTYPES[self.codec.spec.codes] == self.dtype
 
     @property
     def token_bytes(self) -> int:
-        """Of a token, all planes."""
+        """Bytes of a token in all planes."""
         return sum(plane.record_bytes for plane in self._planes) * self._vectors
 
     @property
     def value_bytes(self) -> float:
-        """Of a number, all that is stored beside its code counted."""
+        """Bytes of an element, with scales and other metadata."""
         return self.token_bytes / self.width
 
     @property
@@ -78,14 +78,14 @@ class Coder:
         return [((tokens, self._vectors, p.width), DTYPES[p.dtype]) for p in self._planes]
 
     def encode(self, numbers: Float[Tensor, "token width"], into: Sequence[Tensor]) -> None:
-        """Write planes of numbers, which may lie elsewhere, a bounded part at a time."""
+        """Encode elements, possibly on another device, into planes in bounded chunks."""
         for part in self._parts(len(numbers)):
             vectors = numbers[part].view(-1, self._vectors, self.codec.head_dim)
-            for plane, place in zip(self.codec.encode(vectors), into, strict=True):
-                place[part].copy_(plane)
+            for plane, target in zip(self.codec.encode(vectors), into, strict=True):
+                target[part].copy_(plane)
 
     def decode(self, planes: Sequence[Tensor], out: Float[Tensor, "token width"]) -> None:
-        """Write the numbers of planes, a bounded part at a time."""
+        """Decode planes into elements in bounded chunks."""
         for part in self._parts(len(out)):
             found = self.codec.decode([plane[part] for plane in planes])
             out[part].copy_(found.view(-1, self.width))
@@ -97,27 +97,27 @@ class Coder:
 
 
 def coders(case: DecodeBatch, link_codecs: LinkCodecs) -> tuple[Coder, Coder]:
-    """Of KV and of activations."""
+    """Coders of KV and of activations."""
     kv = _coder(case, link_codecs.kv, case.kv_width)
     return kv, _coder(case, link_codecs.x, case.spec.hidden_size)
 
 
 def _coder(case: DecodeBatch, name: str, width: int) -> Coder:
-    """Codes have a scale for each vector of a head's width; plain numbers need no vectors."""
+    """Coder for a codec name; codes have a scale for each head vector, plain elements do not."""
     spec = codec_spec(case.dtype if name == PLAIN else name)
     vector = width if spec.is_plain else case.spec.head_dim
     return Coder(make_codec(spec, vector), DTYPES[case.dtype], width)
 
 
 def activations_pay(case: DecodeBatch, link_codecs: LinkCodecs) -> bool:
-    """Whether an activation is smaller on the link than the KV that is made from it."""
+    """Whether an activation is smaller on the link than the KV that is computed from it."""
     kv, x = coders(case, link_codecs)
     gate = activation_gate(case.spec, kv_value_bytes=kv.value_bytes, x_value_bytes=x.value_bytes)
     return gate.pays
 
 
 def link_sizes(case: DecodeBatch, link_codecs: LinkCodecs) -> Sizes:
-    """Bytes on the link; a row's new token leaves as plain numbers."""
+    """Bytes on the link; the new token of a row is stored in plain precision."""
     kv, x = coders(case, link_codecs)
     return Sizes(
         kv_bytes=kv.token_bytes,

@@ -1,7 +1,7 @@
-"""Pages of measured results: from runs of benchmarks to Markdown and pictures.
+"""Pages of measured results: render benchmark runs as Markdown and pictures.
 
-Of several runs, later ones replace the parts they hold. What is stored, without its repeats, is
-results/NAME.json; the page is made of that and of nothing else.
+A part of a later run replaces the same part of an earlier run. The stored results, without single
+repeats, are in results/NAME.json; the page is rendered from that file only.
 """
 
 import json
@@ -20,13 +20,13 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPage:
-    """What a page lists.
+    """Contents of a page.
 
     Attributes:
-        heading: its first line.
-        parts: part to its heading, in the order of reading.
-        targets: claim to what is wanted of it, "" for nothing; others are not listed.
-        prefixes: name of a run to the prefix of its parts' names, where benchmarks share a page.
+        heading: first line of the page.
+        parts: headings by part name, in page order.
+        targets: target value by claim, "" for no target; other claims are not listed.
+        prefixes: prefix of the part names by run name, for pages shared by several benchmarks.
     """
 
     heading: str
@@ -35,14 +35,14 @@ class MeasuredPage:
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, run: Run) -> Run:
-        """A run whose parts are named as on the page."""
+        """Rename a run's parts to their names on the page."""
         if run.get("name") not in self.prefixes:
             return run
         prefix = self.prefixes[run["name"]]
         return run | {"arms": {f"{prefix}-{name}": part for name, part in run["arms"].items()}}
 
     def values(self, run: Run) -> dict[str, Any]:
-        """What a template shows of a stored run."""
+        """Values that a template renders from a stored run."""
         claims = run["claims"]
         return {
             "page": self,
@@ -66,11 +66,11 @@ def write_measured_page(
     """Store the numbers of runs, if any are given, and write the page and its pictures.
 
     Args:
-        name: of the numbers, results/NAME.json, of the template and of the page, NAME-measured.md.
-        page: what it lists.
-        runs: what benchmarks printed last.
+        name: names results/NAME.json, the template NAME.md.j2 and the page NAME-measured.md.
+        page: contents of the page.
+        runs: JSON objects printed by benchmarks.
         docs: folder of the page.
-        templates: with NAME.md.j2.
+        templates: environment with NAME.md.j2.
     """
     stored = docs / "results" / f"{name}.json"
     if runs:
@@ -85,19 +85,19 @@ def write_measured_page(
 
 
 def merged(runs: Sequence[Run]) -> Run:
-    """One run with the parts of all, the last one's where several have it; without repeats."""
+    """Merge the parts of all runs, without repeats; a later part replaces an earlier one."""
     arms: Run = {}
     claims: Run = {}
     for run in runs:
         for name, part in run["arms"].items():
             kept = {key: value for key, value in part.items() if key != "raw"}
-            arms[name] = {"made": _made(run)} | kept  # a part that was stored says so itself
+            arms[name] = {"made": _made(run)} | kept  # a stored part keeps its own "made"
             claims |= part["claims"]
     return runs[-1] | {"claims": claims, "arms": arms}
 
 
 def program(run: Run) -> str:
-    """Which Quire, on what: for the words under a heading. Each part says which commit."""
+    """Versions and hardware of a run, for the line below a heading; each part states its commit."""
     return (
         f"Quire {run['versions']['quire']}, torch {run['versions']['torch']}, "
         f"{run['hardware']['cpu']}"
@@ -114,6 +114,6 @@ def store(run: Run, path: Path) -> None:
 
 
 def last_line(path: Path) -> Run:
-    """The run that a file with the output of a benchmark ends with."""
+    """Parse the run in the last line of a file with a benchmark's output."""
     run: Run = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     return run

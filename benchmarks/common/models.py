@@ -1,4 +1,4 @@
-"""Models with random weights: right sizes for measuring speed, worthless for quality."""
+"""Models with random weights, for speed measurements only."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -28,7 +28,7 @@ def llama_125m() -> LlamaConfig:
 
 
 def llama_tiny() -> LlamaConfig:
-    """A shape for trying a bench out: 2 layers of 64, 4 heads over 2 KV heads."""
+    """A shape for quick trials: 2 layers of 64, 4 heads over 2 KV heads."""
     return LlamaConfig(
         vocab_size=500,
         hidden_size=64,
@@ -43,7 +43,7 @@ def llama_tiny() -> LlamaConfig:
 
 
 def llama_small() -> LlamaConfig:
-    """A shape whose long prompts take seconds: 4 layers of 256, 8 heads over 4 KV heads."""
+    """A shape with slow long prompts: 4 layers of 256, 8 heads over 4 KV heads."""
     return LlamaConfig(
         vocab_size=4_000,
         hidden_size=256,
@@ -58,7 +58,7 @@ def llama_small() -> LlamaConfig:
 
 
 def llama_wide() -> LlamaConfig:
-    """A shape whose steps read mostly weights: 4 layers of 512, 8 heads over 2 KV heads."""
+    """A shape with steps dominated by weight reads: 4 layers of 512, 8 heads over 2 KV heads."""
     return LlamaConfig(
         vocab_size=4_000,
         hidden_size=512,
@@ -104,7 +104,7 @@ def random_weights(
 def random_model(
     config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0, device: torch.device = _CPU
 ) -> LoadedModel:
-    """A model of this shape behind Quire's adapter, without a tokenizer."""
+    """A random model of this shape in Quire's adapter, without a tokenizer."""
     model = random_weights(config, dtype=dtype, seed=seed, device=device)
     decoder = TransformersDecoder(model)
     return LoadedModel(

@@ -26,20 +26,20 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
 from quire.models.device_memory import free_device_bytes
 
-CHANGE = "ask for fewer --rows, or shorter --context"
-_DEVICE_SHARE = 0.9  # of what is free; the rest is scratch of products and attention
-_STAGED_LAYERS = 3  # of plain KV: two slots, and what a ring of X or codes take
-_EMBEDDED = 2  # X of the first layer, and of the one that is being made
+CHANGE = "lower --rows or --context"
+_DEVICE_SHARE = 0.9  # fraction of free memory; the rest is scratch of products and attention
+_STAGED_LAYERS = 3  # layers of plain KV: two slots, and an X ring or decoded codes
+_EMBEDDED = 2  # X of the first layer, and X of the layer that is being computed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """Weights, [inner, outer] each.
+    """Weights of one layer, each [inner, outer].
 
     Attributes:
-        query, kv, out: of attention; keys of all heads before values of all heads.
-        up, down: of the MLP; `up` makes gate and value where it is gated.
-        gated: whether it is.
+        query, kv, out: attention projections; keys of all heads precede values of all heads.
+        up, down: MLP projections; for a gated MLP, `up` computes gate and value.
+        gated: whether the MLP is gated.
     """
 
     query: Tensor
@@ -51,7 +51,7 @@ class Layer:
 
     @classmethod
     def random(cls, case: DecodeBatch, generator: torch.Generator) -> "Layer":
-        """Weights that keep the size of what goes through them."""
+        """Random weights that preserve the magnitude of activations."""
         spec, device = case.spec, generator.device
         dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -71,13 +71,13 @@ class Layer:
         )
 
     def project(self, x: Float[Tensor, "token hidden"], into: Float[Tensor, "token width"]) -> None:
-        """Keys and values of activations."""
+        """Compute keys and values from activations."""
         torch.mm(x, self.kv, out=into)
 
     def finish(
         self, hidden: Float[Tensor, "row hidden"], attended: Float[Tensor, "row head"]
     ) -> Float[Tensor, "row hidden"]:
-        """The layer behind its attention."""
+        """Compute the layer after its attention: output projection and MLP."""
         hidden = hidden + attended @ self.out
         grown = normed(hidden) @ self.up
         if self.gated:
@@ -87,7 +87,7 @@ class Layer:
 
 
 def normed(hidden: Float[Tensor, "row hidden"]) -> Float[Tensor, "row hidden"]:
-    """What a layer's attention is given."""
+    """Normalized hidden states: the input of a layer's attention."""
     return F.layer_norm(hidden, hidden.shape[-1:])
 
 
@@ -96,12 +96,14 @@ def attend_rows(
     query: Float[Tensor, "row head"],
     kv: Float[Tensor, "token width"],
 ) -> Float[Tensor, "row head"]:
-    """One query a row over its own tokens, which lie row behind row, equally many of each.
+    """Attention of one query per row over the row's own tokens.
+
+    Rows are stored one after the other, with equally many tokens.
 
     Args:
-        case: heads.
-        query: of all heads.
-        kv: keys of all heads before values of all heads, token by token.
+        case: batch with the head counts.
+        query: queries of all heads.
+        kv: keys of all heads followed by values of all heads, for each token.
     """
     spec, rows = case.spec, len(query)
     planes = kv.view(rows, -1, 2, spec.num_kv_heads, spec.head_dim)
@@ -113,11 +115,11 @@ def attend_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialAttention:
-    """One row's attention over a part of its tokens.
+    """Attention of one row over some of its tokens.
 
     Attributes:
         out: [kv_head, group, head_dim], float32.
-        log_weight: log of the sum of weights, [kv_head, group, 1].
+        log_weight: log of the sum of attention weights, [kv_head, group, 1].
     """
 
     out: Tensor
@@ -130,7 +132,7 @@ class PartialAttention:
         return (parts[0] + parts[1]).view(1, -1)
 
     def to(self, device: torch.device) -> "PartialAttention":
-        """The same on a device."""
+        """Copy to a device."""
         out, log_weight = (t.to(device, non_blocking=True) for t in (self.out, self.log_weight))
         return PartialAttention(out, log_weight)
 
@@ -138,7 +140,7 @@ class PartialAttention:
 def attend_part(
     case: DecodeBatch, query: Float[Tensor, "one head"], kv: Float[Tensor, "token width"]
 ) -> PartialAttention:
-    """One row's query over some of its tokens, of which there is one or more."""
+    """Attention of one row's query over some of its tokens, at least one."""
     spec = case.spec
     planes = kv.view(-1, 2, spec.num_kv_heads, spec.head_dim).float()
     key, value = (planes[:, side].transpose(0, 1) for side in (0, 1))
@@ -149,24 +151,24 @@ def attend_part(
 
 
 class OffloadedModel:
-    """Host and device of one batch.
+    """Host and device state of one batch.
 
     Args:
         case: the batch.
         target: the device.
-        pool: host memory; taken back from whoever had it.
-        link_codecs: how X and KV lie on the host.
-        with_x: whether activations lie there; None: where they are smaller than KV.
+        pool: host memory; earlier allocations from the pool are freed.
+        link_codecs: codecs of X and KV in host memory.
+        with_x: whether host memory holds activations; None: only if they are smaller than KV.
 
     Attributes:
-        distinct: layers with numbers of their own.
-        with_x: whether activations lie on the host too.
-        layers: weights.
-        embedded: activations of the first layer on the device, where `with_x`.
+        distinct: number of layers with data of their own.
+        with_x: whether host memory also holds activations.
+        layers: weights of the distinct layers.
+        embedded: activations of the first layer on the device; None without `with_x`.
         begin: hidden states of the rows before the first layer.
 
     Raises:
-        ConfigError: not one layer fits.
+        ConfigError: not even one layer fits.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class OffloadedModel:
         self._draw.manual_seed(0)
         self.begin = self._normal(case.rows)
         self.layers = [Layer.random(case, self._draw) for _ in range(self.distinct)]
-        self._host = [self._stored(place, pool) for place in range(self.distinct)]
+        self._host = [self._stored(layer, pool) for layer in range(self.distinct)]
         self.embedded = self.activations(0) if self.with_x else None
 
     @property
@@ -199,7 +201,7 @@ class OffloadedModel:
         return self.kv_coder.dtype
 
     def layer(self, number: int) -> Layer:
-        """Weights of a layer of the model."""
+        """Weights of the numbered layer of the model."""
         return self.layers[number % self.distinct]
 
     def x(self, number: int) -> tuple[Tensor, ...]:
@@ -207,25 +209,25 @@ class OffloadedModel:
         return self._host[number % self.distinct][0]
 
     def kv(self, number: int) -> tuple[Tensor, ...]:
-        """Planes of its KV on the host."""
+        """Planes of a layer's KV in host memory."""
         return self._host[number % self.distinct][1]
 
     def plain_kv(self, number: int) -> Float[Tensor, "token width"]:
-        """A layer's KV on the device, for any link codec; computed again by every call."""
-        place = number % self.distinct
-        x = self.activations(place)
+        """A layer's KV on the device, for any link codec; every call recomputes it."""
+        layer = number % self.distinct
+        x = self.activations(layer)
         kv = torch.empty(len(x), self.case.kv_width, dtype=x.dtype, device=x.device)
-        self.layers[place].project(x, kv)
+        self.layers[layer].project(x, kv)
         return kv
 
     def off(self, hidden: Float[Tensor, "row hidden"]) -> float:
-        """How far a step's hidden states are from the expected ones, relative."""
+        """Relative distance between a step's hidden states and the expected hidden states."""
         expected = self.expected.float()
         return float((hidden.float() - expected).norm() / expected.norm())
 
     @cached_property
     def expected(self) -> Float[Tensor, "row hidden"]:
-        """What every step ends with, computed with all KV on the device."""
+        """Final hidden states of every step, computed with all KV on the device."""
         hidden = self.begin
         with torch.inference_mode():
             for number in range(self.case.spec.num_layers):
@@ -234,7 +236,7 @@ class OffloadedModel:
                 hidden = layer.finish(hidden, attend_rows(self.case, query, self.plain_kv(number)))
         return hidden
 
-    # ---- numbers -------------------------------------------------------------------------------
+    # ---- data ----------------------------------------------------------------------------------
 
     def _normal(self, count: int) -> Tensor:
         shape = (count, self.case.spec.hidden_size)
@@ -242,15 +244,15 @@ class OffloadedModel:
             shape, generator=self._draw, device=self.target.device, dtype=self._dtype
         )
 
-    def activations(self, place: int) -> Tensor:
-        """Random numbers that are equal in every call for the same layer."""
-        self._draw.manual_seed(1 + place)
+    def activations(self, layer: int) -> Tensor:
+        """Random activations of a layer; every call returns equal values for the same layer."""
+        self._draw.manual_seed(1 + layer)
         return self._normal(self.case.tokens)
 
-    def _stored(self, place: int, pool: HostBytes) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        x = self.activations(place)
+    def _stored(self, layer: int, pool: HostBytes) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        x = self.activations(layer)
         kv = torch.empty(len(x), self.case.kv_width, dtype=x.dtype, device=x.device)
-        self.layers[place].project(x, kv)
+        self.layers[layer].project(x, kv)
         stored_x = _put(self.x_coder, x, pool) if self.with_x else ()
         return stored_x, _put(self.kv_coder, kv, pool)
 
@@ -272,7 +274,7 @@ def layer_host_bytes(
 
 
 def new_host_bytes(case: DecodeBatch) -> int:
-    """Host bytes of what a step stores: the rows' new tokens, of all layers."""
+    """Host bytes that a step stores: new tokens of all rows in all layers."""
     width = case.kv_width + case.spec.hidden_size
     return case.rows * width * case.value_bytes * case.spec.num_layers + 2 * ALIGNMENT_BYTES
 
@@ -285,18 +287,18 @@ def distinct_layers(
     *,
     with_x: bool | None = None,
 ) -> int:
-    """Layers that get numbers of their own, at most all.
+    """Number of layers with data of their own, at most all layers.
 
     Raises:
-        ConfigError: not one fits on the host, or on the device.
+        ConfigError: not even one layer fits on the host, or on the device.
     """
     layer_bytes = layer_host_bytes(case, link_codecs, with_x=with_x)
     new_bytes = new_host_bytes(case)
     on_host = (pool.num_bytes - new_bytes) // layer_bytes
     if on_host < 1:
         raise ConfigError(
-            f"a layer of {case.label} needs {layer_bytes + new_bytes:,} B of host memory, the pool "
-            f"has {pool.num_bytes:,} B; raise --pinned, or {CHANGE}"
+            f"a layer of {case.label} needs {layer_bytes + new_bytes:,} B of host memory, but the "
+            f"pool has {pool.num_bytes:,} B; raise --pinned, or {CHANGE}"
         )
     fixed_bytes = device_bytes(case)
     free_bytes = _DEVICE_SHARE * free_device_bytes(target.device) - fixed_bytes
@@ -309,6 +311,6 @@ def distinct_layers(
 
 
 def device_bytes(case: DecodeBatch) -> int:
-    """Bytes on the device beside weights: staging, and activations as they are made."""
+    """Device bytes in addition to weights: staging, and activations during computation."""
     kv = _STAGED_LAYERS * case.kv_width
     return case.tokens * (kv + _EMBEDDED * case.spec.hidden_size) * case.value_bytes

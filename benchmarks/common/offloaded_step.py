@@ -6,7 +6,7 @@ merging. Staging is poisoned if the caller enables it.
 
 The engine runs a step in one way, with the split that its measured rates select. Here every variant
 of a schedule runs the same step with the same staging, for any split into recomputed tokens,
-transferred tokens and CPU attention. Variants can so be compared and predicted one by one.
+transferred tokens and CPU attention. Variants can thus be compared and predicted separately.
 """
 
 import math
@@ -31,7 +31,7 @@ from quire.offload.timeline import Kind, Operation
 
 
 class Staging:
-    """Buffers of a device that every arm uses again; each as large as its largest use.
+    """Reusable device buffers shared by all arms; each buffer has the size of its largest use.
 
     Args:
         target: the device.
@@ -42,10 +42,10 @@ class Staging:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A buffer by name; what it holds is what was there before.
+        """Return the named buffer with its old contents.
 
         Raises:
-            ConfigError: the device has no room for it.
+            ConfigError: the device has too little free memory.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if name not in self._flat or self._flat[name].numel() < num_bytes:
@@ -57,7 +57,7 @@ class Staging:
 
 
 class OffloadedStep:
-    """A step of one batch.
+    """One decode step of a batch.
 
     Args:
         model: the model that the step runs.
@@ -87,14 +87,14 @@ class OffloadedStep:
         self._context, rest = divmod(self._held + batch.host, model.case.rows)
         if rest:
             raise ConfigError(
-                f"expected equally many tokens of each of {model.case.rows} rows, got {batch}"
+                f"expected equally many tokens in each of {model.case.rows} rows, got {batch}"
             )
         self._rows, self._partial = divmod(self._held, self._context or 1)
         self._host_rows = model.case.rows - self._rows
         if batch.host and not model.kv_coder.is_plain:
             raise ConfigError(
-                f"the host attends to plain KV here, got {model.link_codecs.label}; "
-                "leave the codec out"
+                f"expected plain KV for CPU attention, got {model.link_codecs.label}; "
+                "omit the codec"
             )
         self._ring = bool(rules.x_ring)
         self._stage(staging, rules)
@@ -102,15 +102,15 @@ class OffloadedStep:
         self._query = self._attended = model.begin
         self._host_query = self._host_out = torch.zeros(0)
         self._host_part: PartialAttention | None = None
-        self._ask(0)
+        self._compute_queries(0)
 
     def _stage(self, staging: Staging, rules: Rules) -> None:
         model, batch, slots = self._model, self._batch, rules.slots
         case, dtype = model.case, model.kv_coder.dtype
         self._kv = staging.take("KV", (slots, self._held, case.kv_width), dtype)
-        pieces = rules.x_ring or slots
+        buffers = rules.x_ring or slots
         longest = -(-batch.x // rules.x_chunks) if self._ring else batch.x
-        self._x = [_planes(staging, f"X {n}", model.x_coder, longest) for n in range(pieces)]
+        self._x = [_planes(staging, f"X {n}", model.x_coder, longest) for n in range(buffers)]
         coded = 0 if model.kv_coder.is_plain else batch.kv
         self._codes = [_planes(staging, f"codes {n}", model.kv_coder, coded) for n in range(slots)]
         rows = (case.spec.num_layers, case.rows)
@@ -119,15 +119,15 @@ class OffloadedStep:
         if batch.resident:
             shape = (model.distinct, self._held, case.kv_width)
             self._resident = staging.take("resident KV", shape, dtype)
-            for place, kept in enumerate(self._resident):
-                kept.copy_(model.plain_kv(place)[: self._held])
+            for layer, resident in enumerate(self._resident):
+                resident.copy_(model.plain_kv(layer)[: self._held])
 
     @property
     def work(self) -> Work:
-        """Does the step's operations."""
+        """Function that executes the step's operations."""
         kinds: dict[str, Work] = {
-            Kind.X_IN: self._bring_x,
-            Kind.KV_IN: self._bring_kv,
+            Kind.X_IN: self._load_x,
+            Kind.KV_IN: self._load_kv,
             Kind.KV_OUT: self._store_kv,
             Kind.HIDDEN_OUT: self._store_x,
             Kind.PROJECT: self._project,
@@ -145,16 +145,16 @@ class OffloadedStep:
 
     # ---- copies --------------------------------------------------------------------------------
 
-    def _bring_x(self, op: Operation) -> None:
+    def _load_x(self, op: Operation) -> None:
         source = self._model.x(op.layer)
-        _copy([plane[op.first : op.first + op.tokens] for plane in source], self._x_place(op))
+        _copy([plane[op.first : op.first + op.tokens] for plane in source], self._x_buffer(op))
 
-    def _bring_kv(self, op: Operation) -> None:
+    def _load_kv(self, op: Operation) -> None:
         first, end = op.first, op.first + op.tokens
         source = [p[self._batch.x + first : self._batch.x + end] for p in self._model.kv(op.layer)]
         if self._model.kv_coder.is_plain:
-            place = self._kv[op.slot, self._batch.x + first : self._batch.x + end]
-            _copy(source, [place.view(source[0].shape)])
+            buffer = self._kv[op.slot, self._batch.x + first : self._batch.x + end]
+            _copy(source, [buffer.view(source[0].shape)])
         else:
             _copy(source, [plane[first:end] for plane in self._codes[op.slot]])
 
@@ -164,19 +164,19 @@ class OffloadedStep:
     def _store_x(self, op: Operation) -> None:
         self._model.new_x[op.layer].copy_(self._new_x[op.layer], non_blocking=True)
 
-    def _x_place(self, op: Operation) -> list[Tensor]:
+    def _x_buffer(self, op: Operation) -> list[Tensor]:
         first = 0 if self._ring else op.first
         return [plane[first : first + op.tokens] for plane in self._x[op.x_slot]]
 
-    # ---- computing -----------------------------------------------------------------------------
+    # ---- computation ---------------------------------------------------------------------------
 
     def _project(self, op: Operation) -> None:
         model, end = self._model, op.first + op.tokens
         into = self._kv[op.slot, op.first : end]
-        here = op.layer == 0 and model.embedded is not None
-        staged = self._x_place(op) if not here else []
-        if here:
-            assert model.embedded is not None, "the first layer's activations are here"
+        embedded = op.layer == 0 and model.embedded is not None
+        staged = self._x_buffer(op) if not embedded else []
+        if embedded:
+            assert model.embedded is not None, "the first layer's activations are on the device"
             x = model.embedded[op.first : end]
         elif model.x_coder.is_plain:
             x = staged[0].view(op.tokens, -1)
@@ -184,7 +184,7 @@ class OffloadedStep:
             x = into.new_empty(op.tokens, model.case.spec.hidden_size)
             model.x_coder.decode(staged, x)
         model.layer(op.layer).project(x, into)
-        if self._poison and not here:
+        if self._poison and not embedded:
             x.fill_(float("nan"))
 
     def _host_attend(self, op: Operation) -> None:
@@ -218,29 +218,29 @@ class OffloadedStep:
             kv.fill_(float("nan"))
 
     def _merged(self, kv: Tensor) -> Tensor:
-        """Attention of the row of which the host has the other part."""
-        assert self._host_part is not None, "the host attends before the device merges"
-        here = attend_part(self._model.case, self._query[self._rows : self._rows + 1], kv)
-        found = here.merged(self._host_part.to(kv.device))
+        """Merge device and CPU attention of the row that is split between them."""
+        assert self._host_part is not None, "CPU attention runs before the merge"
+        on_device = attend_part(self._model.case, self._query[self._rows : self._rows + 1], kv)
+        found = on_device.merged(self._host_part.to(kv.device))
         self._host_part = None
         return found.to(self._query.dtype)
 
     def _finish(self, op: Operation) -> None:
         self.hidden = self._model.layer(op.layer).finish(self.hidden, self._attended)
-        self._ask(op.layer + 1)
+        self._compute_queries(op.layer + 1)
 
-    def _ask(self, number: int) -> None:
-        """Queries of a layer, and a copy for the host's rows."""
+    def _compute_queries(self, number: int) -> None:
+        """Compute the queries of a layer, and copy those of CPU attention to the host."""
         with torch.inference_mode():
             self._query = normed(self.hidden) @ self._model.layer(number).query
             if not self._host_rows:
                 return
-            requested = self._query[self._rows :]
-            if not self._host_query.numel():  # outside the step: here the host may wait
-                self._host_query, self._host_out = (self._pinned(requested) for _ in range(2))
-                self._host_query.copy_(requested)
+            queries = self._query[self._rows :]
+            if not self._host_query.numel():  # before the step, where the host may synchronize
+                self._host_query, self._host_out = (self._pinned(queries) for _ in range(2))
+                self._host_query.copy_(queries)
             else:
-                self._host_query.copy_(requested, non_blocking=True)
+                self._host_query.copy_(queries, non_blocking=True)
 
     def _pinned(self, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
@@ -254,5 +254,5 @@ def _planes(staging: Staging, name: str, coder: Coder, tokens: int) -> list[Tens
 
 
 def _copy(source: list[Tensor], into: list[Tensor]) -> None:
-    for plane, place in zip(source, into, strict=True):
-        place.copy_(plane, non_blocking=True)
+    for plane, target in zip(source, into, strict=True):
+        target.copy_(plane, non_blocking=True)

@@ -1,8 +1,8 @@
-"""How good greedy answers are where exact equality means nothing.
+"""Quality of greedy outputs by regret, for models whose outputs cannot be compared for equality.
 
-With random weights many logits are nearly equal, and bfloat16 arithmetic decides between them: two
-right programs part after a few tokens. So each answer is judged on its own: the same weights in
-float32 read it, and the regret of a token is how far its logit lies below the best one.
+With random weights many logits are nearly equal, and bfloat16 rounding decides between them: two
+correct programs diverge after a few tokens. The same weights in float32 therefore judge each output
+separately. The regret of a token is the best logit minus the token's logit.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 
 class RegretJudge:
-    """Reads answers with plain Transformers in float32.
+    """Judges outputs with plain Transformers in float32.
 
     Args:
-        model: float32, of the weights that answered.
+        model: float32 model with the weights that generated the outputs.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -25,11 +25,11 @@ class RegretJudge:
     def mean_regret(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> float:
-        """Mean over all tokens of best logit minus the logit of the token that was chosen.
+        """Mean over all tokens of the best logit minus the logit of the generated token.
 
         Args:
-            prompts: token ids; each non-empty.
-            answers: one for each prompt; only as many as there are prompts are read.
+            prompts: token ids of each prompt; each non-empty.
+            answers: output of each prompt; outputs beyond the number of prompts are ignored.
         """
         regrets = [
             self._regrets(prompt, answer) for prompt, answer in zip(prompts, answers, strict=False)
@@ -39,7 +39,7 @@ class RegretJudge:
     @torch.inference_mode()
     def _regrets(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
         ids = torch.tensor([[*prompt, *answer]])
-        # the logits of a position choose the token after it
+        # the logits of a position predict the token after it
         output = self._model(ids[:, :-1], use_cache=False, logits_to_keep=len(answer))
         logits: Tensor = output.logits[0]
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]

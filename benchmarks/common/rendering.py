@@ -1,6 +1,8 @@
-"""Results as text and pictures.
+"""Render results as text and pictures.
 
-Tables for a terminal, Markdown and CSV, pages from Jinja2 templates; lines, bars, heat maps as SVG.
+Tables become text for a terminal, Markdown or CSV; pages come from Jinja2 templates; lines, bars,
+heat maps and spans become SVG.
+
 """
 
 import csv
@@ -23,7 +25,7 @@ SHARED_TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 def shown(cell: Cell) -> str:
-    """A cell as people read it."""
+    """Format a cell for display."""
     if cell is None:
         return ""
     if isinstance(cell, int):
@@ -34,10 +36,10 @@ def shown(cell: Cell) -> str:
 
 
 def environment(folder: Path = SHARED_TEMPLATES, *, autoescape: bool = False) -> Environment:
-    """Templates of a folder, and the shared ones; an undefined name is an error.
+    """Environment with the templates of a folder and the shared ones; undefined names are errors.
 
     Args:
-        folder: searched first.
+        folder: searched before the shared templates.
         autoescape: whether values are escaped for HTML.
     """
     templates = Environment(
@@ -53,12 +55,12 @@ def environment(folder: Path = SHARED_TEMPLATES, *, autoescape: bool = False) ->
 
 
 def report(bench: str, tables: Sequence[Table]) -> str:
-    """The Markdown page of one run: tables, each under its caption."""
+    """Render the Markdown page of one run: each table below its caption."""
     return environment().get_template("report.md.j2").render(bench=bench, found=tables)
 
 
 def plain(table: Table) -> str:
-    """In columns, for a terminal."""
+    """Format a table in aligned columns for a terminal."""
     lines = [table.columns, *([shown(cell) for cell in row] for row in table.rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
     made = ("  ".join(_aligned(line, widths)).rstrip() for line in lines)
@@ -74,7 +76,7 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def as_csv(table: Table) -> str:
-    """As CSV, with every digit."""
+    """Format a table as CSV with all digits."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(table.columns)
@@ -87,7 +89,7 @@ _COLOURS = ("#1f5fa8", "#d1662b", "#1a7f5a", "#8a3ea8", "#444444")
 
 
 def svg(chart: Chart | HeatMap | Spans) -> bytes:
-    """A chart, a heat map or spans as an SVG file.
+    """Render a chart, a heat map or spans as an SVG file.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""What a part of a bench hands back: claims, tables, pictures, and what was measured."""
+"""Results of a benchmark part: claims, tables, pictures and raw measurements."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,12 +27,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One picture: lines over a number, or bars over names.
+    """A picture with lines over a numeric axis, or bars over names.
 
     Attributes:
-        name: of its file.
-        title, x_label, y_label: what is drawn, with units.
-        lines: label to points (x, y); x is a text for bars.
+        name: name of its file.
+        title, x_label, y_label: texts with units.
+        lines: points (x, y) by label; a text as x draws bars.
         log_x, log_y: logarithmic scales.
     """
 
@@ -47,12 +47,12 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """One picture of shares from 0 (white) to 1: a panel for each of several matrices.
+    """A picture of fractions from 0 (white) to 1, with one panel per matrix.
 
     Attributes:
-        name: of its file.
-        title, x_label, y_label: what is drawn, with units.
-        panels: label to a matrix; rows from the top, columns from the left.
+        name: name of its file.
+        title, x_label, y_label: texts with units.
+        panels: matrices by label; rows from the top, columns from the left.
     """
 
     name: str
@@ -64,12 +64,12 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """One picture of what ran when: a panel for each of several runs, a bar for each lane.
+    """A timeline picture, with one panel per run and one row of bars per stream or queue.
 
     Attributes:
-        name: of its file.
-        title, x_label: what is drawn, with the unit of time.
-        panels: label to lanes; a lane to what ran on it: begin, end, kind.
+        name: name of its file.
+        title, x_label: texts, with the unit of time.
+        panels: lanes by label; a lane maps a queue to its operations (begin, end, kind).
     """
 
     name: str
@@ -80,16 +80,16 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """One part.
+    """Result of one part.
 
     Attributes:
-        claims: flat numbers.
-        tables: in the order of reading.
-        charts: pictures of them.
-        maps: pictures of matrices.
-        spans: pictures of what ran when.
-        raw: every repeat, JSON values.
-        seconds: it took.
+        claims: claim values by name.
+        tables: tables in page order.
+        charts: charts of the results.
+        maps: heat maps of the results.
+        spans: timelines of the results.
+        raw: values of every repeat, as JSON values.
+        seconds: duration of the part.
     """
 
     claims: Numbers
@@ -106,12 +106,12 @@ class PartResult:
         return (*self.charts, *self.maps, *self.spans)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Convert to JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "PartResult":
-        """From what `to_json` made, once through JSON."""
+        """Convert from the JSON values of `to_json`."""
         return cls(
             claims=stored["claims"],
             tables=tuple(_table(found) for found in stored["tables"]),

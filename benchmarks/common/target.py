@@ -19,25 +19,25 @@ from quire.offload.swap.host_store import device_name
 from quire.profile.timing import seconds
 
 _STALL_S = 120.0
-_LEAST_S = 1e-9  # a clock may stand still over something small
+_LEAST_S = 1e-9  # the clock's resolution can measure 0 for a short call
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device.
+    """The device that runs the measured operations.
 
     Attributes:
-        device: of torch.
+        device: torch device.
     """
 
     device: torch.device
 
     @classmethod
     def named(cls, name: str) -> "Target":
-        """By name; `auto` is a GPU where there is one.
+        """Target by device name; `auto` selects a GPU if torch sees one.
 
         Raises:
-            ConfigError: torch has no such device here.
+            ConfigError: torch has no such device.
         """
         has_gpu = torch.cuda.is_available()
         if name == "auto":
@@ -47,23 +47,23 @@ class Target:
         if name != "cpu" and not has_gpu:
             raise ConfigError(
                 f"--device {name}: torch sees no CUDA device here; use --device cpu, with --quick "
-                "to try the bench out"
+                "for a quick trial"
             )
-        # a tensor's device has its number, without which torch chooses none for a thread
+        # a tensor's device includes the device index, which threads need to select the device
         return cls(torch.empty(0, device=name).device)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is a CUDA device, so that copies cross a link."""
+        """Whether the target is a CUDA device, so that copies cross a link."""
         return self.device.type == "cuda"
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name of the device."""
         return device_name(self.device)
 
     def executor(self) -> Executor:
-        """Streams of the device, or threads of the host as fast as they are."""
+        """Executor of schedules: CUDA streams, or CPU threads without simulated delays."""
         if self.on_gpu:
             return CudaExecutor(self.device, stall_s=_STALL_S)
         return ThreadExecutor(stall_s=_STALL_S)
@@ -81,34 +81,35 @@ class Target:
         return max(float(begin.elapsed_time(end)) / 1e3 / times, _LEAST_S)
 
     def wait(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has finished all submitted work."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def samples(self, call: Callable[[], object], repeats: int, times: int = 1) -> list[float]:
-        """`seconds` again and again, after one that is not counted."""
+        """Times of repeated calls of `seconds`, after one call that is not counted."""
         self.seconds(call)
         return [self.seconds(call, times) for _ in range(repeats)]
 
     def median(self, call: Callable[[], object], repeats: int, times: int = 1) -> float:
-        """The median of `samples`."""
+        """Median of `samples`."""
         return statistics.median(self.samples(call, repeats, times))
 
     def require(self, num_bytes: int, what: str, change: str) -> None:
-        """Prove that bytes can be taken on the device, before they are.
+        """Check that device memory is free before it is allocated.
 
         Args:
-            num_bytes: that will be taken.
-            what: needs them, for people.
-            change: how to need less.
+            num_bytes: bytes to allocate.
+            what: name of the allocation, for the error message.
+            change: how to need less memory, for the error message.
 
         Raises:
-            ConfigError: fewer are free.
+            ConfigError: too little device memory is free.
         """
         free_bytes = free_device_bytes(self.device)
         if num_bytes > free_bytes:
             raise ConfigError(
-                f"{what} needs {num_bytes:,} B on {self.name}, {free_bytes:,} B are free; {change}"
+                f"{what} needs {num_bytes:,} B on {self.name}, but only {free_bytes:,} B are free; "
+                f"{change}"
             )
 
 
@@ -118,5 +119,5 @@ def _repeat(call: Callable[[], object], times: int) -> None:
 
 
 def rate_gb(num_bytes: int | float, samples: Sequence[float]) -> float:
-    """GB/s at the median of these seconds."""
+    """GB/s at the median of the measured durations."""
     return num_bytes / statistics.median(samples) / 1e9

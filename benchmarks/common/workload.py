@@ -1,4 +1,4 @@
-"""What the throughput benches run: prompts of random tokens through a model of random weights."""
+"""Workload of the throughput benchmarks: random prompts for a model with random weights."""
 
 import random
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ SHAPES = {"125m": llama_125m, "wide": llama_wide, "small": llama_small, "tiny": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts that arrive at once, in bfloat16, greedy, end tokens ignored.
+    """Prompts that all arrive at the start; bfloat16, greedy, end-of-sequence tokens ignored.
 
     Attributes:
         model: a name in SHAPES.
-        prompts: how many.
-        prompt_tokens, new_tokens: of each.
+        prompts: number of prompts.
+        prompt_tokens, new_tokens: tokens of each prompt and of each output.
     """
 
     model: str = "125m"
@@ -32,21 +32,21 @@ class Workload:
         context = self.shape().max_position_embeddings
         if self.final_tokens > context:
             raise ConfigError(
-                f"prompt_tokens + new_tokens = {self.final_tokens} is over the context of the "
+                f"prompt_tokens + new_tokens = {self.final_tokens} exceeds the context of the "
                 f"model {self.model}, {context}: lower one of them"
             )
 
     @property
     def final_tokens(self) -> int:
-        """Length of each sequence at the end."""
+        """Final length of each sequence."""
         return self.prompt_tokens + self.new_tokens
 
     def shape(self) -> LlamaConfig:
-        """The model's config."""
+        """Config of the model."""
         return SHAPES[self.model]()
 
     def prompt_ids(self) -> list[list[int]]:
-        """The prompts; the same in every process."""
+        """Prompt token ids; equal in every process."""
         rng = random.Random(0)
         vocab_size = self.shape().vocab_size
         return [
@@ -55,7 +55,7 @@ class Workload:
         ]
 
     def kv_bytes(self, spec: ModelSpec, *, page_tokens: int = 16) -> int:
-        """KV memory that holds all of it at once, in whole pages."""
+        """Bytes of a KV memory for all sequences at their final length, in whole pages."""
         slots = -(-self.final_tokens // page_tokens) * page_tokens
         return spec.kv_bytes_per_token(2) * slots * self.prompts
 

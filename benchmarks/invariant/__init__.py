@@ -1,1 +1,1 @@
-"""What `--batch-invariant` costs."""
+"""Cost of `--batch-invariant`."""

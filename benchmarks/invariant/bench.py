@@ -1,4 +1,4 @@
-"""What `--batch-invariant` costs: the same prompts with it and without, in turns."""
+"""Cost of `--batch-invariant`: the same prompts with and without the option, in turn."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ PLAIN, INVARIANT = "plain", "invariant"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvariantConfig:
-    """What is compared.
+    """Configuration of the comparison.
 
     Attributes:
         model: a name in SHAPES.
-        rows: sequences of each workload.
-        prompt_tokens, new_tokens: of each sequence.
-        repeats: measured rounds of both, after one that is not.
+        rows: number of sequences of each workload.
+        prompt_tokens, new_tokens: tokens of each prompt and of each output.
+        repeats: measured rounds of both arms, after one warm-up round.
     """
 
     model: str = "125m"
@@ -47,13 +47,13 @@ QUICK_INVARIANT = InvariantConfig(
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens a second of one run.
+    """Tokens per second of one run.
 
     Attributes:
-        rows: of the workload.
+        rows: number of sequences.
         arm: PLAIN or INVARIANT.
-        prefill: prompt tokens, until each sequence has its first token.
-        decode: generated tokens, after that.
+        prefill: prompt tokens per second, until each sequence has its first token.
+        decode: generated tokens per second, after the first tokens.
     """
 
     rows: int
@@ -63,7 +63,7 @@ class Speeds:
 
     @classmethod
     def of(cls, arm: str, workload: Workload, result: ArmResult) -> "Speeds":
-        """From a timed run."""
+        """Speeds of a timed run."""
         rows, decode_s = workload.prompts, result.total_s - result.prefill_s
         decoded = rows * (workload.new_tokens - 1)
         prefilled = rows * workload.prompt_tokens
@@ -71,9 +71,9 @@ class Speeds:
 
 
 def measure_invariant(config: InvariantConfig) -> Iterator[Speeds]:
-    """Run both in turns, round by round, one workload after the other, in bfloat16."""
+    """Run both arms in turn, round by round, for each workload, in bfloat16."""
     shape = config.workload(1).shape()
-    # the option changes a model for good: each arm has one of its own
+    # the option changes a model permanently: each arm has a model of its own
     models = {arm: random_model(shape, dtype=torch.bfloat16) for arm in (PLAIN, INVARIANT)}
     for rows in config.rows:
         workload = config.workload(rows)
@@ -89,7 +89,7 @@ def measure_invariant(config: InvariantConfig) -> Iterator[Speeds]:
 
 
 def summarise(found: Sequence[Speeds]) -> dict[str, float]:
-    """Median tokens a second of both, and the median over rounds of their ratio."""
+    """Median tokens per second of both arms, and the median over rounds of their ratio."""
     claims: dict[str, float] = {}
     for rows in dict.fromkeys(one.rows for one in found):
         for phase in ("prefill", "decode"):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks invariant`: what `--batch-invariant` costs."""
+"""`python -m benchmarks invariant`: cost of `--batch-invariant`."""
 
 import json
 from dataclasses import asdict, replace
@@ -13,8 +13,8 @@ from quire.cli.report import envelope
 
 def invariant(
     *,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Generated tokens per prompt.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     quick: Annotated[
         bool, typer.Option("--quick", help="A tiny model and short prompts. No claims.")
@@ -22,7 +22,7 @@ def invariant(
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the speed of 1, 8 and 32 sequences with --batch-invariant and without."""
+    """Compare the speed of 1, 8 and 32 sequences with and without --batch-invariant."""
     import torch
 
     from benchmarks.invariant.bench import (

@@ -1,1 +1,1 @@
-"""The share of a decode step that is bookkeeping."""
+"""Fraction of a decode step spent on bookkeeping."""

@@ -1,4 +1,4 @@
-"""How much of a decode step is bookkeeping: scheduler, tables, flat batch."""
+"""Fraction of a decode step spent on bookkeeping: scheduler, page tables, flat batch."""
 
 import random
 import statistics
@@ -21,7 +21,7 @@ class OverheadConfig:
 
     Attributes:
         rows: sequences that decode together.
-        prompt_tokens: length of each when measuring begins.
+        prompt_tokens: length of each sequence when the measurement begins.
         repeats: groups of steps measured.
         steps: decode steps in a group.
     """
@@ -35,8 +35,8 @@ class OverheadConfig:
 def measure_overhead(config: OverheadConfig) -> Iterator[dict[str, float]]:
     """Decode with the 125M random model in bfloat16; yield one result for each group of steps.
 
-    Each has `step_s` (without sampling), `schedule_s`, `prepare_s` and `share`, their sum over
-    step_s.
+    A result has `step_s` (without sampling), `schedule_s`, `prepare_s`, and `share`: the sum of the
+    last two over `step_s`.
     """
     engine = _filled_engine(config)
     for _ in range(config.repeats):
@@ -56,7 +56,7 @@ def measure_overhead(config: OverheadConfig) -> Iterator[dict[str, float]]:
 
 
 def _filled_engine(config: OverheadConfig) -> Engine:
-    """An engine whose rows have all finished prefill and started to decode."""
+    """Create an engine whose rows have all finished prefill and started to decode."""
     model = random_model(llama_125m(), dtype=torch.bfloat16)
     new_tokens = config.repeats * config.steps + 2 * config.rows
     kv_bytes = model.spec.kv_bytes_per_token(2) * (config.prompt_tokens + new_tokens) * config.rows
@@ -77,5 +77,5 @@ def _filled_engine(config: OverheadConfig) -> Engine:
 
 
 def summarise(results: list[dict[str, float]]) -> dict[str, float]:
-    """The claim: median share of bookkeeping in a decode step."""
+    """Claim: median fraction of a decode step spent on bookkeeping."""
     return {"bookkeeping_share": statistics.median(r["share"] for r in results)}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks overhead`: the share of a decode step that is bookkeeping."""
+"""`python -m benchmarks overhead`: fraction of a decode step spent on bookkeeping."""
 
 import json
 from dataclasses import asdict, replace
@@ -13,15 +13,15 @@ from quire.cli.report import envelope
 
 def overhead(
     *,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 256,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    rows: Annotated[int, typer.Option(min=1, help="Number of decoding sequences.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     quick: Annotated[
-        bool, typer.Option("--quick", help="An eighth of rows and lengths. No claims.")
+        bool, typer.Option("--quick", help="An eighth of the rows and of the lengths. No claims.")
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how much of a decode step is bookkeeping and not the model."""
+    """Measure the fraction of a decode step spent on bookkeeping outside the model."""
     import torch
 
     from benchmarks.overhead.bench import OverheadConfig, measure_overhead, summarise

@@ -1,1 +1,1 @@
-"""Prefill times by tokens of a step."""
+"""Prefill times by token budget of a step."""

@@ -1,4 +1,4 @@
-"""How many tokens a step should read: the same prompts with one budget after the other."""
+"""Prefill times of the same prompts by token budget of a step."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ BUDGETS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """What is swept.
+    """Configuration of the sweep.
 
     Attributes:
-        workload: the prompts; one token is generated for each.
-        budgets: tokens a step processes at most.
-        repeats: measured rounds of all budgets, after one that is not.
-        attention: Quire's backend.
+        workload: prompts; one token is generated for each.
+        budgets: most tokens of a step.
+        repeats: measured rounds of all budgets, after one warm-up round.
+        attention: attention backend.
     """
 
     workload: Workload = field(default_factory=lambda: Workload(new_tokens=1))
@@ -44,7 +44,7 @@ QUICK_PREFILL = PrefillConfig(
 
 
 def measure_prefill(config: PrefillConfig) -> Iterator[dict[int, float]]:
-    """Yield, round by round, the seconds that reading all prompts takes with each budget."""
+    """Yield, for each round, the prefill time of all prompts in seconds by budget."""
     model = random_model(config.workload.shape(), dtype=torch.bfloat16)
     arms = {
         budget: QuireArm(
@@ -53,13 +53,13 @@ def measure_prefill(config: PrefillConfig) -> Iterator[dict[int, float]]:
         for budget in config.budgets
     }
     for i in range(config.repeats + 1):
-        taken = {budget: arm.run().total_s for budget, arm in arms.items()}
+        elapsed_s = {budget: arm.run().total_s for budget, arm in arms.items()}
         if i:
-            yield taken
+            yield elapsed_s
 
 
 def summarise(rounds: Sequence[Mapping[int, float]]) -> dict[str, int | float]:
-    """Median seconds by budget, the best budget, and what the others cost beside it."""
+    """Median seconds by budget, the best budget, and the other times over the best time."""
     medians_s = {budget: statistics.median(r[budget] for r in rounds) for budget in rounds[0]}
     best = min(medians_s, key=medians_s.__getitem__)
     claims: dict[str, int | float] = {"best_step_tokens": best}

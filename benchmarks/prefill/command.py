@@ -1,4 +1,4 @@
-"""`python -m benchmarks prefill`: how many tokens a step should read."""
+"""`python -m benchmarks prefill`: prefill time by token budget of a step."""
 
 import json
 from dataclasses import asdict, replace
@@ -13,8 +13,8 @@ from quire.cli.report import envelope
 
 def prefill(
     *,
-    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     attention: Attention = "auto",
     quick: Annotated[
@@ -23,7 +23,7 @@ def prefill(
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Read the same prompts with one step budget after the other, 256 to 16,384 tokens."""
+    """Prefill the same prompts with step budgets from 256 to 16,384 tokens."""
     import torch
 
     from benchmarks.common.workload import Workload
@@ -35,9 +35,9 @@ def prefill(
         work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=1)
         config = PrefillConfig(workload=work, repeats=repeats, attention=attention)
     rounds = []
-    for taken in measure_prefill(config):
-        rounds.append(taken)
-        typer.echo("  ".join(f"{budget}: {took_s:.2f} s" for budget, took_s in taken.items()))
+    for elapsed_s in measure_prefill(config):
+        rounds.append(elapsed_s)
+        typer.echo("  ".join(f"{budget}: {time_s:.2f} s" for budget, time_s in elapsed_s.items()))
     claims = summarise(rounds)
     typer.echo("budget   median s   over best")
     for budget in config.budgets:

@@ -1,1 +1,1 @@
-"""Batches that change while they run, beside batches that do not: makespan, latency, memory."""
+"""Batches that change while they run, compared with static batches: makespan, latency, memory."""

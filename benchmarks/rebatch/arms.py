@@ -1,4 +1,4 @@
-"""Runs arms in turns: models with the same weights for both paths, one clock, one memory."""
+"""Runs of the arms with equal weights in both models, one clock and one KV memory limit."""
 
 import time
 from collections.abc import Callable
@@ -20,11 +20,11 @@ _WARMUP_QUERIES = 4
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The same weights twice.
+    """The same weights in both models.
 
     Attributes:
-        dense: as Transformers has it, with sdpa attention.
-        paged: behind Quire's adapter.
+        dense: Transformers model with sdpa attention.
+        paged: model in Quire's adapter.
     """
 
     dense: Any
@@ -47,23 +47,21 @@ def run_arm(
     *,
     memory_bytes: int | None = None,
 ) -> RebatchRun:
-    """One arm, the whole load.
+    """Run one arm on the whole load.
 
     Args:
-        models: both paths.
+        models: dense and paged model.
         load: the queries.
-        arm: a batcher.
-        batch: rows.
-        config: clock, and how far vector shaping may go.
-        memory_bytes: KV above which rows are preempted; None: unlimited.
+        arm: name of the batcher.
+        batch: number of rows.
+        config: clock, and the limit of vector shaping.
+        memory_bytes: KV bytes above which rows are preempted; None: no limit.
     """
     seconds = _CLOCKS[config.clock]
-    longest = max(requested.prompt_tokens for requested in load) + max(
-        requested.new_tokens for requested in load
-    )
+    longest = max(query.prompt_tokens for query in load) + max(query.new_tokens for query in load)
     if arm == CONTINUOUS:
         spec = models.paged.spec
-        whole = spec.kv_bytes(longest + 2 * 16, 4) * batch  # each row's last page is not full
+        whole = spec.kv_bytes(longest + 2 * 16, 4) * batch  # 32 tokens for partly filled pages
         run = run_paged(
             models.paged, load, batch, seconds=seconds, memory_bytes=memory_bytes or whole
         )
@@ -83,7 +81,7 @@ def run_arm(
 
 
 def warm_up(models: Models, load: Load, config: RebatchConfig) -> None:
-    """A few queries each way, not counted."""
+    """Run a few queries on both models without counting them."""
     few = tuple(load[:_WARMUP_QUERIES])
     for arm in (EMBEDDING, CONTINUOUS):
         run_arm(models, few, arm, 2, config)

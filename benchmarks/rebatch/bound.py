@@ -1,17 +1,18 @@
-"""The bound: how fast first-come service of the same lengths on b rows can be, at measured costs.
+"""Lower bound of the makespan: first-come service of the same lengths on b rows.
 
-Costs are fitted to the forwards of one round, all dense arms together, by least squares:
+Costs are fitted by least squares to the forwards of all dense arms in one round:
+
 
     decode_s(rows, slots)   = a + b rows + c slots         slots: rows x columns, pads counted
-    read_s(tokens, pairs)   = a + b tokens + c pairs       pairs: a prompt's tokens x those they see
+    read_s(tokens, pairs)   = a + b tokens + c pairs       pairs: prompt tokens x attended tokens
 
-A decode step counts from its forward to its tokens; embedding, moving and growing a slab do not
-count, so an arm pays for them and the ideal does not. The ideal has no pads: its slots are tokens.
+A decode step is timed from its forward to its tokens. Embedding, moving and growing a slab are not
+timed: an arm pays for them, the bound does not. The bound has no pads: its slots are tokens.
 
-Ideal first-come list scheduling: whenever one of b rows is free, the first in line takes it; its
-prompt is prefilled alone (all rows wait), which gives its first token; then every step gives every
-row a token. The last steps, when no request is left to fill rows, are included. Prefill of several
-prompts together can cost less than alone, so a variant may be slightly above 1.
+Ideal first-come list scheduling: when one of b rows is free, it takes the first waiting query. The
+query's prompt is prefilled alone, which generates its first token, while all rows wait. Then every
+step generates one token for every row. The last steps, when no request is left to fill rows, are
+included. Joint prefill of several prompts can be cheaper, so an arm can slightly exceed the bound.
 """
 
 from collections.abc import Sequence
@@ -25,32 +26,32 @@ from benchmarks.rebatch.load import Load
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Fitted seconds.
+    """Fitted costs in seconds.
 
     Attributes:
-        decode: constant, of a row, of a slot.
-        read: constant, of a token, of a pair.
+        decode: constant, per row, per slot.
+        read: constant, per token, per pair.
     """
 
     decode: tuple[float, float, float]
     read: tuple[float, float, float]
 
     def decode_s(self, rows: int, slots: int) -> float:
-        """A step."""
+        """Duration of a decode step."""
         return self.decode[0] + self.decode[1] * rows + self.decode[2] * slots
 
     def read_s(self, tokens: int) -> float:
-        """A prompt, alone."""
+        """Duration of the prefill of one prompt alone."""
         return self.read[0] + self.read[1] * tokens + self.read[2] * tokens * (tokens + 1) / 2
 
 
 @dataclass(slots=True)
 class Forwards:
-    """What was measured.
+    """Measured forwards.
 
     Attributes:
-        decodes: (rows, slots, seconds).
-        reads: (tokens, pairs, seconds), pads counted.
+        decodes: (rows, slots, seconds) of each decode step.
+        reads: (tokens, pairs, seconds) of each prefill, pads included.
     """
 
     decodes: list[tuple[int, int, float]]
@@ -58,7 +59,7 @@ class Forwards:
 
 
 def fit(forwards: Sequence[Forwards]) -> Costs:
-    """Costs from all of them."""
+    """Fit costs to all forwards."""
     return Costs(
         _fit([found for part in forwards for found in part.decodes]),
         _fit([found for part in forwards for found in part.reads]),
@@ -66,7 +67,7 @@ def fit(forwards: Sequence[Forwards]) -> Costs:
 
 
 def _fit(found: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Least squares with no negative cost: a term that would be negative is left out."""
+    """Least squares with nonnegative costs: a term that would be negative is dropped."""
     first, second, seconds = np.array(found, dtype=np.float64).T
     terms: NDArray[np.float64] = np.stack([np.ones_like(first), first, second], axis=1)
     used, costs = [0, 1, 2], np.zeros(3)
@@ -80,15 +81,15 @@ def _fit(found: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
 
 
 def ideal_s(load: Load, rows: int, costs: Costs) -> float:
-    """Makespan of ideal list scheduling; all queries are there at the start."""
-    coming, total_s = list(load), 0.0
-    running: list[list[int]] = []  # [slots, tokens to come]
-    while coming or running:
-        while coming and len(running) < rows:
-            requested = coming.pop(0)
-            total_s += costs.read_s(requested.prompt_tokens)
-            if requested.new_tokens > 1:
-                running.append([requested.prompt_tokens, requested.new_tokens - 1])
+    """Makespan of ideal list scheduling with all queries present at the start."""
+    waiting, total_s = list(load), 0.0
+    running: list[list[int]] = []  # [slots, remaining tokens]
+    while waiting or running:
+        while waiting and len(running) < rows:
+            query = waiting.pop(0)
+            total_s += costs.read_s(query.prompt_tokens)
+            if query.new_tokens > 1:
+                running.append([query.prompt_tokens, query.new_tokens - 1])
         for row in running:
             row[0] += 1
             row[1] -= 1

@@ -1,4 +1,4 @@
-"""`python -m benchmarks rebatch`: batches that change while they run, beside static ones."""
+"""`python -m benchmarks rebatch`: batches that change while they run, compared with static ones."""
 
 import json
 from dataclasses import asdict, replace
@@ -14,23 +14,25 @@ from quire.cli.out_folder import prepare_folder, require_matplotlib
 
 def rebatch(  # noqa: PLR0913 - one parameter per option
     *,
-    parts: Annotated[str, typer.Option(help="Only these, with commas: w1, w2, trace.")] = "",
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated parts: w1, w2, trace; default: all.")
+    ] = "",
     model: Annotated[
-        str | None, typer.Option(help="Shape: 125m, small, tiny or wide; wide if not said.")
+        str | None, typer.Option(help="Shape: 125m, small, tiny or wide; default: wide.")
     ] = None,
     scale: Annotated[
         float | None,
         typer.Option(
             min=0.005,
             max=100,
-            help="Factor on the lengths of w1; 0.04 if not said.",
+            help="Factor on the lengths of w1; default: 0.04.",
         ),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of all arms; 3 if not said.")
+        int | None, typer.Option(min=1, help="Rounds of all arms; default: 3.")
     ] = None,
     clock: Annotated[
-        str, typer.Option(help="wall; or cpu, to try it out on a machine that is busy.")
+        str, typer.Option(help="Clock: wall, or cpu for a trial on a busy machine.")
     ] = "wall",
     out: Annotated[
         Path | None,
@@ -42,10 +44,10 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Answer mixed queries with static batches, dense batches that change, and pages.
+    """Run mixed queries in static batches, in dense batches that change, and in paged batches.
 
-    w1 and w2 are the workloads of BATON with scaled lengths, beside what ideal list scheduling of
-    the same lengths could reach. trace has recorded arrivals, urgent ones, and little memory.
+    w1 and w2 are BATON's workloads with scaled lengths, compared with ideal list scheduling of the
+    same lengths. trace has recorded arrivals, some urgent, and a small KV memory.
     """
     import torch
 

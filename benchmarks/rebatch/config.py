@@ -1,4 +1,4 @@
-"""What the rebatch bench runs, at full size and small."""
+"""Configurations of the rebatch benchmark, at full size and small."""
 
 from dataclasses import dataclass, field
 
@@ -10,14 +10,14 @@ FEW_ARMS = (STATIC, "orca", EMBEDDING, "baton_pd_best_fit", CONTINUOUS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
-    """One of the paper's workloads.
+    """One of BATON's workloads.
 
     Attributes:
         name: w1 or w2.
-        scale: factor on its lengths.
-        batches: rows, one run of every arm for each.
-        arms: batchers, in turns.
-        queries: only the first so many; None: all.
+        scale: factor on all lengths.
+        batches: row counts; every arm runs once per row count.
+        arms: names of the batchers, run in turn.
+        queries: number of leading queries to run; None: all.
     """
 
     name: str
@@ -32,13 +32,13 @@ class TraceConfig:
     """The recorded trace.
 
     Attributes:
-        requests: the first so many.
-        scale: factor on their lengths.
-        load: arrivals a second over what ideal list scheduling answers a second.
-        batch: rows.
-        memory_share: of what `baton_pd` takes without a limit; all arms get so much.
-        urgent_every: each of so many is urgent.
-        arms: batchers, in turns.
+        requests: number of leading requests to run.
+        scale: factor on all lengths.
+        load: arrival rate over the rate of ideal list scheduling.
+        batch: number of rows.
+        memory_share: KV memory of every arm over the peak of `baton_pd` without a limit.
+        urgent_every: one of this many requests is urgent.
+        arms: names of the batchers, run in turn.
     """
 
     requests: int = 120
@@ -52,15 +52,15 @@ class TraceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebatchConfig:
-    """What is run.
+    """Configuration of the benchmark.
 
     Attributes:
-        model: a name in SHAPES, random weights in float32.
+        model: a name in SHAPES; random weights in float32.
         w1, w2: the workloads.
-        trace: the recorded one.
+        trace: the recorded trace.
         repeats: rounds of all arms.
-        shaping_columns: of vector shaping's slab at most, over what the static batches need.
-        clock: wall, or cpu to try it out on a busy machine.
+        shaping_columns: most columns of vector shaping's slab, over those of static batches.
+        clock: wall, or cpu for a trial on a busy machine.
     """
 
     model: str = "wide"

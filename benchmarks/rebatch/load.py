@@ -19,7 +19,7 @@ class TraceQuery:
         prompt_tokens: length of the prompt.
         new_tokens: length of the output, which never ends early.
         arrival_s: arrival time in seconds.
-        priority: lower goes first.
+        priority: lower values run first.
     """
 
     prompt_tokens: int
@@ -29,7 +29,7 @@ class TraceQuery:
 
     @property
     def final_tokens(self) -> int:
-        """Prompt and answer."""
+        """Tokens of prompt and output."""
         return self.prompt_tokens + self.new_tokens
 
 
@@ -37,16 +37,16 @@ Load = tuple[TraceQuery, ...]
 
 
 def workload(name: str, scale: float, queries: int | None = None) -> Load:
-    """A workload of BATON's section 5.1; its lengths were drawn once and are shipped.
+    """A workload of BATON's section 5.1; its lengths were drawn once and ship with Quire.
 
-    w1: 120 queries, long-in short-out : short-in long-out : short-short = 1:1:2, long 4,680 to
-    5,720 tokens (4,000 words and a tenth more or less, 1.3 tokens a word), short 40 to 520. w2: 30
-    queries, both 40 to 260.
+    w1: 120 queries, long-in short-out : short-in long-out : short-short = 1:1:2; long 4,680 to
+    5,720 tokens (4,000 words +/- 10 %, 1.3 tokens per word), short 40 to 520. w2: 30 queries, both
+    lengths 40 to 260.
 
     Args:
         name: w1 or w2.
-        scale: factor on all lengths, which stay at least 2.
-        queries: only the first so many.
+        scale: factor on all lengths; scaled lengths are at least 2.
+        queries: number of leading queries; None: all.
     """
     text = files("quire").joinpath("assets", _LENGTHS).read_text(encoding="utf-8")
     rows = [row for row in csv.DictReader(text.splitlines()) if row["workload"] == name]
@@ -67,10 +67,10 @@ def recorded(requests: int, length_scale: float, span_s: float, urgent_every: in
     """The first requests of the Azure conversation trace.
 
     Args:
-        requests: so many.
+        requests: number of requests.
         length_scale: factor on lengths.
-        span_s: time from the first arrival to the last.
-        urgent_every: each of so many has priority 0, the others 1.
+        span_s: time from the first arrival to the last, in seconds.
+        urgent_every: one of this many requests has priority 0, the others 1.
     """
     options = TraceOptions(requests=requests, length_scale=length_scale)
     with as_file(files("quire").joinpath("assets", _TRACE)) as path:
@@ -88,8 +88,6 @@ def recorded(requests: int, length_scale: float, span_s: float, urgent_every: in
 
 
 def prompt_ids(load: Load, vocab_size: int) -> list[list[int]]:
-    """Random tokens; the same in every process."""
+    """Random prompt token ids; equal in every process."""
     rng = random.Random(0)
-    return [
-        [rng.randrange(vocab_size) for _ in range(requested.prompt_tokens)] for requested in load
-    ]
+    return [[rng.randrange(vocab_size) for _ in range(query.prompt_tokens)] for query in load]

@@ -1,4 +1,4 @@
-"""The parts of the rebatch bench by name, in the order in which they run and are read."""
+"""Parts of the rebatch benchmark by name, in run order."""
 
 from collections.abc import Callable, Mapping
 

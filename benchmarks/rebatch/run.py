@@ -1,4 +1,4 @@
-"""One arm on one load: answers all of it, and says what every query and every step took.
+"""One arm on one load: processes all queries and records the cost of every query and step.
 
 The clock skips time in which no query is waiting or running.
 """
@@ -25,10 +25,10 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 
 class SkippingClock:
-    """Seconds since the start; what is skipped counts as passed.
+    """Clock in seconds since the start; skipped time counts as elapsed.
 
     Args:
-        seconds: the clock below it.
+        seconds: underlying clock.
     """
 
     def __init__(self, seconds: Callable[[], float] = time.perf_counter) -> None:
@@ -37,11 +37,11 @@ class SkippingClock:
         self._skipped_s = 0.0
 
     def __call__(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the start, with the skipped time."""
         return self._seconds() - self._start_s + self._skipped_s
 
     def skip_to(self, when_s: float) -> None:
-        """Let it be that late, if it is not."""
+        """Advance to the given time, unless it has passed."""
         self._skipped_s += max(0.0, when_s - self())
 
 
@@ -51,30 +51,30 @@ _CURVE_POINTS = 48
 
 @dataclass(slots=True)
 class RebatchRun:
-    """What happened.
+    """Measurements of one arm.
 
     Attributes:
-        arm: a batcher.
-        batch_size: rows.
-        total_s: until the last token, or until the slab was full.
-        requested: queries there were.
-        times_s: when each token of each query came, from the start.
-        waited_s: from arrival to the first token, of each query that has one.
+        arm: name of the batcher.
+        batch_size: number of rows.
+        total_s: time until the last token, or until the slab was full.
+        num_queries: number of queries in the load.
+        times_s: time of each token of each query since the start.
+        waited_s: time from arrival to first token, of each query with a token.
         kv_bytes: (seconds, bytes) after each step.
-        kv_peak_bytes: at any time.
-        preemptions: preempted rows.
-        ended: why it did not finish all queries, or "".
-        row_steps, dead_row_steps: of all steps; of rows whose query had ended.
-        queued_row_steps, queued_dead_row_steps: the same while others waited.
-        slots, pad_slots: that attention read; of them without a token.
-        peak_columns: of the slab.
-        forwards: single costs.
-        answers: output tokens, if all queries finished.
+        kv_peak_bytes: peak KV bytes.
+        preemptions: number of preempted rows.
+        ended: why the arm stopped before all queries finished, or "".
+        row_steps, dead_row_steps: rows over all steps; those whose query had ended.
+        queued_row_steps, queued_dead_row_steps: the same for steps with waiting queries.
+        slots, pad_slots: slots read by attention; those without a token.
+        peak_columns: most columns of the slab.
+        forwards: durations of single forwards.
+        answers: output tokens of each query; empty for an unfinished query.
     """
 
     arm: str
     batch_size: int
-    requested: int
+    num_queries: int
     total_s: float = 0.0
     times_s: list[list[float]] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
@@ -92,40 +92,40 @@ class RebatchRun:
     forwards: Forwards = field(default_factory=lambda: Forwards([], []))
     answers: list[list[int]] = field(default_factory=list)
 
-    # ---- numbers -------------------------------------------------------------------------------
+    # ---- summary values ------------------------------------------------------------------------
 
     @property
     def tokens(self) -> int:
-        """Generated."""
+        """Number of generated tokens."""
         return sum(map(len, self.times_s))
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated, prefill counted in the time."""
+        """Generated tokens per second, with prefill included in the time."""
         return self.tokens / self.total_s
 
     @property
     def answered(self) -> float:
-        """Share of the queries that have got all."""
-        return sum(map(bool, self.answers)) / self.requested
+        """Fraction of the queries that finished."""
+        return sum(map(bool, self.answers)) / self.num_queries
 
     @property
     def idle_fraction(self) -> float:
-        """Row-steps of ended queries over those of all rows."""
+        """Row-steps of ended queries over all row-steps."""
         return self.dead_row_steps / max(1, self.row_steps)
 
     @property
     def idle_while_queued(self) -> float:
-        """The same over the steps in which others waited."""
+        """Row-steps of ended queries over all row-steps, in steps with waiting queries."""
         return self.queued_dead_row_steps / max(1, self.queued_row_steps)
 
     @property
     def padded_fraction(self) -> float:
-        """Slots without a token over all that attention read."""
+        """Slots without a token over all slots that attention read."""
         return self.pad_slots / max(1, self.slots)
 
     def first_s(self, percent: int) -> float:
-        """Percentile of the time to the first token."""
+        """Percentile of the time to first token."""
         return float(np.percentile(self.waited_s, percent))
 
     def token_s(self, percent: int) -> float:
@@ -136,21 +136,21 @@ class RebatchRun:
     # ---- curves --------------------------------------------------------------------------------
 
     def answered_curve(self) -> tuple[tuple[float, int], ...]:
-        """Queries that have ended, over time."""
+        """Number of finished queries over time."""
         ends = [t[-1] for t, answer in zip(self.times_s, self.answers, strict=True) if answer]
         return _counted(sorted(ends))
 
     def token_curve(self) -> tuple[tuple[float, int], ...]:
-        """Tokens that have come, over time."""
+        """Number of generated tokens over time."""
         return _counted(sorted(when for times in self.times_s for when in times))
 
     def kv_curve(self) -> tuple[tuple[float, float], ...]:
-        """MiB of KV, over time."""
+        """KV in MiB over time."""
         every = max(1, len(self.kv_bytes) // _CURVE_POINTS)
         return tuple((when, count / 2**20) for when, count in self.kv_bytes[::every])
 
     def to_json(self) -> dict[str, Any]:
-        """What tables are made of."""
+        """Values for the tables."""
         names = ("arm", "batch_size", "total_s", "tokens", "answered", "ended", "kv_peak_bytes")
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
         for name in ("idle_fraction", "idle_while_queued", "padded_fraction", "peak_columns"):
@@ -160,8 +160,8 @@ class RebatchRun:
             found[f"token_p{percent}_s"] = self.token_s(percent)
         return found | {"preemptions": self.preemptions}
 
-    def took(self, step: StepRecord) -> None:
-        """Count a step of a dense arm."""
+    def record(self, step: StepRecord) -> None:
+        """Record a step of a dense arm."""
         for read in step.reads:
             tokens = read.rows * read.columns
             pairs = tokens * read.seen + read.rows * read.columns * (read.columns + 1) // 2
@@ -196,16 +196,16 @@ def run_dense(
     capacity_tokens: int | None = None,
     scale_at: int | None = None,
 ) -> RebatchRun:
-    """Answer a load with a `DynamicBatch`.
+    """Process a load with a `DynamicBatch`.
 
     Args:
-        model: of Transformers.
-        load: what is asked.
-        arm: its batcher.
-        batch_size: rows.
-        seconds: the clock.
-        capacity_tokens: most columns of the slab.
-        scale_at: KV bytes above which rows are preempted.
+        model: Transformers model.
+        load: queries.
+        arm: name of the batcher.
+        batch_size: number of rows.
+        seconds: clock.
+        capacity_tokens: most columns of the slab; None: no limit.
+        scale_at: KV bytes above which rows are preempted; None: no limit.
     """
     clock = SkippingClock(seconds)
     options = BatchOptions(
@@ -216,18 +216,18 @@ def run_dense(
         scale_at=scale_at,
     )
     batch = DynamicBatch(model, options)
-    coming = list(zip(prompt_ids(load, model.config.vocab_size), load, strict=True))
+    waiting = list(zip(prompt_ids(load, model.config.vocab_size), load, strict=True))
     queries: list[Query] = []
     run = RebatchRun(arm, batch_size, len(load))
-    while coming or batch.has_work:
+    while waiting or batch.has_work:
         if not batch.has_work:
-            clock.skip_to(coming[0][1].arrival_s)
-        while coming and coming[0][1].arrival_s <= clock():
-            ids, requested = coming.pop(0)
+            clock.skip_to(waiting[0][1].arrival_s)
+        while waiting and waiting[0][1].arrival_s <= clock():
+            ids, trace_query = waiting.pop(0)
             params = SamplingParams(temperature=0.0, ignore_eos=True)
             queries.append(
                 batch.submit(
-                    ids, requested.new_tokens, sampling=params, priority=requested.priority
+                    ids, trace_query.new_tokens, sampling=params, priority=trace_query.priority
                 )
             )
         try:
@@ -235,16 +235,16 @@ def run_dense(
         except SlabFull as error:
             run.ended = str(error)
             break
-        run.took(batch.last)
+        run.record(batch.last)
         run.kv_bytes.append((clock(), batch.last.kv_bytes))
     run.total_s = clock()
     run.kv_peak_bytes = batch.device_meter.peak_bytes
-    for query, requested in zip(queries, load, strict=False):
+    for query, recorded in zip(queries, load, strict=False):
         run.times_s.append(query.times_s)
         run.answers.append(query.token_ids if query.finished else [])
         run.preemptions += query.preemptions
         if query.times_s:
-            run.waited_s.append(query.times_s[0] - requested.arrival_s)
+            run.waited_s.append(query.times_s[0] - recorded.arrival_s)
     return run
 
 
@@ -256,33 +256,31 @@ def run_paged(
     seconds: Callable[[], float],
     memory_bytes: int,
 ) -> RebatchRun:
-    """Answer a load with the engine's continuous batching over pages.
+    """Process a load with the engine's continuous batching over pages.
 
     Args:
-        model: the same weights behind Quire's adapter.
-        load: what is asked.
-        batch_size: requests that run at once.
-        seconds: the clock.
-        memory_bytes: of KV.
+        model: the same weights in Quire's adapter.
+        load: queries.
+        batch_size: most running requests.
+        seconds: clock.
+        memory_bytes: bytes of the KV memory.
     """
     clock = SkippingClock(seconds)
     kv = KVConfig(
         memory=memory_bytes, swap_space=memory_bytes, prefix_cache=PrefixCacheConfig(enabled=False)
     )
     engine = Engine(model, kv, ScheduleConfig(max_num_seqs=batch_size, low_watermark=1.0))
-    coming = list(zip(prompt_ids(load, model.spec.vocab_size), load, strict=True))
+    waiting = list(zip(prompt_ids(load, model.spec.vocab_size), load, strict=True))
     run = RebatchRun(CONTINUOUS, batch_size, len(load))
     numbers: dict[str, int] = {}
-    while coming or engine.has_work:
+    while waiting or engine.has_work:
         if not engine.has_work:
-            clock.skip_to(coming[0][1].arrival_s)
-        while coming and coming[0][1].arrival_s <= clock():
-            ids, requested = coming.pop(0)
-            params = SamplingParams(
-                max_tokens=requested.new_tokens, temperature=0.0, ignore_eos=True
-            )
-            numbers[engine.submit(GenerationRequest(ids, params, priority=requested.priority))] = (
-                len(numbers)
+            clock.skip_to(waiting[0][1].arrival_s)
+        while waiting and waiting[0][1].arrival_s <= clock():
+            ids, query = waiting.pop(0)
+            params = SamplingParams(max_tokens=query.new_tokens, temperature=0.0, ignore_eos=True)
+            numbers[engine.submit(GenerationRequest(ids, params, priority=query.priority))] = len(
+                numbers
             )
             run.times_s.append([])
             run.answers.append([])
@@ -294,17 +292,20 @@ def run_paged(
     run.total_s = clock()
     stats = engine.stats()
     run.kv_peak_bytes, run.preemptions = stats.kv_peak_bytes, stats.num_preemptions
-    for times, requested in zip(run.times_s, load, strict=True):
-        run.waited_s.append(times[0] - requested.arrival_s)
+    for times, query in zip(run.times_s, load, strict=True):
+        run.waited_s.append(times[0] - query.arrival_s)
     return run
 
 
 def check(run: RebatchRun, load: Load) -> None:
-    """Every answer has its length, unless the arm has said why not.
+    """Check that every output has its full length, unless the arm stopped early.
 
     Raises:
-        InvariantError: one has not.
+        InvariantError: an output is too short or too long.
     """
     got = [len(answer) for answer in run.answers]
-    if not run.ended and got != [requested.new_tokens for requested in load]:
-        raise InvariantError(f"the arm {run.arm} of the rebatch bench left answers unfinished")
+    if not run.ended and got != [query.new_tokens for query in load]:
+        raise InvariantError(
+            f"expected arm {run.arm} of the rebatch benchmark to finish all queries, "
+            "got outputs of other lengths"
+        )

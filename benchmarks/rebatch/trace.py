@@ -1,6 +1,7 @@
-"""Part `trace`: recorded arrivals, urgent ones among them, in too small a KV memory.
+"""Part `trace`: recorded arrivals with urgent requests, in a KV memory that is too small.
 
-Arrival times are scaled so that the request rate is `load` times that of ideal list scheduling.
+Arrival times are scaled so that the arrival rate is `load` times the rate of ideal list scheduling.
+
 Idle time between arrivals is skipped.
 """
 
@@ -19,7 +20,7 @@ Round = Mapping[str, RebatchRun]
 
 
 def run_trace(config: RebatchConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     load, memory_bytes, rounds = measure(config)
     return PartResult(
         claims=claims(rounds, memory_bytes),
@@ -33,19 +34,19 @@ def run_trace(config: RebatchConfig) -> PartResult:
 
 
 def measure(config: RebatchConfig) -> tuple[Load, int, list[Round]]:
-    """The load, the memory, and every arm in turns."""
-    requested = config.trace
+    """Measure every arm in turn; return the load, the KV memory and the rounds."""
+    trace = config.trace
     models = Models.of(config.model)
-    together = recorded(requested.requests, requested.scale, 0.0, requested.urgent_every)
+    together = recorded(trace.requests, trace.scale, 0.0, trace.urgent_every)
     warm_up(models, together, config)
-    free = run_arm(models, together, EMBEDDING, requested.batch, config)
-    span_s = ideal_s(together, requested.batch, fit([free.forwards])) / requested.load
-    load = recorded(requested.requests, requested.scale, span_s, requested.urgent_every)
-    memory_bytes = max(int(free.kv_peak_bytes * requested.memory_share), _least_bytes(models, load))
+    free = run_arm(models, together, EMBEDDING, trace.batch, config)
+    span_s = ideal_s(together, trace.batch, fit([free.forwards])) / trace.load
+    load = recorded(trace.requests, trace.scale, span_s, trace.urgent_every)
+    memory_bytes = max(int(free.kv_peak_bytes * trace.memory_share), _least_bytes(models, load))
     rounds: list[Round] = [
         {
-            arm: run_arm(models, load, arm, requested.batch, config, memory_bytes=memory_bytes)
-            for arm in requested.arms
+            arm: run_arm(models, load, arm, trace.batch, config, memory_bytes=memory_bytes)
+            for arm in trace.arms
         }
         for _ in range(config.repeats)
     ]
@@ -53,17 +54,17 @@ def measure(config: RebatchConfig) -> tuple[Load, int, list[Round]]:
 
 
 def _least_bytes(models: Models, load: Load) -> int:
-    """What the longest query may take alone while it is read and put into a slab."""
-    longest = max(requested.final_tokens for requested in load)
+    """KV bytes that the longest query needs alone during prefill and the copy into a slab."""
+    longest = max(query.final_tokens for query in load)
     return 3 * models.paged.spec.kv_bytes(longest, 4)
 
 
 def claims(rounds: Sequence[Round], memory_bytes: int) -> Numbers:
     """Medians over rounds.
 
-    trace_ARM_first_p99_s, trace_ARM_token_p99_s and p50: of all queries.
-    trace_ARM_makespan_s, trace_ARM_peak_over_memory: KV bytes over those it was given.
-    trace_batonpd_over_static_first_p99: how much sooner (static's time over vector embedding's).
+    trace_ARM_first_p99_s, trace_ARM_token_p99_s, and p50: percentiles over all queries.
+    trace_ARM_makespan_s: makespan; trace_ARM_peak_over_memory: peak KV bytes over the KV memory.
+    trace_batonpd_over_static_first_p99: static's time over vector embedding's.
     """
     numbers: Numbers = {}
     for arm in rounds[0]:
@@ -89,19 +90,19 @@ def _median(runs: Sequence[RebatchRun], number: Callable[[RebatchRun], float]) -
 
 
 def _table(config: RebatchConfig, load: Load, memory_bytes: int, rounds: Sequence[Round]) -> Table:
-    requested = config.trace
+    trace = config.trace
     return Table(
         name="rebatch_trace",
         caption=(
             f"The first {len(load)} requests of the Azure conversation trace, lengths times "
-            f"{requested.scale:g}, arrivals over {load[-1].arrival_s:.1f} s: "
-            f"{requested.load:.0%} of what "
-            f"ideal list scheduling answers. {requested.batch} rows, {memory_bytes / 2**20:.1f} "
+            f"{trace.scale:g}, arrivals over {load[-1].arrival_s:.1f} s: "
+            f"{trace.load:.0%} of what "
+            f"ideal list scheduling completes. {trace.batch} rows, {memory_bytes / 2**20:.1f} "
             "MiB of "
-            f"KV, every {requested.urgent_every}th request urgent. Rows are taken out for "
-            "urgent ones "
-            "and for want of memory, but not by static and pd, which begin smaller batches. "
-            f"Medians of {len(rounds)} rounds, in turns."
+            f"KV, every {trace.urgent_every}th request urgent. Rows are preempted for "
+            "urgent requests "
+            "and when memory is full, except by static and pd, which start smaller batches. "
+            f"Medians of {len(rounds)} rounds, arms in turn."
         ),
         columns=(
             "batcher",
@@ -112,7 +113,7 @@ def _table(config: RebatchConfig, load: Load, memory_bytes: int, rounds: Sequenc
             "token p99 ms",
             "makespan s",
             "peak KV MiB",
-            "rows taken out",
+            "preempted rows",
             "answered",
         ),
         rows=tuple(_row(load, [found[arm] for found in rounds]) for arm in rounds[0]),
@@ -137,9 +138,9 @@ def _row(load: Load, runs: Sequence[RebatchRun]) -> tuple[Cell, ...]:
 def urgent(run: RebatchRun, load: Load) -> RebatchRun:
     """The same run, restricted to the urgent requests."""
     waited = [
-        times[0] - requested.arrival_s
-        for times, requested in zip(run.times_s, load, strict=False)
-        if times and requested.priority == 0
+        times[0] - query.arrival_s
+        for times, query in zip(run.times_s, load, strict=False)
+        if times and query.priority == 0
     ]
     return replace(run, waited_s=waited)
 

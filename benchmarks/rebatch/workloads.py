@@ -1,4 +1,4 @@
-"""Parts `w1` and `w2`: the paper's workloads, every arm at every batch size, beside the bound."""
+"""Parts `w1` and `w2`: BATON's workloads, with every arm at every batch size, and the bound."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ Round = Mapping[str, RebatchRun]
 
 @dataclass(frozen=True, slots=True)
 class AtBatch:
-    """What was measured with so many rows.
+    """Measurements at one batch size.
 
     Attributes:
-        batch: rows.
-        rounds: a run of every arm in each.
-        ideals_s: of each round, by its own costs.
+        batch: number of rows.
+        rounds: runs of every arm, by round.
+        ideals_s: ideal makespan of each round, from the costs of that round.
     """
 
     batch: int
@@ -36,27 +36,27 @@ class AtBatch:
     ideals_s: Sequence[float]
 
     def median(self, number: Callable[[Round, float], float]) -> float:
-        """Of a number of a round and its ideal makespan."""
+        """Median over rounds of a function of a round and its ideal makespan."""
         pairs = zip(self.rounds, self.ideals_s, strict=True)
         return statistics.median(number(runs, ideal) for runs, ideal in pairs)
 
 
 def run_w1(config: RebatchConfig) -> PartResult:
-    """The part `w1`."""
+    """Run the part `w1`."""
     return _run(config, config.w1)
 
 
 def run_w2(config: RebatchConfig) -> PartResult:
-    """The part `w2`."""
+    """Run the part `w2`."""
     return _run(config, config.w2)
 
 
-def _run(config: RebatchConfig, requested: WorkloadConfig) -> PartResult:
-    found = measure(config, requested)
+def _run(config: RebatchConfig, options: WorkloadConfig) -> PartResult:
+    found = measure(config, options)
     return PartResult(
-        claims=claims(requested, found),
-        tables=tuple(_table(config, requested, at) for at in found),
-        charts=tuple(chart for at in found for chart in _charts(requested, at)),
+        claims=claims(options, found),
+        tables=tuple(_table(config, options, at) for at in found),
+        charts=tuple(chart for at in found for chart in _charts(options, at)),
         raw={
             str(at.batch): [
                 {"ideal_s": ideal, "arms": {arm: run.to_json() for arm, run in runs.items()}}
@@ -67,15 +67,15 @@ def _run(config: RebatchConfig, requested: WorkloadConfig) -> PartResult:
     )
 
 
-def measure(config: RebatchConfig, requested: WorkloadConfig) -> list[AtBatch]:
-    """Every arm at every batch size; arms take turns."""
-    load = workload(requested.name, requested.scale, requested.queries)
+def measure(config: RebatchConfig, options: WorkloadConfig) -> list[AtBatch]:
+    """Run every arm at every batch size; arms run in turn."""
+    load = workload(options.name, options.scale, options.queries)
     models = Models.of(config.model)
     warm_up(models, load, config)
     found = []
-    for batch in requested.batches:
+    for batch in options.batches:
         rounds: list[Round] = [
-            {arm: run_arm(models, load, arm, batch, config) for arm in requested.arms}
+            {arm: run_arm(models, load, arm, batch, config) for arm in options.arms}
             for _ in range(config.repeats)
         ]
         found.append(AtBatch(batch, rounds, [ideal_s(load, batch, costs(runs)) for runs in rounds]))
@@ -83,22 +83,24 @@ def measure(config: RebatchConfig, requested: WorkloadConfig) -> list[AtBatch]:
 
 
 def costs(runs: Round) -> Costs:
-    """Fitted to the round's dense arms."""
+    """Costs fitted to the round's dense arms."""
     return fit([run.forwards for arm, run in runs.items() if arm != CONTINUOUS])
 
 
-def claims(requested: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
-    """Ratios within rounds, medians over them. A speed is that of the first arm over the second.
+def claims(options: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
+    """Ratios within rounds, medians over rounds. A speed ratio is first arm over second arm.
 
-    W_batonpd_over_bound_bB: of vector embedding, over ideal list scheduling; W_bound_bB is what
-        that could gain over static batches.
-    W_batonpd_over_static_bB, W_continuous_over_static_bB: makespans.
-    W_batonpd_over_baton_shaping_bB: tokens a second until shaping has answered all, or its slab was
-        full, which W_baton_shaping_answered_bB says (1 for all). Without _bB: at the largest batch.
-    W_batonpd_idle_fraction: rows of ended queries while others wait, at any batch size.
-    W_batonpd_peak_over_static_bB: KV bytes, the prefilled queue and growing counted.
+    W_batonpd_over_bound_bB: speed of vector embedding over ideal list scheduling.
+    W_bound_bB: speed of ideal list scheduling over static batches.
+    W_batonpd_over_static_bB, W_continuous_over_static_bB: ratios of speeds by makespan.
+    W_batonpd_over_baton_shaping_bB: ratio of tokens per second, until shaping finished all queries
+        or its slab was full. Without _bB: at the largest batch.
+    W_baton_shaping_answered_bB: fraction of the queries that shaping finished.
+    W_batonpd_idle_fraction: most rows with ended queries while others wait, as a fraction.
+    W_batonpd_peak_over_static_bB: ratio of peak KV bytes, with prefilled queue and slab growth.
+
     """
-    name = requested.name
+    name = options.name
     numbers: Numbers = {}
     for at in found:
         mark = f"b{at.batch}"
@@ -113,9 +115,9 @@ def claims(requested: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
         numbers[f"{name}_batonpd_peak_over_static_{mark}"] = at.median(
             lambda runs, _: runs[EMBEDDING].kv_peak_bytes / runs[STATIC].kv_peak_bytes
         )
-        if SHAPING in requested.arms:
+        if SHAPING in options.arms:
             numbers |= _shaping(name, at)
-    if SHAPING in requested.arms:
+    if SHAPING in options.arms:
         last = f"{name}_batonpd_over_baton_shaping"
         numbers[last] = numbers[f"{last}_b{found[-1].batch}"]
     numbers[f"{name}_batonpd_idle_fraction"] = max(
@@ -139,23 +141,23 @@ def _shaping(name: str, at: AtBatch) -> Numbers:
     }
 
 
-def _table(config: RebatchConfig, requested: WorkloadConfig, at: AtBatch) -> Table:
-    load: Load = workload(requested.name, requested.scale, requested.queries)
+def _table(config: RebatchConfig, options: WorkloadConfig, at: AtBatch) -> Table:
+    load: Load = workload(options.name, options.scale, options.queries)
     return Table(
-        name=f"rebatch_{requested.name}_b{at.batch}",
+        name=f"rebatch_{options.name}_b{at.batch}",
         caption=(
-            f"{requested.name}: {len(load)} queries at once, lengths times {requested.scale:g}, "
+            f"{options.name}: {len(load)} queries at the start, lengths times {options.scale:g}, "
             f"{at.batch} rows, random-weight Llama ({config.model}), float32. The bound is ideal "
-            "first-come list scheduling at the costs measured in the round: static's makespan over "
-            f"it is {at.median(lambda runs, ideal: runs[STATIC].total_s / ideal):.2f}. Idle: rows "
-            "of ended queries; padded: slots without a token that attention reads. Medians of "
-            f"{len(at.rounds)} rounds, in turns."
+            "first-come list scheduling at the costs measured in the round; static's makespan over "
+            f"the bound is {at.median(lambda runs, ideal: runs[STATIC].total_s / ideal):.2f}. "
+            "Idle: rows of ended queries; padded: slots without a token that attention reads. "
+            f"Medians of {len(at.rounds)} rounds, arms in turn."
         ),
         columns=(
             "batcher",
             "makespan s",
             "over static",
-            "of the bound",
+            "bound over makespan",
             "tokens/s",
             "answered",
             "idle",
@@ -166,7 +168,7 @@ def _table(config: RebatchConfig, requested: WorkloadConfig, at: AtBatch) -> Tab
             "token p50 ms",
             "token p99 ms",
         ),
-        rows=tuple(_row(at, arm) for arm in requested.arms),
+        rows=tuple(_row(at, arm) for arm in options.arms),
     )
 
 
@@ -196,16 +198,16 @@ def _row(at: AtBatch, arm: str) -> tuple[Cell, ...]:
 _SHOWN = (STATIC, SHAPING, EMBEDDING, CONTINUOUS)
 
 
-def _charts(requested: WorkloadConfig, at: AtBatch) -> tuple[Chart, ...]:
-    """The paper's figures 5 to 7, at the largest batch."""
-    if at.batch != max(requested.batches):
+def _charts(options: WorkloadConfig, at: AtBatch) -> tuple[Chart, ...]:
+    """Figures 5 to 7 of the paper, at the largest batch."""
+    if at.batch != max(options.batches):
         return ()
-    runs = {arm: at.rounds[0][arm] for arm in _SHOWN if arm in requested.arms}
+    runs = {arm: at.rounds[0][arm] for arm in _SHOWN if arm in options.arms}
 
     def chart(what: str, label: str, lines: Mapping[str, object]) -> Chart:
         return Chart(
-            name=f"rebatch_{requested.name}_{what}",
-            title=f"{requested.name}, {at.batch} rows: {label}",
+            name=f"rebatch_{options.name}_{what}",
+            title=f"{options.name}, {at.batch} rows: {label}",
             x_label="seconds",
             y_label=label,
             lines=lines,  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Resident memory while requests come and go."""
+"""Growth of resident memory under continuous load."""

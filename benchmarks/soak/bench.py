@@ -1,9 +1,9 @@
-"""Resident memory over many generated tokens: requests come and go, are preempted, cancelled.
+"""Growth of resident memory under load: requests arrive, finish, are preempted and cancelled.
 
     tokens    | warm-up | first tenth | ...................... | last tenth |
                         |<- median -->|      growth between     |<- median ->|
 
-The warm-up sees the largest steps, so what grows after it is a leak. The slope is the least-squares
+The warm-up includes the largest steps, so later growth is a leak. The slope is the least-squares
 line through all samples after the warm-up.
 """
 
@@ -23,7 +23,7 @@ from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 
 ARMS = {
-    "everything": KVConfig(memory="24MiB"),  # room for about 30 of the requests that come
+    "everything": KVConfig(memory="24MiB"),  # holds about 30 requests of mean length
     "evicting": KVConfig(memory="8MiB", evict="recent:cap=64,every=16,sinks=4"),
 }
 WARM_UP_SHARE = 0.1
@@ -32,14 +32,14 @@ SAMPLES = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakConfig:
-    """The workload: requests of random tokens that arrive at random.
+    """Workload: requests of random tokens with random arrivals.
 
     Attributes:
-        tokens: to generate, in both arms together.
-        max_num_seqs: requests that run at the same time.
-        prompt_tokens, new_tokens: most of a request; each has 1 to so many.
-        cancelled: share of the requests that are cancelled on their way.
-        seed: of arrivals and lengths.
+        tokens: tokens to generate, in both arms together.
+        max_num_seqs: most running requests.
+        prompt_tokens, new_tokens: most tokens of a prompt and of an output; each has at least 1.
+        cancelled: fraction of the requests that are cancelled before they finish (0 to 1).
+        seed: random seed of arrivals and lengths.
     """
 
     tokens: int = 100_000
@@ -52,12 +52,12 @@ class SoakConfig:
 
 @dataclass(frozen=True, slots=True)
 class SoakResult:
-    """One arm.
+    """Result of one arm.
 
     Attributes:
-        arm: its name.
-        generated_tokens, preemptions, requests: how much happened, the warm-up included.
-        samples: tokens generated so far and resident bytes, after the warm-up.
+        arm: name of the arm.
+        generated_tokens, preemptions, requests: totals, with the warm-up.
+        samples: (tokens generated so far, resident bytes), after the warm-up.
     """
 
     arm: str
@@ -68,19 +68,19 @@ class SoakResult:
 
     @property
     def growth_bytes(self) -> int:
-        """Median of the last tenth of the samples less that of the first."""
+        """Median of the last tenth of the samples minus the median of the first tenth."""
         resident = [rss_bytes for _, rss_bytes in self.samples]
         tenth = max(1, len(resident) // 10)
         return int(statistics.median(resident[-tenth:]) - statistics.median(resident[:tenth]))
 
     @property
     def growth_fraction(self) -> float:
-        """Growth over what was resident after the warm-up."""
+        """Growth over the resident bytes after the warm-up."""
         return self.growth_bytes / self.samples[0][1]
 
     @property
     def slope_bytes_per_token(self) -> float:
-        """Least squares over all samples."""
+        """Least-squares slope over all samples."""
         tokens, resident = np.array(self.samples, dtype=np.float64).T
         if len(tokens) < 2:
             return 0.0
@@ -88,11 +88,11 @@ class SoakResult:
 
 
 class Soak:
-    """One engine under load.
+    """An engine under load.
 
     Args:
-        model: whose engine.
-        kv: a scarce memory.
+        model: model of the engine.
+        kv: small KV memory.
         config: the workload.
     """
 
@@ -112,10 +112,10 @@ class Soak:
             self.generated_tokens += sum(len(delta.token_ids) for delta in self.engine.step())
 
     def finish(self) -> None:
-        """Answer what is open, and prove that every page is back.
+        """Finish all requests, and check that every page is free.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a page is not free.
         """
         while self.engine.has_work:
             self.generated_tokens += sum(len(delta.token_ids) for delta in self.engine.step())
@@ -150,7 +150,7 @@ class Soak:
 
 
 def run_arm(arm: str, model: LoadedModel, config: SoakConfig) -> SoakResult:
-    """Generate the arm's tokens and watch resident memory."""
+    """Generate the arm's tokens and sample the resident memory."""
     tokens = max(SAMPLES, config.tokens // len(ARMS))
     soak, process = Soak(model, ARMS[arm], config), psutil.Process()
     soak.generate(int(WARM_UP_SHARE * tokens))
@@ -164,7 +164,7 @@ def run_arm(arm: str, model: LoadedModel, config: SoakConfig) -> SoakResult:
 
 
 def summarise(results: Sequence[SoakResult]) -> dict[str, int | float]:
-    """Claims: the arm that grew most, and how much happened in all."""
+    """Claims: growth of the arm that grew most, and totals of both arms."""
     worst = max(results, key=lambda result: result.growth_bytes)
     return {
         "rss_growth_bytes": worst.growth_bytes,

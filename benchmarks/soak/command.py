@@ -1,4 +1,4 @@
-"""`python -m benchmarks soak`: does memory grow with the tokens generated?"""
+"""`python -m benchmarks soak`: growth of resident memory over generated tokens."""
 
 import json
 from dataclasses import asdict
@@ -12,22 +12,24 @@ from quire.cli.report import envelope
 if TYPE_CHECKING:
     from benchmarks.soak.bench import SoakResult
 
-SLOPE_TOKENS = 10_000  # of an arm; below, single allocations of the C library decide the slope
+SLOPE_TOKENS = 10_000  # per arm; for fewer, single allocations of the C library decide the slope
 
 
 def soak(
     *,
     tokens: Annotated[
         int,
-        typer.Option(min=2_000, help="Tokens to generate at least, half of them while evicting."),
+        typer.Option(
+            min=2_000, help="Tokens to generate at least; the second half runs with eviction."
+        ),
     ] = 100_000,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure whether resident memory grows while requests come and go.
+    """Measure whether resident memory grows over generated tokens.
 
-    quire-tiny answers requests that arrive at random in a scarce KV memory, with preemptions and
-    cancellations, first without eviction and then with it.
+    quire-tiny serves requests with random arrivals in a small KV memory, with preemptions and
+    cancellations, first without eviction and then with eviction.
     """
     import torch
 
@@ -56,4 +58,4 @@ def soak(
 def _slope_text(result: "SoakResult") -> str:
     if result.generated_tokens < SLOPE_TOKENS:
         return f"too few tokens for a slope: run {2 * SLOPE_TOKENS:,} or more"
-    return f"{result.slope_bytes_per_token:+.2f} B a token"
+    return f"{result.slope_bytes_per_token:+.2f} B per token"

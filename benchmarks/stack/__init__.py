@@ -1,1 +1,1 @@
-"""One optimization of KV memory on top of another, in the same bytes."""
+"""Combined optimizations of KV memory, each added to the ones before, in equal bytes."""

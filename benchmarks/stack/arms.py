@@ -1,4 +1,4 @@
-"""Arms of the stack bench: each adds one thing to the arm before it, and serves the same load."""
+"""Arms of the stack benchmark: each adds one optimization to the arm before and serves one load."""
 
 import time
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackArm:
-    """What an arm's KV memory can do.
+    """Options of an arm's KV memory.
 
     Attributes:
-        name: what it adds to the arm before it.
-        store: how lanes lie in memory.
-        codec: how keys and values are stored.
-        enable_prefix_caching: whether what prompts begin with is shared.
+        name: name of the added optimization.
+        store: layout of lanes in memory.
+        codec: codec of keys and values.
+        enable_prefix_caching: whether prompts share cached prefixes.
     """
 
     name: str
@@ -33,7 +33,7 @@ class StackArm:
     enable_prefix_caching: bool = False
 
     def kv_config(self, load: StackLoad, memory_bytes: int) -> KVConfig:
-        """The arm's memory, with room on the host for what is preempted."""
+        """KV config of the arm, with swap space for preempted sequences."""
         return KVConfig(
             memory=memory_bytes,
             swap_space=memory_bytes,
@@ -57,20 +57,20 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackRun:
-    """One arm, the whole load once.
+    """Measurements of one run of the whole load with one arm.
 
     Attributes:
-        arm: its name.
-        total_s: until the last token.
-        tokens: generated.
+        arm: name of the arm.
+        total_s: time until the last token.
+        tokens: number of generated tokens.
         max_batch: most sequences with KV at once.
         mean_batch: sequences with KV, mean over steps.
-        token_s: times between two tokens of one request, all of them.
+        token_s: times between two tokens of one request, for all requests.
         first_s: time to the first token of each request.
-        kv_peak_bytes: most KV of requests at once.
-        used_share: of the KV memory, mean over steps, cached prefixes not counted.
-        preemptions: sequences that gave up their place.
-        answers: by request.
+        kv_peak_bytes: peak KV bytes of requests.
+        used_share: fraction of KV memory in use, mean over steps, without cached prefixes.
+        preemptions: number of preemptions.
+        answers: output tokens of each request.
     """
 
     arm: str
@@ -87,11 +87,11 @@ class StackRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated, prefill counted in the time."""
+        """Generated tokens per second, with prefill included in the time."""
         return self.tokens / self.total_s
 
     def to_json(self) -> dict[str, int | float | str]:
-        """What tables are made of, without the single tokens."""
+        """Values for the tables, without single tokens."""
         found: dict[str, int | float | str] = {
             name: getattr(self, name)
             for name in ("arm", "total_s", "tokens", "max_batch", "mean_batch", "kv_peak_bytes")
@@ -104,15 +104,15 @@ class StackRun:
 
 @dataclass(slots=True)
 class _Clock:
-    """When tokens of each request came."""
+    """Records the times of each request's tokens."""
 
     answers: dict[str, list[int]]
     last_s: dict[str, float] = field(default_factory=dict)
     token_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
 
-    def came(self, request_id: str, token_ids: tuple[int, ...], now_s: float) -> None:
-        """Tokens of one request; several at once count the wait for each."""
+    def record(self, request_id: str, token_ids: tuple[int, ...], now_s: float) -> None:
+        """Record tokens of one request; the wait is divided equally among tokens of one step."""
         if not token_ids:
             return
         self.answers[request_id] += token_ids
@@ -124,15 +124,15 @@ class _Clock:
 
 
 def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
-    """Serve the load with a new engine, whose KV memory is empty.
+    """Serve the load with a new engine and an empty KV memory.
 
     Args:
-        model: random weights.
+        model: model with random weights.
         load: the requests.
-        arm: how KV is stored.
+        arm: options of the KV memory.
     """
     memory_bytes = load.kv_bytes(model.spec)
-    # all of the memory may be given away: it is that of so many contiguous lanes, to the page
+    # the memory is exactly `contiguous_rows` lanes: a watermark would leave a lane unused
     schedule = ScheduleConfig(low_watermark=1.0)
     engine = Engine(model, arm.kv_config(load, memory_bytes), schedule)
     started_s = time.perf_counter()
@@ -140,7 +140,7 @@ def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
     batches, used = [], []
     while engine.has_work:
         for delta in engine.step():
-            clock.came(delta.request_id, tuple(delta.token_ids), time.perf_counter() - started_s)
+            clock.record(delta.request_id, tuple(delta.token_ids), time.perf_counter() - started_s)
         batches.append(len(engine.scheduler.running))
         used.append(engine.pool.kv.memory.used_bytes)
     total_s = time.perf_counter() - started_s
@@ -170,5 +170,8 @@ def _checked(load: StackLoad, answers: Mapping[str, list[int]]) -> int:
     expected = [new_tokens for _, new_tokens in load.drawn()]
     got = [len(answer) for answer in answers.values()]
     if got != expected:
-        raise InvariantError("an arm of the stack bench left answers unfinished")
+        raise InvariantError(
+            f"expected all outputs of the stack benchmark to be complete, got {sum(got)} of "
+            f"{sum(expected)} tokens"
+        )
     return sum(got)

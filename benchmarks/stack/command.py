@@ -15,13 +15,14 @@ from quire.cli.out_folder import prepare_folder, require_matplotlib
 def stack(
     *,
     model: Annotated[
-        str | None, typer.Option(help="Shape: 125m, small or tiny; 125m if not said.")
+        str | None, typer.Option(help="Shape: 125m, small or tiny; default: 125m.")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="All at once; 128 if not said.")
+        int | None,
+        typer.Option(min=1, help="Number of requests, all present at the start; default: 128."),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of all arms; 3 if not said.")
+        int | None, typer.Option(min=1, help="Rounds of all arms; default: 3.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -34,10 +35,10 @@ def stack(
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Serve one load with contiguous KV, then pages, int8, a prefix cache, int4.
+    """Serve one load with contiguous KV, then add pages, int8, a prefix cache and int4.
 
-    Every arm has the memory in which contiguous lanes hold four sequences, and all that the arm
-    before it has. Tables say the largest batch, tokens a second and latencies.
+    Every arm has the KV memory that holds four contiguous lanes, and all optimizations of the arms
+    before it. Tables show the largest batch, tokens per second and latencies.
     """
     import torch
 

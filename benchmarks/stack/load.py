@@ -1,4 +1,4 @@
-"""What the stack bench serves: many requests at once behind one system prompt, of mixed lengths."""
+"""Load of the stack benchmark: simultaneous requests of mixed lengths with one system prompt."""
 
 import random
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from quire.layout.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackLoad:
-    """Requests and the memory they share.
+    """Requests and the size of the KV memory that they share.
 
-    The article's mixed workload (1,024 tokens in, 512 out, sequences of at most 8,192), all lengths
-    divided by 8. Lengths of questions and answers are drawn between half and one and a half times
-    their mean.
+    The article's mixed workload (1,024 tokens in, 512 out, sequences of at most 8,192), with all
+    lengths divided by 8. Lengths of questions and outputs are drawn between 0.5 and 1.5 times their
+    mean.
 
     Attributes:
-        model: a name in SHAPES, random weights in bfloat16.
-        requests: all there at the start.
-        system_tokens: every prompt begins with.
-        question_tokens: mean of what follows.
-        answer_tokens: mean of what is generated.
-        longest_tokens: a contiguous store reserves for.
-        contiguous_rows: so many of these fit in the memory.
+        model: a name in SHAPES; random weights in bfloat16.
+        requests: number of requests, all present at the start.
+        system_tokens: tokens of the system prompt, the common prefix of all prompts.
+        question_tokens: mean tokens of a prompt after the system prompt.
+        answer_tokens: mean tokens of an output.
+        longest_tokens: tokens that a contiguous store reserves for each sequence.
+        contiguous_rows: number of contiguous lanes that fit in the memory.
     """
 
     model: str = "125m"
@@ -38,21 +38,21 @@ class StackLoad:
         longest = self.system_tokens + 3 * (self.question_tokens + self.answer_tokens) // 2
         if longest > self.longest_tokens:
             raise ConfigError(
-                f"expected requests within longest_tokens={self.longest_tokens}, got up to "
+                f"expected requests of at most longest_tokens={self.longest_tokens}, got up to "
                 f"{longest} tokens: lower question_tokens or answer_tokens"
             )
 
     @property
     def mean_tokens(self) -> int:
-        """Of a request at its end."""
+        """Mean final length of a request."""
         return self.system_tokens + self.question_tokens + self.answer_tokens
 
     def kv_bytes(self, spec: ModelSpec) -> int:
-        """The memory, the same for every arm."""
+        """Bytes of the KV memory, equal for every arm."""
         return spec.kv_bytes(self.longest_tokens, 2) * self.contiguous_rows
 
     def drawn(self) -> list[tuple[list[int], int]]:
-        """Prompts and how many tokens to generate; the same in every process."""
+        """Prompts and numbers of tokens to generate; equal in every process."""
         rng = random.Random(0)
         vocab_size = SHAPES[self.model]().vocab_size
 

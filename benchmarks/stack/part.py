@@ -1,7 +1,8 @@
-"""Arms in turns, and what each adds: batch, tokens a second, latency, in the same bytes.
+"""Runs of all arms in turn, and the gain of each: batch, tokens per second, latency.
 
-Every speed stands beside the answers' mean regret: with random weights no answer is right, but each
-token can be judged by how far its logit lies below the best one in float32.
+Every speed is reported with the mean regret of the outputs: with random weights no output is
+correct, but each token can be judged by the distance of its logit from the best float32 logit.
+
 """
 
 import statistics
@@ -22,14 +23,14 @@ from quire.profile.ceilings import DTYPES, ProductProbe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackConfig:
-    """What is run.
+    """Configuration of the benchmark.
 
     Attributes:
         load: requests and memory.
-        arms: each compared with the one before it, and the last with the first.
-        repeats: rounds of all arms, in turns.
-        judged: of the first so many answers the regret is taken.
-        product: [rows, inner, columns] multiplied to measure the cores.
+        arms: each is compared with the one before it, and the last with the first.
+        repeats: rounds of all arms, in turn.
+        judged: number of leading outputs whose regret is computed.
+        product: [rows, inner, columns] of the matrix product that measures the compute rate.
     """
 
     load: StackLoad = field(default_factory=StackLoad)
@@ -59,12 +60,12 @@ Round = Sequence[StackRun]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFound:
-    """What was measured.
+    """Measurements of all arms.
 
     Attributes:
-        rounds: each with a run of every arm, in their order.
-        regrets: of each arm, mean over tokens of the first answers.
-        computed_s: least time of all products of the load, nothing shared.
+        rounds: runs of every arm, in their order, by round.
+        regrets: mean regret over the tokens of the judged outputs, by arm.
+        computed_s: least time of all products of the load, without sharing.
     """
 
     rounds: Sequence[Round]
@@ -73,7 +74,7 @@ class StackFound:
 
 
 def measure_stack(config: StackConfig) -> StackFound:
-    """Arms take turns; a short run of each before them is not counted."""
+    """Run the arms in turn, after a short warm-up of each."""
     load = config.load
     model = random_model(SHAPES[load.model](), dtype=torch.bfloat16)
     few = replace(load, requests=2)
@@ -84,7 +85,7 @@ def measure_stack(config: StackConfig) -> StackFound:
     judge = RegretJudge(torch.nn.Module.float(weights))
     prompts = [prompt for prompt, _ in load.drawn()][: config.judged]
     probes = [ProductProbe(dtype, *config.product) for dtype in DTYPES]
-    # weights are held in the type that these cores multiply faster
+    # the engine holds weights in the dtype with the faster products on this CPU
     rate = max(statistics.median(probe.rate() for _ in range(5)) for probe in probes)
     processed = sum(len(prompt) + new for prompt, new in load.drawn())
     return StackFound(
@@ -95,7 +96,7 @@ def measure_stack(config: StackConfig) -> StackFound:
 
 
 def run_stack(config: StackConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     found = measure_stack(config)
     return PartResult(
         claims=claims(found),
@@ -110,11 +111,12 @@ def run_stack(config: StackConfig) -> PartResult:
 
 
 def claims(found: StackFound) -> Numbers:
-    """Ratios within rounds, medians over them.
+    """Ratios within rounds, medians over rounds.
 
-    stack_total_ratio: tokens a second of the last arm over the first.
-    stack_max_batch_ratio: most sequences at once, likewise.
-    stack_ARM_ratio: tokens a second over the arm before it.
+    stack_total_ratio: tokens per second of the last arm over the first.
+    stack_max_batch_ratio: largest batch of the last arm over the first.
+    stack_ARM_ratio: tokens per second over the arm before it.
+
     """
     numbers: Numbers = {
         "stack_total_ratio": _speedup(found.rounds, -1, 0),
@@ -147,18 +149,18 @@ def _table(config: StackConfig, found: StackFound) -> Table:
         name="stack",
         caption=(
             f"{load.requests} requests at once, a system prompt of {load.system_tokens} tokens, "
-            f"{load.question_tokens} in and {load.answer_tokens} out behind it in the mean, "
+            f"then {load.question_tokens} in and {load.answer_tokens} out on average, "
             f"random-weight Llama ({load.model}), bfloat16, in KV memory where contiguous lanes of "
             f"{load.longest_tokens:,} tokens hold {load.contiguous_rows}. Utilisation is the time "
-            "of all products at the cores' rate, nothing shared, over the time taken. Medians of "
-            f"{config.repeats} rounds, in turns; prefill counts."
+            "of all products at the cores' rate, nothing shared, over the measured time. "
+            f"Medians of {config.repeats} rounds, arms in turn, prefill included."
         ),
         columns=(
             "KV memory",
             "largest batch",
             "mean batch",
             "tokens/s",
-            "over the one before",
+            "over the arm before",
             "token p50 ms",
             "token p99 ms",
             "first token p50 s",
@@ -207,7 +209,7 @@ def _chart(found: StackFound) -> Chart:
     )
     return Chart(
         name="stack",
-        title="Tokens a second in the same KV memory",
+        title="Tokens per second in equal KV memory",
         x_label="KV memory",
         y_label="generated tokens/s",
         lines={"": bars},

@@ -121,8 +121,8 @@ def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
         (("offload", "--rho", "inf"), "--rho"),
         (("offload", "--xi", "inf"), "--xi"),
         (("rebatch", "--scale", "inf"), "--scale"),
-        (("eviction", "--budgets", "nan"), "per cents above 0"),
-        (("kvcrush", "--budget", "50,0"), "per cents above 0"),
+        (("eviction", "--budgets", "nan"), "percentages above 0"),
+        (("kvcrush", "--budget", "50,0"), "percentages above 0"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(arguments, says):
