@@ -157,7 +157,7 @@ def whole_rows(case: DecodeCase, batch: BatchTokens) -> BatchTokens:
     """The same batch with whole rows on the host, as near as can be."""
     host = min(case.rows, round(batch.host / case.context)) * case.context
     x = min(batch.x, case.tokens - host)
-    return replace(batch, x=x, kv=case.tokens - host - x, host=host, x_here=0)
+    return replace(batch, x=x, kv=case.tokens - host - x, host=host, x_on_device=0)
 
 
 def median_ms(steps: Sequence[MeasuredStep]) -> float:

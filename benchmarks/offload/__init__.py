@@ -1,1 +1,1 @@
-"""`python -m benchmarks offload`: a decode step whose KV is not on the device, arm beside arm."""
+"""`python -m benchmarks offload`: variants of a decode step with KV in host memory."""

@@ -11,20 +11,20 @@ from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import best_shares, pipelined_split
 
 Division = Callable[[OffloadRates, int], tuple[int, int]]
-"""Rates and tokens to tokens that are recomputed, and tokens of the host."""
+"""Maps (rates, tokens) to the numbers of recomputed tokens and of tokens with CPU attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to do a step.
+    """One variant of a decode step.
 
     Attributes:
-        name: of it.
-        label: for people.
-        rules: of its layout.
-        divide: of its tokens.
-        coded: KV and X cross the link in codes of half the bytes.
-        ring: X passes through a ring as small as it can be.
+        name: name of the variant.
+        label: display name.
+        rules: rules of the layout.
+        divide: division of the tokens.
+        coded: whether KV and X cross the link as codes of half the bytes.
+        ring: whether X is staged in a ring of the smallest sufficient size.
     """
 
     name: str
@@ -83,12 +83,12 @@ BY_NAME = {arm.name: arm for arm in ARMS}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an arm does a layer.
+    """Layout of a layer for one arm.
 
     Attributes:
-        batch: its tokens.
-        rules: of the schedule.
-        rates: of the layer, calls of its pieces counted.
+        batch: division of the tokens.
+        rules: rules of the schedule.
+        rates: rates of the layer, with the fixed times of its chunks.
     """
 
     batch: BatchTokens
@@ -99,15 +99,15 @@ class Layout:
 def lay_out(
     arm: Arm, speeds: Speeds, sizes: Sizes, *, rows: int, tokens: int, batches: int = 1
 ) -> Layout:
-    """Divide a batch's tokens as an arm does; the pieces of its layout cost calls.
+    """Divide a batch's tokens for an arm; the rates include the fixed time of each chunk.
 
     Args:
-        arm: that divides.
-        speeds: of the machine.
-        sizes: of what crosses the link; weights are paid by all batches.
-        rows: of the batch.
-        tokens: of all its rows.
-        batches: that share a layer.
+        arm: the arm.
+        speeds: speeds of the machine.
+        sizes: bytes on the link; all batches share the transfer of weights.
+        rows: rows of the batch.
+        tokens: tokens of all rows.
+        batches: number of batches that share a layer.
     """
     plain = speeds.rates(sizes, rows=rows, tokens=tokens, half_duplex=arm.rules.half_duplex)
     weights_s = sizes.weight_bytes / speeds.inward.bytes_per_s

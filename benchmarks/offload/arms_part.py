@@ -1,4 +1,4 @@
-"""Arms in turns on threads: latency of a step, what it is made of, and what was predicted."""
+"""Part `arms`: measured latency, breakdown and prediction of each arm on threads, in turn."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _BREAKDOWN = (
 
 
 def run_arms(config: OffloadBenchConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     machine = SimulatedMachine(config.shape, config.ratios)
     steps = run_rounds(machine, ARMS, config.repeats)
     others = {name: _other(config, rho) for name, rho in config.others}
@@ -51,7 +51,7 @@ def run_arms(config: OffloadBenchConfig) -> PartResult:
 def run_rounds(
     machine: SimulatedMachine, arms: Sequence[Arm], repeats: int
 ) -> dict[str, list[MeasuredStep]]:
-    """Steps of all arms in turns, behind one of each that is not counted."""
+    """Run steps of all arms in turn, after one warm-up step of each."""
     layouts = {arm.name: machine.layout(arm) for arm in arms}
     found: dict[str, list[MeasuredStep]] = {arm.name: [] for arm in arms}
     for turn in range(repeats + 1):
@@ -63,7 +63,7 @@ def run_rounds(
 
 
 def ratio(steps: Steps, over: str, under: str) -> float:
-    """Seconds of one arm over another's within rounds, the median."""
+    """Ratio of two arms' step times within rounds, median over rounds."""
     pairs = zip(steps[over], steps[under], strict=True)
     return statistics.median(a.seconds / b.seconds for a, b in pairs)
 
@@ -79,14 +79,15 @@ def error_p95(errors: Sequence[float]) -> float:
 
 
 def claims(machine: SimulatedMachine, steps: Steps) -> Numbers:
-    """Ratios within rounds, medians over them.
+    """Ratios within rounds, medians over rounds.
 
-    gain_lB_over_prefetch, gain_lB_over_lA: latency of the one over the pipelined split's.
-    latency_cut_lA: 1 - the paper's split over prefetching.
-    device_busy_fraction: at the pipelined split, first layer included.
-    model_error_p95: of all steps of all arms.
-    staging_bytes_over_prefetch: of the pipelined split.
-    output_error: largest difference of what a step computes, codes left out.
+    gain_lB_over_prefetch, gain_lB_over_lA: latency over the latency of the pipelined split.
+    latency_cut_lA: 1 - latency of the paper's split over that of prefetching.
+    device_busy_fraction: at the pipelined split, with the first layer.
+    model_error_p95: over all steps of all arms.
+    staging_bytes_over_prefetch: staging bytes of the pipelined split over those of prefetching.
+    output_error: largest error of a step's hidden states, without the arm with codes.
+
     """
     rates = machine.layout(BY_NAME["prefetch"]).rates
     exact = [s.error for arm in ARMS if not arm.coded for s in steps[arm.name]]
@@ -125,16 +126,16 @@ def _table(machine: SimulatedMachine, steps: Steps) -> Table:
         name="offload-arms",
         caption=(
             f"A decode step on threads: {shape.num_layers} layers, {shape.tokens:,} tokens of "
-            f"{shape.rows} rows with KV on the host, rho = {ratios.recompute}, xi = "
+            f"{shape.rows} rows with KV in host memory, rho = {ratios.recompute}, xi = "
             f"{shape.x_ratio}, u / k = {ratios.host}. Products and copies are real; link and "
-            "device are padded to these ratios. Medians of "
-            f"{len(steps['lB'])} rounds, in turns."
+            "device are slowed to these ratios. Medians of "
+            f"{len(steps['lB'])} rounds, arms in turn."
         ),
         columns=(
             "arm",
             "recomputed",
-            "carried",
-            "on the host",
+            "transferred",
+            "CPU attention",
             "ms",
             "over prefetch",
             "predicted ms",
@@ -167,7 +168,7 @@ def _row(machine: SimulatedMachine, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
 
 
 def _breakdown(steps: Steps) -> Table:
-    """As the paper's Figure 10: seconds of each kind over the sum of all."""
+    """Fraction of each kind in the sum of all times, as in the paper's Figure 10."""
     rows: list[tuple[Cell, ...]] = []
     for arm in ARMS:
         kinds = seconds_by_kind(steps[arm.name][-1].timeline)
@@ -175,7 +176,7 @@ def _breakdown(steps: Steps) -> Table:
         rows.append((arm.label, *(kinds.get(kind, 0.0) / whole for _, kind in _BREAKDOWN)))
     return Table(
         name="offload-breakdown",
-        caption="What a step is made of: each kind's time over the sum of all, overlapping or not.",
+        caption="Breakdown of a step: time of each kind over the sum of all times, with overlap.",
         columns=("arm", *(label for label, _ in _BREAKDOWN)),
         rows=tuple(rows),
     )
@@ -187,7 +188,7 @@ def _chart(steps: Steps) -> Chart:
     )
     return Chart(
         name="offload-arms",
-        title="A decode step whose KV is on the host",
+        title="A decode step with KV in host memory",
         x_label="arm",
         y_label="ms",
         lines={"": bars},
@@ -195,7 +196,7 @@ def _chart(steps: Steps) -> Chart:
 
 
 def _spans(timelines: Mapping[str, Timeline]) -> Spans:
-    """The first layers of some arms, lane by lane."""
+    """Operations in the first half of some arms' steps, by lane."""
     end_s = min(timeline.seconds for timeline in timelines.values()) / 2
     panels = {
         BY_NAME[name].label: {
@@ -245,7 +246,7 @@ def _other_table(config: OffloadBenchConfig, others: Mapping[str, Any]) -> Table
         )
     return Table(
         name="offload-machines",
-        caption="The same on the ratios of other machines with OPT-6.7B: gains over prefetching.",
+        caption="The same at the ratios of other machines with OPT-6.7B: gains over prefetching.",
         columns=("machine", "rho", "paper's split", "formula", "pipelined", "formula"),
         rows=tuple(rows),
     )

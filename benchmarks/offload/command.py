@@ -1,4 +1,4 @@
-"""`python -m benchmarks offload`: decode steps whose KV is not on the device, arm beside arm."""
+"""`python -m benchmarks offload`: variants of a decode step with KV in host memory."""
 
 import json
 from dataclasses import asdict, replace
@@ -20,8 +20,8 @@ def offload(
     parts: Annotated[
         str,
         typer.Option(
-            help="Only these, with commas: arms, sweep, host, refit, restore, latency, weights, "
-            "codec, position, engine."
+            help="Comma-separated parts: arms, sweep, host, refit, restore, latency, weights, "
+            "codec, position, engine; default: all."
         ),
     ] = "",
     rho: Annotated[
@@ -29,7 +29,7 @@ def offload(
         typer.Option(
             min=0.01,
             max=100,
-            help="Recomputing over carrying, on threads; 0.58 if not said.",
+            help="rho: time to recompute over time to transfer KV, on threads; default: 0.58.",
         ),
     ] = None,
     xi: Annotated[
@@ -37,11 +37,11 @@ def offload(
         typer.Option(
             min=0.1,
             max=8,
-            help="An activation's bytes over its KV's; 0.5 if not said.",
+            help="xi: bytes of an activation over bytes of its KV; default: 0.5.",
         ),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of all arms; 5 if not said.")
+        int | None, typer.Option(min=1, help="Rounds of all arms; default: 5.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -52,10 +52,11 @@ def offload(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare ways to decode with KV on the host: prefetch, recompute in part, attend there.
+    """Compare prefetch, partial recompute and CPU attention for decoding with KV in host memory.
 
-    On threads with a throttled link and real copies and products, at the ratios of larger machines,
-    and on a virtual clock at full size. One torch thread computes: the link has the other core.
+    Parts on threads run real copies and products on a throttled link, at the ratios of larger
+    machines. Other parts run at full size on a virtual clock. torch uses one thread; the link uses
+    another core.
     """
     from benchmarks.common.command import names_of, run_named
     from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
@@ -80,7 +81,7 @@ def offload(
 
 
 def _take_trace(results: "dict[str, PartResult]") -> object:
-    """The Chrome trace, which is a file of its own and no part of the result."""
+    """Remove and return the Chrome trace, which is written to its own file."""
     if "arms" not in results:
         return None
     raw = dict(results["arms"].raw)

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks offload` runs."""
+"""Configurations of `python -m benchmarks offload`."""
 
 from dataclasses import dataclass, field
 
@@ -8,24 +8,24 @@ from benchmarks.offload.simulated_machine import Ratios
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadBenchConfig:
-    """All parts.
+    """Configuration of all parts.
 
     Attributes:
-        shape: of steps on threads.
-        ratios: of the part `arms`: rho and xi of OPT-13B on an A100 with PCIe 4.
-        others: rho of further machines, whose splits are compared with prefetching.
-        repeats: rounds of all arms, in turns.
-        sweep_shape: of the part `sweep`.
-        rhos, xis: of the part `sweep`.
-        hosts: u / k of the part `host`.
-        refit_steps: of the part `refit`, before and behind the change of the link.
+        shape: shape of steps on threads.
+        ratios: ratios of the part `arms`: rho and xi of OPT-13B on an A100 with PCIe 4.
+        others: rho of further machines, by name, compared with prefetching.
+        repeats: rounds of all arms.
+        sweep_shape: shape of the part `sweep`.
+        rhos, xis: ratios of the part `sweep`.
+        hosts: ratios u / k of the part `host`.
+        refit_steps: steps of the part `refit`, both before and after the link changes.
         restore_tokens: length of the prefix that the part `restore` loads.
-        batches: of the tables on the virtual clock.
-        prompts: likewise.
-        generated: likewise.
-        layers: of models on the virtual clock; 0: all.
-        engine_tokens: of the prompt of the part `engine`.
-        engine_steps: it decodes.
+        batches: batch sizes of the tables on the virtual clock.
+        prompts: prompt lengths of these tables.
+        generated: output lengths of these tables.
+        layers: layers of models on the virtual clock; 0: all.
+        engine_tokens: prompt length of the part `engine`.
+        engine_steps: decode steps of the part `engine`.
     """
 
     shape: LayerShape = field(default_factory=lambda: LayerShape(tokens=4096))

@@ -1,7 +1,7 @@
 """Part `engine`: an engine with too little KV memory, and the cost of storing X during prefill.
 
 off     the offloaded pages are transferred
-auto    the split that measured rates select; here the device is the CPU, so mostly as `off`
+auto    the split that measured rates select; on a CPU this is mostly the same as `off`
 half    half of the offloaded pages is recomputed from X
 host    half of the offloaded pages is attended to by CPU attention
 
@@ -33,14 +33,14 @@ ARMS: Mapping[str, Mapping[str, str]] = {
     "host": {"recompute": "off", "cpu_attention": "0.5"},
 }
 _LAYERS, _CHUNK = 6, 64
-_ROOM = 0.75  # of the sequence's KV, in the memory
+_MEMORY_SHARE = 0.75  # KV memory over the sequence's KV
 
 
 def run_engine(config: OffloadBenchConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     model = random_model(multi_head(), dtype=torch.float32)
     tokens = config.engine_tokens
-    reading = _readings(model, tokens, 2 * config.repeats)
+    prefill = _prefill_times(model, tokens, 2 * config.repeats)
     steps: dict[str, list[Engine]] = {}
     times: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(config.repeats):
@@ -51,7 +51,7 @@ def run_engine(config: OffloadBenchConfig) -> PartResult:
     ends = {name: engines[-1] for name, engines in steps.items()}
     claims: Numbers = {
         "prefill_overhead_fraction": statistics.median(
-            kept / off for off, kept in zip(reading["off"], reading["kept"], strict=True)
+            stored / off for off, stored in zip(prefill["off"], prefill["stored"], strict=True)
         )
         - 1,
         "engine_auto_over_off": statistics.median(times["auto"]) / statistics.median(times["off"]),
@@ -60,12 +60,12 @@ def run_engine(config: OffloadBenchConfig) -> PartResult:
     return PartResult(
         claims=claims,
         tables=(_table(tokens, times, ends),),
-        raw={"read_cpu_s": reading, "step_s": times},
+        raw={"read_cpu_s": prefill, "step_s": times},
     )
 
 
 def multi_head() -> LlamaConfig:
-    """As many KV heads as heads, so that X is half of the KV: 6 layers of 512."""
+    """A shape with as many KV heads as heads, so that X is half of the KV: 6 layers of 512."""
     return LlamaConfig(
         vocab_size=4_000,
         hidden_size=512,
@@ -94,22 +94,22 @@ def _engine(model: LoadedModel, memory: int | str, arm: Mapping[str, str]) -> En
     )
 
 
-def _readings(model: LoadedModel, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of prefills without X and with it, in turns, the first of them not counted."""
-    parts = {"off": "off", "kept": "1"}
-    found: dict[str, list[float]] = {name: [] for name in parts}
+def _prefill_times(model: LoadedModel, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of prefills without and with stored X, in turn, after one warm-up of each."""
+    fractions = {"off": "off", "stored": "1"}
+    found: dict[str, list[float]] = {name: [] for name in fractions}
     for turn in range(rounds + 1):
-        for name in parts if turn % 2 else reversed(parts):
-            seconds = _read_cpu_s(model, tokens, parts[name])
+        for name in fractions if turn % 2 else reversed(fractions):
+            seconds = _prefill_cpu_s(model, tokens, fractions[name])
             if turn:
                 found[name].append(seconds)
     return found
 
 
-def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
-    """CPU seconds of reading a prompt that fits, in memory that was used before."""
-    engine = _engine(model, "1GiB", {"recompute": part, "cpu_attention": "off"})
-    taken_s = 0.0
+def _prefill_cpu_s(model: LoadedModel, tokens: int, recompute: str) -> float:
+    """CPU seconds to prefill a prompt that fits, in memory that was written before."""
+    engine = _engine(model, "1GiB", {"recompute": recompute, "cpu_attention": "off"})
+    elapsed_s = 0.0
     for seed in (1, 2):
         engine.submit(
             GenerationRequest(random_prompt(model, tokens, seed), SamplingParams(max_tokens=1))
@@ -117,15 +117,15 @@ def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
         started_s = time.process_time()
         while engine.has_work:
             engine.step()
-        taken_s = time.process_time() - started_s
+        elapsed_s = time.process_time() - started_s
         engine.scheduler.sequence_memory.sharing.drop_cached()
-    return taken_s
+    return elapsed_s
 
 
 def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[float, Engine]:
-    """Median seconds of decode steps of a prompt with an offloaded prefix."""
+    """Median decode-step time of a prompt with an offloaded prefix, in seconds."""
     token_bytes = model.spec.kv_bytes_per_token(4)
-    engine = _engine(model, int(_ROOM * (tokens + count) * token_bytes), ARMS[name])
+    engine = _engine(model, int(_MEMORY_SHARE * (tokens + count) * token_bytes), ARMS[name])
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     engine.submit(GenerationRequest(random_prompt(model, tokens, 2), params))
     found: list[float] = []
@@ -138,7 +138,7 @@ def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[flo
 
 
 def _offloaded_bytes(engine: Engine) -> int:
-    """Most KV that was on the host."""
+    """Peak bytes of offloaded KV."""
     return 0 if engine.pool.offload is None else engine.pool.offload.prefixes.pool.peak_bytes
 
 
@@ -146,10 +146,11 @@ def _table(tokens: int, times: Mapping[str, list[float]], ends: Mapping[str, Eng
     return Table(
         name="offload-engine",
         caption=(
-            f"Decode steps of one sequence of {tokens:,} tokens in a KV memory for {_ROOM:.0%} of "
-            f"it; {_LAYERS} layers of 512, 8 heads over 8 KV heads, float32."
+            f"Decode steps of one sequence of {tokens:,} tokens in a KV memory for "
+            f"{_MEMORY_SHARE:.0%} of "
+            f"its KV; {_LAYERS} layers of 512, 8 heads over 8 KV heads, float32."
         ),
-        columns=("arm", "ms", "made again", "attended to on the host", "why"),
+        columns=("arm", "ms", "recomputed", "CPU attention", "why"),
         rows=tuple(
             (
                 name,

@@ -1,4 +1,4 @@
-"""Attention on the host: what it adds where activations do not pay, and where hosts are shared."""
+"""Part `host`: gain of CPU attention if recompute does not pay, and with several devices."""
 
 from dataclasses import replace
 
@@ -13,12 +13,12 @@ from benchmarks.offload_schedule.planner import plan_step, side_by_side
 
 _DEVICES = (1, 2, 4, 8)
 _LAYERS = 8
-# the host needs a layer's queries, so the rest of a layer adds to the formula: keep it small
+# CPU attention waits for a layer's queries, so other layer time adds to the formula: keep it small
 _OTHER, _HEADROOM = 0.01, 12.0
 
 
 def run_host(config: OffloadBenchConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     rows, gains, offs, errors = [], [], [], []
     for xi in [xi for xi in config.xis if xi >= 1]:
         for host in config.hosts:
@@ -49,8 +49,8 @@ def run_host(config: OffloadBenchConfig) -> PartResult:
         tables=(
             Table(
                 name="offload-host",
-                caption="Where activations do not pay: tokens shared by link and host, on threads.",
-                columns=("xi", "u / k", "gain", "formula", "all on the host", "error"),
+                caption="If recompute does not pay: some tokens use CPU attention; threads.",
+                columns=("xi", "u / k", "gain", "formula", "all CPU attention", "error"),
                 rows=tuple(rows),
             ),
             _table(scaling),
@@ -64,7 +64,7 @@ Scaling = dict[str, tuple[tuple[int, float], ...]]
 
 
 def _devices(config: OffloadBenchConfig) -> Scaling:
-    """Tokens a second of all devices: OPT-6.7B, 32 rows of 1,024 tokens each, one host."""
+    """Tokens per second of all devices: OPT-6.7B, 32 rows of 1,024 tokens each, one host."""
     case = case_of("OPT-6.7B", "a100", layers=config.layers)
     found: Scaling = {}
     for name in ("all_host", "lB"):
@@ -87,9 +87,9 @@ def _table(scaling: Scaling) -> Table:
         name="offload-devices",
         caption=(
             "Tokens/s of several A100 on one host, OPT-6.7B, 32 rows of 1,024 tokens each, on the "
-            "virtual clock; each device has its own link, all attend on the same host."
+            "virtual clock; each device has its own link, CPU attention shares the host."
         ),
-        columns=("devices", "all attention on the host", "pipelined split"),
+        columns=("devices", "all CPU attention", "pipelined split"),
         rows=tuple(
             (n, offloaded, recomputed)
             for (n, offloaded), (_, recomputed) in zip(

@@ -1,8 +1,8 @@
-"""The layer that a simulated machine computes: small, at the ratio of a large one.
+"""The layer of a simulated machine: small, with the ratios of a large layer.
 
-Gains depend on ratios alone, so the link is throttled until they are those of a large machine:
+Gains depend on ratios only, so the link is throttled to the ratios of a large machine:
 
-    xi = hidden / kv_width         rho = seconds of recomputing / seconds of carrying
+    xi = hidden / kv_width         rho = time to recompute / time to transfer KV
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from quire.offload.profiler import Sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What a step computes.
+    """Shape of a step.
 
     Attributes:
         hidden: width of activations.
-        x_ratio: xi; keys and values of a token are hidden / xi numbers, one head's of each.
-        tokens: of all rows, in each layer.
-        rows: that decode.
-        num_layers: of the model.
+        x_ratio: xi; keys and values of a token have hidden / xi elements, for one head.
+        tokens: tokens of all rows in each layer.
+        rows: rows that decode.
+        num_layers: layers of the model.
     """
 
     hidden: int = 256
@@ -32,11 +32,11 @@ class LayerShape:
 
     @property
     def kv_width(self) -> int:
-        """Numbers of a token's keys and values."""
+        """Elements of a token's keys and values."""
         return 2 * max(1, round(self.hidden / self.x_ratio / 2))
 
     def sizes(self, *, coded: bool = False) -> Sizes:
-        """Bytes on the link, in float32; codes take half."""
+        """Bytes on the link, in float32; codes have half the bytes."""
         value = 2 if coded else 4
         return Sizes(
             kv_bytes=self.kv_width * value,
@@ -65,26 +65,26 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBatch(DecodeBatch):
-    """The batch of a shape.
+    """Decode batch of a shape.
 
     Attributes:
-        shape: whose layers it decodes through.
+        shape: shape of the layers.
     """
 
     shape: LayerShape
 
     @classmethod
     def of(cls, shape: LayerShape) -> "LayerBatch":
-        """All tokens of a shape, as many of each row."""
+        """All tokens of a shape, divided equally among rows."""
         context = shape.tokens // shape.rows
         return cls(shape=shape, rows=shape.rows, context=context, dtype="float32")
 
     @property
     def spec(self) -> ModelSpec:
-        """The shape's."""
+        """Model spec of the shape."""
         return self.shape.spec
 
     @property
     def name(self) -> str:
-        """Of a layer, by its ratio."""
+        """Display name of the layers, with their ratio."""
         return f"layers of {self.shape.hidden}, xi {self.shape.x_ratio}"

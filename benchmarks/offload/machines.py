@@ -1,4 +1,4 @@
-"""Machines and models by their data sheets, for steps on the virtual clock at full size.
+"""Machines and models by data sheets, for full-size steps on the virtual clock.
 
 Rates are those that large copies and products reach, not peaks: 25 of 32 GB/s, 220 of 312 TFLOP/s.
 """
@@ -12,14 +12,14 @@ from quire.plan.rates import CopyRate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeeds:
-    """One accelerator and its host.
+    """Speeds of an accelerator and its host.
 
     Attributes:
-        name: for people.
-        link_bytes_per_s: each way.
-        flops_per_s: of products in half precision.
-        memory_bytes_per_s: of the device.
-        host_bytes_per_s: at which its host attends, all cores.
+        name: display name.
+        link_bytes_per_s: link rate in each direction.
+        flops_per_s: compute rate of products in half precision.
+        memory_bytes_per_s: memory bandwidth of the device.
+        host_bytes_per_s: KV rate of CPU attention on all cores.
     """
 
     name: str
@@ -94,19 +94,19 @@ def sizes_of(
     *,
     kv_value_bytes: int | float = 2,
     x_value_bytes: int | float = 2,
-    weights_here: bool = True,
+    weights_on_device: bool = True,
 ) -> Sizes:
-    """Bytes of a layer of a model in half precision.
+    """Bytes of a model's layer in half precision.
 
     Args:
-        model: the shape.
-        kv_value_bytes: of a number of KV on the link, metadata of its codec counted.
-        x_value_bytes: likewise of an activation.
-        weights_here: on the device; else they cross the link as well.
+        model: shape of the model.
+        kv_value_bytes: bytes of a KV element on the link, with the codec's metadata.
+        x_value_bytes: bytes of an activation element on the link, with the codec's metadata.
+        weights_on_device: whether weights are on the device; otherwise they cross the link.
     """
     hidden, kv_values = model.hidden_size, model.kv_values_per_layer_token
     matrices = 3 if model.gated_mlp else 2
-    loaded = 0 if weights_here else 2
+    loaded = 0 if weights_on_device else 2
     return Sizes(
         kv_bytes=kv_values * kv_value_bytes,
         x_bytes=hidden * x_value_bytes,
@@ -120,12 +120,12 @@ def sizes_of(
 
 
 def speeds_of(machine: MachineSpeeds, model: ModelSpec, sizes: Sizes) -> Speeds:
-    """How long a layer's operations take: products by FLOPs, attention and weights by bytes.
+    """Durations of a layer's operations: products by FLOPs, attention and weights by bytes.
 
     Args:
-        machine: that runs it.
-        model: the shape.
-        sizes: sizes of KV as it is transferred; on the device KV is in half precision.
+        machine: speeds of the machine.
+        model: shape of the model.
+        sizes: bytes of KV on the link; on the device KV is in half precision.
     """
     kv_bytes = 2 * model.kv_values_per_layer_token
     matrices = 3 if model.gated_mlp else 2

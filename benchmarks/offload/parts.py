@@ -1,4 +1,4 @@
-"""The parts of `python -m benchmarks offload` by name."""
+"""Parts of `python -m benchmarks offload` by name."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""The link loses half its rate while steps run: how many steps until the split is right again?"""
+"""Part `refit`: steps until the split is adapted after the link loses half its rate."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ _WITHIN = 1.05
 
 
 def run_refit(config: OffloadBenchConfig) -> PartResult:
-    """The part: as many steps before the change as behind it."""
+    """Run the part: equally many steps before and after the change."""
     machine = SimulatedMachine(config.shape, config.ratios)
     profiler, control, splits = OffloadProfiler(machine.speeds), SplitController(), []
     slower = CopyRate(bytes_per_s=machine.nominal.inward.bytes_per_s * _FACTOR)
@@ -45,13 +45,13 @@ def run_refit(config: OffloadBenchConfig) -> PartResult:
             Table(
                 name="offload-refit",
                 caption=(
-                    f"The link drops to half its rate behind step {config.refit_steps}; tokens of "
-                    f"{machine.shape.tokens:,} that are recomputed, and what the step took."
+                    f"The link drops to half its rate after step {config.refit_steps}: recomputed "
+                    f"tokens of {machine.shape.tokens:,}, and the time of each step."
                 ),
                 columns=("step", "recomputed", "ms"),
                 rows=tuple(
-                    (step + 1, split, 1e3 * taken_s)
-                    for step, (split, taken_s) in enumerate(zip(splits, seconds, strict=True))
+                    (step + 1, split, 1e3 * step_s)
+                    for step, (split, step_s) in enumerate(zip(splits, seconds, strict=True))
                 ),
             ),
         ),
@@ -60,7 +60,7 @@ def run_refit(config: OffloadBenchConfig) -> PartResult:
                 name="offload-refit",
                 title="A link that loses half its rate",
                 x_label="step",
-                y_label="tokens recomputed",
+                y_label="recomputed tokens",
                 lines={"": tuple((step + 1, split) for step, split in enumerate(splits))},
             ),
         ),
@@ -83,7 +83,7 @@ def _divided(machine: SimulatedMachine, split: int) -> BatchTokens:
 
 
 def _step_s(machine: SimulatedMachine, split: int, link: CopyRate) -> float:
-    """A step at the rates that really hold, on the virtual clock."""
+    """Duration of a step at the actual rates, on the virtual clock."""
     speeds = replace(machine.nominal, inward=link)
     work = step_work(
         _divided(machine, split), machine.shape.num_layers, machine.shape.sizes(), speeds
@@ -99,7 +99,7 @@ def _over_best(machine: SimulatedMachine, split: int, link: CopyRate) -> float:
 
 
 def _needed(machine: SimulatedMachine, splits: list[int], link: CopyRate) -> int:
-    """Steps until a split is within 5 % of the best and stays so."""
+    """Number of steps until all further splits are within 5 % of the best."""
     good = [_over_best(machine, split, link) <= _WITHIN for split in splits]
     bad = [step for step, fine in enumerate(good) if not fine]
     return bad[-1] + 1 if bad else 0

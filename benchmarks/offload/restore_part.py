@@ -1,8 +1,9 @@
-"""Bringing a prefix back: all loaded, all recomputed, or both at once; by data sheets, and really.
+"""Part `restore`: prefix load, prefill, or both in parallel; by data sheets and measured.
 
-The engine reads a prompt with the packaged model, whose KV lies in a store over TCP. The store's
-answers are as slow as the ratio of loading to prefill of Llama-3-8B on an H200 asks for, from a
-disk or over 10 Gb; nothing else is padded. A restored prefix is answered as a computed one.
+The engine runs the packaged model, with its prefix KV in a store over TCP. The store's responses
+are delayed to the ratio of load to prefill of Llama-3-8B on an H200, from a disk or over 10 Gb;
+nothing else is delayed. The output after a prefix load must equal the output without it.
+
 """
 
 import statistics
@@ -28,12 +29,12 @@ from quire.sampling.outputs import OutputDelta
 _LINKS = (("PCIe 5", 55e9), ("NVMe", 6.9e9), ("100 Gb", 11e9), ("10 Gb", 1.1e9))
 _PRESETS = (("disk", 6.9e9), ("10gb", 1.1e9))
 _SHEET_TOKENS = 16_384
-_NEVER_READ = PrefillRates(token_s=1e6)
-_ANSWER = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+_SLOW_PREFILL = PrefillRates(token_s=1e6)
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def run_restore(config: OffloadBenchConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     model = load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
     claims: Numbers = {}
     rows = [_preset(config, model, name, rate, claims) for name, rate in _PRESETS]
@@ -45,10 +46,10 @@ def run_restore(config: OffloadBenchConfig) -> PartResult:
             Table(
                 name="offload-engine-restore",
                 caption=(
-                    f"An engine brings {tokens:,} tokens of quire-tiny back from a store over TCP, "
+                    f"Loads of {tokens:,} prefix tokens of quire-tiny from a store over TCP, "
                     f"at the ratios of Llama-3-8B on an H200; medians of {config.repeats}, ms."
                 ),
-                columns=("tier", "load all", "read all", "both", "read again", "formula"),
+                columns=("tier", "load all", "prefill all", "both", "prefilled", "formula"),
                 rows=tuple(rows),
             ),
         ),
@@ -71,8 +72,8 @@ def _sheet() -> Table:
             rows.append((model, tokens, name, split / tokens, *(1e3 * t for t in times)))
     return Table(
         name="offload-restore",
-        caption="Restoring a prefix on an H200 by data sheets, ms.",
-        columns=("model", "tokens", "from", "read again", "load all", "read all", "both"),
+        caption="Loading a prefix on an H200 by data sheets, ms.",
+        columns=("model", "tokens", "from", "prefilled", "load all", "prefill all", "both"),
         rows=tuple(rows),
     )
 
@@ -91,23 +92,23 @@ def _preset(
     tokens = _prompt_tokens(config, model)
     prompt = [3 + i * i % 97 for i in range(tokens)]
     plain = Engine(model, KVConfig())
-    read_s, answer = min(_run(plain, prompt) for _ in range(2))
+    prefill_s, output = min(_run(plain, prompt) for _ in range(2))
     kv_bytes = tokens * model.spec.kv_bytes_per_token(4)
     server = StoreServer(
         LRUTier(HostTier(2 * kv_bytes + (8 << 20))),
-        bytes_per_s=kv_bytes / (_ratio(bytes_per_s) * read_s),
+        bytes_per_s=kv_bytes / (_ratio(bytes_per_s) * prefill_s),
     )
     engine = Engine(
         model, KVConfig(prefix_cache=PrefixCacheConfig(remote="{}:{}".format(*server.address)))
     )
     try:
         _run(engine, prompt)
-        rounds, read_again = [], 0
-        for _ in range(config.repeats + 1):  # the first one shows the rates
-            load_s, loaded = _run(engine, prompt, _NEVER_READ)
+        rounds, prefilled = [], 0
+        for _ in range(config.repeats + 1):  # the engine learns rates in the first round
+            load_s, loaded = _run(engine, prompt, _SLOW_PREFILL)
             both_s, restored = _run(engine, prompt)
-            read_again = _read_again(engine, tokens)
-            assert loaded == restored == answer, "a restored prefix is answered differently"
+            prefilled = _prefilled_tokens(engine, tokens)
+            assert loaded == restored == output, "a prefix load changed the output"
             rounds.append((load_s, _run(plain, prompt)[0], both_s))
     finally:
         engine.close()
@@ -120,13 +121,13 @@ def _preset(
     )
     load_s, plain_s, both_s = (statistics.median(found) for found in zip(*rounds[1:], strict=True))
     formula_s = _formula_s(model, tokens, load_s, plain_s)
-    return (name, *(1e3 * s for s in (load_s, plain_s, both_s)), read_again, 1e3 * formula_s)
+    return (name, *(1e3 * s for s in (load_s, plain_s, both_s)), prefilled, 1e3 * formula_s)
 
 
-def _formula_s(model: LoadedModel, tokens: int, load_s: float, read_s: float) -> float:
-    """Seconds of both at once, of what each took alone; attention's share is that of arithmetic."""
+def _formula_s(model: LoadedModel, tokens: int, load_s: float, prefill_s: float) -> float:
+    """Predicted seconds of both in parallel, from the single times."""
     shape = assumed_prefill(model.spec, 1.0)
-    scale = read_s / read_seconds(shape, tokens)
+    scale = prefill_s / read_seconds(shape, tokens)
     prefill = PrefillRates(token_s=shape.token_s * scale, square_s=shape.square_s * scale)
     loading = Loading(token_s=load_s / tokens)
     split = restore_split(prefill, loading, tokens)
@@ -134,7 +135,7 @@ def _formula_s(model: LoadedModel, tokens: int, load_s: float, read_s: float) ->
 
 
 def _ratio(bytes_per_s: float) -> float:
-    """Seconds of loading over seconds of reading, by data sheets."""
+    """Load time over prefill time, by data sheets."""
     spec = MODELS["Llama-3-8B"]
     prefill = assumed_prefill(spec, MACHINES["h200"].flops_per_s)
     loading = Loading(token_s=spec.kv_bytes_per_token(2) / bytes_per_s)
@@ -144,12 +145,12 @@ def _ratio(bytes_per_s: float) -> float:
 def _run(
     engine: Engine, prompt: list[int], prefill: PrefillRates | None = None
 ) -> tuple[float, list[int]]:
-    """Seconds to the first token, with nothing cached in memory, and that token.
+    """Run a prompt with an empty cache; return the time to its first token, and the token.
 
     Args:
-        engine: idle.
-        prompt: tokens.
-        prefill: what reading is said to take; None: what the engine has learned.
+        engine: idle engine.
+        prompt: token ids.
+        prefill: prefill rates that the engine assumes; None: the rates it has learned.
     """
     sequence_memory = engine.scheduler.sequence_memory
     sequence_memory.sharing.drop_cached()
@@ -159,13 +160,13 @@ def _run(
         if prefill is not None:
             sequence_memory.prefix_loader = _with_costs(learned, engine, prefill)
     started_s = time.perf_counter()
-    engine.submit(GenerationRequest(prompt, _ANSWER))
+    engine.submit(GenerationRequest(prompt, _ONE_TOKEN))
     deltas: list[OutputDelta] = []
     while engine.has_work:
         deltas += engine.step()
-    taken_s = time.perf_counter() - started_s
+    elapsed_s = time.perf_counter() - started_s
     sequence_memory.prefix_loader = learned
-    return taken_s, [token_id for delta in deltas for token_id in delta.token_ids]
+    return elapsed_s, [token_id for delta in deltas for token_id in delta.token_ids]
 
 
 def _with_costs(learned: PrefixLoader, engine: Engine, prefill: PrefillRates) -> PrefixLoader:
@@ -176,7 +177,7 @@ def _with_costs(learned: PrefixLoader, engine: Engine, prefill: PrefillRates) ->
     )
 
 
-def _read_again(engine: Engine, tokens: int) -> int:
-    """Tokens of the last prompt that were read; all where nothing was loaded for it."""
+def _prefilled_tokens(engine: Engine, tokens: int) -> int:
+    """Prefilled tokens of the last prompt; all tokens if no prefix was loaded."""
     newest = engine.events.newest(["admitted", "prefix_loaded"])[-1]
     return tokens - int(newest.data["tokens"]) if newest.kind == "prefix_loaded" else tokens

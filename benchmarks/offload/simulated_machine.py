@@ -1,13 +1,13 @@
-"""A machine of chosen ratios on two cores: a throttled link, and a device of a fixed speed.
+"""A machine of given ratios, simulated on two cores: a throttled link and a slowed device.
 
-    r    a real product takes less; its lane then waits until an absolute deadline
-    k    r / rho, the link's bytes a second set to it; copies are real, and short beside their waits
-    c    a share of k S: attention and the rest of the layer, padded likewise
-    u    of the host that attends, padded likewise
+    r    time to recompute; the real product is faster, then its lane waits for an absolute deadline
+    k    r / rho, which sets the link's rate; copies are real, and short compared with their waits
+    c    a fraction of k S: attention and the rest of the layer, slowed in the same way
+    u    time of CPU attention, slowed in the same way
 
-Its steps are those of `offloaded_step`, in float32 on a CPU. Ratios stay what they are while other
-programs come and go, as long as real work is done before its deadline; `late_fraction` says how
-much was not.
+Steps are those of `offloaded_step`, in float32 on a CPU. The ratios hold under load from other
+programs while real work ends before its deadline; `late_fraction` is the fraction of the work that
+did not.
 """
 
 import statistics
@@ -36,7 +36,7 @@ from quire.profile.timing import seconds
 _CPU = Target(torch.device("cpu"))
 _DISTINCT_LAYERS = 4
 _CODED = LinkCodecs("float16", "float16")
-"""Codes of half the bytes, which cost a cast."""
+"""Codecs of half the bytes; coding is a cast."""
 _PRODUCTS = 15
 _PROBE_SHARES = (0.3, 0.5, 0.7)
 _PROBE_LAYERS = 4
@@ -45,13 +45,13 @@ _PROBE_RULES = Rules(x_chunks=8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """What gains depend on.
+    """Ratios that determine the gains.
 
     Attributes:
         recompute: rho = r / k.
-        host: u / k; 0: the host does not attend.
+        host: u / k; 0: no CPU attention.
         other: c / (k S).
-        headroom: time of a product on the simulated device, as a multiple of its time here.
+        headroom: simulated time of a product over its real time.
     """
 
     recompute: float = 0.58
@@ -65,9 +65,9 @@ class MeasuredStep:
     """One step of one arm.
 
     Attributes:
-        timeline: as it ran.
-        predicted_s: by the virtual clock with speeds measured at the start.
-        error: of what it computed.
+        timeline: measured timeline.
+        predicted_s: duration on the virtual clock, with speeds measured at the start.
+        error: relative error of the hidden states.
     """
 
     timeline: Timeline
@@ -76,7 +76,7 @@ class MeasuredStep:
 
     @property
     def seconds(self) -> float:
-        """By the wall clock."""
+        """Wall-clock duration."""
         wall_s = self.timeline.wall_s
         return float(self.timeline.seconds if wall_s is None else wall_s)
 
@@ -87,17 +87,17 @@ class MeasuredStep:
 
 
 class SimulatedMachine:
-    """One shape at one set of ratios.
+    """A simulated machine for one shape and one set of ratios.
 
     Args:
-        shape: what is computed.
-        ratios: of the machine.
-        poison: fill staging with NaN when it has been used.
+        shape: shape of the layers.
+        ratios: ratios of the machine.
+        poison: fill staging with NaN after use.
 
     Attributes:
-        nominal: the speeds it was given.
-        speeds: measured in steps, at the start.
-        link: whose rate may be changed.
+        nominal: speeds computed from the ratios.
+        speeds: speeds measured in steps at the start.
+        link: throttled link; its rate can be changed.
     """
 
     def __init__(self, shape: LayerShape, ratios: Ratios, *, poison: bool = False) -> None:
@@ -118,9 +118,9 @@ class SimulatedMachine:
         self.speeds = self._measured()
 
     def _nominal(self) -> Speeds:
-        taken_s = min(self._product_s() for _ in range(_PRODUCTS))
+        product_s = min(self._product_s() for _ in range(_PRODUCTS))
         shape, ratios = self.shape, self.ratios
-        token_s = ratios.headroom * taken_s / shape.tokens
+        token_s = ratios.headroom * product_s / shape.tokens
         kv_s = token_s / ratios.recompute
         other_s = ratios.other * kv_s * shape.tokens
         rate = CopyRate(bytes_per_s=shape.sizes().kv_bytes / kv_s)
@@ -134,7 +134,7 @@ class SimulatedMachine:
         )
 
     def _product_s(self) -> float:
-        """Seconds of recomputing all tokens of a layer, now."""
+        """Measured time to recompute all tokens of a layer."""
         model = self._models[False]
         x, out = model.activations(0), torch.empty(self.shape.tokens, self.shape.kv_width)
         return seconds(lambda: model.layer(0).project(x, out))
@@ -145,7 +145,7 @@ class SimulatedMachine:
         return self.nominal.attend_call_s if op.kind == Kind.ATTEND else self.nominal.layer_s
 
     def _measured(self) -> Speeds:
-        """Speeds from steps of several sizes; the host's is the one it was given."""
+        """Speeds measured in steps of several sizes; CPU attention has its nominal speed."""
         layers, probes = min(_PROBE_LAYERS, self.shape.num_layers), []
         for tokens in (self.shape.tokens // 2, self.shape.tokens):
             for share in _PROBE_SHARES:
@@ -164,19 +164,19 @@ class SimulatedMachine:
         return plan_step(step_work(batch, layers or self.shape.num_layers, sizes, speeds), rules)
 
     def begin(self, batch: BatchTokens, rules: Rules, *, coded: bool = False) -> OffloadedStep:
-        """A step of a layout, before its first operation.
+        """Create a step of a layout, before its first operation.
 
         Args:
-            batch: its tokens.
-            rules: of its layout.
-            coded: KV and X cross the link in codes.
+            batch: division of the tokens.
+            rules: rules of the layout.
+            coded: whether KV and X cross the link as codes.
         """
         if coded not in self._models:
             self._models[coded] = simulated_model(self.shape, _CODED)
         return OffloadedStep(self._models[coded], self._staging, batch, rules, poison=self._poison)
 
     def layout(self, arm: Arm, speeds: Speeds | None = None) -> Layout:
-        """An arm's division of the tokens, by measured speeds or by these."""
+        """Layout of an arm, by the given or the measured speeds."""
         shape = self.shape
         sizes = shape.sizes(coded=arm.coded)
         return lay_out(arm, speeds or self.speeds, sizes, rows=shape.rows, tokens=shape.tokens)
@@ -185,8 +185,8 @@ class SimulatedMachine:
         """Run one step of an arm.
 
         Args:
-            arm: which.
-            layout: other than the arm's own.
+            arm: the arm.
+            layout: layout to use; None: the arm's own.
         """
         layout = layout or self.layout(arm)
         batch, rules = layout.batch, layout.rules
@@ -201,7 +201,7 @@ class SimulatedMachine:
 
 
 def simulated_model(shape: LayerShape, link_codecs: LinkCodecs | None = None) -> OffloadedModel:
-    """A few distinct layers of a shape in host memory, X of every one among them."""
+    """A model with a few distinct layers in host memory, each with its X."""
     batch, codecs = LayerBatch.of(shape), link_codecs or LinkCodecs()
     layers = min(_DISTINCT_LAYERS, shape.num_layers)
     num_bytes = layers * layer_host_bytes(batch, codecs, with_x=True) + new_host_bytes(batch)
@@ -209,7 +209,7 @@ def simulated_model(shape: LayerShape, link_codecs: LinkCodecs | None = None) ->
 
 
 def medians(steps: Mapping[str, list[MeasuredStep]]) -> dict[str, float]:
-    """Median seconds of each arm."""
+    """Median step time of each arm in seconds."""
     return {
         name: statistics.median(step.seconds for step in found) for name, found in steps.items()
     }

@@ -1,4 +1,4 @@
-"""Every rho and xi: is what is chosen ever slower than carrying all KV?"""
+"""Part `sweep`: whether the selected split is ever slower than transferring all KV."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ _TOLERANCE = 0.05
 
 
 def run_sweep(config: OffloadBenchConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     rows, slower, virtual, errors = [], [], [], []
     for xi in config.xis:
         for rho in config.rhos:
@@ -41,19 +41,19 @@ def run_sweep(config: OffloadBenchConfig) -> PartResult:
 
 
 def _virtual_ratio(machine: SimulatedMachine) -> float:
-    """What is chosen, over carrying all KV, both on the virtual clock at the nominal speeds."""
+    """Selected split over transferring all KV, both on the virtual clock at nominal speeds."""
     shape = machine.shape
     sizes, tokens = shape.sizes(), shape.tokens
     arm = BY_NAME["lB"]
-    parted = machine.layout(arm, machine.nominal)
+    divided = machine.layout(arm, machine.nominal)
     whole = BatchTokens(rows=shape.rows, kv=tokens)
-    ways = [
+    variants = [
         (step_work(batch, shape.num_layers, sizes, machine.nominal), rules)
-        for batch, rules in ((whole, Rules()), (parted.batch, parted.rules))
+        for batch, rules in ((whole, Rules()), (divided.batch, divided.rules))
     ]
-    _, chosen = fastest(ways)
-    plain_s = VirtualClock().run(plan_step(*ways[0])).seconds
-    return VirtualClock().run(chosen).seconds / plain_s
+    _, selected = fastest(variants)
+    plain_s = VirtualClock().run(plan_step(*variants[0])).seconds
+    return VirtualClock().run(selected).seconds / plain_s
 
 
 def _row(machine: SimulatedMachine, xi: float, rho: float, gain: float) -> tuple[Cell, ...]:
@@ -67,9 +67,9 @@ def _table(config: OffloadBenchConfig, rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
         name="offload-sweep",
         caption=(
-            f"The pipelined split over carrying all KV, {shape.num_layers} layers of "
+            f"The pipelined split over transferring all KV, {shape.num_layers} layers of "
             f"{shape.tokens:,} tokens on threads, medians of {config.repeats}. The formula's gain "
-            "is that of endless layers and a device with nothing else to do."
+            "assumes infinitely many layers and no other device work."
         ),
         columns=("xi", "rho", "recomputed share", "gain", "formula"),
         rows=tuple(rows),

@@ -1,4 +1,4 @@
-"""Steps of whole models on the virtual clock: what a step takes, and what a generation takes."""
+"""Steps of whole models on the virtual clock: step time and generation throughput."""
 
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,10 @@ class Load:
     """Rows that generate together.
 
     Attributes:
-        rows: of a batch.
-        prompt: tokens of each.
-        generated: tokens of each; the first is the prompt's.
-        batches: that share a layer.
+        rows: rows of a batch.
+        prompt: prompt tokens of each row.
+        generated: output tokens of each row; prefill generates the first.
+        batches: number of batches that share a layer.
     """
 
     rows: int
@@ -28,12 +28,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model on a machine, with what crosses its link.
+    """A model on a machine.
 
     Attributes:
-        sizes: bytes.
-        speeds: of the machine.
-        layers: of the model.
+        sizes: bytes on the link.
+        speeds: speeds of the machine.
+        layers: number of layers.
     """
 
     sizes: Sizes
@@ -41,27 +41,31 @@ class Case:
     layers: int
 
     def layout(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> Layout:
-        """How an arm does a layer."""
+        """Layout of an arm's layer."""
         return lay_out(arm, self.speeds, self.sizes, rows=rows, tokens=tokens, batches=batches)
 
     def step_seconds(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> int | float:
-        """A step of equal batches; where X has a ring, the fastest of that and plainer layouts."""
+        """Duration of a step of equal batches; with a ring, the fastest of three layouts."""
         layout = self.layout(arm, rows, tokens, batches)
-        ways = [(layout.batch, layout.rules)]
+        variants = [(layout.batch, layout.rules)]
         if arm.ring:
             plain = self.layout(BY_NAME["lA"], rows, tokens, batches)
-            ways += [(layout.batch, replace(layout.rules, x_ring=0)), (plain.batch, plain.rules)]
+            variants += [
+                (layout.batch, replace(layout.rules, x_ring=0)),
+                (plain.batch, plain.rules),
+            ]
         works = [
             (step_work(batch, self.layers, self.sizes, self.speeds, batches=batches), rules)
-            for batch, rules in ways
+            for batch, rules in variants
         ]
         return VirtualClock().run(fastest(works)[1]).seconds
 
     def tokens_per_s(self, arm: Arm, load: Load) -> float:
-        """Of the decode steps of a generation, all batches.
+        """Throughput of a generation's decode steps over all batches.
 
-        A step's time is a straight line between a few positions but for whole tokens, so it is
-        taken at the first, the middle and the last (Simpson's rule).
+        The step time is piecewise linear in the position, except for rounding to whole tokens, so
+        Simpson's rule averages the first, middle and last step.
+
         """
         first, last = load.prompt, load.prompt + load.generated - 1
         times = [
@@ -77,26 +81,26 @@ def case_of(
     machine: str,
     *,
     layers: int = 0,
-    weights_here: bool = True,
+    weights_on_device: bool = True,
     kv_value_bytes: int | float = 2,
     x_value_bytes: int | float = 2,
 ) -> Case:
-    """A case.
+    """Return the case of a model on a machine.
 
     Args:
-        model: of `MODELS`.
-        machine: of `MACHINES`.
-        layers: to run; 0: the model's.
-        weights_here: on the device.
-        kv_value_bytes: of a number of KV on the link.
-        x_value_bytes: of an activation's.
+        model: a name in `MODELS`.
+        machine: a name in `MACHINES`.
+        layers: layers to run; 0: all layers of the model.
+        weights_on_device: whether weights are on the device.
+        kv_value_bytes: bytes of a KV element on the link.
+        x_value_bytes: bytes of an activation element on the link.
     """
     spec = MODELS[model]
     sizes = sizes_of(
         spec,
         kv_value_bytes=kv_value_bytes,
         x_value_bytes=x_value_bytes,
-        weights_here=weights_here,
+        weights_on_device=weights_on_device,
     )
     speeds = speeds_of(MACHINES[machine], spec, sizes)
     return Case(sizes=sizes, speeds=speeds, layers=layers or spec.num_layers)

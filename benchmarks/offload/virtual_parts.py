@@ -9,12 +9,12 @@ from benchmarks.offload.machines import MACHINES
 from benchmarks.offload.virtual import Load, case_of, one_by_one
 
 _ARMS = tuple(BY_NAME[name] for name in ("prefetch", "lA", "lB"))
-_ROWS = 64  # of the paper's latency runs
-_INT4 = 0.5625  # bytes a number, groups of 64 with a scale and a zero of 16 bits
+_ROWS = 64  # rows of the paper's latency runs
+_INT4 = 0.5625  # bytes of an element, in groups of 64 with a scale and a zero of 16 bits
 
 
 def run_latency(config: OffloadBenchConfig) -> PartResult:
-    """Weights on the device, 64 rows: the paper's Tables 3 and 4 by data sheets."""
+    """Weights on the device, 64 rows: the paper's Tables 3 and 4, by data sheets."""
     rows: list[tuple[Cell, ...]] = []
     for machine in MACHINES:
         for model in ("OPT-6.7B", "OPT-13B", "Llama-3-8B"):
@@ -38,7 +38,7 @@ def run_latency(config: OffloadBenchConfig) -> PartResult:
             Table(
                 name="offload-latency",
                 caption=(
-                    f"Tokens/s of {_ROWS} rows with weights on the device and all KV on the host, "
+                    f"Tokens/s of {_ROWS} rows, weights on the device and all KV in host memory, "
                     "by data sheets, on the virtual clock."
                 ),
                 columns=(
@@ -58,7 +58,7 @@ def run_latency(config: OffloadBenchConfig) -> PartResult:
 
 
 def run_weights(config: OffloadBenchConfig) -> PartResult:
-    """Weights on the link too: columns of 8 batches, rows alone, and the order on the wire."""
+    """Offloaded weights: columns of 8 batches, single batches, and the order on the link."""
     return PartResult(
         claims=_hiding_claims(config),
         tables=(_columns(config), _batch_sizes(config), _hiding(config)),
@@ -68,7 +68,7 @@ def run_weights(config: OffloadBenchConfig) -> PartResult:
 def _columns(config: OffloadBenchConfig) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for model in ("OPT-6.7B", "OPT-13B", "OPT-30B"):
-        case = case_of(model, "a100", layers=config.layers, weights_here=False)
+        case = case_of(model, "a100", layers=config.layers, weights_on_device=False)
         for prompt in config.prompts:
             load = Load(rows=32, prompt=prompt, generated=config.generated[0])
             by_row = case.tokens_per_s(BY_NAME["lB"], load)
@@ -77,7 +77,7 @@ def _columns(config: OffloadBenchConfig) -> Table:
     return Table(
         name="offload-columns",
         caption=(
-            "Weights and KV on the host, A100: tokens/s of one batch of 32 rows, and of 8 such "
+            "Weights and KV in host memory, A100: tokens/s of one batch of 32 rows, and of 8 such "
             f"batches that share each layer; {config.generated[0]} tokens each."
         ),
         columns=(
@@ -95,29 +95,30 @@ def _columns(config: OffloadBenchConfig) -> Table:
 
 def _batch_sizes(config: OffloadBenchConfig) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    case = case_of("OPT-6.7B", "a100", layers=config.layers, weights_here=False)
+    case = case_of("OPT-6.7B", "a100", layers=config.layers, weights_on_device=False)
     for size in config.batches:
         load = Load(rows=size, prompt=1024, generated=32, batches=8)
         found = [case.tokens_per_s(arm, load) for arm in _ARMS]
         rows.append((size, *found, found[2] / found[0]))
     return Table(
         name="offload-batches",
-        caption="The same by the rows of a batch: OPT-6.7B, prompts of 1,024, 32 tokens each.",
+        caption="The same by rows of a batch: OPT-6.7B, prompts of 1,024, 32 tokens each.",
         columns=("rows", "prefetch only", "paper's split", "pipelined", "gain"),
         rows=tuple(rows),
     )
 
 
 def _hiding_rates(config: OffloadBenchConfig, size: int) -> tuple[float, float, float]:
-    """Tokens/s at a small batch: no recomputing, behind all of attention's weights, under them.
+    """Tokens/s of a small batch: no recompute, recompute after all weights, or after W_K and W_V.
 
-    One layer at a time as the paper has it: nothing of the next layer is prefetched.
+    Layers run one at a time, as in the paper: nothing of the next layer is prefetched.
+
     """
-    case = case_of("OPT-6.7B", "a100", layers=config.layers, weights_here=False)
+    case = case_of("OPT-6.7B", "a100", layers=config.layers, weights_on_device=False)
     load = Load(rows=size, prompt=256, generated=64)
-    ways = (("prefetch", False), ("lA", False), ("lA", True))
+    variants = (("prefetch", False), ("lA", False), ("lA", True))
     plain, coarse, fine = (
-        case.tokens_per_s(one_by_one(BY_NAME[name], fine=fine), load) for name, fine in ways
+        case.tokens_per_s(one_by_one(BY_NAME[name], fine=fine), load) for name, fine in variants
     )
     return plain, coarse, fine
 
@@ -130,7 +131,7 @@ def _hiding(config: OffloadBenchConfig) -> Table:
             "The paper's Table 2: tokens/s at small batches with weights on the link, layers one "
             "by one, OPT-6.7B on an A100, 256 + 64 tokens."
         ),
-        columns=("rows", "no recomputing", "behind all weights", "behind W_K and W_V"),
+        columns=("rows", "no recompute", "after all weights", "after W_K and W_V"),
         rows=rows,
     )
 
@@ -144,7 +145,7 @@ def _hiding_claims(config: OffloadBenchConfig) -> Numbers:
 
 
 def run_codec(config: OffloadBenchConfig) -> PartResult:
-    """4-bit KV on the wire, with X as it is and with X in 4 bits (the paper's Figure 9)."""
+    """4-bit KV on the link, with X in 16 or in 4 bits (the paper's Figure 9)."""
     widths = (("16 + 16", 2, 2), ("4 + 16", _INT4, 2), ("4 + 4", _INT4, _INT4))
     rows: list[tuple[Cell, ...]] = []
     gains: Numbers = {}
@@ -160,7 +161,7 @@ def run_codec(config: OffloadBenchConfig) -> PartResult:
         tables=(
             Table(
                 name="offload-codec",
-                caption="Bits of KV + of X on the wire: OPT-13B on an A100, 32 rows, tokens/s.",
+                caption="Bits of KV + of X on the link: OPT-13B on an A100, 32 rows, tokens/s.",
                 columns=(
                     "bits",
                     "xi",
@@ -194,7 +195,7 @@ def run_position(config: OffloadBenchConfig) -> PartResult:
         tables=(
             Table(
                 name="offload-position",
-                caption="Tokens of a row that are recomputed, OPT-6.7B on an A100, 64 rows.",
+                caption="Recomputed tokens of a row, OPT-6.7B on an A100, 64 rows.",
                 columns=("position", "paper's split", "pipelined"),
                 rows=rows,
             ),
@@ -204,7 +205,7 @@ def run_position(config: OffloadBenchConfig) -> PartResult:
                 name="offload-position",
                 title="Splits over a generation",
                 x_label="tokens of a row",
-                y_label="recomputed",
+                y_label="recomputed tokens",
                 lines=lines,
             ),
         ),

@@ -1,7 +1,7 @@
-"""Schedules of a decode step with offloaded KV: layers, transfers, recomputation over streams.
+"""Schedules of a decode step with offloaded KV: layers, transfers and recompute over streams.
 
-`planner` lays a step out as operations on lanes (a lane is a stream); executors run such a schedule
-on threads with a throttled link, on CUDA streams, or on a virtual clock.
+`planner` arranges a step as operations on lanes (a lane is a stream or a queue); executors run a
+schedule on threads with a throttled link, on CUDA streams, or on a virtual clock.
 
-The engine plans no such schedule: benchmarks and tests run these against the formulas.
+The engine plans no such schedule: benchmarks and tests compare these schedules with the formulas.
 """

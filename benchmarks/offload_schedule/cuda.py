@@ -1,8 +1,8 @@
-"""CUDA streams: one for each lane, events for what operations need, one wait at the end.
+"""Executor on CUDA streams: a stream per lane, events for dependencies, one wait at the end.
 
-A lane's thread begins its operations on its stream as soon as what they need has been begun; the
-device then waits for events, so that a lane that is ahead stays ahead. Only the host's lane waits
-for what it needs to be done. Nothing synchronises the whole device.
+A lane's thread submits an operation to its stream as soon as the dependencies have been submitted.
+The stream then waits for their events, so lanes can run ahead of each other. Only the host lane
+waits until its dependencies are complete. Nothing synchronizes the whole device.
 """
 
 import threading
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.offload_schedule.executor import Work, nothing
+from benchmarks.offload_schedule.executor import Work, no_work
 from quire.errors import LinkStalled
 from quire.offload.timeline import DEVICE, HOST, Operation, Schedule, Span, Timeline
 
 
 @dataclass(slots=True)
 class _Done:
-    """What marks an operation: events around it on a stream, or times of the host."""
+    """Start and end of an operation: events on a stream, or host times."""
 
     start: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
@@ -27,19 +27,19 @@ class _Done:
 
 
 class CudaExecutor:
-    """`Executor` on the streams of one device; copies must be between it and pinned memory.
+    """`Executor` on the streams of one device; copies must use pinned host memory.
 
-    Work runs with its lane's stream as the current one; work of the device lane on the stream that
-    was current when `run` was called, so what came before it there is seen, and what comes behind
-    it sees the step.
+    Work runs with its lane's stream as the current stream. Work of the device lane runs on the
+    stream that was current when `run` was called: it sees earlier work on that stream, and later
+    work on that stream sees the step.
 
     Args:
         device: a CUDA device.
-        stall_s: a step that takes longer has stalled.
+        stall_s: duration in seconds after which a step counts as stalled.
     """
 
     def __init__(self, device: torch.device, *, stall_s: int | float = 60.0) -> None:
-        # threads choose their device by its number, which that of a tensor has
+        # threads select their device by index, which the device of a tensor has
         self._device, self._stall_s = torch.empty(0, device=device).device, stall_s
         self._streams: dict[str, torch.cuda.Stream] = {}
 
@@ -55,7 +55,7 @@ class CudaExecutor:
             for lane in schedule.lanes
             if lane != HOST
         }
-        run = _CudaRun(schedule, work or nothing, streams, self._device)
+        run = _CudaRun(schedule, work or no_work, streams, self._device)
         return run.result(current, self._stall_s)
 
     def _stream(self, resource: str) -> torch.cuda.Stream:
@@ -75,7 +75,7 @@ class _CudaRun:
         self._schedule, self._work, self._streams = schedule, work, streams
         self._device = device
         self._done = [_Done() for _ in schedule.operations]
-        self._begun = [threading.Event() for _ in schedule.operations]
+        self._submitted = [threading.Event() for _ in schedule.operations]
         self._failure: BaseException | None = None
         self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._origin_s = 0.0
@@ -84,7 +84,7 @@ class _CudaRun:
         self._origin.record(current)
         for stream in self._streams.values():
             stream.wait_event(self._origin)
-        self._origin.synchronize()  # so that the host's clock and the device's begin together
+        self._origin.synchronize()  # so that host times and device times have the same origin
         self._origin_s = time.perf_counter()
         threads = [
             threading.Thread(target=self._follow, args=(operations,), name=lane, daemon=True)
@@ -104,30 +104,30 @@ class _CudaRun:
         return Timeline(self._schedule, tuple(map(self._span, self._schedule.operations)))
 
     def _await(self, last: list[_Done], deadline_s: float) -> None:
-        """Wait for the last operation of each lane, and no longer than the deadline."""
+        """Wait for the last operation of each lane until the deadline."""
         while not self._ended(last):
             if self._failure is not None:
                 raise self._failure
             if time.perf_counter() > deadline_s:
-                waiting = [
+                pending = [
                     op.label
                     for op in self._schedule.operations
-                    if not self._begun[op.index].is_set()
+                    if not self._submitted[op.index].is_set()
                 ]
-                self._fail(LinkStalled(f"a step has stalled; not begun: {waiting[:4] or 'none'}"))
+                self._fail(LinkStalled(f"a step has stalled; not started: {pending[:4] or 'none'}"))
             time.sleep(2e-5)
 
     def _ended(self, last: list[_Done]) -> bool:
         ends = [done.end for done in last if done.end is not None]
-        begun = all(event.is_set() for event in self._begun)
-        return begun and all(end.query() for end in ends)  # type: ignore[no-untyped-call]
+        submitted = all(event.is_set() for event in self._submitted)
+        return submitted and all(end.query() for end in ends)  # type: ignore[no-untyped-call]
 
     def _follow(self, operations: tuple[Operation, ...]) -> None:
         try:
             torch.cuda.set_device(self._device)
             for operation in operations:
                 for need in operation.needs:
-                    self._begun[need].wait()
+                    self._submitted[need].wait()
                 if self._failure is not None:
                     return
                 stream = self._streams.get(operation.lane)
@@ -135,8 +135,8 @@ class _CudaRun:
                     self._on_host(operation)
                 else:
                     self._on_stream(operation, stream)
-                self._begun[operation.index].set()
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that called run
+                self._submitted[operation.index].set()
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that called run
             self._fail(error)
 
     def _on_stream(self, operation: Operation, stream: torch.cuda.Stream) -> None:
@@ -164,7 +164,7 @@ class _CudaRun:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
-        for event in self._begun:
+        for event in self._submitted:
             event.set()
 
     def _span(self, operation: Operation) -> Span:

@@ -1,15 +1,15 @@
-"""The seam of executors, and a virtual clock as the simplest of them."""
+"""The executor interface, and an executor with a virtual clock."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from quire.offload.timeline import Operation, Schedule, Span, Timeline
 
-# The seam of executors.
+# ---- interface -----------------------------------------------------------------------------------
 
 Work = Callable[[Operation], object]
-"""Does what an operation says: copies, multiplies. It begins it and may return before it is done
-where a device does it in order."""
+"""Executes an operation, such as a copy or a product. On a device it may return after it has
+submitted the operation."""
 
 
 @runtime_checkable
@@ -17,43 +17,43 @@ class Executor(Protocol):
     """Runs schedules."""
 
     def run(self, schedule: Schedule, work: Work | None = None) -> Timeline:
-        """Run all operations, each after what it needs; return when all have ended.
+        """Run all operations, each after its dependencies; return when all have ended.
 
         Args:
-            schedule: what to run.
-            work: does an operation; None: nothing but time passes.
+            schedule: the schedule.
+            work: function that executes an operation; None: only time passes.
 
         Raises:
-            OffloadError: an operation did not end, or failed.
+            OffloadError: an operation failed or did not end.
         """
 
 
-def nothing(_operation: Operation) -> None:
-    """Work that does nothing."""
+def no_work(_operation: Operation) -> None:
+    """Do nothing."""
 
 
 def dispatch(kinds: Mapping[str, Work]) -> Work:
-    """Work that differs by kind; kinds that are not named do nothing."""
+    """Combine work functions by kind of operation; other kinds do nothing."""
 
     def do(operation: Operation) -> object:
-        return kinds.get(operation.kind, nothing)(operation)
+        return kinds.get(operation.kind, no_work)(operation)
 
     return do
 
 
 # ---- virtual -------------------------------------------------------------------------------------
 
-# A virtual clock: operations take exactly their given durations, and no thread waits.
+# An executor with a virtual clock: operations have exactly the given durations, no thread waits.
 #
-# Deterministic, so that schedules are tested against formulas, and so is what the work computes: it
-# is called in the order in which operations begin.
+# Results are deterministic, so tests can compare schedules with formulas. Work is called in the
+# order in which operations start.
 
 
 class VirtualClock:
-    """`Executor` without any waiting.
+    """`Executor` with a virtual clock.
 
     Args:
-        seconds: what an operation really takes; what the schedule expects where this is None.
+        seconds: duration of an operation; None: the schedule's expected duration.
     """
 
     def __init__(self, seconds: Callable[[Operation], int | float] | None = None) -> None:
@@ -86,9 +86,10 @@ def _startable(
     spans: dict[int, Span],
     free_s: dict[str, int | float],
 ) -> Iterator["tuple[int | float, int, Operation]"]:
-    """When the first operation of each lane could begin, as far as that is known.
+    """Earliest start of each lane's next operation whose dependencies have ended.
 
-    What waits for an operation that has no end yet cannot begin before one that could begin now.
+    An operation with a dependency that has not ended cannot start before these.
+
     """
     for operation in waiting.values():
         if all(need in spans for need in operation.needs):

@@ -1,16 +1,16 @@
-"""Makes the schedule of one step: all layers, batch after batch in each (one batch: row by row).
+"""Plan the schedule of one step: all layers, and in each layer batch after batch.
 
     in      W_KV 0  X 0  KV 0  W_QO 0  MLP 0 | W_KV 1  X 1  KV 1 ...        X first, in chunks
     device               project 0 ..  attend 0  layer 0 | project 1 ..
     out                                       KV 0  hidden and X 0 ...
 
-The link works ahead by as many items (a layer of a batch) as there are slots. Where several batches
-share a layer, the next layer's weights arrive in as many pieces, one behind each batch's KV, so
-that neither side ever waits for a whole layer of them. Of weights W_K and W_V come first, because
-recomputing needs no others.
+The link prefetches for as many items (a layer of a batch) as there are slots. If several batches
+share a layer, the next layer's weights are transferred in as many chunks, one after each batch's
+KV, so that no queue waits for a whole layer of weights. W_K and W_V are the first weights, because
+recompute needs no others.
 
-Differs from the paper: there is no synchronisation of all devices after each item, X arrives in
-chunks, and its first layer needs none.
+Differs from the paper: devices are not synchronized after each item, X is transferred in chunks,
+and the first layer needs no X transfer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ KV_WEIGHTS, QO_WEIGHTS, MLP_WEIGHTS = range(3)
 
 @dataclass(slots=True)
 class _Item:
-    """A layer of a batch: its tokens, and indices of its operations that others need."""
+    """A layer of a batch: its tokens, and indices of operations that others depend on."""
 
     layer: int
     batch: int
@@ -39,11 +39,11 @@ class _Item:
 
 
 def plan_step(work: StepWork, rules: Rules | None = None) -> Schedule:
-    """The schedule of a step.
+    """Plan the schedule of a step.
 
     Args:
         work: tokens, bytes and speeds.
-        rules: of the layout.
+        rules: rules of the layout; None: defaults.
     """
     return _Planner(work, rules or Rules()).plan()
 
@@ -53,15 +53,15 @@ class _Planner:
         self._work, self._rules = work, rules
         self._operations: list[Operation] = []
         self._items: list[_Item] = []
-        self._ring: list[int] = []  # projections of transferred pieces of X
-        # copies that transfer each part of the weights of each layer
+        self._ring: list[int] = []  # projections of transferred X chunks
+        # copies of each part of the weights of each layer
         self._weights: dict[tuple[int, int], list[int]] = {}
 
     def plan(self) -> Schedule:
         for layer, found in enumerate(self._work.layers):
             for batch, tokens in enumerate(found):
                 self._items.append(_Item(layer, batch, tokens))
-                self._bring()
+                self._load()
                 self._compute()
                 self._store()
         shared = {IN: "link", OUT: "link"} if self._rules.half_duplex else {}
@@ -69,54 +69,59 @@ class _Planner:
 
     # ---- copies to the device ------------------------------------------------------------------
 
-    def _bring(self) -> None:
-        """Transfers of an item, in link order, and its recompute."""
+    def _load(self) -> None:
+        """Add the transfers of an item, in link order, and its recompute."""
         item, rules = self._item, self._rules
-        # one batch transfers its own weights; with several, the first layer's weights come at once
+        # one batch transfers its own weights; several batches start with the first layer's
         whole = item.batch == 0 and (item.layer == 0 or self._work.num_batches == 1)
         before = (KV_WEIGHTS,) if rules.fine_weights else (KV_WEIGHTS, QO_WEIGHTS)
         for part in before if whole else ():
             self._add_weights(item.layer, part, self._part_bytes[part])
-        pieces = self._recompute(coarse=not rules.fine_weights)
-        if not rules.x_ring or not pieces:
+        chunks = self._recompute(coarse=not rules.fine_weights)
+        if not rules.x_ring or not chunks:
             waits = item.projected if rules.serial else ()
-            item.arrived += self._carry(0, item.tokens.kv, waits)
+            item.arrived += self._load_kv(0, item.tokens.kv, waits)
         for part in range(len(before), 3) if whole else ():
             self._add_weights(item.layer, part, self._part_bytes[part])
         if self._work.num_batches > 1:
-            self._add_weight_piece()
+            self._add_weight_chunk()
             item.arrived += self._hidden_in()
 
     def _recompute(self, *, coarse: bool) -> int:
-        """X in pieces, each projected as it lands; how many were carried. What is here comes first.
+        """Add X transfers in chunks, each with its projection; return the number of chunks.
 
-        With a ring a piece of KV follows each of them.
+        X on the device is projected first. With a ring, a chunk of KV follows each chunk of X.
+
         """
         item, tokens = self._item, self._item.tokens
         weights = self._needed_weights(KV_WEIGHTS)
         weights += self._needed_weights(QO_WEIGHTS) if coarse else []
-        if tokens.x_here:
-            self._project(tokens.x_here, weights)
-        pieces = _cut(tokens.x_here, tokens.x, self._rules.x_chunks)
-        borders = _cut(0, tokens.kv, len(pieces)) if self._rules.x_ring and pieces else []
-        for i, (first, count) in enumerate(pieces):
-            place = {"part": i + bool(tokens.x_here), "first": first, "x_slot": self._x_slot()}
+        if tokens.x_on_device:
+            self._project(tokens.x_on_device, weights)
+        chunks = _cut(tokens.x_on_device, tokens.x, self._rules.x_chunks)
+        borders = _cut(0, tokens.kv, len(chunks)) if self._rules.x_ring and chunks else []
+        for i, (first, count) in enumerate(chunks):
+            fields = {
+                "part": i + bool(tokens.x_on_device),
+                "first": first,
+                "x_slot": self._x_slot(),
+            }
             x_bytes = self._work.sizes.x_bytes
-            landed = self._copy(Kind.X_IN, count, x_bytes, self._x_released(), **place)
-            self._project(count, [*landed, *weights], **place)
+            landed = self._copy(Kind.X_IN, count, x_bytes, self._x_released(), **fields)
+            self._project(count, [*landed, *weights], **fields)
             self._ring.append(item.projected[-1])
             if i < len(borders):
-                item.arrived += self._carry(*borders[i])
-        return len(pieces)
+                item.arrived += self._load_kv(*borders[i])
+        return len(chunks)
 
-    def _project(self, count: int, needs: Iterable[int], **place: int) -> None:
+    def _project(self, count: int, needs: Iterable[int], **fields: int) -> None:
         speeds = self._work.speeds
         seconds = speeds.project_call_s + count * speeds.project_token_s
-        place |= {"tokens": count}
-        self._item.projected.append(self._add(Kind.PROJECT, needs, seconds, **place))
+        fields |= {"tokens": count}
+        self._item.projected.append(self._add(Kind.PROJECT, needs, seconds, **fields))
 
     def _x_slot(self) -> int:
-        """Where the next piece of X goes: round the ring, or to its item's slot."""
+        """Slot of the next X chunk: in the ring, or of its item."""
         rules = self._rules
         if rules.x_ring:
             return len(self._ring) % rules.x_ring
@@ -129,12 +134,12 @@ class _Planner:
         last = self._ring[-ring:][:1] if len(self._ring) >= ring else []
         return [*last, *self._released(lambda _: [])]
 
-    def _carry(self, first: int, count: int, waits: Iterable[int] = ()) -> list[int]:
+    def _load_kv(self, first: int, count: int, waits: Iterable[int] = ()) -> list[int]:
         needs = [*waits, *self._released(lambda used: [used.attended])]
         return self._copy(Kind.KV_IN, count, self._work.sizes.kv_bytes, needs, first=first)
 
     def _hidden_in(self) -> list[int]:
-        """A batch's hidden states come back where other batches used the device meanwhile."""
+        """Copy a batch's hidden states to the device, if other batches ran since its last layer."""
         before = self._before
         if before is None or before.stored < 0:
             return []
@@ -151,25 +156,25 @@ class _Planner:
     def _add_weights(self, layer: int, part: int, num_bytes: int | float, first: int = 0) -> None:
         if not num_bytes:
             return
-        # pieces of the next layer come while this one's are in use
+        # chunks of the next layer are loaded while this layer's are in use
         slots = max(self._rules.slots, 1 + (self._work.num_batches > 1))
         last_user = (layer - slots + 1) * self._work.num_batches - 1
         needs = [self._items[last_user].done] if last_user >= 0 else []
         if not self._rules.prefetch and len(self._items) > 1:
             needs.append(self._items[-2].done)
         seconds = self._work.speeds.inward.seconds(num_bytes)
-        place = {"part": part, "first": first, "slot": layer % slots}
+        fields = {"part": part, "first": first, "slot": layer % slots}
         index = self._add(
-            Kind.WEIGHTS_IN, needs, seconds, layer=layer, num_bytes=round(num_bytes), **place
+            Kind.WEIGHTS_IN, needs, seconds, layer=layer, num_bytes=round(num_bytes), **fields
         )
         self._weights.setdefault((layer, part), []).append(index)
 
-    def _add_weight_piece(self) -> None:
-        """Behind each batch's KV comes an equal piece of the next layer's weights."""
+    def _add_weight_chunk(self) -> None:
+        """Transfer an equal chunk of the next layer's weights after each batch's KV."""
         sizes, batches, batch = self._work.sizes, self._work.num_batches, self._item.batch
         if self._item.layer + 1 == len(self._work.layers):
             return
-        low, high = (sizes.weight_bytes * piece / batches for piece in (batch, batch + 1))
+        low, high = (sizes.weight_bytes * chunk / batches for chunk in (batch, batch + 1))
         start: int | float = 0
         for part, part_bytes in enumerate(self._part_bytes):
             first, end = max(low, start), min(high, start + part_bytes)
@@ -180,10 +185,10 @@ class _Planner:
     def _needed_weights(self, part: int) -> list[int]:
         return list(self._weights.get((self._item.layer, part), ()))
 
-    # ---- computing, and copies from the device -------------------------------------------------
+    # ---- computation, and copies from the device -----------------------------------------------
 
     def _compute(self) -> None:
-        """Attention when KV of all kinds is there, then the rest of the layer."""
+        """Add attention after all KV is on the device, then the rest of the layer."""
         item, tokens, speeds = self._item, self._item.tokens, self._work.speeds
         ready = [] if self._before is None else [self._before.done]
         ready += self._needed_weights(QO_WEIGHTS)
@@ -191,15 +196,15 @@ class _Planner:
         if tokens.host:
             seconds = speeds.host_call_s + tokens.host * speeds.host_token_s
             needs.append(self._add(Kind.HOST_ATTEND, ready, seconds, tokens=tokens.host))
-        here = tokens.x + tokens.kv + tokens.resident
-        attend_s = speeds.attend_call_s + here * speeds.attend_token_s
-        item.attended = self._add(Kind.ATTEND, needs, attend_s, tokens=here)
+        on_device = tokens.x + tokens.kv + tokens.resident
+        attend_s = speeds.attend_call_s + on_device * speeds.attend_token_s
+        item.attended = self._add(Kind.ATTEND, needs, attend_s, tokens=on_device)
         rest_s = speeds.layer_s + tokens.rows * speeds.row_s
         needs = [item.attended, *self._needed_weights(MLP_WEIGHTS)]
         item.done = self._add(Kind.LAYER, needs, rest_s, tokens=tokens.rows)
 
     def _store(self) -> None:
-        """New KV, and behind it new X and, where other batches come between, hidden states."""
+        """Add the copies of new KV, then of new X and, with several batches, of hidden states."""
         item, sizes = self._item, self._work.sizes
         rows = item.tokens.rows
         self._copy(Kind.KV_OUT, rows, sizes.new_kv_bytes, [item.attended])
@@ -221,11 +226,11 @@ class _Planner:
         return self._items[-1 - batches] if self._item.layer else None
 
     def _released(self, users: Callable[[_Item], list[int]]) -> list[int]:
-        """What must have ended before the item's slot may be written."""
-        rules, place = self._rules, len(self._items) - 1
-        needs = users(self._items[place - rules.slots]) if place >= rules.slots else []
-        if place and (rules.serial or not rules.prefetch):
-            needs = [*needs, self._items[place - 1].done]
+        """Operations that must end before the item's slot may be written."""
+        rules, index = self._rules, len(self._items) - 1
+        needs = users(self._items[index - rules.slots]) if index >= rules.slots else []
+        if index and (rules.serial or not rules.prefetch):
+            needs = [*needs, self._items[index - 1].done]
         return needs
 
     def _copy(
@@ -234,19 +239,19 @@ class _Planner:
         count: int,
         unit_bytes: int | float,
         needs: Iterable[int],
-        **place: int,
+        **fields: int,
     ) -> list[int]:
-        """A copy to or from the device; none if it has no bytes."""
+        """Add a copy to or from the device; a copy of 0 bytes is omitted."""
         num_bytes = count * unit_bytes
         if not num_bytes:
             return []
         speeds = self._work.speeds
         rate = speeds.inward if LANES[kind] == IN else speeds.outward
         seconds = rate.seconds(num_bytes)
-        return [self._add(kind, needs, seconds, tokens=count, num_bytes=round(num_bytes), **place)]
+        return [self._add(kind, needs, seconds, tokens=count, num_bytes=round(num_bytes), **fields)]
 
-    def _add(self, kind: Kind, needs: Iterable[int], seconds: int | float, **place: int) -> int:
-        """Append an operation of the item; `place` says what differs from it."""
+    def _add(self, kind: Kind, needs: Iterable[int], seconds: int | float, **fields: int) -> int:
+        """Append an operation of the item; `fields` overrides the item's values."""
         item, index = self._item, len(self._operations)
         slot = (len(self._items) - 1) % self._rules.slots
         of_item = {"layer": item.layer, "batch": item.batch, "slot": slot}
@@ -257,35 +262,36 @@ class _Planner:
                 lane=LANES[kind],
                 seconds=seconds,
                 needs=tuple(dict.fromkeys(needs)),
-                **(of_item | place),
+                **(of_item | fields),
             )
         )
         return index
 
 
 def _cut(first: int, end: int, chunks: int) -> list[tuple[int, int]]:
-    """First token and number of tokens of each chunk; equal but for one token."""
+    """First token and number of tokens of each chunk; the numbers differ by at most one."""
     borders = [first + (end - first) * i // chunks for i in range(chunks + 1)]
     return [(a, b - a) for a, b in pairwise(borders) if b > a]
 
 
-# ---- choose --------------------------------------------------------------------------------------
+# ---- selection -----------------------------------------------------------------------------------
 
-# Of several ways to do a step the fastest by the virtual clock: never slower than the plainest.
+# Selects the fastest variant of a step by the virtual clock.
 
 
-def fastest(ways: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
-    """Which way is expected to end first, and its schedule; of equal ones the first named.
+def fastest(variants: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
+    """Return the index and the schedule of the fastest variant; the first of equally fast ones.
 
-    The formulas speak of the steady state. Few layers, first chunks and calls count here too, so
-    with carrying all KV among the ways no step is expected to be slower than that.
+    The formulas describe the steady state. The virtual clock also counts few layers, first chunks
+    and fixed times. If a variant transfers all KV, the selected step is expected to be no slower.
+
 
     Args:
-        ways: work and layout of each.
+        variants: work and layout of each variant.
     """
-    schedules = [plan_step(work, rules) for work, rules in ways]
+    schedules = [plan_step(work, rules) for work, rules in variants]
     times = [VirtualClock().run(schedule).seconds for schedule in schedules]
-    best = min(range(len(ways)), key=lambda way: (times[way], way))
+    best = min(range(len(variants)), key=lambda index: (times[index], index))
     return best, schedules[best]
 
 
@@ -293,11 +299,11 @@ def fastest(ways: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
 
 
 def side_by_side(schedules: Sequence[Schedule], shared: Sequence[str] = (HOST,)) -> Schedule:
-    """Schedules of several devices on one host, each with a link of its own.
+    """Combine the schedules of several devices on one host; each device has its own link.
 
     Args:
-        schedules: of the devices; their lanes become `0/in`, `1/in`, ...
-        shared: lanes that all devices have together.
+        schedules: schedules of the devices; their lanes become `0/in`, `1/in`, ...
+        shared: lanes that all devices share.
     """
     operations: list[Operation] = []
     resources: dict[str, str] = {}

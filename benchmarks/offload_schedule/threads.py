@@ -1,7 +1,7 @@
-"""A thread for each lane: real copies and products, on a link throttled to a given rate.
+"""Executor with a thread per lane: real copies and products, on a link throttled to a given rate.
 
-Gains depend on ratios alone (xi, rho, c / kS, layers, slots), so two cores and a throttled link
-show what an accelerator would: the link's copies must be short beside its waits.
+Gains depend on ratios only (xi, rho, c / kS, layers, slots), so two cores and a throttled link
+show the gains of an accelerator, if the copies are short compared with their waits.
 """
 
 import random
@@ -9,30 +9,30 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from benchmarks.offload_schedule.executor import Work, nothing
+from benchmarks.offload_schedule.executor import Work, no_work
 from quire.errors import ConfigError, LinkStalled
 from quire.offload.timeline import Operation, Schedule, Span, Timeline
 from quire.plan.rates import CopyRate
 
 # ---- pace ----------------------------------------------------------------------------------------
 
-# Throttles a lane to a given speed: a link to a rate in bytes a second, a host to its speed.
+# Throttles a lane to a given speed: a link to a rate in bytes per second, a host to its speed.
 #
-# What a lane really does is short; then it waits until an absolute deadline, so that late wake-ups
-# do not add up, neither along a lane nor from lane to lane:
+# The real work of an operation is short; then the lane waits until an absolute deadline, so that
+# late wake-ups accumulate neither along a lane nor across lanes:
 #
-#     deadline = max(deadline before, when what it needs was due) + seconds of the operation
+#     deadline = max(previous deadline, due times of its dependencies) + seconds of the operation
 #
-# What was done in time is due at its deadline, however late its thread woke; what was late when it
-# was done.
+# An operation that ends in time is due at its deadline, however late its thread wakes up; a late
+# operation is due when it ends.
 
 
 class Pace:
-    """Deadlines of one resource. Lanes that share one share its pace, and so take turns.
+    """Deadlines of one resource. Lanes on one resource share its pace and run in turn.
 
     Args:
-        seconds: an operation takes.
-        delay: that is added to an operation, for tests; a link that stalls adds much.
+        seconds: returns the duration of an operation.
+        delay: returns an additional delay of an operation, such as a stall in tests.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class Pace:
     def wait(
         self, operation: Operation, ready_s: float, stopped: threading.Event
     ) -> tuple[float, float]:
-        """Return at the operation's deadline, or as soon as `stopped` is set.
+        """Wait until the operation's deadline, or until `stopped` is set.
 
         Args:
-            operation: that has been done.
-            ready_s: on `time.perf_counter`, when what it needs was due.
-            stopped: ends all waiting.
+            operation: operation whose work has ended.
+            ready_s: due time of its dependencies, on `time.perf_counter`.
+            stopped: event that ends all waits.
 
         Returns:
-            When it began, and when it is due.
+            Start and due time of the operation.
         """
         done_s = time.perf_counter()
         delay_s = self._delay(operation) if self._delay else 0.0
@@ -68,15 +68,15 @@ class Pace:
 
 
 class ThrottledLink:
-    """Rates of a link that may change while it is used.
+    """A link whose rate can be changed during use.
 
     Args:
-        rate: seconds of a copy by its bytes.
-        jitter: standard deviation of the logarithm of a copy's time.
-        seed: of the jitter.
+        rate: rate that gives a copy's duration from its bytes.
+        jitter: standard deviation of the logarithm of a copy's duration.
+        seed: random seed of the jitter.
 
     Attributes:
-        rate: as of now.
+        rate: current rate.
 
     Raises:
         ConfigError: negative jitter.
@@ -89,13 +89,13 @@ class ThrottledLink:
         self._jitter, self._random = jitter, random.Random(seed)
 
     def seconds(self, operation: Operation) -> float:
-        """Of a copy."""
+        """Duration of a copy."""
         factor = self._random.lognormvariate(0, self._jitter) if self._jitter else 1.0
         return self.rate.seconds(operation.num_bytes) * factor
 
 
 def expected(operation: Operation) -> int | float:
-    """What the schedule says."""
+    """The schedule's expected duration."""
     return operation.seconds
 
 
@@ -106,9 +106,9 @@ class ThreadExecutor:
     """`Executor` on threads.
 
     Args:
-        paces: resource of a schedule to its pace; lanes without one take what their work takes.
-        stall_s: after so long without any operation ending, beyond what the longest one is
-            expected to take, a step has stalled.
+        paces: pace of each resource; other lanes run without simulated durations.
+        stall_s: a step counts as stalled if no operation ends for this long, in addition to the
+            expected duration of the longest operation.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class ThreadExecutor:
         """See `Executor.run`.
 
         Raises:
-            LinkStalled: nothing ended for too long; the message names what was running.
+            LinkStalled: no operation ended in time; the message names the running operations.
         """
-        return _Run(schedule, work or nothing, self._paces).result(self._stall_s)
+        return _Run(schedule, work or no_work, self._paces).result(self._stall_s)
 
 
 class _Run:
@@ -167,7 +167,7 @@ class _Run:
                 if self._stopped.is_set():
                     return
                 self._do(operation)
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that called run
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that called run
             self._fail(error)
 
     def _do(self, operation: Operation) -> None:
@@ -176,16 +176,16 @@ class _Run:
             self._running[operation.lane] = operation
             started_s = time.perf_counter()
             self._work(operation)
-            self._note(operation, started_s, time.perf_counter())
+            self._record(operation, started_s, time.perf_counter())
             return
         with pace.turn:
             self._running[operation.lane] = operation
             self._work(operation)
             ready_s = max((self._due_s[n] for n in operation.needs), default=self._begun_s)
-            self._note(operation, *pace.wait(operation, ready_s, self._stopped))
+            self._record(operation, *pace.wait(operation, ready_s, self._stopped))
 
-    def _note(self, operation: Operation, started_s: float, due_s: float) -> None:
-        """What needs the operation may begin."""
+    def _record(self, operation: Operation, started_s: float, due_s: float) -> None:
+        """Record the end of an operation and release its dependents."""
         if self._stopped.is_set():
             return
         started_s = max(started_s, self._lane_s.get(operation.lane, 0.0))
@@ -197,7 +197,7 @@ class _Run:
         self._progress.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Let every lane go; the first failure counts."""
+        """Release all lanes; the first failure is raised."""
         self._failure = self._failure or error
         self._stopped.set()
         for event in self._ended:
@@ -205,9 +205,9 @@ class _Run:
         self._progress.set()
 
     def _stalled(self, seconds: int | float) -> str:
-        running = ", ".join(op.label for op in tuple(self._running.values())) or "nothing"
+        running = ", ".join(op.label for op in tuple(self._running.values())) or "none"
         missing = sum(span is None for span in self._spans)
         return (
             f"no operation ended for {seconds:.3g} s; running: {running}; {missing} of "
-            f"{len(self._spans)} are missing. The requests of this step are computed again"
+            f"{len(self._spans)} operations are missing. The step's requests are recomputed"
         )

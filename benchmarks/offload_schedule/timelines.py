@@ -1,4 +1,4 @@
-"""What is read off schedules and timelines of whole steps: speeds, totals, traces for people."""
+"""Analysis of schedules and timelines: speeds, totals, Chrome traces."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,10 +9,10 @@ from quire.plan.fitting import fit_seconds
 
 
 def measure_speeds(executor: Executor, probes: Sequence[tuple[Schedule, Work]]) -> Speeds:
-    """Speeds from probes that are run once unmeasured and once measured.
+    """Measure speeds with probes; each probe runs once as a warm-up and once measured.
 
     Args:
-        executor: that will run the steps.
+        executor: executor of the steps.
         probes: schedules of different sizes, and their work.
     """
     spans: list[Span] = []
@@ -23,7 +23,7 @@ def measure_speeds(executor: Executor, probes: Sequence[tuple[Schedule, Work]]) 
 
 
 def fit_speeds(spans: Iterable[Span]) -> Speeds:
-    """Speeds that fit operations best; what did not run is free."""
+    """Fit speeds to operations; an operation kind without measurements has no cost."""
     samples: dict[str, tuple[list[tuple[float, float]], list[float]]] = {}
     for span in spans:
         amounts, seconds = samples.setdefault(COST_CLASSES[span.operation.kind], ([], []))
@@ -38,22 +38,22 @@ def fit_speeds(spans: Iterable[Span]) -> Speeds:
 
 
 def copied_bytes(schedule: Schedule, *kinds: Kind) -> int:
-    """Bytes of these kinds of copies."""
+    """Bytes of the given kinds of copies."""
     return sum(op.num_bytes for op in schedule.operations if op.kind in kinds)
 
 
 def busy_s(timeline: Timeline, lane: str) -> int | float:
-    """Time in which a lane worked."""
+    """Time in which a lane was busy."""
     return sum(span.seconds for span in timeline.of(lane))
 
 
 def busy_fraction(timeline: Timeline, lane: str = DEVICE) -> float:
-    """Part of the step in which a lane worked."""
+    """Fraction of the step in which a lane was busy."""
     return busy_s(timeline, lane) / timeline.seconds if timeline.seconds else 0.0
 
 
 def seconds_by_kind(timeline: Timeline) -> dict[Kind, float]:
-    """Seconds of all operations of a kind."""
+    """Time of all operations of each kind."""
     found: dict[Kind, float] = {}
     for span in timeline.spans:
         kind = span.operation.kind
@@ -62,9 +62,9 @@ def seconds_by_kind(timeline: Timeline) -> dict[Kind, float]:
 
 
 def overlap(timeline: Timeline, one: str = IN, other: str = DEVICE) -> float:
-    """Of the less busy lane's time, the part that ran while the other worked too.
+    """Overlapped fraction of the less busy lane's time.
 
-    (t_one + t_other - t_step) / min(t_one, t_other): 1 where all is hidden, at most.
+    (t_one + t_other - t_step) / min(t_one, t_other): at most 1, for complete overlap.
     """
     times = (busy_s(timeline, one), busy_s(timeline, other))
     return (sum(times) - timeline.seconds) / min(times) if min(times) else 0.0
@@ -74,10 +74,10 @@ def overlap(timeline: Timeline, one: str = IN, other: str = DEVICE) -> float:
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, object]:
-    """Events for chrome://tracing or Perfetto: a process for each timeline, a thread for each lane.
+    """Events for chrome://tracing or Perfetto: a process per timeline, a thread per lane.
 
     Args:
-        timelines: by name.
+        timelines: timelines by name.
     """
     events: list[dict[str, object]] = []
     for process, (name, timeline) in enumerate(timelines.items()):

@@ -1,7 +1,7 @@
-"""What a step has to do, and the rules by which it is laid out: tokens by where their KV is.
+"""Work of a step, and the rules of its layout: tokens by the location of their KV.
 
-| recomputed from X | carried as KV | on the device | attended to on the host |
-  x                   kv              resident        host
+| recomputed from X | transferred KV | on the device | CPU attention |
+  x                   kv               resident        host
 """
 
 import math
@@ -16,21 +16,21 @@ from quire.plan.offload.split import pipelined_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTokens:
-    """Tokens of one batch in one layer, all rows together.
+    """Tokens of one batch in one layer, over all rows.
 
-    What a layer keeps is the union of what its lanes keep: a token's KV is made for all of them.
+    A layer retains the union of the tokens that its KV heads retain: KV is computed for all heads.
 
     Attributes:
-        rows: that decode, one new token each.
-        x: recomputed.
-        kv: transferred.
-        resident: on the device already.
-        host: attended to on the host.
-        x_here: of `x`, tokens whose activation needs no transfer: of the first layer, which come
-            from the token ids, or held on the device.
+        rows: decoding rows, with one new token each.
+        x: recomputed tokens.
+        kv: tokens with transferred KV.
+        resident: tokens whose KV is on the device.
+        host: tokens with CPU attention.
+        x_on_device: tokens of `x` whose activation needs no transfer: in the first layer, where it
+            comes from the token ids, or if it is stored on the device.
 
     Raises:
-        ConfigError: a negative number, or more of `x_here` than of `x`.
+        ConfigError: a negative number, or `x_on_device` above `x`.
     """
 
     rows: int
@@ -38,29 +38,34 @@ class BatchTokens:
     kv: int = 0
     resident: int = 0
     host: int = 0
-    x_here: int = 0
+    x_on_device: int = 0
 
     def __post_init__(self) -> None:
-        if any(getattr(self, field.name) < 0 for field in fields(self)) or self.x_here > self.x:
-            raise ConfigError(f"expected numbers of 0 or more, and x_here within x, got {self}")
+        if (
+            any(getattr(self, field.name) < 0 for field in fields(self))
+            or self.x_on_device > self.x
+        ):
+            raise ConfigError(
+                f"expected numbers of 0 or more, and x_on_device within x, got {self}"
+            )
 
     @property
     def x_transferred(self) -> int:
-        """Tokens whose activation crosses the link."""
-        return self.x - self.x_here
+        """Tokens whose activation is transferred."""
+        return self.x - self.x_on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """All that a step's schedule is made of.
+    """Input of a step's schedule.
 
     Attributes:
-        layers: of each layer its batches; every layer has as many.
+        layers: batches of each layer, equally many in every layer.
         sizes: bytes.
-        speeds: seconds.
+        speeds: durations.
 
     Raises:
-        ConfigError: no layer, or batches that differ in number.
+        ConfigError: no layer, or layers with different numbers of batches.
     """
 
     layers: tuple[tuple[BatchTokens, ...], ...]
@@ -83,9 +88,9 @@ def even_layers(
     """The same batches in every layer.
 
     Args:
-        batches: of a layer.
-        num_layers: of the model.
-        embedded: the first layer's activations come from the token ids, without a transfer.
+        batches: batches of a layer.
+        num_layers: number of layers.
+        embedded: whether the first layer's activations come from the token ids, without a transfer.
     """
     first = tuple(
         BatchTokens(
@@ -94,7 +99,7 @@ def even_layers(
             kv=batch.kv,
             resident=batch.resident,
             host=batch.host,
-            x_here=batch.x if embedded else batch.x_here,
+            x_on_device=batch.x if embedded else batch.x_on_device,
         )
         for batch in batches
     )
@@ -103,26 +108,26 @@ def even_layers(
 
 # ---- rules ---------------------------------------------------------------------------------------
 
-# How a step is laid out: what is prefetched, in which pieces, and how much staging it takes.
+# Layout of a step: what is prefetched, in which chunks, and the size of staging.
 
-_CALLS_OF_A_PIECE = 10  # a piece takes as long at least, so that calls cost a tenth at most
-_MOST_PIECES = 24
+_CALLS_OF_A_CHUNK = 10  # least duration of a chunk in fixed copy times, so overhead is at most 10 %
+_MOST_CHUNKS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How a step is laid out; each arm of a comparison is another set of these.
+    """Layout rules of a step; the arms of a comparison differ in these.
 
     Attributes:
-        slots: items that staging holds.
-        x_chunks: pieces in which an item's X arrives and is recomputed.
-        x_ring: pieces of X that staging holds; pieces of KV then come between them, so that the
-            link need not wait for room. 0: all of an item's X, and before its KV.
-        prefetch: the link works ahead; else an item's copies wait for the item before it.
-        serial: KV waits for the recomputation, and X for the item before (ALISA).
-        fine_weights: W_K and W_V come before X, the others behind KV; else all of attention's come
-            before X.
-        half_duplex: both directions share the wire.
+        slots: number of items that staging holds.
+        x_chunks: number of chunks in which an item's X is transferred and recomputed.
+        x_ring: X chunks that staging holds. KV chunks then alternate with X chunks, so that the
+            link need not wait for free staging. 0: all of an item's X, transferred before its KV.
+        prefetch: whether the link prefetches; otherwise an item's copies wait for the item before.
+        serial: whether KV waits for recompute, and X for the item before it (ALISA).
+        fine_weights: whether only W_K and W_V precede X and the others follow KV; otherwise all
+            attention weights precede X.
+        half_duplex: whether both directions share the link.
 
     Raises:
         ConfigError: no slot, or no chunk.
@@ -140,15 +145,15 @@ class Rules:
         if min(self.slots, self.x_chunks) < 1 or self.x_ring < 0:
             raise ConfigError(f"expected slots and chunks of 1 or more, got {self}")
         if self.x_ring and self.serial:
-            raise ConfigError("a ring of X brings KV between its pieces, which serial forbids")
+            raise ConfigError("expected no x_ring with serial: a ring alternates X and KV")
 
 
 def staging_bytes(work: StepWork, rules: Rules) -> int | float:
-    """Bytes on the device that a step's KV and X pass through, weights left out.
+    """Device bytes for staging a step's KV and X, without weights.
 
     Args:
         work: tokens and bytes; KV is staged in its transfer format.
-        rules: slots of KV, and pieces or slots of X.
+        rules: slots of KV, and chunks or slots of X.
     """
     batches = [batch for layer in work.layers for batch in layer]
     kv = rules.slots * max(batch.x + batch.kv for batch in batches)
@@ -160,22 +165,22 @@ def staging_bytes(work: StepWork, rules: Rules) -> int | float:
 def ring_rules(
     rates: OffloadRates, tokens: int, x_tokens: int, *, call_s: int | float = 0.0
 ) -> Rules:
-    """A layout whose ring of X is as small as it can be without the link ever waiting for it.
+    """A layout with the smallest ring of X for which the link never waits.
 
-    While the device attends and finishes a layer, for `other_s`, it projects nothing: the ring
-    holds what the link transfers meanwhile, and two pieces more. If that is all of X, there is no
-    ring.
+    While the device runs attention and the rest of a layer, for `other_s`, it projects nothing: the
+    ring holds the X that is transferred meanwhile, and two chunks more. If that is all of X, there
+    is no ring.
 
     Args:
-        rates: of a layer.
-        tokens: of all rows.
-        x_tokens: of these, recomputed.
-        call_s: fixed time of a copy, for any size.
+        rates: rates of a layer.
+        tokens: tokens of all rows.
+        x_tokens: recomputed tokens.
+        call_s: fixed time of a copy of any size.
     """
-    pieces = _MOST_PIECES
+    chunks = _MOST_CHUNKS
     if call_s:
-        carried_s = rates.x_s * x_tokens
-        pieces = min(max(int(carried_s / (_CALLS_OF_A_PIECE * call_s)), 1), _MOST_PIECES)
+        transfer_s = rates.x_s * x_tokens
+        chunks = min(max(int(transfer_s / (_CALLS_OF_A_CHUNK * call_s)), 1), _MOST_CHUNKS)
     layer_s = pipelined_seconds(rates, tokens, x_tokens)
-    ring = 2 + (math.ceil(pieces * rates.other_s / layer_s) if layer_s else 0)
-    return Rules(x_chunks=pieces, x_ring=ring if ring < pieces else 0)
+    ring = 2 + (math.ceil(chunks * rates.other_s / layer_s) if layer_s else 0)
+    return Rules(x_chunks=chunks, x_ring=ring if ring < chunks else 0)

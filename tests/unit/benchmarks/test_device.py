@@ -175,7 +175,7 @@ def test_the_host_attends_to_plain_kv_only():
 
     with pytest.raises(ConfigError, match="plain KV"):
         found.run(found.layout(BY_NAME["all_host"], replace(found.speeds, host_token_s=1e-9)))
-    with pytest.raises(ConfigError, match="equally many tokens of each of 4 rows"):
+    with pytest.raises(ConfigError, match="equally many tokens in each of 4 rows"):
         OffloadedStep(found.model, Staging(CPU), BatchTokens(rows=4, kv=47), Rules())
 
 
@@ -196,7 +196,7 @@ def test_rows_are_halved_until_they_fit_and_one_that_does_not_is_refused():
     bench = DeviceBench.of(config)
 
     assert bench.fitting(replace(CASE, rows=16, context=256)).rows == 4
-    with pytest.raises(ConfigError, match=r"raise --pinned, or ask for fewer --rows"):
+    with pytest.raises(ConfigError, match=r"raise --pinned, or lower --rows"):
         bench.fitting(replace(CASE, context=4096))
 
 
@@ -206,7 +206,7 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"needs 20,000 B .* 10,000 B are free.*lower --pinned"):
         HostBytes(20_000, CPU)
-    with pytest.raises(ConfigError, match=r"a step needs 10,001 B on cpu, 10,000 B are free; wait"):
+    with pytest.raises(ConfigError, match=r"a step needs 10,001 B on cpu, but only 10,000 B are free; wait"):
         CPU.require(10_001, "a step", "wait")
     with pytest.raises(ConfigError, match="staging for KV"):
         Staging(CPU).take("KV", (10_001,), torch.uint8)

@@ -65,7 +65,7 @@ def test_too_few_examples_are_refused():
 
 
 def test_an_example_without_a_field_is_refused():
-    with pytest.raises(ConfigError, match="cnndm has no field 'article'"):
+    with pytest.raises(ConfigError, match="cnndm lacks the field 'article'"):
         make_samples(task_named("cnndm"), SUMS, 1)
 
 

@@ -168,7 +168,7 @@ def test_whole_models_by_data_sheets():
 
 def test_weights_that_are_on_the_device_cross_no_link():
     model = MODELS["OPT-6.7B"]
-    here, away = (sizes_of(model, weights_here=w) for w in (True, False))
+    here, away = (sizes_of(model, weights_on_device=w) for w in (True, False))
 
     assert here.weight_bytes == 0
     assert away.weight_bytes == 24 * 4096**2

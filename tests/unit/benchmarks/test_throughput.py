@@ -171,7 +171,7 @@ def test_arms_are_named():
 
 
 def test_a_workload_over_the_context_is_refused():
-    with pytest.raises(ConfigError, match="8193 is over the context"):
+    with pytest.raises(ConfigError, match="8193 exceeds the context"):
         Workload(prompt_tokens=8_000, new_tokens=193)
 
 

@@ -79,7 +79,7 @@ def test_prefill_prints_every_budget():
     ("arguments", "message"),
     [
         (("--peers", "vllm"), "unknown arm 'vllm'"),
-        (("--prompt-tokens", "9000"), "over the context"),
+        (("--prompt-tokens", "9000"), "exceeds the context"),
         (("--page", "nowhere/page.html"), "no folder nowhere"),
     ],
 )

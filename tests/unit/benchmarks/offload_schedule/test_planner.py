@@ -397,10 +397,10 @@ def test_a_trace_names_lanes_and_times():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="slots and chunks"):
         Rules(slots=0)
-    with pytest.raises(ConfigError, match="serial forbids"):
+    with pytest.raises(ConfigError, match="no x_ring with serial"):
         Rules(x_ring=2, serial=True)
-    with pytest.raises(ConfigError, match="x_here within x"):
-        BatchTokens(rows=1, x=1, x_here=2)
+    with pytest.raises(ConfigError, match="x_on_device within x"):
+        BatchTokens(rows=1, x=1, x_on_device=2)
     with pytest.raises(ConfigError, match="same number of batches"):
         StepWork(
             layers=((BatchTokens(rows=1),), ()),
