@@ -1,1 +1,1 @@
-"""`python -m benchmarks device`: what KV outside the device costs, beside arithmetic."""
+"""`python -m benchmarks device`: measured and expected cost of KV in host memory."""

@@ -1,9 +1,9 @@
-"""M10: how far recomputed keys and values are from stored ones, what that changes; the disk's rate.
+"""M10: difference between recomputed and stored KV and its effect on logits; disk rates.
 
-Stored KV comes of products over all tokens at once, recomputed KV of smaller ones, which may add up
+Stored KV is computed by products over all tokens, recomputed KV by smaller products, which may sum
 in another order; both are rounded to bfloat16.
 
-A whole model recomputes its keys and values by its own modules, as the engine's decoder does it.
+A whole model recomputes its keys and values with its own modules, as the engine's decoder does.
 """
 
 import shutil
@@ -31,13 +31,13 @@ from quire.models.base import AttentionCall
 from quire.offload.tiers.disk import DiskTier
 from quire.profile.timing import seconds, touched_buffer
 
-_PIECES = 24  # of a layer's tokens, as many as a ring has at most
-_LOGITS = 4096  # of a random head
+_CHUNKS = 24  # chunks of a layer's tokens, as many as an X ring has at most
+_LOGITS = 4096  # outputs of a random head
 _MIB = 1 << 20
 
 
 def run_accuracy(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     config = bench.config
     harness = bench.harness(config.accuracy_case)
     layer = layer_errors(harness.model)
@@ -52,19 +52,19 @@ def run_accuracy(bench: DeviceBench) -> PartResult:
 
 
 def layer_errors(model: OffloadedModel) -> Numbers:
-    """The largest of all layers.
+    """Largest error over all layers.
 
-    accuracy_remade: KV recomputed in pieces, against the stored one.
-    accuracy_stored, accuracy_pieces: either against the product in float32.
+    accuracy_remade: KV recomputed in chunks, compared with stored KV.
+    accuracy_stored, accuracy_pieces: stored and recomputed KV, compared with float32 products.
     """
     found: Numbers = {"accuracy_remade": 0.0, "accuracy_stored": 0.0, "accuracy_pieces": 0.0}
     for number in range(model.distinct):
         x, stored = model.activations(number), model.plain_kv(number)
-        pieces = torch.empty_like(stored)
-        for part, into in zip(x.chunk(_PIECES), pieces.chunk(_PIECES), strict=True):
+        chunks = torch.empty_like(stored)
+        for part, into in zip(x.chunk(_CHUNKS), chunks.chunk(_CHUNKS), strict=True):
             model.layer(number).project(part, into)
         exact = x.float() @ model.layer(number).kv.float()
-        errors = (relative(pieces, stored), relative(stored, exact), relative(pieces, exact))
+        errors = (relative(chunks, stored), relative(stored, exact), relative(chunks, exact))
         found = {name: max(found[name], e) for name, e in zip(found, errors, strict=True)}
     return found
 
@@ -85,28 +85,30 @@ def logit_errors(harness: StepHarness) -> Numbers:
     for layout in (harness.layout(BY_NAME["prefetch"]), harness.split_layout(half)):
         harness.run(layout)
         logits.append(harness.hidden.float() @ head)
-    transferred, made = logits
+    transferred, recomputed = logits
     return {
-        "accuracy_logits": relative(made, transferred),
-        "accuracy_logits_largest": float((made - transferred).abs().max()),
-        "accuracy_same_token": float((made.argmax(1) == transferred.argmax(1)).float().mean()),
+        "accuracy_logits": relative(recomputed, transferred),
+        "accuracy_logits_largest": float((recomputed - transferred).abs().max()),
+        "accuracy_same_token": float(
+            (recomputed.argmax(1) == transferred.argmax(1)).float().mean()
+        ),
     }
 
 
 def disk_rates(folder: str, num_bytes: int, repeats: int) -> Numbers:
-    """disk_*_gb_per_s: of one large entry, flushed when it is written, sums checked when read.
+    """disk_*_gb_per_s: rates of one large entry, flushed after writing, with checked checksums.
 
     Raises:
-        ConfigError: the disk has not twice the room.
+        ConfigError: the disk has too little free space.
     """
-    with _folder(folder) as place:
-        free_bytes = shutil.disk_usage(place).free
+    with _folder(folder) as path:
+        free_bytes = shutil.disk_usage(path).free
         if 2 * num_bytes > free_bytes:
             raise ConfigError(
-                f"expected {2 * num_bytes:,} B free for the disk tier, got {free_bytes:,} B; name "
+                f"expected {2 * num_bytes:,} B free for the disk tier, got {free_bytes:,} B; use "
                 "another --folder"
             )
-        tier = DiskTier(place, 2 * num_bytes)
+        tier = DiskTier(path, 2 * num_bytes)
         try:
             return _disk(tier, num_bytes, repeats)
         finally:
@@ -130,8 +132,8 @@ def _folder(name: str) -> Iterator[Path]:
     """A temporary folder inside the given folder, deleted at exit."""
     if name and not Path(name).is_dir():
         raise ConfigError(f"expected an existing --folder for the disk tier, got {name!r}")
-    with tempfile.TemporaryDirectory(dir=name or None) as place:
-        yield Path(place)
+    with tempfile.TemporaryDirectory(dir=name or None) as path:
+        yield Path(path)
 
 
 def _table(bench: DeviceBench, harness: StepHarness, found: Numbers) -> Table:
@@ -141,9 +143,9 @@ def _table(bench: DeviceBench, harness: StepHarness, found: Numbers) -> Table:
     return Table(
         name="device-accuracy",
         caption=(
-            f"{bench.where} {harness.case.label} in {harness.case.dtype}: recomputed KV against "
-            "stored KV, both against float32, and logits of a step. Modules: a model's own, "
-            "rotations included. Expected: at most 4e-3 in bfloat16."
+            f"{bench.where} {harness.case.label} in {harness.case.dtype}: recomputed and stored "
+            "KV, each compared with the other and with float32, and logits of a step. Modules: a "
+            "model's own, with RoPE. Expected: at most 4e-3 in bfloat16."
         ),
         columns=("what", "error"),
         rows=tuple(rows),
@@ -151,12 +153,12 @@ def _table(bench: DeviceBench, harness: StepHarness, found: Numbers) -> Table:
 
 
 def _disk_table(bench: DeviceBench, found: Numbers) -> Table:
-    past = "past the page cache" if found["disk_past_page_cache"] else "through the page cache"
+    page_cache = "bypassed" if found["disk_past_page_cache"] else "used"
     return Table(
         name="device-disk",
         caption=(
-            f"The disk tier, {bench.config.disk_bytes // _MIB:,} MiB in blocks of 1 MiB, {past}, "
-            "with sums. Nothing is expected: it depends on the machine."
+            f"The disk tier, {bench.config.disk_bytes // _MIB:,} MiB in blocks of 1 MiB, page "
+            f"cache {page_cache}, with checksums. No expected value: rates depend on the machine."
         ),
         columns=("write, GB/s", "read, GB/s"),
         rows=((found["disk_write_gb_per_s"], found["disk_read_gb_per_s"]),),
@@ -167,8 +169,8 @@ CONFIGS: Mapping[str, Callable[[], object]] = {"llama_125m": llama_125m, "llama_
 
 
 @dataclass(slots=True)
-class _Storing:
-    """Attention over one prompt, which notes what it was given and what that was made of."""
+class _StoringAttention:
+    """Attention over one prompt that stores each layer's inputs, keys and values."""
 
     wants_inputs: bool = True
     inputs: dict[int, Tensor] = field(default_factory=dict)
@@ -186,20 +188,21 @@ class _Storing:
 
 
 def recompute_errors(target: Target, model: str, tokens: int) -> dict[str, float]:
-    """How far keys and values made from activations are from the stored ones, in bfloat16.
+    """Error of keys and values recomputed from activations, compared with stored ones, in bfloat16.
 
-    Of half the tokens, so that the products have another shape than the prompt's had.
+    Half of the tokens are recomputed, so that the products have another shape than during prefill.
+
 
     Args:
         target: the device.
         model: name in `CONFIGS`.
-        tokens: of the prompt.
+        tokens: tokens of the prompt.
 
     Returns:
         `key` and `value`: the largest relative norm of the difference over all layers.
 
     Raises:
-        ConfigError: the model's modules do not say how.
+        ConfigError: the model's modules do not support recompute.
     """
     weights = random_weights(CONFIGS[model](), dtype=torch.bfloat16)  # type: ignore[arg-type]
     torch.nn.Module.to(weights, target.device)
@@ -209,15 +212,15 @@ def recompute_errors(target: Target, model: str, tokens: int) -> dict[str, float
         raise ConfigError(f"{model} cannot be recomputed: {why_not}")
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(2, decoder.spec.vocab_size, (tokens,), generator=draw).to(target.device)
-    places = torch.arange(tokens, device=target.device)
-    storing = _Storing()
-    decoder.forward(ids, places, places[-1:], storing)
-    some = places[::2]
+    positions = torch.arange(tokens, device=target.device)
+    storing = _StoringAttention()
+    decoder.forward(ids, positions, positions[-1:], storing)
+    half = positions[::2]
     errors: dict[str, float] = {"key": 0.0, "value": 0.0}
     for layer, stored in storing.stored.items():
-        made = decoder.keys_and_values(layer, storing.inputs[layer][some], some)
-        for name, found, kept in zip(errors, made, stored, strict=True):
-            errors[name] = max(errors[name], relative(found, kept[some]))
+        recomputed = decoder.keys_and_values(layer, storing.inputs[layer][half], half)
+        for name, found, expected in zip(errors, recomputed, stored, strict=True):
+            errors[name] = max(errors[name], relative(found, expected[half]))
     return errors
 
 

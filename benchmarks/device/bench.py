@@ -1,4 +1,4 @@
-"""What all parts of one run share: the configuration, the device, and one pool of host memory."""
+"""State shared by all parts of a run: configuration, device, pool of pinned host memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,10 @@ from quire.models.device_memory import free_device_bytes
 
 @dataclass(slots=True)
 class DeviceBench:
-    """A run.
+    """A run of the benchmark.
 
     Attributes:
-        config: of all parts.
+        config: configuration of all parts.
         target: the device.
     """
 
@@ -29,7 +29,7 @@ class DeviceBench:
 
     @classmethod
     def of(cls, config: DeviceBenchConfig) -> "DeviceBench":
-        """A run on the configuration's device."""
+        """Create a run on the configured device."""
         return cls(config, Target.named(config.device))
 
     @property
@@ -40,14 +40,14 @@ class DeviceBench:
         return self._pool[0]
 
     def drop_pool(self) -> None:
-        """Free the pinned pool for a part whose engine pins its own; the next part allocates it."""
+        """Free the pinned pool, for a part whose engine pins its own memory."""
         self._pool.clear()
 
     def fitting(self, case: DecodeCase, link_codecs: LinkCodecs | None = None) -> DecodeCase:
-        """The batch, with rows halved until it fits the pool and the device.
+        """The batch, with its rows halved until it fits the pool and the device.
 
         Raises:
-            ConfigError: a single row does not.
+            ConfigError: a single row does not fit.
         """
         while True:
             try:
@@ -62,12 +62,12 @@ class DeviceBench:
     def harness(
         self, case: DecodeCase, link_codecs: LinkCodecs | None = None, *, host: bool = False
     ) -> StepHarness:
-        """A model of this batch, as large as fits."""
+        """Create a harness for the largest batch of this case that fits."""
         fits = self.fitting(case, link_codecs)
         return StepHarness(fits, self.target, self.pool, link_codecs, host=host)
 
     def facts(self) -> Mapping[str, object]:
-        """The device's, for whoever reads the result."""
+        """Facts about the device and the pool, for the result."""
         return {
             "device": self.target.name,
             "on_gpu": self.target.on_gpu,
@@ -79,7 +79,7 @@ class DeviceBench:
 
     @property
     def where(self) -> str:
-        """For captions; a CPU has no link, and its numbers say so."""
+        """First words of captions; on a CPU they state that no link is measured."""
         if self.target.on_gpu:
             return f"On {self.target.name}."
-        return "On a CPU, where copies cross no link: only tries the bench out."
+        return "On a CPU, where copies use no link: a trial run only."

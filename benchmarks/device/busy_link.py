@@ -32,11 +32,11 @@ class BusyLink(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """From now on."""
+        """Start the traffic."""
 
     @abstractmethod
     def end(self) -> None:
-        """No longer; again and again does no harm."""
+        """Stop the traffic; repeated calls have no effect."""
 
 
 class ThrottledHalf(BusyLink):
@@ -64,11 +64,11 @@ class ThrottledHalf(BusyLink):
 
 
 class SecondStream(BusyLink):
-    """Copies of another stream.
+    """Background traffic from copies on another stream.
 
     Args:
         target: a CUDA device.
-        executor: of the steps.
+        executor: executor of the steps.
     """
 
     def __init__(self, target: Target, executor: Executor) -> None:

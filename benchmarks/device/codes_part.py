@@ -14,7 +14,7 @@ _COPIES = (Kind.KV_IN, Kind.X_IN)
 
 
 def run_codes(bench: DeviceBench) -> PartResult:
-    """The part: the pipelined split with every pair of codecs, beside prefetching plain KV."""
+    """Run the part: the pipelined split with each codec pair, and prefetching of plain KV."""
     claims: Numbers = {}
     rows: list[tuple[Cell, ...]] = []
     base_ms = 0.0
@@ -31,9 +31,10 @@ def run_codes(bench: DeviceBench) -> PartResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CodedSteps:
-    """Steps with one pair of codecs: milliseconds of a row, as batches may differ.
+    """Results of steps with one pair of codecs.
 
-    The error and the bytes are the split's.
+    Times are milliseconds per row, as batches may differ. The error and the bytes are the split's.
+
     """
 
     prefetch_ms: float
@@ -44,7 +45,7 @@ class _CodedSteps:
 
 
 def _measured(bench: DeviceBench, link_codecs: LinkCodecs) -> tuple[_CodedSteps, tuple[Cell, ...]]:
-    """Prefetching and the pipelined split; the model's memory is free again behind it."""
+    """Measure prefetching and the pipelined split; the model's memory is freed on return."""
     harness = bench.harness(bench.config.cases[0], link_codecs)
     case, layouts = (
         harness.case,
@@ -65,7 +66,7 @@ def _measured(bench: DeviceBench, link_codecs: LinkCodecs) -> tuple[_CodedSteps,
 
 
 def expected_gain(bench: DeviceBench, harness: StepHarness) -> float:
-    """Plain prefetching over the split of these codecs by the data sheet, decoding left out."""
+    """Data-sheet time of plain prefetching over the split with these codecs, without decoding."""
     case, machine = harness.case, bench.config.machine
     plain_s = expected_seconds(case, BY_NAME["prefetch"], machine)
     sizes = link_sizes(case, harness.model.link_codecs)
@@ -76,12 +77,12 @@ def _table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
         name="device-codes",
         caption=(
-            f"{bench.where} The pipelined split with codes on the wire, decoding counted; gains "
-            "over prefetching the first line's KV. Expected: by data sheet, without decoding; 0.9 "
-            "of it is wanted. Error: of hidden states, relative."
+            f"{bench.where} The pipelined split with codes on the link, decoding included; gains "
+            "over prefetching the first line's KV. Expected: by data sheet, without decoding; the "
+            "target is 0.9 of it. Error: relative error of hidden states."
         ),
         columns=(
-            *("wire", "batch", "xi", "recomputed", "prefetch, ms", "pipelined split, ms"),
+            *("codecs", "batch", "xi", "recomputed", "prefetch, ms", "pipelined split, ms"),
             *("gain", "expected", "error"),
         ),
         rows=tuple(rows),

@@ -1,4 +1,4 @@
-"""`python -m benchmarks device`: what KV outside the device costs on this very machine."""
+"""`python -m benchmarks device`: measured and expected cost of KV in host memory."""
 
 import json
 from dataclasses import asdict, replace
@@ -16,31 +16,39 @@ if TYPE_CHECKING:
     from benchmarks.device.shapes import DecodeCase
 
 
-def device(  # noqa: PLR0913 - one parameter an option
+def device(  # noqa: PLR0913 - one parameter per option
     *,
     parts: Annotated[
         str,
         typer.Option(
-            help="Only these, with commas: link, products, together, step, sweep, codes, swap, "
-            "host, refit, accuracy."
+            help="Comma-separated parts: link, products, together, step, sweep, codes, swap, "
+            "host, refit, accuracy; default: all."
         ),
     ] = "",
     on: Annotated[
-        str, typer.Option("--device", help="Where: auto (a GPU if there is one), cpu, cuda, cuda:N")
+        typer.Option("--device", help="Device: auto (a GPU if there is one), cpu, cuda or cuda:N."),
     ] = "auto",
     models: Annotated[
-        str, typer.Option(help="Of the parts step, sweep and codes only these, with commas.")
+        str,
+        typer.Option(
+            help="Comma-separated models of the parts step, sweep and codes; default: all."
+        ),
     ] = "",
-    rows: Annotated[int, typer.Option(min=0, help="Of a batch; 0: each model's own.")] = 0,
-    context: Annotated[int, typer.Option(min=0, help="Tokens of each; 0: each model's own.")] = 0,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Rows of a batch; default: 0, each model's own.")
+    ] = 0,
+    context: Annotated[
+        int, typer.Option(min=0, help="Tokens of each row; default: 0, each model's own.")
+    ] = 0,
     pinned: Annotated[
-        str, typer.Option(help="Host memory for KV, such as 24GiB; pinned for a GPU.")
+        str, typer.Option(help="Size of the host memory pool, such as 24GiB; pinned for a GPU.")
     ] = "",
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Of each measurement; 5 if not said.")
+        int | None, typer.Option(min=1, help="Repeats of each measurement; default: 5.")
     ] = None,
     folder: Annotated[
-        str, typer.Option(help="Existing folder on the disk to measure; else a temporary one.")
+        str,
+        typer.Option(help="Existing folder on the measured disk; default: a temporary folder."),
     ] = "",
     out: Annotated[
         Path | None, typer.Option(help="Folder for tables, pictures and the result as JSON.")
@@ -48,16 +56,17 @@ def device(  # noqa: PLR0913 - one parameter an option
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Toy models and small copies: tries it out on a CPU. No claims."
+            "--quick", help="Toy models and small copies, for a trial on a CPU. No claims."
         ),
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure copies, products and decode steps with KV on the host, beside what arithmetic says.
+    """Measure copies, products and decode steps with KV in host memory, and compare predictions.
 
-    Made for a GPU: real pinned copies and streams, random weights at real shapes. Batches that do
-    not fit have their rows halved. With --quick it runs on a CPU too, where no link is measured.
+    The benchmark targets GPUs: real pinned copies and streams, random weights in real shapes. Rows
+    of a batch that does not fit are halved. With --quick it also runs on a CPU, without measuring a
+    link.
     """
     import torch
 
@@ -90,7 +99,7 @@ def device(  # noqa: PLR0913 - one parameter an option
 def _batches(
     config: "DeviceBenchConfig", models: str, rows: int, context: int
 ) -> "DeviceBenchConfig":
-    """The given models; rows and contexts are replaced if they are given."""
+    """Select the given models, and replace rows and contexts if given."""
     from benchmarks.common.command import names_of
 
     def sized(case: "DecodeCase") -> "DecodeCase":

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks device` runs, at full size and small."""
+"""Configurations of `python -m benchmarks device`, at full size and small."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""M8: attention where the KV lies: bytes a second of the host's cores, and what a step gains."""
+"""M8: CPU attention on offloaded KV: its memory rate, and the gain of a step."""
 
 import torch
 
@@ -13,12 +13,12 @@ from benchmarks.offload.simulated_machine import MeasuredStep
 from quire.profile.attention import AttentionBench
 
 ARMS = ("prefetch", "host_share", "all_host")
-_WAYS = ("sdpa", "native")
+_BACKENDS = ("sdpa", "native")
 _CPU = Target(torch.device("cpu"))
 
 
 def run_host(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     rates = host_rates(bench)
     harness = bench.harness(bench.config.grouped, host=True)
     layouts = {name: harness.layout(BY_NAME[name]) for name in ARMS}
@@ -31,28 +31,29 @@ def run_host(bench: DeviceBench) -> PartResult:
 
 
 def host_rates(bench: DeviceBench) -> Numbers:
-    """host_attention_*_gb_per_s: KV read by decode attention of one layer on all threads."""
+    """host_attention_*_gb_per_s: KV rate of one layer's decode attention on all threads."""
     shape = bench.config.host_attention
-    require_host(4 * shape.kv_bytes, "attention on the host", "leave the part host out")
+    require_host(4 * shape.kv_bytes, "CPU attention", "omit the part host")
     found = AttentionBench(shape)
-    ways = {name: call for name, call in found.ways().items() if name in _WAYS}
+    backends = {name: call for name, call in found.ways().items() if name in _BACKENDS}
     return {
         f"host_attention_{name}_gb_per_s": shape.kv_bytes
         / _CPU.median(call, bench.config.repeats)
         / 1e9
-        for name, call in ways.items()
+        for name, call in backends.items()
     }
 
 
 def _claims(
     harness: StepHarness, layouts: dict[str, Layout], steps: dict[str, list[MeasuredStep]]
 ) -> Numbers:
-    """Of the step.
+    """Claims of the step.
 
-    host_gain: prefetching over link and host together; host_gain_formula: 1 + k / u.
-    host_all_gain: prefetching over all attention on the host.
-    host_share: of tokens that the host attends to.
-    host_step_gb_per_s: at which it reads KV in a step.
+    host_gain: prefetching over link and CPU attention together; host_gain_formula: 1 + k / u.
+    host_all_gain: prefetching over CPU attention for all tokens.
+    host_share: fraction of the tokens with CPU attention.
+    host_step_gb_per_s: KV rate of CPU attention in a step.
+
     """
     rates = layouts["prefetch"].rates
     return {
@@ -66,17 +67,17 @@ def _claims(
 
 
 def _rate_table(bench: DeviceBench, harness: StepHarness, rates: Numbers) -> Table:
-    """The gain that a rate allows: 1 + k / u = 1 + host rate / link rate."""
+    """Table of the gain that each rate allows: 1 + k / u = 1 + CPU rate / link rate."""
     link = harness.speeds.inward.bytes_per_s / 1e9
     shape = bench.config.host_attention
     return Table(
         name="device-host-rates",
         caption=(
-            f"Decode attention of one layer on the host's {torch.get_num_threads()} threads, "
-            f"{shape.batch} x {shape.tokens:,} tokens in bfloat16, and the gain over prefetching "
-            f"that it allows at {link:.1f} GB/s of the link. Expected on 16 cores: 60 to 150 GB/s."
+            f"CPU attention of one layer on {torch.get_num_threads()} threads, "
+            f"{shape.batch} x {shape.tokens:,} tokens in bfloat16, and its possible gain over "
+            f"prefetching on a link of {link:.1f} GB/s. Expected on 16 cores: 60 to 150 GB/s."
         ),
-        columns=("way", "GB/s", "gain allowed"),
+        columns=("backend", "GB/s", "possible gain"),
         rows=tuple(
             (name.removeprefix("host_attention_").removesuffix("_gb_per_s"), gb, 1 + gb / link)
             for name, gb in rates.items()
@@ -103,10 +104,10 @@ def _table(
     return Table(
         name="device-host",
         caption=(
-            f"{bench.where} {harness.case.label}, whose activations do not pay: rows whose "
-            "attention is on the host. Expected for Llama-3-8B with an H200: 2 to 3.5 times "
+            f"{bench.where} {harness.case.label}, for which recompute does not pay: rows with CPU "
+            "attention. Expected for Llama-3-8B with an H200: 2 to 3.5 times "
             "prefetching."
         ),
-        columns=("arm", "rows on the host", "ms", "predicted, ms", "gain"),
+        columns=("arm", "CPU attention rows", "ms", "predicted, ms", "gain"),
         rows=tuple(rows),
     )

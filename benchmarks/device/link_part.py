@@ -1,4 +1,4 @@
-"""M1: the link by direction, size of a copy and kind of host memory; many small pieces."""
+"""M1: link rates by direction, copy size and kind of host memory; many small copies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from benchmarks.common.host_bytes import HostBytes, require_host
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.common.target import Target, rate_gb
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.side_by_side import run_calls
+from benchmarks.device.concurrent_calls import run_calls
 from benchmarks.offload_schedule.timelines import busy_s
 from quire.offload.timeline import IN, OUT, Kind
 from quire.plan.fitting import fit_seconds
 from quire.profile.timing import touched_buffer
 
 _DUPLEX_COPIES = 12
-_TIMED_BYTES = 64 << 20  # of copies in a row, so that one event's error is small
+_TIMED_BYTES = 64 << 20  # least bytes of consecutive copies, so that the timing error is small
 _MOST_COPIES = 200
-_CHANGE = "leave the part link out"
+_CHANGE = "omit the part link"
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Bytes on the host and on the device."""
+    """Buffers of bytes on the host and on the device."""
 
     host: Tensor
     device: Tensor
@@ -38,10 +38,10 @@ class _Pair:
 
 
 def run_link(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     kinds = host_kinds(bench)
     largest = max(bench.config.copy_bytes)
-    bench.target.require(2 * largest, "a copy each way", _CHANGE)
+    bench.target.require(2 * largest, "a copy in each direction", _CHANGE)
     device = torch.ones(largest, dtype=torch.uint8, device=bench.target.device)
     rows: list[tuple[Cell, ...]] = []
     lines: dict[str, tuple[tuple[float, float], ...]] = {}
@@ -63,7 +63,7 @@ def run_link(bench: DeviceBench) -> PartResult:
 
 
 def host_kinds(bench: DeviceBench) -> dict[str, Callable[[int], Tensor]]:
-    """Kinds of host memory to what makes some of it; a CPU knows one."""
+    """Allocators by kind of host memory; a CPU target has one kind."""
 
     def pageable(num_bytes: int) -> Tensor:
         require_host(num_bytes, "pageable memory of a copy", _CHANGE)
@@ -76,7 +76,7 @@ def host_kinds(bench: DeviceBench) -> dict[str, Callable[[int], Tensor]]:
     def registered(num_bytes: int) -> Tensor:
         pool = HostBytes(num_bytes, bench.target)
         found = pool.take((num_bytes,), torch.uint8)
-        found.pool = pool  # type: ignore[attr-defined] # pinned for as long as it lives
+        found.pool = pool  # type: ignore[attr-defined] # keeps the memory pinned
         return found
 
     if not bench.target.on_gpu:
@@ -94,17 +94,17 @@ def _by_size(bench: DeviceBench, kind: str, pair: _Pair) -> list[tuple[Cell, ...
         times = min(_MOST_COPIES, max(1, _TIMED_BYTES // size))
         rates: list[float] = []
         for call in (lambda: pair.inward(size), lambda: pair.outward(size)):  # noqa: B023
-            taken_s = bench.target.samples(call, bench.config.repeats, times)
-            rates.append(rate_gb(size, taken_s))
+            copy_s = bench.target.samples(call, bench.config.repeats, times)
+            rates.append(rate_gb(size, copy_s))
         rows.append((kind, size, *rates))
     return rows
 
 
 def _claims(kind: str, rows: list[tuple[Cell, ...]]) -> Numbers:
-    """h2d_*_gb_per_s, d2h_*_gb_per_s: the best over all sizes."""
+    """h2d_*_gb_per_s, d2h_*_gb_per_s: best rate over all sizes."""
     return {
-        f"{way}_{kind}_gb_per_s": max(float(row[place] or 0) for row in rows)
-        for way, place in (("h2d", 2), ("d2h", 3))
+        f"{direction}_{kind}_gb_per_s": max(float(row[column] or 0) for row in rows)
+        for direction, column in (("h2d", 2), ("d2h", 3))
     }
 
 
@@ -117,7 +117,7 @@ def _call(rows: list[tuple[Cell, ...]], kind: str) -> Numbers:
 
 
 def _duplex(bench: DeviceBench, pair: _Pair) -> Numbers:
-    """Both directions at once: bytes of both over the time of the whole."""
+    """Both directions at once: bytes of both directions over the total time."""
     half = pair.host.numel() // 2
     size = min(64 << 20, half)
 
@@ -144,12 +144,12 @@ def _duplex(bench: DeviceBench, pair: _Pair) -> Numbers:
 
 
 def _pieces(bench: DeviceBench, pair: _Pair, size: int) -> tuple[Cell, ...]:
-    """Pieces one by one, and the same bytes packed on the host's side already."""
+    """Rates of many small copies, and of one copy of the same bytes."""
     count = min(bench.config.pieces, pair.host.numel() // size)
 
     def one_by_one() -> None:
-        for place in range(count):
-            pair.inward(size, place * size)
+        for index in range(count):
+            pair.inward(size, index * size)
 
     target, repeats = bench.target, bench.config.repeats
     apart_s = target.median(one_by_one, repeats)
@@ -162,10 +162,10 @@ def _size_table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
         name="device-link",
         caption=(
-            f"{bench.where} Copies in a row of one size, medians of {bench.config.repeats}. "
-            "Expected on PCIe 5 x16: pinned 50 to 56 GB/s each way, pageable 5 to 12."
+            f"{bench.where} Consecutive copies of one size, medians of {bench.config.repeats}. "
+            "Expected on PCIe 5 x16: pinned 50 to 56 GB/s in each direction, pageable 5 to 12."
         ),
-        columns=("host memory", "bytes", "to the device, GB/s", "from it, GB/s"),
+        columns=("host memory", "bytes", "to the device, GB/s", "to the host, GB/s"),
         rows=tuple(rows),
     )
 
@@ -174,8 +174,8 @@ def _duplex_table(bench: DeviceBench, found: Numbers) -> Table:
     return Table(
         name="device-duplex",
         caption=f"{bench.where} Both directions at once, GB/s.",
-        columns=("to the device", "from it", "together"),
-        rows=(tuple(found[f"duplex_{way}gb_per_s"] for way in ("h2d_", "d2h_", "")),),
+        columns=("to the device", "to the host", "together"),
+        rows=(tuple(found[f"duplex_{name}gb_per_s"] for name in ("h2d_", "d2h_", "")),),
     )
 
 
@@ -183,18 +183,18 @@ def _piece_table(rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
         name="device-pieces",
         caption=(
-            "Small pieces to the device, one copy each, beside one copy of the same bytes. "
-            "Expected: below about 28 KiB calls take longer than bytes."
+            "Small copies to the device, compared with one copy of the same bytes. "
+            "Expected: below about 28 KiB the fixed time per copy exceeds the transfer time."
         ),
-        columns=("bytes", "pieces", "us a piece", "GB/s", "in one copy, GB/s"),
+        columns=("bytes", "copies", "us per copy", "GB/s", "in one copy, GB/s"),
         rows=tuple(rows),
     )
 
 
 def _lines(kind: str, rows: list[tuple[Cell, ...]]) -> dict[str, tuple[tuple[float, float], ...]]:
     return {
-        f"{kind}, {way}": tuple((float(r[1] or 0), float(r[place] or 0)) for r in rows)
-        for way, place in (("to the device", 2), ("from it", 3))
+        f"{kind}, {direction}": tuple((float(r[1] or 0), float(r[column] or 0)) for r in rows)
+        for direction, column in (("to the device", 2), ("to the host", 3))
     }
 
 

@@ -1,4 +1,4 @@
-"""The parts of `python -m benchmarks device` by name."""
+"""Parts of `python -m benchmarks device` by name."""
 
 from collections.abc import Callable, Mapping
 

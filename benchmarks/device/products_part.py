@@ -1,4 +1,4 @@
-"""M2: the product that makes keys and values of activations, [M, hidden] x [hidden, width]."""
+"""M2: the product that computes keys and values, [M, hidden] x [hidden, width]."""
 
 import torch
 
@@ -9,12 +9,12 @@ from quire.layout.model import ModelSpec
 from quire.plan.fitting import fit_seconds
 
 _LARGE_TOKENS = 8192
-_TIMED_FLOPS = 1e12  # of products in a row on a GPU
+_TIMED_FLOPS = 1e12  # FLOPs of consecutive products on a GPU
 _MOST_PRODUCTS = 100
 
 
 def run_products(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     rows: list[tuple[Cell, ...]] = []
     claims: Numbers = {}
     for name in bench.config.product_models:
@@ -28,8 +28,8 @@ def run_products(bench: DeviceBench) -> PartResult:
                 name="device-products",
                 caption=(
                     f"{bench.where} Keys and values of M tokens in bfloat16, medians of "
-                    f"{bench.config.repeats}. Expected on an H200: 500 to 750 TFLOP/s from "
-                    f"{_LARGE_TOKENS:,} tokens on, bound by memory at 64."
+                    f"{bench.config.repeats}. Expected on an H200: 500 to 750 TFLOP/s for "
+                    f"{_LARGE_TOKENS:,} or more tokens, memory-bound at 64."
                 ),
                 columns=("model", "M", "ms", "TFLOP/s"),
                 rows=tuple(rows),
@@ -44,11 +44,11 @@ def product_flops(spec: ModelSpec, tokens: int) -> int:
 
 
 def _measured(bench: DeviceBench, spec: ModelSpec) -> list[tuple[int, int, float]]:
-    """Tokens, FLOP and seconds of each size; the largest operands serve all."""
+    """Tokens, FLOPs and seconds of each size; all sizes use the operands of the largest."""
     target, most = bench.target, max(bench.config.product_tokens)
     width = spec.kv_values_per_layer_token
     values = most * (spec.hidden_size + width) + spec.hidden_size * width
-    target.require(2 * values, f"a product of {most:,} tokens", "leave the part products out")
+    target.require(2 * values, f"a product of {most:,} tokens", "omit the part products")
     x, weight, out = (
         torch.randn(*shape, dtype=torch.bfloat16, device=target.device)
         for shape in ((most, spec.hidden_size), (spec.hidden_size, width), (most, width))
@@ -57,19 +57,19 @@ def _measured(bench: DeviceBench, spec: ModelSpec) -> list[tuple[int, int, float
     for tokens in bench.config.product_tokens:
         flops = product_flops(spec, tokens)
         times = min(_MOST_PRODUCTS, max(1, int(_TIMED_FLOPS / flops))) if target.on_gpu else 1
-        taken_s = target.median(
+        product_s = target.median(
             lambda: torch.mm(x[:tokens], weight, out=out[:tokens]),  # noqa: B023
             bench.config.repeats,
             times,
         )
-        found.append((tokens, flops, taken_s))
+        found.append((tokens, flops, product_s))
     return found
 
 
 def _claims(name: str, found: list[tuple[int, int, float]]) -> Numbers:
-    """recompute_token_ns_*: r of a layer, fitted to all sizes, calls apart."""
+    """recompute_token_ns_*: r of a layer, fitted to all sizes, without the fixed time of a call."""
     amounts = [(1, tokens) for tokens, _, _ in found]
-    call_s, token_s = fit_seconds(amounts, [taken_s for _, _, taken_s in found])
+    call_s, token_s = fit_seconds(amounts, [product_s for _, _, product_s in found])
     return {
         f"recompute_token_ns_{name}": 1e9 * token_s,
         f"recompute_call_us_{name}": 1e6 * call_s,
@@ -77,6 +77,6 @@ def _claims(name: str, found: list[tuple[int, int, float]]) -> Numbers:
 
 
 def _large(rows: list[tuple[Cell, ...]]) -> float:
-    """product_large_tflops: the least from 8,192 tokens on, or of the largest there are."""
+    """product_large_tflops: lowest rate for 8,192 or more tokens, or the largest size's rate."""
     large = [row for row in rows if int(row[1] or 0) >= _LARGE_TOKENS]
     return min(float(row[3] or 0) for row in large or rows[-1:])

@@ -20,20 +20,20 @@ from quire.offload.profiler import OffloadProfiler
 from quire.plan.rates import CopyRate
 
 _WITHIN = 1.05
-_SETTLED_SHARE = 0.2  # of the steps behind the change, at the end, that are called settled
-_CARRY_S = 4e-3  # of a layer's KV, where there is no link to halve
+_SETTLED_SHARE = 0.2  # fraction of the steps after the change that counts as settled
+_TRANSFER_S = 4e-3  # simulated transfer time of a layer's KV on a CPU
 
 
 @dataclass(slots=True)
 class _Followed:
-    """Every step: tokens recomputed, and seconds."""
+    """Recomputed tokens and duration of every step."""
 
     splits: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
 
 def run_refit(bench: DeviceBench) -> PartResult:
-    """The part: as many steps before the change as behind it."""
+    """Run the part: equally many steps before and after the change."""
     harness = bench.harness(bench.config.refit_case)
     link = _link(bench, harness)
     harness.executor = link.executor
@@ -42,12 +42,12 @@ def run_refit(bench: DeviceBench) -> PartResult:
     try:
         found, changes = _follow(harness, link, bench.config.refit_steps)
         curve = _curve(harness, bench)
-        left = harness.measured().inward.bytes_per_s / before
+        remaining = harness.measured().inward.bytes_per_s / before
     finally:
         link.end()
     claims = _claims(found, curve, bench.config.refit_steps)
     return PartResult(
-        claims=claims | {"refit_link_left": left, "refit_noticed_changes": changes},
+        claims=claims | {"refit_link_left": remaining, "refit_noticed_changes": changes},
         tables=(_table(bench, harness, found),),
         charts=(_chart(found),),
         raw={"seconds": found.seconds, "splits": found.splits, "best": curve},
@@ -58,11 +58,11 @@ def _link(bench: DeviceBench, harness: StepHarness) -> BusyLink:
     if bench.target.on_gpu:
         return SecondStream(bench.target, harness.executor)
     layer_bytes = harness.case.tokens * harness.sizes.kv_bytes
-    return ThrottledHalf(CopyRate(bytes_per_s=layer_bytes / _CARRY_S))
+    return ThrottledHalf(CopyRate(bytes_per_s=layer_bytes / _TRANSFER_S))
 
 
 def _follow(harness: StepHarness, link: BusyLink, steps: int) -> tuple[_Followed, int]:
-    """Steps with the split that the controller takes, and how many changes were noticed."""
+    """Run steps with the controller's split; return them and the number of detected changes."""
     profiler, control, found = OffloadProfiler(harness.speeds), SplitController(), _Followed()
     tokens = harness.case.tokens
     for number in range(2 * steps):
@@ -80,7 +80,7 @@ def _follow(harness: StepHarness, link: BusyLink, steps: int) -> tuple[_Followed
 
 
 def _curve(harness: StepHarness, bench: DeviceBench) -> list[tuple[int, float]]:
-    """Splits and the seconds of a step, as the link is now."""
+    """Splits and their step times at the current link rate."""
     layouts = {str(x): harness.split_layout(x) for x in splits(harness, bench.config.sweep_points)}
     steps = harness.rounds(layouts, bench.config.repeats)
     return [(int(x), statistics.median(s.seconds for s in steps[x])) for x in layouts]
@@ -89,12 +89,13 @@ def _curve(harness: StepHarness, bench: DeviceBench) -> list[tuple[int, float]]:
 def _claims(
     found: _Followed, curve: Sequence[tuple[int, float]], steps: int
 ) -> dict[str, int | float]:
-    """Against the best split that was measured behind the change.
+    """Claims relative to the best split measured after the change.
 
-    refit_steps: until the split's step is within 5 % of the best and stays so.
-    refit_loss: of settled steps over the best, less 1.
+    refit_steps: steps until all later splits are within 5 % of the best.
+    refit_loss: settled step time over the best, minus 1.
+
     """
-    best_s = min(taken_s for _, taken_s in curve)
+    best_s = min(step_s for _, step_s in curve)
     over = [at(curve, x) / best_s for x in found.splits[steps:]]
     settled = found.seconds[-max(1, round(_SETTLED_SHARE * steps)) :]
     return {
@@ -104,13 +105,13 @@ def _claims(
 
 
 def at(curve: Sequence[tuple[int, float]], split: int) -> float:
-    """Seconds of a split between measured ones, on straight lines."""
-    places, taken_s = zip(*sorted(curve), strict=True)
-    return float(np.interp(split, places, taken_s))
+    """Step time of a split, interpolated linearly between measured splits."""
+    measured_splits, step_s = zip(*sorted(curve), strict=True)
+    return float(np.interp(split, measured_splits, step_s))
 
 
 def settling_steps(over: Sequence[float]) -> int:
-    """Steps until all later ones are within 5 % of the best; all of them where the last is not."""
+    """Steps until all later ones are within 5 % of the best; all steps if the last is not."""
     bad = [step for step, ratio in enumerate(over) if ratio > _WITHIN]
     return bad[-1] + 1 if bad else 0
 
@@ -120,15 +121,15 @@ def _table(bench: DeviceBench, harness: StepHarness, found: _Followed) -> Table:
     return Table(
         name="device-refit",
         caption=(
-            f"{bench.where} {harness.case.label}: somebody else takes about half the link "
-            f"behind step {bench.config.refit_steps}; what is recomputed, and what the step took. "
-            "Expected: the split follows within 10 steps, and loses less than 5 % against the best "
-            "measured."
+            f"{bench.where} {harness.case.label}: background traffic takes about half the link "
+            f"after step {bench.config.refit_steps}; recomputed tokens and time of each step. "
+            "Expected: the split adapts within 10 steps, and loses less than 5 % against the best "
+            "measured split."
         ),
-        columns=("step", "recomputed", "share", "ms"),
+        columns=("step", "recomputed", "fraction", "ms"),
         rows=tuple(
-            (n + 1, split, split / harness.case.tokens, 1e3 * taken_s)
-            for n, (split, taken_s) in enumerate(pairs)
+            (n + 1, split, split / harness.case.tokens, 1e3 * step_s)
+            for n, (split, step_s) in enumerate(pairs)
         ),
     )
 
@@ -136,8 +137,8 @@ def _table(bench: DeviceBench, harness: StepHarness, found: _Followed) -> Table:
 def _chart(found: _Followed) -> Chart:
     return Chart(
         name="device-refit",
-        title="A link of which half is taken",
+        title="A link with half of its rate in use",
         x_label="step",
-        y_label="tokens recomputed",
+        y_label="recomputed tokens",
         lines={"": tuple((n + 1, split) for n, split in enumerate(found.splits))},
     )

@@ -1,4 +1,4 @@
-"""Models whose decode steps are measured, and batches of them that fit this machine."""
+"""Models of the measured decode steps, and batches of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ def _toy(kv_heads: int) -> ModelSpec:
 
 
 SPECS: Mapping[str, ModelSpec] = {**MODELS, "toy": _toy(4), "toy-grouped": _toy(1)}
-"""By name; the toys try the bench out."""
+"""Model specs by name; the toys are for quick trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCase(DecodeBatch):
-    """A batch of a model by its name.
+    """A decode batch of a model that is given by name.
 
     Attributes:
         model: name in `SPECS`.
@@ -46,10 +46,10 @@ class DecodeCase(DecodeBatch):
 
     @property
     def spec(self) -> ModelSpec:
-        """The shape."""
+        """Model spec of the case."""
         return SPECS[self.model]
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """Name of the model."""
         return self.model

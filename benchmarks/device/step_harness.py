@@ -1,9 +1,9 @@
-"""Simulated steps of a model with KV on the host, as this machine does them: nothing is padded.
+"""Simulated decode steps of a model with KV in host memory, at this machine's real speeds.
 
-Speeds      fitted to steps that ran at the start, every operation of them
-splits      of these speeds, as `python -m benchmarks offload` lays its arms out
+Speeds      fitted to all operations of steps that ran at the start
+splits      computed from these speeds, as in `python -m benchmarks offload`
 predicted   the same schedule on the virtual clock, with these speeds
-expected    the same by a data sheet, before anything was measured
+expected    the same schedule on the virtual clock, with a data sheet's speeds
 """
 
 import statistics
@@ -30,7 +30,7 @@ _PROBE_SHARES = (0.3, 0.5, 0.7)
 _PROBE_LAYERS = 4
 _PROBE_RULES = Rules(x_chunks=8)
 RESIDENT = "resident"
-"""Not an arm: all KV on the device, which nothing that moves it comes near."""
+"""Name of the layout with all KV on the device; it is not an arm."""
 
 
 class StepHarness:
@@ -72,11 +72,11 @@ class StepHarness:
         self.speeds = self.measured(host=host)
 
     def measured(self, *, host: bool = False) -> Speeds:
-        """Speeds as they are now, from steps of several sizes."""
+        """Current speeds, measured with steps of several sizes."""
         found = measure_speeds(
             self.executor, [self._probe(batch) for batch in self._probes(host=host)]
         )
-        if host and not found.host_token_s:  # tokens too few to tell from a call
+        if host and not found.host_token_s:  # too few tokens to separate the time per token
             offloaded = max(1, self.case.rows // 2) * self.case.context
             found = replace(found, host_token_s=found.host_call_s / offloaded, host_call_s=0.0)
         return replace(found, outward=found.inward)
@@ -91,7 +91,7 @@ class StepHarness:
         for rows in sorted({max(1, case.rows // 4), max(1, case.rows // 2)}) if host else ():
             offloaded = rows * case.context
             found.append(BatchTokens(rows=case.rows, kv=case.tokens - offloaded, host=offloaded))
-        # the largest first: staging is made once
+        # the largest batch first, so that staging is allocated once
         return sorted(found, key=lambda batch: (batch.x, batch.kv), reverse=True)
 
     def _probe(self, batch: BatchTokens) -> tuple[Schedule, Work]:
@@ -106,32 +106,32 @@ class StepHarness:
     # ---- layouts -------------------------------------------------------------------------------
 
     def layout(self, arm: Arm, speeds: Speeds | None = None) -> Layout:
-        """An arm's division of the tokens, by measured speeds or by these."""
+        """Layout of an arm, by the given or the measured speeds."""
         found = lay_out(
             arm, speeds or self.speeds, self.sizes, rows=self.case.rows, tokens=self.case.tokens
         )
         return replace(found, batch=whole_rows(self.case, found.batch))
 
     def split_layout(self, x_tokens: int, speeds: Speeds | None = None) -> Layout:
-        """Recompute the given number of tokens, with a ring as small as the pipelined split's."""
+        """Layout that recomputes the given number of tokens, with the pipelined split's ring."""
         arm = replace(BY_NAME["lB"], divide=lambda _rates, _tokens: (x_tokens, 0))
         return self.layout(arm, speeds)
 
     def resident_layout(self) -> Layout:
-        """All KV on the device."""
+        """Layout with all KV on the device."""
         batch = BatchTokens(rows=self.case.rows, resident=self.case.tokens)
         return replace(self.layout(BY_NAME["prefetch"]), batch=batch)
 
     # ---- steps ---------------------------------------------------------------------------------
 
     def plan(self, layout: Layout, speeds: Speeds | None = None) -> Schedule:
-        """The schedule of a layout."""
+        """Plan the schedule of a layout."""
         layers = self.case.spec.num_layers
         work = step_work(layout.batch, layers, self.sizes, speeds or self.speeds)
         return plan_step(work, layout.rules)
 
     def run(self, layout: Layout) -> MeasuredStep:
-        """One step; its error is relative, over all hidden states."""
+        """Run one step; its error is relative, over all hidden states."""
         schedule = self.plan(layout)
         step = self._step(layout.batch, layout.rules)
         timeline = self.executor.run(schedule, step.work)
@@ -143,7 +143,7 @@ class StepHarness:
         )
 
     def rounds(self, layouts: dict[str, Layout], repeats: int) -> dict[str, list[MeasuredStep]]:
-        """Steps of all layouts in turns, behind one of each that is not counted."""
+        """Run steps of all layouts in turn, after one warm-up step of each."""
         found: dict[str, list[MeasuredStep]] = {name: [] for name in layouts}
         for turn in range(repeats + 1):
             for name, layout in layouts.items():
@@ -154,28 +154,28 @@ class StepHarness:
 
 
 def whole_rows(case: DecodeCase, batch: BatchTokens) -> BatchTokens:
-    """The same batch with whole rows on the host, as near as can be."""
+    """The same batch with CPU attention rounded to whole rows."""
     host = min(case.rows, round(batch.host / case.context)) * case.context
     x = min(batch.x, case.tokens - host)
     return replace(batch, x=x, kv=case.tokens - host - x, host=host, x_on_device=0)
 
 
 def median_ms(steps: Sequence[MeasuredStep]) -> float:
-    """Median milliseconds."""
+    """Median step time in milliseconds."""
     return 1e3 * statistics.median(step.seconds for step in steps)
 
 
 def expected_seconds(
     case: DecodeCase, arm: Arm, machine: str, *, x_tokens: int = -1, sizes: Sizes | None = None
 ) -> float:
-    """An arm's step by the data sheet of a machine.
+    """Duration of an arm's step by the data sheet of a machine.
 
     Args:
         case: the batch, in half precision.
-        arm: its layout.
+        arm: the arm.
         machine: name in `MACHINES`.
-        x_tokens: other than the arm's own.
-        sizes: other than plain ones.
+        x_tokens: recomputed tokens; -1: the arm's own split.
+        sizes: bytes on the link; None: sizes without codecs.
     """
     sizes = sizes or sizes_of(case.spec)
     speeds = speeds_of(MACHINES[machine], case.spec, sizes)

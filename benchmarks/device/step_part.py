@@ -1,4 +1,4 @@
-"""M4: a decode step with its KV on the host, arm beside arm, beside what a data sheet expects."""
+"""M4: a decode step with KV in host memory: all arms, with the times that a data sheet predicts."""
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
@@ -13,7 +13,7 @@ ARMS = ("no_overlap", "prefetch", "lA", "lB")
 
 
 def run_step(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     claims: Numbers = {}
     rows: list[tuple[Cell, ...]] = []
     raw: dict[str, object] = {}
@@ -28,7 +28,7 @@ def run_step(bench: DeviceBench) -> PartResult:
 def _measured(
     bench: DeviceBench, case: DecodeCase
 ) -> tuple[dict[str, list[MeasuredStep]], list[tuple[Cell, ...]]]:
-    """Steps of all arms, and a row of each; the model's memory is free again behind it."""
+    """Steps of all arms, and a table row of each; the model's memory is freed on return."""
     harness = bench.harness(case)
     layouts = layouts_of(harness)
     steps = harness.rounds(layouts, bench.config.repeats)
@@ -36,28 +36,29 @@ def _measured(
 
 
 def layouts_of(harness: StepHarness) -> dict[str, Layout]:
-    """Every arm's, and all KV on the device where it has the room."""
+    """Layouts of all arms, and of all KV on the device if its memory suffices."""
     found = {name: harness.layout(BY_NAME[name]) for name in ARMS}
     case = harness.case
-    kept_bytes = case.tokens * case.kv_width * case.value_bytes * (harness.model.distinct + 2)
-    if kept_bytes < free_device_bytes(harness.target.device):
+    resident_bytes = case.tokens * case.kv_width * case.value_bytes * (harness.model.distinct + 2)
+    if resident_bytes < free_device_bytes(harness.target.device):
         found[RESIDENT] = harness.resident_layout()
     return found
 
 
 def _claims(model: str, steps: dict[str, list[MeasuredStep]]) -> Numbers:
-    """Of each model.
+    """Claims of each model.
 
-    *_ms: of a step. gain_lB_over_*: latency of the one over the pipelined split's, within rounds.
-    model_error_p95: predicted by the rates measured at the start, against measured, all arms.
-    output_error: hidden states against those with all KV on the device, relative, the largest.
+    *_ms: step time. gain_lB_over_*: latency over the pipelined split's, within rounds.
+    model_error_p95: prediction by the rates measured at the start against measurement, all arms.
+    output_error: largest relative error of hidden states against all KV on the device.
+
     """
     found: Numbers = {f"{model}_{name}_ms": median_ms(run) for name, run in steps.items()}
     for name in ("prefetch", "lA"):
         found[f"{model}_gain_lB_over_{name}"] = ratio(steps, name, "lB")
-    moved = [step for name, run in steps.items() if name != RESIDENT for step in run]
-    found[f"{model}_model_error_p95"] = error_p95([step.model_error for step in moved])
-    found[f"{model}_output_error"] = max(step.error for step in moved)
+    offloaded = [step for name, run in steps.items() if name != RESIDENT for step in run]
+    found[f"{model}_model_error_p95"] = error_p95([step.model_error for step in offloaded])
+    found[f"{model}_output_error"] = max(step.error for step in offloaded)
     return found
 
 
@@ -92,10 +93,10 @@ def _table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
         name="device-step",
         caption=(
-            f"{bench.where} A decode step, weights on the device (random), KV on the host; medians "
-            f"of {bench.config.repeats} rounds, in turns. Predicted: by rates measured in steps "
+            f"{bench.where} A decode step with random weights on the device and KV in host memory; "
+            f"medians of {bench.config.repeats} rounds, arms in turn. Predicted: by rates measured "
             f"before. Expected: by the data sheet of {bench.config.machine}. Layers beyond the "
-            "distinct ones share numbers with earlier ones."
+            "distinct ones share data with earlier ones."
         ),
         columns=(
             *("batch", "KV, GB", "distinct layers", "arm", "recomputed", "ms", "tokens/s"),

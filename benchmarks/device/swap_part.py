@@ -1,6 +1,6 @@
 """M7: time to resume a preempted request by swapping, by recompute, or half by each, by length.
 
-The engine does all of it, with random weights of a real model shape. The first two modes use
+The engine runs all three modes, with random weights in a real model shape. The first two modes use
 `measure_swap` of `python -m benchmarks memory` on the device. The third uses preempted requests
 whose KV is twice the swap space. Overlapping recompute of the first part of a prefix with loading
 of the rest is measured by the part `restore` of `python -m benchmarks offload`; preempted requests
@@ -49,12 +49,12 @@ _DECODED = SamplingParams(max_tokens=4, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthTimes:
-    """One length, medians.
+    """Median times of requests of one length.
 
     Attributes:
-        tokens: of the request.
-        swap_s: its KV swapped out and in.
-        recompute_s: its prefill.
+        tokens: tokens of the request.
+        swap_s: time to swap its KV out and in.
+        recompute_s: time to prefill it.
     """
 
     tokens: int
@@ -64,21 +64,21 @@ class LengthTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridTime:
-    """A request of which the swap space holds half, once.
+    """Time of a request for which the swap space holds half of the KV.
 
     Attributes:
-        read_tokens: of its head, recomputed.
-        seconds: its tail swapped out, its head recomputed, its tail swapped in.
-        error: of its KV afterwards against what it held, relative.
+        recomputed_tokens: tokens at the start of the request that are recomputed.
+        seconds: time to swap its tail out, recompute its head, and swap its tail in.
+        error: relative error of its KV after resuming.
     """
 
-    read_tokens: int
+    recomputed_tokens: int
     seconds: float
     error: float
 
 
 def run_swap(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     lengths = lengths_that_fit(bench)
     model = _model(bench, max(lengths))
     times = _times(bench, model, lengths)
@@ -106,7 +106,7 @@ def run_swap(bench: DeviceBench) -> PartResult:
 
 
 def lengths_that_fit(bench: DeviceBench) -> list[int]:
-    """Free the bench's pinned pool and select the lengths whose swap space fits pinnable memory.
+    """Free the benchmark's pinned pool; return the lengths whose swap space may be pinned.
 
     Raises:
         ConfigError: no length fits.
@@ -117,20 +117,20 @@ def lengths_that_fit(bench: DeviceBench) -> list[int]:
     found = [tokens for tokens, size in sizes.items() if size <= most_bytes]
     if not found:
         raise ConfigError(
-            f"expected room for {min(sizes.values()):,} B of swap space, {most_bytes:,} B of host "
-            "memory may be pinned; raise --pinned"
+            f"expected {min(sizes.values()):,} B of host memory for swap space, but only "
+            f"{most_bytes:,} B may be pinned; raise --pinned"
         )
     return found
 
 
 def _model(bench: DeviceBench, longest: int) -> LoadedModel:
-    """Weights of the shape on the device, where they have the room beside the KV memory."""
+    """Model on the device, if the device has memory for its weights and the KV memory."""
     spec = SPECS[bench.config.swap_model]
     weight_bytes = spec.num_parameters * _VALUE_BYTES
     bench.target.require(
         weight_bytes + kv_memory_for(spec, longest + 2),
         f"{bench.config.swap_model} with a request of {longest:,} tokens",
-        "name shorter prompts, or leave the part swap out",
+        "use shorter prompts, or omit the part swap",
     )
     config = llama_of(spec, longest + _DECODED.max_tokens + 2)
     return random_model(config, dtype=torch.bfloat16, device=bench.target.device)
@@ -154,7 +154,7 @@ def _medians(tokens: int, found: Sequence[SwapTime]) -> LengthTimes:
 
 
 def fitted(times: Sequence[LengthTimes]) -> PrefillRates:
-    """Prefill rates that fit all lengths best."""
+    """Prefill rates fitted to all lengths."""
     return prefill_rates(
         [ChunkTime(tokens=t.tokens, before=0, seconds=t.recompute_s) for t in times]
     )
@@ -164,7 +164,7 @@ def fitted(times: Sequence[LengthTimes]) -> PrefillRates:
 
 
 def measured_hybrid(bench: DeviceBench, model: LoadedModel, tokens: int) -> HybridTime:
-    """Medians over preempted requests of one length, the first of them not counted."""
+    """Median over preempted requests of one length, after one warm-up request."""
     engine = Engine(
         model,
         KVConfig(
@@ -179,49 +179,50 @@ def measured_hybrid(bench: DeviceBench, model: LoadedModel, tokens: int) -> Hybr
         for seed in range(bench.config.repeats + 1)
     ][1:]
     return HybridTime(
-        read_tokens=found[-1].read_tokens,
+        recomputed_tokens=found[-1].recomputed_tokens,
         seconds=statistics.median(time.seconds for time in found),
         error=max(time.error for time in found),
     )
 
 
 def _hybrid_once(bench: DeviceBench, engine: Engine, prompt: list[int]) -> HybridTime:
-    """Preempt a request behind its prefill, and time it until it holds all of its KV again.
+    """Preempt a request after its prefill; return the time until all of its KV is restored.
 
-    The last step swaps the tail in and decodes a token; only its copy is counted.
+    The last step also decodes a token after it swaps the tail in; only its copy is counted.
+
     """
     request_id = engine.submit(GenerationRequest(prompt, _DECODED))
     request = _prefilled(engine, len(prompt))
     held = _held_kv(engine, request, len(prompt))
-    taken_s = seconds(lambda: engine.scheduler.lifecycle.preempt(request, "measured"))
+    elapsed_s = seconds(lambda: engine.scheduler.lifecycle.preempt(request, "measured"))
     if request.memory.swapped is None:
-        raise ConfigError(f"expected a swap space for half of {len(prompt)} tokens' KV")
-    read_tokens = request.memory.swapped.keep_from
-    taken_s += _resume_s(bench, engine, request)
-    again = _held_kv(engine, request, len(prompt))
+        raise ConfigError(f"expected swap space for half of the KV of {len(prompt)} tokens")
+    recomputed_tokens = request.memory.swapped.keep_from
+    elapsed_s += _resume_s(bench, engine, request)
+    restored = _held_kv(engine, request, len(prompt))
     engine.cancel(request_id)
     while engine.has_work:
         engine.step()
-    error = float((again - held).norm() / held.norm())
-    return HybridTime(read_tokens=read_tokens, seconds=taken_s, error=error)
+    error = float((restored - held).norm() / held.norm())
+    return HybridTime(recomputed_tokens=recomputed_tokens, seconds=elapsed_s, error=error)
 
 
 def _resume_s(bench: DeviceBench, engine: Engine, request: Request) -> float:
-    """Seconds of the steps that recompute the head, and of the copy behind them."""
+    """Duration of the steps that recompute the head, and of the final copy."""
 
     def step() -> None:
         engine.step()
         bench.target.wait()
 
-    taken_s = step_s = 0.0
+    elapsed_s = step_s = 0.0
     while request.memory.swapped is not None:
-        taken_s += step_s
+        elapsed_s += step_s
         step_s = seconds(step)
-    return taken_s + float(engine.events.newest(["swapped_in"])[-1].data["seconds"])
+    return elapsed_s + float(engine.events.newest(["swapped_in"])[-1].data["seconds"])
 
 
 def _prefilled(engine: Engine, tokens: int) -> Request:
-    """The request that was submitted last, behind its prefill."""
+    """Step until the last submitted request has finished prefill; return the request."""
     engine.step()
     [request] = engine.scheduler.running
     while request.progress.num_computed < tokens:
@@ -230,7 +231,7 @@ def _prefilled(engine: Engine, tokens: int) -> Request:
 
 
 def _held_kv(engine: Engine, request: Request, tokens: int) -> Float[Tensor, " values"]:
-    """Keys and values of its first tokens, page by page, in float32 on the CPU."""
+    """Keys and values of the request's first tokens, page by page, in float32 on the CPU."""
     memory = engine.pool.kv.memory
     store = store_of(memory)
     planes: list[Tensor] = []
@@ -249,7 +250,7 @@ def _held_kv(engine: Engine, request: Request, tokens: int) -> Float[Tensor, " v
 
 
 def _paged(bench: DeviceBench) -> Numbers:
-    """swap_pages_*: GB/s through pages that lie scattered, as an engine swaps them."""
+    """swap_pages_*: GB/s of copies through scattered pages, as in an engine's swap."""
     sizes = (bench.config.paged_bytes,)
     found = list(measure_copies(bench.target.device, sizes, bench.config.repeats))
     [scattered] = [time for time in found if time.scattered]
@@ -263,27 +264,27 @@ def _row(bench: DeviceBench, time: LengthTimes, hybrid: HybridTime) -> tuple[Cel
     machine, spec = MACHINES[bench.config.machine], SPECS[bench.config.swap_model]
     sheet = assumed_prefill(spec, machine.flops_per_s)
     loading = Loading(token_s=spec.kv_bytes_per_token(_VALUE_BYTES) / machine.link_bytes_per_s)
-    n, read = time.tokens, hybrid.read_tokens
+    n, recomputed = time.tokens, hybrid.recomputed_tokens
     expected = (
         2 * loading.seconds(n),
         read_seconds(sheet, n),
-        2 * loading.seconds(n - read) + read_seconds(sheet, read),
+        2 * loading.seconds(n - recomputed) + read_seconds(sheet, recomputed),
     )
     measured = (time.swap_s, time.recompute_s, hybrid.seconds)
-    return (n, *(1e3 * s for s in measured), read / n, *(1e3 * s for s in expected))
+    return (n, *(1e3 * s for s in measured), recomputed / n, *(1e3 * s for s in expected))
 
 
 def _table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
         name="device-swap",
         caption=(
-            f"{bench.where} {bench.config.swap_model} in the engine, one request, ms: its KV "
-            f"swapped out and in; recomputed in chunks of {bench.config.chunk_tokens:,}; the tail "
-            "that half the swap space holds swapped, its head recomputed. Expected: by the data "
+            f"{bench.where} {bench.config.swap_model} in the engine, one request, ms. Swap: its "
+            f"KV swapped out and in. Recompute: in chunks of {bench.config.chunk_tokens:,}. "
+            "Hybrid: half of the KV swapped, the other half recomputed. Expected: by the data "
             f"sheet of {bench.config.machine}."
         ),
         columns=(
-            *("tokens", "swap", "recompute", "hybrid", "share recomputed"),
+            *("tokens", "swap", "recompute", "hybrid", "recomputed fraction"),
             *("swap, expected", "recompute, expected", "hybrid, expected"),
         ),
         rows=tuple(rows),

@@ -1,4 +1,4 @@
-"""M5: every split from nothing to everything: is the least where the formula says?"""
+"""M5: step times of all splits, compared with the formula's best split."""
 
 import statistics
 
@@ -8,20 +8,20 @@ from benchmarks.device.step_harness import StepHarness, expected_seconds, median
 from benchmarks.offload.arms import BY_NAME, Layout
 from benchmarks.offload.simulated_machine import MeasuredStep
 
-_NOISE = 0.02  # of a step: rises smaller than this are none
+_NOISE = 0.02  # relative changes up to this are ignored
 
 
 def run_sweep(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     harness = bench.harness(bench.config.cases[0])
     layouts = {str(x): harness.split_layout(x) for x in splits(harness, bench.config.sweep_points)}
-    chosen = harness.layout(BY_NAME["lB"])
-    layouts.setdefault(str(chosen.batch.x), chosen)
+    selected = harness.layout(BY_NAME["lB"])
+    layouts.setdefault(str(selected.batch.x), selected)
     steps = harness.rounds(layouts, bench.config.repeats)
     order = sorted(layouts, key=int)
     rows = tuple(_row(bench, harness, layouts[x], steps[x]) for x in order)
     return PartResult(
-        claims=_claims(harness, chosen, {int(x): steps[x] for x in order}),
+        claims=_claims(harness, selected, {int(x): steps[x] for x in order}),
         tables=(_table(bench, harness, rows),),
         charts=(_chart(rows),),
         raw={"seconds": {x: [s.seconds for s in steps[x]] for x in order}},
@@ -36,17 +36,20 @@ def splits(harness: StepHarness, points: int) -> list[int]:
     return [harness.case.tokens * point // last for point in range(last + 1)]
 
 
-def _claims(harness: StepHarness, chosen: Layout, steps: dict[int, list[MeasuredStep]]) -> Numbers:
-    """What was measured, against the split that the rates choose.
+def _claims(
+    harness: StepHarness, selected: Layout, steps: dict[int, list[MeasuredStep]]
+) -> Numbers:
+    """Compare measured steps with the split that the measured rates select.
 
-    sweep_least_share, sweep_lB_share: of all tokens, at the least step and as chosen.
-    sweep_lB_over_least: step at the chosen split over the least one.
-    sweep_turns: times at which steps turn from falling to rising; of a V at most 1.
-    sweep_model_error: of the chosen split.
+    sweep_least_share, sweep_lB_share: recomputed fraction of the fastest and of the selected split.
+    sweep_lB_over_least: step time of the selected split over the fastest.
+    sweep_turns: number of changes from falling to rising step times; at most 1 for a V.
+    sweep_model_error: model error of the selected split.
+
     """
     times = {x: statistics.median(s.seconds for s in found) for x, found in steps.items()}
     least = min(times, key=lambda x: times[x])
-    split, tokens = chosen.batch.x, harness.case.tokens
+    split, tokens = selected.batch.x, harness.case.tokens
     return {
         "sweep_least_share": least / tokens,
         "sweep_lB_share": split / tokens,
@@ -57,13 +60,13 @@ def _claims(harness: StepHarness, chosen: Layout, steps: dict[int, list[Measured
 
 
 def turns(values: list[float]) -> int:
-    """How often values begin to rise behind a fall; changes within the noise are none."""
-    found, falling, held = 0, False, values[0]
+    """Number of times that values start to rise after a fall; changes within noise are ignored."""
+    found, falling, last = 0, False, values[0]
     for value in values[1:]:
-        if abs(value / held - 1) <= _NOISE:
+        if abs(value / last - 1) <= _NOISE:
             continue
-        found += falling and value > held
-        falling, held = value < held, value
+        found += falling and value > last
+        falling, last = value < last, value
     return found
 
 
@@ -80,11 +83,11 @@ def _table(bench: DeviceBench, harness: StepHarness, rows: tuple[tuple[Cell, ...
     return Table(
         name="device-sweep",
         caption=(
-            f"{bench.where} {harness.case.label}: a step by the tokens of a layer that are "
-            "recomputed, ms. Expected: a V whose least is within 5 % of l_B, and 10 % of what "
-            "is predicted."
+            f"{bench.where} {harness.case.label}: step time in ms by recomputed tokens of a layer. "
+            "Expected: a V with its minimum within 5 % of l_B, and within 10 % of the "
+            "prediction."
         ),
-        columns=("recomputed", "share", "measured", "predicted", "expected"),
+        columns=("recomputed", "fraction", "measured", "predicted", "expected"),
         rows=rows,
     )
 
@@ -93,11 +96,11 @@ def _chart(rows: tuple[tuple[Cell, ...], ...]) -> Chart:
     names = {"measured": 2, "predicted": 3}
     return Chart(
         name="device-sweep",
-        title="A step by what is recomputed",
-        x_label="share recomputed",
+        title="Step time by recomputed fraction",
+        x_label="recomputed fraction",
         y_label="ms",
         lines={
-            name: tuple((float(row[1] or 0), float(row[place] or 0)) for row in rows)
-            for name, place in names.items()
+            name: tuple((float(row[1] or 0), float(row[column] or 0)) for row in rows)
+            for name, column in names.items()
         },
     )

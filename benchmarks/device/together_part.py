@@ -1,4 +1,4 @@
-"""M3: does the link slow down what the device computes meanwhile, and the other way round?"""
+"""M3: mutual slowdown of copies on the link and computation on the device."""
 
 from collections.abc import Callable
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from benchmarks.common.offloaded_model import attend_rows
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
+from benchmarks.device.concurrent_calls import call_seconds, matching_times, run_calls
 from benchmarks.device.shapes import DecodeCase
-from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
 from quire.offload.timeline import Kind
 
-_MOST_TOKENS = 64 * 1024  # of a product: a millisecond or more, so that events are small beside it
+_MOST_TOKENS = 64 * 1024  # tokens of a product of 1 ms or more, so that event overhead is small
 _MOST_COPY_BYTES = 256 << 20
-_CHANGE = "leave the part together out"
+_CHANGE = "omit the part together"
 
 
 def run_together(bench: DeviceBench) -> PartResult:
-    """The part."""
+    """Run the part."""
     case = bench.fitting(bench.config.cases[0])
     calls = {"product": (Kind.PROJECT, _product(bench, case))}
     calls["attention"] = (Kind.ATTEND, _attention(bench, case))
@@ -34,13 +34,13 @@ def run_together(bench: DeviceBench) -> PartResult:
             Table(
                 name="device-together",
                 caption=(
-                    f"{bench.where} {case.label}: a layer's product and its decode attention "
-                    "beside copies to the device; medians, ms. Expected on an H200: less than 3 % "
+                    f"{bench.where} {case.label}: a layer's product and its decode attention, "
+                    "together with copies to the device; medians, ms. Expected on an H200: < 3 % "
                     "slower (55 of 4,300 GB/s of its memory)."
                 ),
                 columns=(
-                    *("beside copies", "alone", "together", "slower by"),
-                    *("a copy alone", "a copy together", "slower by"),
+                    *("operation", "alone", "together", "slower by"),
+                    *("copy alone", "copy together", "slower by"),
                 ),
                 rows=tuple(rows),
             ),
@@ -51,14 +51,14 @@ def run_together(bench: DeviceBench) -> PartResult:
 def _slowdown(
     bench: DeviceBench, kind: Kind, call: Callable[[], object], copy: Callable[[], object]
 ) -> tuple[float, float, tuple[Cell, ...]]:
-    """Time together over time alone, less 1, of the device and of the link."""
+    """Time together over time alone, minus 1, of the device and of the link."""
     executor, times = bench.target.executor(), bench.config.together
     alone = []
-    for which, work in ((kind, call), (Kind.KV_IN, copy)):
-        run_calls(executor, {which: (work, 1)})  # not counted
-        alone.append(call_seconds(run_calls(executor, {which: (work, times)}), which))
+    for lane_kind, work in ((kind, call), (Kind.KV_IN, copy)):
+        run_calls(executor, {lane_kind: (work, 1)})  # warm-up
+        alone.append(call_seconds(run_calls(executor, {lane_kind: (work, times)}), lane_kind))
     count, copies = matching_times((alone[0], alone[1]), times)
-    # copies run on for longer than what they are to disturb
+    # twice as many copies, so that they overlap all measured calls
     both = {kind: (call, count), Kind.KV_IN: (copy, 2 * copies)}
     timeline = run_calls(executor, both)
     device_s = call_seconds(timeline, kind, Kind.KV_IN)
@@ -82,7 +82,7 @@ def _attention(bench: DeviceBench, case: DecodeCase) -> Callable[[], object]:
 
 def _numbers(bench: DeviceBench, case: DecodeCase, *shapes: tuple[int, int]) -> list[Tensor]:
     num_bytes = sum(a * b for a, b in shapes) * case.value_bytes
-    bench.target.require(num_bytes, "what is computed beside copies", _CHANGE)
+    bench.target.require(num_bytes, "the operands next to copies", _CHANGE)
     dtype: torch.dtype = getattr(torch, case.dtype)
     return [torch.randn(*shape, dtype=dtype, device=bench.target.device) for shape in shapes]
 

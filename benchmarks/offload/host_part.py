@@ -9,7 +9,7 @@ from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import SimulatedMachine
 from benchmarks.offload.virtual import case_of
 from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import plan_step, side_by_side
+from benchmarks.offload_schedule.planner import combine_devices, plan_step
 
 _DEVICES = (1, 2, 4, 8)
 _LAYERS = 8
@@ -73,7 +73,8 @@ def _devices(config: OffloadBenchConfig) -> Scaling:
         work = step_work(layout.batch, case.layers, case.sizes, case.speeds)
         schedule = plan_step(work, layout.rules)
         found[name] = tuple(
-            (n, n * 32 / VirtualClock().run(side_by_side([schedule] * n)).seconds) for n in _DEVICES
+            (n, n * 32 / VirtualClock().run(combine_devices([schedule] * n)).seconds)
+            for n in _DEVICES
         )
     return found
 

@@ -298,7 +298,7 @@ def fastest(variants: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
 # ---- several devices -----------------------------------------------------------------------------
 
 
-def side_by_side(schedules: Sequence[Schedule], shared: Sequence[str] = (HOST,)) -> Schedule:
+def combine_devices(schedules: Sequence[Schedule], shared: Sequence[str] = (HOST,)) -> Schedule:
     """Combine the schedules of several devices on one host; each device has its own link.
 
     Args:

@@ -17,12 +17,12 @@ from benchmarks.common.offloaded_step import OffloadedStep, Staging
 from benchmarks.common.target import Target
 from benchmarks.device.bench import DeviceBench
 from benchmarks.device.busy_link import ThrottledHalf
+from benchmarks.device.concurrent_calls import call_seconds, matching_times, run_calls
 from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
 from benchmarks.device.link_part import host_kinds
 from benchmarks.device.parts import PARTS
 from benchmarks.device.refit_part import at, settling_steps
 from benchmarks.device.shapes import SPECS, DecodeCase
-from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
 from benchmarks.device.step_harness import StepHarness, expected_seconds, whole_rows
 from benchmarks.device.swap_part import (
     LengthTimes,
@@ -206,7 +206,9 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"needs 20,000 B .* 10,000 B are free.*lower --pinned"):
         HostBytes(20_000, CPU)
-    with pytest.raises(ConfigError, match=r"a step needs 10,001 B on cpu, but only 10,000 B are free; wait"):
+    with pytest.raises(
+        ConfigError, match=r"a step needs 10,001 B on cpu, but only 10,000 B are free; wait"
+    ):
         CPU.require(10_001, "a step", "wait")
     with pytest.raises(ConfigError, match="staging for KV"):
         Staging(CPU).take("KV", (10_001,), torch.uint8)
@@ -339,7 +341,7 @@ def hybrid(tokens=64):
 def test_a_request_that_was_half_swapped_holds_the_kv_it_held():
     found = hybrid()
 
-    assert found.read_tokens == 32
+    assert found.recomputed_tokens == 32
     assert found.seconds > 0
     assert found.error == 0
 

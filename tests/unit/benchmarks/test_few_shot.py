@@ -60,7 +60,9 @@ def test_shots_may_come_from_a_file_of_their_own():
 
 
 def test_too_few_examples_are_refused():
-    with pytest.raises(ConfigError, match=r"at least 21 examples for 5 samples and 16 shots of gsm8k, got 20"):
+    with pytest.raises(
+        ConfigError, match=r"at least 21 examples for 5 samples and 16 shots of gsm8k, got 20"
+    ):
         make_samples(task_named("gsm8k"), SUMS, 5)
 
 

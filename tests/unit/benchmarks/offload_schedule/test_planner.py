@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import paper_split
 from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import plan_step, side_by_side
+from benchmarks.offload_schedule.planner import combine_devices, plan_step
 from benchmarks.offload_schedule.timelines import (
     busy_fraction,
     busy_s,
@@ -201,15 +201,15 @@ def test_hosts_of_several_devices_are_one():
     transferred = plan_step(step_of(rates, 6, 4, 5))
 
     alone_s, together_s = (
-        VirtualClock().run(side_by_side([plan_step(offloaded)] * n)).seconds for n in (1, 8)
+        VirtualClock().run(combine_devices([plan_step(offloaded)] * n)).seconds for n in (1, 8)
     )
-    one, eight = (VirtualClock().run(side_by_side([transferred] * n)) for n in (1, 8))
+    one, eight = (VirtualClock().run(combine_devices([transferred] * n)) for n in (1, 8))
 
     assert together_s == pytest.approx(8 * alone_s)
     assert eight.seconds == one.seconds
     eight.check()
     assert eight.schedule.resource("3/in") == "3/in"
-    hosted_8 = side_by_side([plan_step(offloaded)] * 8)
+    hosted_8 = combine_devices([plan_step(offloaded)] * 8)
     assert {hosted_8.resource(f"{i}/host") for i in range(8)} == {HOST}
 
 
