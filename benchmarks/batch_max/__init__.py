@@ -1,1 +1,1 @@
-"""Batch-Max's comparison: full KV, decode-only eviction and eviction while prompts are read."""
+"""Batch-Max's comparison: full KV, decode-only eviction and eviction during prefill."""

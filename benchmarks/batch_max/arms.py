@@ -1,13 +1,13 @@
-"""The arms of the comparison, each a text that `--evict` takes.
+"""Arms of the comparison, each with its `--evict` value.
 
 arm          eviction
 fkv          none: the full KV cache
-ed_2         decode only, down to the newest token and the next one: Algorithm 2 with a cap of 2
+ed_2         decode only, cap 2: retains the newest token, which the next token joins (Algorithm 2)
 ed_65        the same with a cap of `every` + 1: Algorithm 2 with a cap of 65
-bm_CAP       prompt and answer within CAP tokens by average attention: Algorithm 1
-end_CAP      down to CAP tokens once, when the prompt has been read, by the same rule
+bm_CAP       prompt and output within CAP tokens by average attention: Algorithm 1
+end_CAP      down to CAP tokens once, after prefill, by the same rule
 
-Source: Metel et al. 2025 (Batch-Max), Algorithms 1 and 2, section 4. The last arm is not theirs.
+Source: Metel et al. 2025 (Batch-Max), Algorithms 1 and 2, section 4. The paper has no `end_CAP`.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ FKV, ED = "fkv", "ed_2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionArm:
-    """One arm.
+    """One arm of the comparison.
 
     Attributes:
-        name: in claims.
-        evict: as `KVConfig.evict`.
-        label: in tables.
+        name: name in claims.
+        evict: value of `KVConfig.evict`.
+        label: label in tables.
     """
 
     name: str
@@ -32,12 +32,12 @@ class EvictionArm:
 
 
 def full_kv() -> EvictionArm:
-    """Everything stays."""
+    """The arm without eviction."""
     return EvictionArm(name=FKV, evict="full", label="FKV")
 
 
 def decode_only(cap: int) -> EvictionArm:
-    """Algorithm 2: the most recent pair stays after each time the cap is reached."""
+    """Algorithm 2: evict all but the newest token each time the cap is reached."""
     evict = f"recent:cap={cap},every={cap - 1},when=decode"
     return EvictionArm(name=f"ed_{cap}", evict=evict, label=f"ED, cap {cap}")
 
@@ -50,7 +50,7 @@ def batch_max(cap: int, every: int) -> EvictionArm:
 
 
 def prefill_end(cap: int) -> EvictionArm:
-    """One eviction by the average attention rule, behind the prompt."""
+    """One eviction by the average attention rule, after prefill."""
     return EvictionArm(
         name=f"end_{cap}",
         evict=f"average:cap={cap},when=prefill_end",
@@ -64,11 +64,11 @@ def bm_name(cap: int) -> str:
 
 
 def arms_of(caps: Sequence[int], every: int) -> tuple[EvictionArm, ...]:
-    """All arms; the first cap is also that of the arm that evicts behind the prompt.
+    """All arms; `end_CAP` uses the first cap.
 
     Args:
-        caps: of Batch-Max.
-        every: tokens that leave at a time.
+        caps: caps of Batch-Max.
+        every: number of tokens evicted at once.
     """
     decoding = [decode_only(2)] + [decode_only(every + 1)] * (every > 1)
     return (

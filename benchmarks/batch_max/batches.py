@@ -1,4 +1,4 @@
-"""Batch sizes: how many rows a KV memory holds, and which of them the paper's set has."""
+"""Batch sizes: the rows that a KV memory holds, and the sizes in the paper's set."""
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -13,12 +13,12 @@ MOST_ROWS = 256
 
 
 def batch_sizes(samples: int = PAPER_SAMPLES) -> tuple[int, ...]:
-    """Sizes that divide the samples, so that every batch is whole: the paper's D for 960."""
+    """Sizes that divide the number of samples; for 960 samples the paper's set D."""
     return tuple(size for size in range(1, samples + 1) if samples % size == 0)
 
 
 def largest_of(sizes: tuple[int, ...], rows: int) -> int:
-    """The largest size of no more than `rows`; 0 where there is none."""
+    """Largest size of at most `rows`; 0 if there is none."""
     return max((size for size in sizes if size <= rows), default=0)
 
 

@@ -30,47 +30,51 @@ STANDARD, PAPER = "standard", "paper"
 def batch_max(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
-    parts: Annotated[str, typer.Option(help="Only these, with commas: speed, quality.")] = "",
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated parts: speed, quality; default: all.")
+    ] = "",
     repeats: Annotated[
         int,
         typer.Option(
-            min=1, help="Rounds of what is claimed, in turns; all else runs in the first."
+            min=1, help="Rounds of the claimed arms, in turn; other arms run in the first round."
         ),
     ] = 5,
     pools: Annotated[
         str,
         typer.Option(
-            help="KV memories in rows of full KV, with commas; claims are those of 2 rows, or of "
-            "the first where 2 is not named. 1,2,4 if not said."
+            help="Comma-separated KV memories, in rows of full KV; claims use 2 rows, or the "
+            "first value if 2 is not among them; default: 1,2,4."
         ),
     ] = "",
     continuous: Annotated[
         bool,
         typer.Option(
-            "--continuous/--static-only", help="Also run requests in the engine as it is."
+            "--continuous/--static-only", help="Also run continuous batching in the engine."
         ),
     ] = True,
     protocol: Annotated[
         str,
         typer.Option(
-            help="standard (random weights for speed, MODEL for quality), or paper (what the "
-            "paper did, with MODEL, --task and --data)."
+            help="standard (random weights for speed, MODEL for quality), or paper (the paper's "
+            "protocol with MODEL, --task and --data)."
         ),
     ] = STANDARD,
     task: Annotated[
-        str, typer.Option(help="Of the paper's protocol: cnndm, narrativeqa, gsm8k or xsum.")
+        str, typer.Option(help="Task of the paper's protocol: cnndm, narrativeqa, gsm8k or xsum.")
     ] = "",
     data: Annotated[
-        Path | None, typer.Option(help="Examples of the task, JSON or JSON lines.")
+        Path | None, typer.Option(help="File with examples of the task, JSON or JSON lines.")
     ] = None,
     shots: Annotated[
-        Path | None, typer.Option(help="Examples to show; without it, those that are not asked.")
+        Path | None, typer.Option(help="File with examples for shots; default: from --data.")
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="Examples to ask; batches divide them: 960, 240, 96.")
+        int, typer.Option(min=1, help="Number of samples; batch sizes divide it: 960, 240, 96.")
     ] = 960,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Prompts are cut to this.")] = 3_584,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Generated behind each prompt.")] = 512,
+    input_tokens: Annotated[
+        int, typer.Option(min=1, help="Length in tokens to which prompts are truncated.")
+    ] = 3_584,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per prompt.")] = 512,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
@@ -85,13 +89,13 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Compare full KV, decode-only eviction and Batch-Max in equal KV memory.
 
-    Batch-Max evicts while it reads prompts, so that more of them fit at a time. Its throughput is
-    held against decode-only eviction that keeps next to nothing, which nobody can beat with that.
+    Batch-Max evicts during prefill, so that more prompts fit in memory at once. Its throughput is
+    compared with decode-only eviction at a cap of 2, an upper bound for decode-only eviction.
     """
     if protocol not in (STANDARD, PAPER):
         raise UnknownName("protocol", protocol, (STANDARD, PAPER))
     if settings.kv.evict != "full":
-        raise ConfigError("the arms choose what stays themselves: leave --evict out")
+        raise ConfigError("expected no --evict: each arm has its own eviction; omit it")
     if out is not None:
         require_matplotlib("--out")
         prepare_folder(out)

@@ -1,4 +1,4 @@
-"""What the Batch-Max bench runs, at full size and a quarter of it."""
+"""Configurations of the Batch-Max benchmark, at full size and a quarter of it."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ TASKS = (
     *("lines", "longeval", "kv", "niah", "facts"),
     *("copy", "headline", "variables", "labels", "arithmetic"),
 )
-"""Every task there is; named here, before anything is run, and none is dropped afterwards."""
+"""All tasks, fixed before any run; none is dropped afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class SpeedConfig:
         context = SHAPES[self.model]().max_position_embeddings
         if self.final_tokens > context:
             raise ConfigError(
-                f"{self.final_tokens} tokens are over the context of the model {self.model}, "
+                f"{self.final_tokens} tokens exceed the context of the model {self.model}, "
                 f"{context}: lower prompt_tokens or new_tokens"
             )
         if self.claimed_pool not in self.pools:
@@ -54,18 +54,18 @@ class SpeedConfig:
 
     @property
     def final_tokens(self) -> int:
-        """Length of each row at the end."""
+        """Final length of each row."""
         return self.prompt_tokens + self.new_tokens
 
     def arms_of_round(self, number: int, pool: int) -> tuple[EvictionArm, ...]:
-        """What runs in a pool in round `number` from 0: all, or only what is claimed."""
+        """Arms of a pool in round `number`, from 0: all arms, or only the claimed ones."""
         if number < self.other_repeats:
             return self.arms(pool)
         claimed = (FKV, ED, bm_name(self.caps[0])) if pool == self.claimed_pool else ()
         return tuple(arm for arm in self.arms(pool) if arm.name in claimed)
 
     def arms(self, pool: int) -> tuple[EvictionArm, ...]:
-        """All arms in the claimed pool; one cap in the others."""
+        """All arms for the claimed pool; arms with one cap for other pools."""
         caps = self.caps if pool == self.claimed_pool else self.caps[:1]
         return arms_of(caps, self.every)
 
@@ -98,25 +98,25 @@ class QualityConfig:
 
     @property
     def caps(self) -> tuple[int, ...]:
-        """In tokens."""
+        """Caps in tokens."""
         return tuple(int(share * self.tokens) for share in self.shares)
 
     @property
     def final_tokens(self) -> int:
-        """Most tokens of a row at its end."""
+        """Most final tokens of a row."""
         return self.tokens + self.new_tokens
 
     def arms(self) -> tuple[EvictionArm, ...]:
-        """Those of the paper, and one that evicts behind the prompt."""
+        """The paper's arms, and the arm that evicts after prefill."""
         return arms_of(self.caps, self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMaxConfig:
-    """All of it.
+    """Configuration of both parts.
 
     Attributes:
-        speed, quality: the parts.
+        speed, quality: configurations of the parts.
     """
 
     speed: SpeedConfig = field(default_factory=SpeedConfig)
@@ -142,4 +142,4 @@ QUICK_BATCH_MAX = BatchMaxConfig(
         shares=(0.25, 0.5, 0.75),
     ),
 )
-"""All lengths a quarter; quire-tiny's half, where its tasks still fit, and three of these."""
+"""A quarter of all lengths; half for quire-tiny, where three of its tasks still fit."""

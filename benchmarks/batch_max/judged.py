@@ -1,9 +1,9 @@
-"""Answers prompts under an arm in static batches, and has them judged: quality and time at once."""
+"""Run graded prompts with an arm in static batches: quality and time from the same runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.batch_max.running import answer_all, text_of
+from benchmarks.batch_max.running import generate_all, text_of
 from benchmarks.common.graded_prompts import GradedPrompt
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -46,21 +46,21 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A prompt as token ids, with its judge."""
+    """A prompt as token ids, with its grading function."""
 
     tokens: tuple[int, ...]
-    requested: GradedPrompt
+    graded: GradedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How the prompts of a task are run under an arm.
+    """Configuration of a task's runs with one arm.
 
     Attributes:
-        arm: its name.
-        kv: the memory, and what evicts.
-        batch: rows that start together; divides the prompts.
-        new_tokens: of each answer.
+        arm: name of the arm.
+        kv: KV memory and eviction.
+        batch: rows that start together; divides the number of prompts.
+        new_tokens: tokens of each output.
     """
 
     arm: str
@@ -69,35 +69,35 @@ class Batches:
     new_tokens: int
 
 
-def judge(model: LoadedModel, task: str, prompts: Sequence[Encoded], how: Batches) -> Judged:
-    """Answer and judge all prompts of a task.
+def judge(model: LoadedModel, task: str, prompts: Sequence[Encoded], batches: Batches) -> Judged:
+    """Run and grade all prompts of a task.
 
     Raises:
-        InvariantError: rows that were to run side by side did not.
+        InvariantError: the rows of a batch did not all run at the same time.
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
-    engine = Engine(model, how.kv, static_schedule(how.batch, longest))
+    engine = Engine(model, batches.kv, static_schedule(batches.batch, longest))
     grades: list[float] = []
     total_s, preemptions = 0.0, 0
-    for start in range(0, len(prompts), how.batch):
-        together = prompts[start : start + how.batch]
-        done = answer_all(engine, [prompt.tokens for prompt in together], how.new_tokens)
+    for start in range(0, len(prompts), batches.batch):
+        together = prompts[start : start + batches.batch]
+        done = generate_all(engine, [prompt.tokens for prompt in together], batches.new_tokens)
         if done.rows_peak != len(together):
-            raise InvariantError(f"{done.rows_peak} rows of a batch of {len(together)} ran at once")
+            raise InvariantError(
+                f"expected {len(together)} rows to run at the same time, got {done.rows_peak}"
+            )
         total_s, preemptions = total_s + done.total_s, preemptions + done.preemptions
         texts = [text_of(model, answer) for answer in done.answers]
-        grades += [
-            prompt.requested.grade(text) for prompt, text in zip(together, texts, strict=True)
-        ]
+        grades += [prompt.graded.grade(text) for prompt, text in zip(together, texts, strict=True)]
     engine.check()
     return Judged(
         task=task,
-        arm=how.arm,
-        batch=how.batch,
+        arm=batches.arm,
+        batch=batches.batch,
         score=sum(grades) / len(grades),
         samples=len(grades),
         total_s=total_s,
-        new_tokens=how.new_tokens * len(grades),
+        new_tokens=batches.new_tokens * len(grades),
         peak_bytes=engine.stats().kv_peak_bytes,
         preemptions=preemptions,
     )

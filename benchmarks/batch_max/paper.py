@@ -31,17 +31,17 @@ NEAR = 0.963  # the paper's lowest ratio to FKV's score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperConfig:
-    """What is run.
+    """Configuration of the protocol.
 
     Attributes:
-        model: as it was named.
-        task: of `benchmarks.common.few_shot`.
-        samples: prompts, the same for every arm; batches divide them.
-        input_tokens: prompts are cut to this, their beginnings left out.
-        new_tokens: generated behind each, end tokens ignored.
-        every: tokens that leave at a time.
-        step: caps are multiples of this, refined to half of it.
-        near: part of FKV's score that is near it.
+        model: model name as given.
+        task: a task of `benchmarks.common.few_shot`.
+        samples: number of prompts, equal for every arm; batch sizes divide it.
+        input_tokens: prompt length; longer prompts are truncated at their beginning.
+        new_tokens: tokens generated for each prompt; end-of-sequence tokens are ignored.
+        every: number of tokens evicted at once.
+        step: caps are multiples of this, and finally of half of it.
+        near: fraction of FKV's score (0 to 1) that counts as near it.
     """
 
     model: str
@@ -58,7 +58,9 @@ class PaperConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} of 1 or more, got {getattr(self, name)}")
         if self.every >= self.step:
-            raise ConfigError(f"expected every below {self.step}, the least cap, got {self.every}")
+            raise ConfigError(
+                f"expected every below {self.step}, the smallest cap, got {self.every}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +86,11 @@ class PaperProtocol:
     """Runs arms on one set of prompts.
 
     Args:
-        model: the user's.
-        kv: the memory; what evicts is replaced.
+        model: evaluated model.
+        kv: KV memory; its eviction is replaced.
         config: lengths and caps.
-        prompts: `config.samples` of them, already cut.
-        show: called with every row as soon as it is known.
+        prompts: encoded and truncated prompts, `config.samples` of them.
+        show: called with every finished row.
     """
 
     def __init__(
@@ -106,23 +108,23 @@ class PaperProtocol:
         self.rows: list[PaperRow] = []
 
     def run(self) -> list[PaperRow]:
-        """All of it, in the order in which it was run."""
+        """Run the protocol; return the rows in run order."""
         ed = decode_only(2)
         most = self._rows(ed)
         if most < self._config.samples:  # else no requested batch runs out of memory
-            self._note(PaperRow(arm=ed.name, label=ed.label, batch=most + 1))
+            self._record(PaperRow(arm=ed.name, label=ed.label, batch=most + 1))
         batch = self._batch(most, ed)
-        self._note(self._judge(ed, batch))
-        self._note(self._judge(decode_only(self._config.every + 1), batch))
+        self._record(self._judge(ed, batch))
+        self._record(self._judge(decode_only(self._config.every + 1), batch))
         full = self._judge(full_kv(), min(batch, self._batch(self._rows(full_kv()), full_kv())))
-        self._note(full)
-        assert full.judged is not None, "it has just been judged"
-        for part in (1.0, self._config.near):
-            self._search(part * full.judged.score)
+        self._record(full)
+        assert full.judged is not None, "a batch that fits is judged"
+        for fraction in (1.0, self._config.near):
+            self._search(fraction * full.judged.score)
         return self.rows
 
     def _search(self, wanted: float) -> None:
-        """Find the smallest cap that scores `wanted`; every cap on the way is a row."""
+        """Find the smallest cap that scores `wanted`; every tried cap becomes a row."""
         step = self._config.step
         low, high = 0, -(-self._longest // step)  # in steps; a cap of `high` evicts nothing
         while high - low > 1:
@@ -138,19 +140,19 @@ class PaperProtocol:
             arm = batch_max(cap, self._config.every)
             row = self._judge(arm, self._batch(self._rows(arm), arm), cap)
             self._by_cap[cap] = row
-            self._note(row)
+            self._record(row)
         judged = self._by_cap[cap].judged
         assert judged is not None, "batches that fit are judged"
         return judged.score
 
     def _judge(self, arm: EvictionArm, batch: int, cap: int | None = None) -> PaperRow:
-        how = Batches(
+        batches = Batches(
             arm=arm.name,
             kv=self._memory(arm),
             batch=batch,
             new_tokens=self._config.new_tokens,
         )
-        judged = judge(self._model, self._config.task, self._prompts, how)
+        judged = judge(self._model, self._config.task, self._prompts, batches)
         return PaperRow(arm=arm.name, label=arm.label, batch=batch, cap=cap, judged=judged)
 
     def _rows(self, arm: EvictionArm) -> int:
@@ -174,18 +176,18 @@ class PaperProtocol:
     def _memory(self, arm: EvictionArm) -> KVConfig:
         return replace(self._kv, evict=arm.evict, prefix_cache=PrefixCacheConfig(enabled=False))
 
-    def _note(self, row: PaperRow) -> None:
+    def _record(self, row: PaperRow) -> None:
         self.rows.append(row)
         self._show(row)
 
 
 def paper_result(config: PaperConfig, rows: Sequence[PaperRow], score: str) -> PartResult:
-    """The part.
+    """Result of the protocol as a part.
 
     Args:
-        config: what was run.
-        rows: all of them.
-        score: what the task's score is called.
+        config: configuration of the runs.
+        rows: all rows.
+        score: name of the task's score.
     """
     return PartResult(
         claims=claims(config, rows),
@@ -195,7 +197,7 @@ def paper_result(config: PaperConfig, rows: Sequence[PaperRow], score: str) -> P
 
 
 def judged_arm(rows: Sequence[PaperRow], arm: str) -> Judged:
-    """What an arm came to; of those that ran out of memory before, the one that did not."""
+    """Result of an arm at the batch size that fits."""
     return next(row.judged for row in rows if row.arm == arm and row.judged is not None)
 
 
@@ -206,7 +208,7 @@ def smallest_cap(rows: Sequence[PaperRow], wanted: float) -> PaperRow | None:
 
 
 def claims(config: PaperConfig, rows: Sequence[PaperRow]) -> Numbers:
-    """Batch-Max above FKV's score and near it: cap, batch, throughput and quality, where found."""
+    """Batch-Max above FKV's score and near it: cap, batch, throughput and quality, if found."""
     full, ed = judged_arm(rows, FKV), judged_arm(rows, ED)
     made: Numbers = {
         "fkv_score": full.score,
@@ -214,8 +216,8 @@ def claims(config: PaperConfig, rows: Sequence[PaperRow]) -> Numbers:
         "ed_tokens_per_s": ed.tokens_per_s,
         "ed_batch": ed.batch,
     }
-    for name, part in (("above", 1.0), ("near", config.near)):
-        row = smallest_cap(rows, part * full.score)
+    for name, fraction in (("above", 1.0), ("near", config.near)):
+        row = smallest_cap(rows, fraction * full.score)
         if row is not None and row.judged is not None and row.cap is not None:
             made[f"bm_{name}_cap"] = row.cap
             made[f"bm_{name}_batch"] = row.batch
@@ -233,7 +235,7 @@ def _table(config: PaperConfig, rows: Sequence[PaperRow], score: str) -> Table:
         caption=(
             f"{config.task}, {config.model}: {config.samples} samples, prompts cut to "
             f"{config.input_tokens:,} tokens, {config.new_tokens} generated, end tokens ignored, "
-            f"{config.every} leave at a time. OOM: so many rows do not fit."
+            f"{config.every} tokens evicted at once. OOM: a batch that does not fit."
         ),
         columns=("method", "b", "cap", score, "tokens/s", "peak KV MiB"),
         rows=tuple(_row(row) for row in rows),

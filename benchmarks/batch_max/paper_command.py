@@ -1,4 +1,4 @@
-"""The paper's protocol of `python -m benchmarks batch-max`: examples read, encoded, run, shown."""
+"""The paper's protocol in `python -m benchmarks batch-max`: read, encode, run, print."""
 
 import time
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def paper_config(
     new_tokens: int,
     quick: bool,
 ) -> "PaperConfig":
-    """The configuration to run; quick divides all lengths by 4 and runs a tenth of the samples.
+    """Configuration of the run; quick divides all lengths by 4 and runs a tenth of the samples.
 
     Raises:
         UnknownName: no such task.
@@ -61,7 +61,7 @@ def paper_config(
 def run_paper(
     settings: "Settings", config: "PaperConfig", data: Path | None, shots: Path | None
 ) -> "Iterator[tuple[str, PartResult]]":
-    """Yield the one part there is, when it is done; rows are shown as they come.
+    """Yield the protocol's only part; rows are printed when they finish.
 
     Raises:
         ConfigError: no data, or too few examples.
@@ -86,7 +86,8 @@ def _samples(
 
     if data is None:
         raise ConfigError(
-            f"the paper's protocol needs examples of {task.name}: name a file with --data"
+            f"expected a file with examples of {task.name} for the paper's protocol, got none; "
+            "name it with --data"
         )
     shown = [] if shots is None else read_records(shots)
     return make_samples(task, read_records(data), config.samples, shot_records=shown)
@@ -101,12 +102,12 @@ def _encoded(
     from quire.models.tokenizer import encode_prompt
 
     if model.tokenizer is None:
-        raise ConfigError(f"{model.name} has no tokenizer: it cannot be given texts")
+        raise ConfigError(f"{model.name} has no tokenizer; texts cannot be encoded")
     tokens = encode_prompt(model.tokenizer, sample.prompt)
     if len(tokens) > input_tokens:
         tokens = tokens[:1] + tokens[len(tokens) - input_tokens + 1 :]
     grade = partial(_judge, task, sample.references)
-    return Encoded(tokens=tuple(tokens), requested=GradedPrompt(prompt=sample.prompt, grade=grade))
+    return Encoded(tokens=tuple(tokens), graded=GradedPrompt(prompt=sample.prompt, grade=grade))
 
 
 def _judge(task: "FewShotTask", references: tuple[str, ...], text: str) -> float:

@@ -1,4 +1,4 @@
-"""The parts of the Batch-Max bench by name, in the order in which they run and are read."""
+"""Parts of the Batch-Max benchmark by name, in run order."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,11 +15,11 @@ Part = Callable[[BatchMaxConfig], PartResult]
 def make_parts(
     load: Callable[[], LoadedModel], prompt_maker_for: PromptMakerFor
 ) -> Mapping[str, Part]:
-    """Speed with random weights, quality with a model that reads its context.
+    """Create the parts: speed with random weights, quality with trained weights.
 
     Args:
-        load: that model; called when its part runs.
-        prompt_maker_for: makes prompts for it.
+        load: loads the model with trained weights when its part runs.
+        prompt_maker_for: returns the prompt maker for the model.
     """
 
     def quality(config: BatchMaxConfig) -> PartResult:

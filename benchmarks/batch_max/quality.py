@@ -1,8 +1,8 @@
-"""Part `quality`: what the arms answer, and how fast, from the same runs.
+"""Part `quality`: graded outputs and throughput of the arms, from the same runs.
 
-A model that reads its context answers all prompts of all tasks under every arm, in static batches
-as large as one KV memory allows. Quality over full KV is the mean, over all tasks, of an arm's
-score over full KV's.
+A model with trained weights runs all prompts of all tasks with every arm, in static batches as
+large as one KV memory allows. Quality over full KV is the mean, over all tasks, of an arm's score
+divided by full KV's score.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def run_quality(model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker) -> PartResult:
-    """The quality part of the bench.
+    """Run the part.
 
     Args:
         model: model with trained weights.
@@ -42,7 +42,7 @@ def run_quality(model: LoadedModel, config: QualityConfig, make_prompts: PromptM
 def measure_quality(
     model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker
 ) -> Iterator[Judged]:
-    """Yield every arm's answers to every task."""
+    """Yield the result of every arm for every task."""
     prompts = {task: _encoded(model, config, make_prompts, task) for task in config.tasks}
     for arm in config.arms():
         kv = KVConfig(
@@ -53,14 +53,16 @@ def measure_quality(
         rows = rows_that_fit(model, kv, config.tokens, config.new_tokens, most=config.samples)
         batch = largest_of(batch_sizes(config.samples), rows)
         if not batch:
-            raise ConfigError(f"{kv.memory:,} B of KV do not hold one row of arm {arm.name}")
-        how = Batches(arm=arm.name, kv=kv, batch=batch, new_tokens=config.new_tokens)
+            raise ConfigError(
+                f"expected {kv.memory:,} B of KV memory to hold a row of arm {arm.name}; raise pool"
+            )
+        batches = Batches(arm=arm.name, kv=kv, batch=batch, new_tokens=config.new_tokens)
         for task in config.tasks:
-            yield judge(model, task, prompts[task], how)
+            yield judge(model, task, prompts[task], batches)
 
 
 def pool_bytes(model: LoadedModel, config: QualityConfig) -> int:
-    """KV memory of all arms, in whole MiB: what slabs cut off must cost full KV no row."""
+    """KV memory of all arms, in whole MiB, so that partly used slabs cost full KV no row."""
     number_bytes = model.decoder.dtype.itemsize
     rows_bytes = config.pool * config.final_tokens * model.spec.kv_bytes_per_token(number_bytes)
     return -(-rows_bytes // MIB) * MIB
@@ -69,16 +71,16 @@ def pool_bytes(model: LoadedModel, config: QualityConfig) -> int:
 def _encoded(
     model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker, task: str
 ) -> list[Encoded]:
-    assert model.tokenizer is not None, "questions are texts"
-    requested = make_prompts(task, config.tokens, config.samples)
+    assert model.tokenizer is not None, "graded prompts are texts"
+    graded_prompts = make_prompts(task, config.tokens, config.samples)
     return [
-        Encoded(tokens=tuple(encode_prompt(model.tokenizer, found.prompt)), requested=found)
-        for found in requested
+        Encoded(tokens=tuple(encode_prompt(model.tokenizer, graded.prompt)), graded=graded)
+        for graded in graded_prompts
     ]
 
 
 def over_full(found: Sequence[Judged], arm: str) -> dict[str, float]:
-    """An arm's score over full KV's, by task; 1 where full KV got nothing right."""
+    """An arm's score over full KV's, by task; 1 if full KV scored 0."""
     full = {cell.task: cell.score for cell in found if cell.arm == FKV}
     return {
         cell.task: cell.score / full[cell.task] if full[cell.task] else 1.0
@@ -88,19 +90,19 @@ def over_full(found: Sequence[Judged], arm: str) -> dict[str, float]:
 
 
 def quality_over_full(found: Sequence[Judged], arm: str) -> float:
-    """The mean over all tasks."""
+    """Mean of the score over full KV's over all tasks."""
     ratios = over_full(found, arm).values()
     return sum(ratios) / len(ratios)
 
 
 def tokens_per_s(found: Sequence[Judged], arm: str) -> float:
-    """Over all tasks together."""
-    mine = [cell for cell in found if cell.arm == arm]
-    return sum(cell.new_tokens for cell in mine) / sum(cell.total_s for cell in mine)
+    """Tokens per second over all tasks together."""
+    cells = [cell for cell in found if cell.arm == arm]
+    return sum(cell.new_tokens for cell in cells) / sum(cell.total_s for cell in cells)
 
 
 def least_good_share(config: QualityConfig, found: Sequence[Judged]) -> float | None:
-    """The smallest cap, as a part of the prompt, that reaches what is wanted, as all larger do."""
+    """Smallest cap (fraction of the prompt) that, like all larger ones, has the wanted quality."""
     best = None
     for share, cap in sorted(zip(config.shares, config.caps, strict=True), reverse=True):
         if quality_over_full(found, bm_name(cap)) < config.wanted:
@@ -110,9 +112,9 @@ def least_good_share(config: QualityConfig, found: Sequence[Judged]) -> float | 
 
 
 def claims(config: QualityConfig, found: Sequence[Judged]) -> Numbers:
-    """Quality over full KV at every cap; `bm_quality_over_fkv` is that of the first.
+    """Quality over full KV at every cap; `bm_quality_over_fkv` uses the first cap.
 
-    `bm_good_cap_share` is there where some cap, and every larger one, is good enough.
+    `bm_good_cap_share` exists if some cap and every larger one have the wanted quality.
     """
     made: Numbers = {"bm_quality_over_fkv": quality_over_full(found, bm_name(config.caps[0]))}
     for arm in config.arms():
@@ -126,7 +128,7 @@ def claims(config: QualityConfig, found: Sequence[Judged]) -> Numbers:
 
 
 def _key(config: QualityConfig, arm: EvictionArm) -> str:
-    """A name with the cap as a part of the prompt, in per mille where it is no whole per cent."""
+    """Claim name of an arm, with its cap as a percentage of the prompt."""
     kind, _, cap = arm.name.partition("_")
     shares = dict(zip(map(str, config.caps), config.shares, strict=True))
     if cap not in shares or kind == "ed":
@@ -150,8 +152,8 @@ def _quality_table(config: QualityConfig, found: Sequence[Judged]) -> Table:
     return Table(
         name="batch-max-quality",
         caption=(
-            f"Share of right answers, {config.samples} prompts a task of at most "
-            f"{config.tokens} tokens, {config.model}; {config.every} tokens leave at a time. Last "
+            f"Fraction of correct answers, {config.samples} prompts per task of at most "
+            f"{config.tokens} tokens, {config.model}; {config.every} tokens evicted at once. Last "
             "column: mean over all tasks of the score over FKV's."
         ),
         columns=("arm", *config.tasks, "over FKV"),
@@ -163,15 +165,15 @@ def _speed_table(config: QualityConfig, found: Sequence[Judged]) -> Table:
     full = tokens_per_s(found, FKV)
     rows: list[tuple[str | int | float, ...]] = []
     for arm in config.arms():
-        mine = [cell for cell in found if cell.arm == arm.name]
+        cells = [cell for cell in found if cell.arm == arm.name]
         rate = tokens_per_s(found, arm.name)
-        peak_mib = max(cell.peak_bytes for cell in mine) / MIB
-        rows.append((_label(config, arm), mine[0].batch, rate, rate / full, peak_mib))
+        peak_mib = max(cell.peak_bytes for cell in cells) / MIB
+        rows.append((_label(config, arm), cells[0].batch, rate, rate / full, peak_mib))
     return Table(
         name="batch-max-tiny",
         caption=(
-            f"The same runs: {config.new_tokens} tokens behind every prompt, static batches in a "
-            f"KV memory of {config.pool} x {config.final_tokens} tokens, prefill counted. A model "
+            f"The same runs: {config.new_tokens} tokens after every prompt, static batches in a "
+            f"KV memory of {config.pool} x {config.final_tokens} tokens, prefill included. A model "
             "of this size is bound by dispatch, not by memory or arithmetic."
         ),
         columns=("arm", "batch", "tokens/s", "over FKV", "peak KV MiB"),

@@ -1,4 +1,4 @@
-"""Runs prompts through an engine to the end, every answer of one length, and times it."""
+"""Run prompts in an engine, with outputs of one length, and measure the time."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,14 @@ from quire.models.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Prompts that were submitted together, answered.
+    """Results of prompts that were submitted together.
 
     Attributes:
-        total_s: from the first submission to the last token.
-        prefill_s: until every prompt has its first token.
-        rows_peak: most requests in the KV memory at once.
-        preemptions: requests that gave way.
-        answers: token ids, in the order of the prompts.
+        total_s: time from the first submission to the last token.
+        prefill_s: time until every prompt has its first token.
+        rows_peak: most requests with KV at once.
+        preemptions: number of preempted requests.
+        answers: output token ids, in the order of the prompts.
     """
 
     total_s: float
@@ -31,30 +31,30 @@ class Finished:
 
     @property
     def decode_s(self) -> float:
-        """Seconds behind the prompts."""
+        """Time after all prompts have their first token."""
         return self.total_s - self.prefill_s
 
     @property
     def new_tokens(self) -> int:
-        """Tokens generated."""
+        """Number of generated tokens."""
         return sum(map(len, self.answers))
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens over the whole time, prefill included."""
+        """Generated tokens over the whole time, with prefill."""
         return self.new_tokens / self.total_s
 
 
-def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Finished:
-    """Submit all prompts, step until they are answered; end tokens are ignored.
+def generate_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Finished:
+    """Submit all prompts and step until all outputs are complete; end tokens are ignored.
 
     Args:
-        engine: idle.
-        prompts: token ids.
-        new_tokens: of each answer.
+        engine: idle engine.
+        prompts: token ids of each prompt.
+        new_tokens: tokens of each output.
 
     Raises:
-        InvariantError: a request failed, or an answer is shorter.
+        InvariantError: a request failed, or an output is too short.
     """
     options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     before = engine.scheduler.num_preemptions
@@ -66,7 +66,7 @@ def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int
         for delta in engine.step():
             answers[delta.request_id] += delta.token_ids
             waiting.discard(delta.request_id)
-            _refuse(delta.error)
+            _raise_failure(delta.error)
         rows_peak = max(rows_peak, len(engine.scheduler.running))
         if not waiting and not prefill_s:
             prefill_s = time.perf_counter() - started_s
@@ -81,20 +81,20 @@ def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int
     )
 
 
-def _refuse(error: str | None) -> None:
+def _raise_failure(error: str | None) -> None:
     if error is not None:
-        raise InvariantError(f"a request of a bench failed: {error}")
+        raise InvariantError(f"expected no failed request in a benchmark, got: {error}")
 
 
 def _check_lengths(answers: Iterable[list[int]], new_tokens: int) -> None:
     lengths = {len(answer) for answer in answers}
     if lengths != {new_tokens}:
-        raise InvariantError(f"expected answers of {new_tokens} tokens, got {sorted(lengths)}")
+        raise InvariantError(f"expected outputs of {new_tokens} tokens, got {sorted(lengths)}")
 
 
 def text_of(model: LoadedModel, answer: Sequence[int]) -> str:
-    """An answer up to its first end token, as text: what goes on behind it only costs time."""
-    assert model.tokenizer is not None, "questions are texts"
-    ends = [place for place, token in enumerate(answer) if token in model.generation.eos_token_ids]
-    kept = list(answer[: ends[0]] if ends else answer)
-    return str(model.tokenizer.decode(kept, skip_special_tokens=True))
+    """Decode an output up to its first end-of-sequence token."""
+    assert model.tokenizer is not None, "graded prompts are texts"
+    ends = [i for i, token in enumerate(answer) if token in model.generation.eos_token_ids]
+    tokens = list(answer[: ends[0]] if ends else answer)
+    return str(model.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,6 +1,6 @@
-"""Part `speed`: tokens a second of the arms in equal KV bytes, prefill counted in the time.
+"""Part `speed`: tokens per second of the arms in equal KV bytes, with prefill in the time.
 
-The model has random weights: nothing here says anything about quality.
+The model has random weights; the part does not measure quality.
 """
 
 import statistics
@@ -19,38 +19,40 @@ Round = Sequence[ArmTime]
 
 
 def run_speed(config: SpeedConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
     rounds = list(measure(ArmTimer(model, config), config))
-    ways = [STATIC] + [CONTINUOUS] * any(t.way == CONTINUOUS for t in rounds[0])
+    modes = [STATIC] + [CONTINUOUS] * any(t.mode == CONTINUOUS for t in rounds[0])
     return PartResult(
         claims=claims(config, rounds),
-        tables=tuple(_table(config, rounds, way) for way in ways),
+        tables=tuple(_table(config, rounds, mode) for mode in modes),
         charts=(_chart(config, rounds),),
         raw={"rounds": [[time.to_json() for time in found] for found in rounds]},
     )
 
 
-def times_of(rounds: Sequence[Round], way: str, pool: int, arm: str) -> list[ArmTime]:
-    """One arm in one pool, a time for each round it ran in."""
-    wanted = way, pool, arm
-    return [t for found in rounds for t in found if (t.way, t.pool, t.arm) == wanted]
+def times_of(rounds: Sequence[Round], mode: str, pool: int, arm: str) -> list[ArmTime]:
+    """Times of one arm in one pool, one per round in which it ran."""
+    wanted = mode, pool, arm
+    return [t for found in rounds for t in found if (t.mode, t.pool, t.arm) == wanted]
 
 
-def ratio(rounds: Sequence[Round], way: str, pool: int, arm: str, other: str) -> float:
-    """Tokens a second of an arm over another's: median of the ratios within rounds of both."""
+def ratio(rounds: Sequence[Round], mode: str, pool: int, arm: str, other: str) -> float:
+    """Ratio of two arms' tokens per second: median over rounds with both."""
     pairs = (
-        (times_of([found], way, pool, arm), times_of([found], way, pool, other)) for found in rounds
+        (times_of([found], mode, pool, arm), times_of([found], mode, pool, other))
+        for found in rounds
     )
     return statistics.median(a[0].tokens_per_s / b[0].tokens_per_s for a, b in pairs if a and b)
 
 
 def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
-    """Ratios of Batch-Max at its first cap, all arms' tokens a second, batches and peak bytes.
+    """Ratios of Batch-Max at its first cap; tokens per second, batches and peak bytes of all arms.
 
-    `bm_over_ed_throughput` and `bm_over_fkv_throughput` are those of the claimed pool; names with
-    `_bN` those of the pool of N rows, names that begin with `continuous_` those of the engine as
-    it is.
+    `bm_over_ed_throughput` and `bm_over_fkv_throughput` are those of the claimed pool. Names with
+    `_bN` are those of the pool of N rows, names that begin with `continuous_` those of continuous
+    batching.
+
     """
     bm = bm_name(config.caps[0])
     made: Numbers = {}
@@ -58,9 +60,9 @@ def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
         by_pool = {pool: ratio(rounds, STATIC, pool, bm, other) for pool in config.pools}
         made[f"bm_over_{name}_throughput"] = by_pool[config.claimed_pool]
         made |= {f"bm_over_{name}_throughput_b{pool}": value for pool, value in by_pool.items()}
-    for key in dict.fromkeys((t.way, t.pool, t.arm) for found in rounds for t in found):
+    for key in dict.fromkeys((t.mode, t.pool, t.arm) for found in rounds for t in found):
         made |= _arm_claims(times_of(rounds, *key))
-    if any(t.way == CONTINUOUS for t in rounds[0]):
+    if any(t.mode == CONTINUOUS for t in rounds[0]):
         for arm in config.arms(config.claimed_pool)[1:]:
             over = ratio(rounds, CONTINUOUS, config.claimed_pool, arm.name, FKV)
             made[f"continuous_{arm.name}_over_fkv"] = over
@@ -69,8 +71,8 @@ def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
 
 def _arm_claims(times: Sequence[ArmTime]) -> Numbers:
     first = times[0]
-    place = "continuous" if first.way == CONTINUOUS else f"b{first.pool}"
-    name = f"{place}_{first.arm}"
+    prefix = "continuous" if first.mode == CONTINUOUS else f"b{first.pool}"
+    name = f"{prefix}_{first.arm}"
     return {
         f"{name}_tokens_per_s": statistics.median(t.tokens_per_s for t in times),
         f"{name}_batch": first.batch,
@@ -78,23 +80,23 @@ def _arm_claims(times: Sequence[ArmTime]) -> Numbers:
     }
 
 
-def _table(config: SpeedConfig, rounds: Sequence[Round], way: str) -> Table:
-    keys = dict.fromkeys((t.pool, t.arm) for found in rounds for t in found if t.way == way)
-    rows = tuple(_row(config, rounds, way, pool, arm) for pool, arm in keys)
-    static = way == STATIC
+def _table(config: SpeedConfig, rounds: Sequence[Round], mode: str) -> Table:
+    keys = dict.fromkeys((t.pool, t.arm) for found in rounds for t in found if t.mode == mode)
+    rows = tuple(_row(config, rounds, mode, pool, arm) for pool, arm in keys)
+    static = mode == STATIC
     words = (
         "All rows of a batch start together and run to their end; batches from the paper's set D."
         if static
-        else f"{config.continuous_prompts} requests at once in the engine as it is: rows enter as "
-        "room comes free, prompts are read in chunks beside rows that decode; batch is the most "
-        "rows at once, prefill the time until the last prompt is read."
+        else f"{config.continuous_prompts} requests at once with continuous batching and chunked "
+        "prefill; batch is the largest number of running rows, prefill the time until the last "
+        "prompt is prefilled."
     )
     return Table(
-        name=f"batch-max-{way}",
+        name=f"batch-max-{mode}",
         caption=(
             f"Prompts of {config.prompt_tokens:,} tokens, {config.new_tokens} new, random-weight "
             f"Llama ({config.model}), {config.dtype}, one KV memory of equal bytes for every arm. "
-            f"{words} Medians over rounds in turn; prefill counts."
+            f"{words} Medians over rounds, arms in turn; prefill included."
         ),
         columns=(
             "KV, arm",
@@ -112,9 +114,9 @@ def _table(config: SpeedConfig, rounds: Sequence[Round], way: str) -> Table:
 
 
 def _row(
-    config: SpeedConfig, rounds: Sequence[Round], way: str, pool: int, arm: str
+    config: SpeedConfig, rounds: Sequence[Round], mode: str, pool: int, arm: str
 ) -> tuple[str | int | float, ...]:
-    times = times_of(rounds, way, pool, arm)
+    times = times_of(rounds, mode, pool, arm)
     labels = {found.name: found.label for found in config.arms(pool)}
     return (
         f"{pool} x {config.final_tokens:,} tokens, {labels[arm]}",
@@ -123,8 +125,8 @@ def _row(
         statistics.median(t.prefill_s for t in times),
         statistics.median(t.decode_s for t in times),
         statistics.median(t.tokens_per_s for t in times),
-        ratio(rounds, way, pool, arm, ED),
-        ratio(rounds, way, pool, arm, FKV),
+        ratio(rounds, mode, pool, arm, ED),
+        ratio(rounds, mode, pool, arm, FKV),
         max(t.peak_bytes for t in times) / (1 << 20),
     )
 
@@ -144,8 +146,8 @@ def _chart(config: SpeedConfig, rounds: Sequence[Round]) -> Chart:
     }
     return Chart(
         name="batch-max",
-        title="Generated tokens a second in equal KV memory, static batches",
+        title="Generated tokens per second in equal KV memory, static batches",
         x_label="KV memory, rows x tokens of full KV",
-        y_label="tokens/s, prefill counted",
+        y_label="tokens/s, prefill included",
         lines=lines,
     )

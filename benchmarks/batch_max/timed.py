@@ -1,4 +1,4 @@
-"""Times the arms in one KV memory: as the paper's static batches, and in the engine as it is."""
+"""Times of the arms in one KV memory: in the paper's static batches, and in continuous batching."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.batch_max.arms import EvictionArm
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import SpeedConfig
-from benchmarks.batch_max.running import Finished, answer_all
+from benchmarks.batch_max.running import Finished, generate_all
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
@@ -22,22 +22,21 @@ STATIC, CONTINUOUS = "static", "continuous"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmTime:
-    """One arm in one round.
+    """Measurements of one arm in one round.
 
     Attributes:
-        way: STATIC or CONTINUOUS.
-        arm: its name.
-        pool: KV memory in rows of full KV.
-        kv_bytes: that memory.
-        peak_bytes: most of it in use.
-        batch: rows that start together; in the engine as it is, most rows at once.
-        prefill_s, decode_s: of all; in the engine as it is, until the last prompt
-            is read, and after.
-        tokens_per_s: generated, prefill counted in the time.
-        preemptions: rows that gave way.
+        mode: STATIC or CONTINUOUS.
+        arm: name of the arm.
+        pool: KV memory, in rows of full KV.
+        kv_bytes: bytes of that memory.
+        peak_bytes: peak bytes in use.
+        batch: rows that start together; with continuous batching, most running rows.
+        prefill_s, decode_s: time until the last prompt is prefilled, and time after that.
+        tokens_per_s: generated tokens per second, with prefill in the time.
+        preemptions: number of preempted rows.
     """
 
-    way: str
+    mode: str
     arm: str
     pool: int
     kv_bytes: int
@@ -50,19 +49,19 @@ class ArmTime:
 
     @property
     def total_s(self) -> float:
-        """From the first prompt to the last token."""
+        """Time from the first prompt to the last token."""
         return self.prefill_s + self.decode_s
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, and the sum."""
+        """Convert to JSON values, with `total_s`."""
         return asdict(self) | {"total_s": self.total_s}
 
 
 class ArmTimer:
-    """Runs arms on random weights, each run in a KV memory of its own and of equal bytes.
+    """Runs arms on random weights, each in a new KV memory of equal bytes.
 
     Args:
-        model: the weights.
+        model: model with random weights.
         config: lengths, caps and pools.
     """
 
@@ -76,12 +75,12 @@ class ArmTimer:
         return pool * self._config.final_tokens * self._model.spec.kv_bytes_per_token(number_bytes)
 
     def warm_up(self) -> None:
-        """Run every arm once over short rows: nothing is timed when it is touched first."""
+        """Run every arm once on short rows, so that no measured run is the first."""
         pool, config = self._config.claimed_pool, self._config
         tokens = max(config.prompt_tokens // 8, 1)
         for arm in config.arms(pool):
             engine = self._engine(arm, pool, static_schedule(2, tokens))
-            answer_all(engine, self._prompts(2, tokens), 4)
+            generate_all(engine, self._prompts(2, tokens), 4)
 
     def static(self, arm: EvictionArm, pool: int) -> ArmTime:
         """Run one batch, as large as the paper's set and the pool allow.
@@ -92,25 +91,25 @@ class ArmTimer:
         batch = self.batch(arm, pool)
         engine = self._engine(arm, pool, static_schedule(batch, self._config.prompt_tokens))
         prompts = self._prompts(batch, self._config.prompt_tokens)
-        done = answer_all(engine, prompts, self._config.new_tokens)
+        done = generate_all(engine, prompts, self._config.new_tokens)
         if done.preemptions and batch > 1:
             self._batches[pool, arm.name] = largest_of(batch_sizes(), batch - 1)
             return self.static(arm, pool)
         return self._time(STATIC, arm, pool, engine, done)
 
     def continuous(self, arm: EvictionArm) -> ArmTime:
-        """Many requests at once in the engine as it is, chunks and decoding rows mixed."""
+        """Run many requests at once with continuous batching and chunked prefill."""
         pool = self._config.claimed_pool
         engine = self._engine(arm, pool, ScheduleConfig(low_watermark=1.0))
         prompts = self._prompts(self._config.continuous_prompts, self._config.prompt_tokens)
-        done = answer_all(engine, prompts, self._config.new_tokens)
+        done = generate_all(engine, prompts, self._config.new_tokens)
         return self._time(CONTINUOUS, arm, pool, engine, done)
 
     def batch(self, arm: EvictionArm, pool: int) -> int:
-        """Rows of a static batch.
+        """Number of rows of a static batch.
 
         Raises:
-            ConfigError: the pool does not hold one.
+            ConfigError: the pool cannot hold one row.
         """
         key = pool, arm.name
         if key not in self._batches:
@@ -120,7 +119,8 @@ class ArmTimer:
             self._batches[key] = largest_of(batch_sizes(), rows)
             if not self._batches[key]:
                 raise ConfigError(
-                    f"{self.pool_bytes(pool):,} B of KV do not hold one row of arm {arm.name}"
+                    f"expected {self.pool_bytes(pool):,} B of KV memory to hold a row of arm "
+                    f"{arm.name}; use a larger pool"
                 )
         return self._batches[key]
 
@@ -138,12 +138,12 @@ class ArmTimer:
         return [random_prompt(self._model, tokens, row) for row in range(rows)]
 
     def _time(
-        self, way: str, arm: EvictionArm, pool: int, engine: Engine, done: Finished
+        self, mode: str, arm: EvictionArm, pool: int, engine: Engine, done: Finished
     ) -> ArmTime:
         engine.check()
         stats = engine.stats()
         return ArmTime(
-            way=way,
+            mode=mode,
             arm=arm.name,
             pool=pool,
             kv_bytes=stats.kv_total_bytes,
@@ -157,7 +157,7 @@ class ArmTimer:
 
 
 def measure(timer: ArmTimer, config: SpeedConfig) -> Iterator[list[ArmTime]]:
-    """Yield rounds: all arms in all pools and the engine as it is; later what is claimed."""
+    """Yield rounds: all arms in all pools and continuous batching; later only claimed arms."""
     timer.warm_up()
     for i in range(config.repeats):
         found = [

@@ -49,7 +49,7 @@ def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Mat
         load=lambda: load(settings),
         prompt_maker_for=prompt_maker_for,
         running_for=lambda model: running_text(model, text),
-        kept=CellFile(None if out is None else out / "cells.jsonl"),
+        stored=CellFile(None if out is None else out / "cells.jsonl"),
         commit=commit(),
         show=show_cell,
     )

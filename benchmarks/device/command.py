@@ -26,6 +26,7 @@ def device(  # noqa: PLR0913 - one parameter per option
         ),
     ] = "",
     on: Annotated[
+        str,
         typer.Option("--device", help="Device: auto (a GPU if there is one), cpu, cuda or cuda:N."),
     ] = "auto",
     models: Annotated[

@@ -1,1 +1,1 @@
-"""Eviction rules beside each other: what they keep, what that is worth, what it costs."""
+"""Comparison of eviction rules: retained tokens, quality and cost."""

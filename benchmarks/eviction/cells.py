@@ -1,4 +1,4 @@
-"""Cells of the quality table: a task under a rule, a budget and a schedule; kept as they finish."""
+"""Cells of the quality table: a task with a rule, a budget and a schedule; stored when finished."""
 
 import json
 import os
@@ -66,21 +66,21 @@ class Cell:
 
     @property
     def share(self) -> float:
-        """Of right answers."""
+        """Fraction of correct outputs."""
         return self.hits / self.key.prompts
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % of it."""
+        """95 % confidence interval of the fraction."""
         return wilson(self.hits, self.key.prompts)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, with what follows from them."""
+        """Convert to JSON values, with fraction and interval."""
         return asdict(self) | {"share": self.share, "interval": list(self.interval)}
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Cell":
-        """From what `to_json` made."""
+        """Convert from the JSON values of `to_json`."""
         counted = {k: stored[k] for k in ("hits", "old_hits", "old_prompts")}
         return cls(
             key=CellKey(**stored["key"]),
@@ -122,17 +122,17 @@ def _arms(config: CellsConfig) -> Iterator[tuple[str, str, float, str]]:
 
 
 class CellFile:
-    """Finished cells, a line of JSON each, so that a run that was stopped goes on where it was.
+    """Store of finished cells, one line of JSON each, so that an interrupted run can continue.
 
     Args:
-        path: of the file, made when a cell finishes; None keeps nothing.
+        path: path of the file, created with the first cell; None: do not store cells.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def read(self) -> dict[CellKey, Cell]:
-        """Cells that have finished; a last line that was not written whole is none."""
+        """Read finished cells; an incomplete last line is ignored."""
         if self._path is None or not self._path.is_file():
             return {}
         found = {}
@@ -145,11 +145,11 @@ class CellFile:
         return found
 
     def add(self, cell: Cell) -> None:
-        """Keep a cell."""
+        """Store a cell."""
         if self._path is None:
             return
         with self._path.open("a+b") as file:
-            if file.tell():  # a run that was stopped may have left half a line
+            if file.tell():  # an interrupted run may have left an incomplete line
                 file.seek(-1, os.SEEK_END)
                 file.write(b"" if file.read(1) == b"\n" else b"\n")
             file.write(json.dumps(cell.to_json()).encode() + b"\n")

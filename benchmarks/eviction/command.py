@@ -1,4 +1,4 @@
-"""`python -m benchmarks eviction`: rules compared in quality, bytes, positions and time."""
+"""`python -m benchmarks eviction`: eviction rules compared by quality, bytes and time."""
 
 import json
 from dataclasses import asdict, replace
@@ -23,40 +23,45 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     parts: Annotated[
-        str, typer.Option(help="Only these, with commas: quality, perplexity, kept, cost, ready.")
+        str,
+        typer.Option(
+            help="Comma-separated parts: quality, perplexity, kept, cost, ready; default: all."
+        ),
     ] = "",
     rules: Annotated[
         str,
         typer.Option(
-            help="Names with commas, or rules with options with semicolons: "
-            "'h2o; snapkv:window=16'. Without it, the usual ones; full is always there."
+            help="Comma-separated names, or rules with options separated by semicolons: "
+            "'h2o; snapkv:window=16'. Default: the common rules; full always runs too."
         ),
     ] = "",
-    tasks: Annotated[str, typer.Option(help="Of the part quality, with commas.")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="Comma-separated tasks of the part quality; default: six.")
+    ] = "",
     budgets: Annotated[
         str,
         typer.Option(
-            help="Caps in per cent of the longest prompt, with commas; 50,25 if not said."
+            help="Comma-separated caps, in percent of the longest prompt; default: 50,25."
         ),
     ] = "",
     when: Annotated[
         str,
         typer.Option(
-            help="Schedules of the part quality, with commas; prefill_and_decode,prefill_end if "
-            "not said."
+            help="Comma-separated schedules of the part quality; default: "
+            "prefill_end,prefill_and_decode."
         ),
     ] = "",
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Of each cell; 200 if not said.")
+        int | None, typer.Option(min=1, help="Prompts of each cell; default: 200.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+        Path | None, typer.Option(help="Text file to score; default: the books shipped with Quire.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for tables, pictures and the result. Cells of the part quality are kept "
-            "there as they finish: a run that was stopped goes on."
+            help="Folder for tables, pictures and the result. Finished cells of the part quality "
+            "are stored there, so that an interrupted run can continue."
         ),
     ] = None,
     quick: Annotated[
@@ -67,7 +72,7 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare eviction rules: right answers, perplexity, kept positions, cost."""
+    """Compare eviction rules: correct answers, perplexity, retained positions and cost."""
     from benchmarks.common.command import names_of, run_named
     from benchmarks.eviction.parts import make_parts
 
@@ -116,17 +121,17 @@ def _cells(
 
 
 def _with_rules(config: "EvictionBenchConfig", rules: str) -> "EvictionBenchConfig":
-    """The same rules in all parts that compare rules; without any, each part's own."""
+    """Set the same rules in all parts that compare rules; "" leaves each part's own rules."""
     from benchmarks.eviction.rules import rules_of
 
     if not rules.strip():
         return config
-    chosen = rules_of(rules)
+    selected = rules_of(rules)
     return replace(
         config,
-        quality=replace(config.quality, rules=chosen),
-        perplexity=replace(config.perplexity, rules=chosen),
-        kept=replace(config.kept, rules=chosen),
+        quality=replace(config.quality, rules=selected),
+        perplexity=replace(config.perplexity, rules=selected),
+        kept=replace(config.kept, rules=selected),
     )
 
 

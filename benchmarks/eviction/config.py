@@ -1,4 +1,4 @@
-"""What the eviction bench runs, at full size and small."""
+"""Configurations of the eviction benchmark, at full size and small."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,17 @@ ARTICLE_RULES = tuple(map(Rule, ("random", "recent", "sinks", "h2o", "h2o_sinks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsConfig:
-    """Quality and bytes of rules, budgets and tasks.
+    """Quality and bytes by rule, budget and task.
 
     Attributes:
-        rules: full is always there besides.
-        budgets: caps as parts of `tokens`.
-        tasks: of `quire.evals`.
-        schedules: when the rules run.
-        tokens: most of a prompt with its answer.
-        prompts: of each cell.
-        every: tokens that leave at a time, where they leave more than once.
-        rows: requests that run at once.
+        rules: eviction rules; full KV always runs too.
+        budgets: caps as fractions of `tokens`.
+        tasks: tasks of `quire.evals`.
+        schedules: eviction schedules.
+        tokens: most tokens of a prompt with its output.
+        prompts: number of prompts of each cell.
+        every: number of tokens evicted at once, for schedules with repeated evictions.
+        rows: most running requests.
     """
 
     rules: tuple[Rule, ...] = RULES
@@ -65,21 +65,21 @@ class PerplexityConfig:
 
     @property
     def cap(self) -> int:
-        """In tokens."""
+        """Cap in tokens."""
         return int(self.budget * self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptConfig:
-    """Which positions rules keep.
+class RetainedConfig:
+    """Configuration of the part `kept`: positions that rules retain.
 
     Attributes:
-        rules: one picture each.
-        tokens: of each text.
-        texts: over which is averaged.
-        budget: cap as a part of `tokens`.
-        every: tokens that leave at a time.
-        bins: equal parts of a text.
+        rules: eviction rules, with one picture each.
+        tokens: length of each text.
+        texts: number of texts in the mean.
+        budget: cap as a fraction of `tokens`.
+        every: number of tokens evicted at once.
+        bins: number of equal sections of a text.
     """
 
     rules: tuple[Rule, ...] = RULES
@@ -91,7 +91,7 @@ class KeptConfig:
 
     @property
     def cap(self) -> int:
-        """In tokens."""
+        """Cap in tokens."""
         return int(self.budget * self.tokens)
 
 
@@ -120,17 +120,17 @@ SMALL_LAYERS = CostConfig(model="small", cap=64, every=32, repeats=12)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionBenchConfig:
-    """All of it.
+    """Configuration of all parts.
 
     Attributes:
-        model: that reads and answers: a folder, a hub name or quire-tiny.
-        quality, perplexity, kept, cost, ready: the parts.
+        model: evaluated model: a folder, a hub name or quire-tiny.
+        quality, perplexity, kept, cost, ready: configurations of the parts.
     """
 
     model: str = "quire-tiny"
     quality: CellsConfig = field(default_factory=CellsConfig)
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
-    kept: KeptConfig = field(default_factory=KeptConfig)
+    kept: RetainedConfig = field(default_factory=RetainedConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     ready: CostConfig = field(default_factory=lambda: SMALL_LAYERS)
 
@@ -138,7 +138,7 @@ class EvictionBenchConfig:
 QUICK_EVICTION = EvictionBenchConfig(
     quality=CellsConfig(tasks=("lines", "niah"), budgets=(0.25,), tokens=256, prompts=10),
     perplexity=PerplexityConfig(tokens=512, texts=2),
-    kept=KeptConfig(tokens=256, texts=1, every=16, bins=16),
+    kept=RetainedConfig(tokens=256, texts=1, every=16, bins=16),
     cost=CostConfig(model="small", cap=128, every=16, rows=8, repeats=1),
     ready=CostConfig(model="small", cap=32, every=4, rows=2, repeats=1),
 )

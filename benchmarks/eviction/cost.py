@@ -1,13 +1,13 @@
-"""Part `cost`: what eviction takes of decode steps, and what being ready for it takes.
+"""Part `cost`: time that eviction adds to decode steps, and time that it adds without evicting.
 
-full       everything is kept
-again      the same once more: what two equal arms differ by
-recent     the same cap as the rule's: as much KV, nothing remembered, the cheapest choice
-rule       scores and compaction when rows evict; sums of attention in every step
-pressure   when=pressure in a memory that is ample, by recent and by the rule: nothing ever leaves
+full       no eviction
+again      the same a second time: the difference of two equal arms
+recent     the rule's cap: equal KV, no statistics, the cheapest selection
+rule       scores and compaction when rows evict; attention sums in every step
+pressure   when=pressure in an ample memory, with recent and with the rule: no token is evicted
 
-Evicting is part of planning a step, so its time is what planning takes more than with full KV.
-Arms take turns step by step: over seconds a machine's speed drifts by more than is measured here.
+Eviction is part of planning a step, so its time is the planning time beyond that of full KV. Arms
+run in turn step by step, because a machine's speed drifts within seconds by more than the effect.
 """
 
 import statistics
@@ -39,12 +39,12 @@ PRESSURE_RECENT, PRESSURE_RULE = "pressure_recent", "pressure_rule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """A decode step of one arm in one round, mean over the run.
+    """A decode step of one arm, mean over the steps of a round.
 
     Attributes:
-        arm: its name.
-        step_s: whole, without sampling.
-        schedule_s: of which planning, evictions included.
+        arm: name of the arm.
+        step_s: time of the step, without sampling.
+        schedule_s: planning time in it, with evictions.
     """
 
     arm: str
@@ -53,7 +53,7 @@ class StepCost:
 
     @property
     def model_s(self) -> float:
-        """The rest: the model, attention and what is remembered of it."""
+        """Time of the model, with attention and statistics."""
         return self.step_s - self.schedule_s
 
 
@@ -61,7 +61,7 @@ Round = Mapping[str, StepCost]
 
 
 def arms(config: CostConfig) -> dict[str, str]:
-    """Name of an arm to what `--evict` takes."""
+    """`--evict` values by arm."""
     recent, rule = Rule("recent"), config.rule
     return {
         FULL: FULL,
@@ -74,18 +74,18 @@ def arms(config: CostConfig) -> dict[str, str]:
 
 
 class TimedArm:
-    """Rows of one arm that decode; every row evicts once in each round that is timed.
+    """Decoding rows of one arm; every row evicts once in each measured round.
 
     Args:
-        model: with random weights.
+        model: model with random weights.
         config: rows and lengths.
-        arm: its name.
-        evict: what `--evict` takes.
+        arm: name of the arm.
+        evict: `--evict` value.
     """
 
     def __init__(self, model: LoadedModel, config: CostConfig, arm: str, evict: str) -> None:
         self._config, self._arm = config, arm
-        # a row decodes while the others' prompts are read, and in a round that is not counted
+        # a row decodes while the other prompts are prefilled, and in a warm-up round
         most = (config.repeats + 1) * config.every + config.rows + 2
         memory = 2 * config.rows * model.spec.kv_bytes(config.cap + most, 2) + (8 << 20)
         kv = KVConfig(memory=memory, evict=evict, prefix_cache=PrefixCacheConfig(enabled=False))
@@ -101,17 +101,17 @@ class TimedArm:
         return all_decode(self._engine.scheduler.running, self._config.rows)
 
     def start(self) -> None:
-        """Begin a round."""
+        """Start a round."""
         self._before = replace(self._engine.times)
 
     def step(self) -> None:
-        """One step of all rows."""
+        """Run one step of all rows."""
         self._engine.step()
 
     def end(self) -> StepCost:
-        """The steps since `start`; as many as each row takes from one eviction to the next."""
+        """Mean costs of the steps since `start`, which cover one eviction of each row."""
         if not self._all_decode():
-            raise InvariantError(f"rows of arm {self._arm} have left while its steps were timed")
+            raise InvariantError(f"expected all rows of arm {self._arm} to decode, got fewer")
         now, before, steps = self._engine.times, self._before, self._config.every
         return StepCost(
             arm=self._arm,
@@ -121,15 +121,15 @@ class TimedArm:
 
 
 def measure_cost(config: CostConfig, names: Collection[str] = ()) -> list[Round]:
-    """Rounds of arms, taking turns; one before them is not counted.
+    """Measure rounds of arms in turn, after one warm-up round.
 
     Args:
         config: rows and lengths.
-        names: of arms; none: all.
+        names: names of the arms; empty: all.
     """
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
-    requested = {arm: evict for arm, evict in arms(config).items() if not names or arm in names}
-    timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in requested.items()}
+    selected = {arm: evict for arm, evict in arms(config).items() if not names or arm in names}
+    timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in selected.items()}
     return [_round(timed, config.every) for _ in range(config.repeats + 1)][1:]
 
 
@@ -145,7 +145,7 @@ def _round(timed: Mapping[str, TimedArm], steps: int) -> Round:
 
 
 def run_cost(config: CostConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     rounds = measure_cost(config)
     return PartResult(
         claims=claims(rounds),
@@ -155,12 +155,13 @@ def run_cost(config: CostConfig) -> PartResult:
 
 
 def claims(rounds: Sequence[Round]) -> Numbers:
-    """Shares of a step, medians over rounds of ratios within rounds.
+    """Fractions of a step, medians over rounds of ratios within rounds.
 
-    eviction_cost_share: scoring and compaction of the rule, spread over all steps.
-    statistics_cost_share: what the model's part of a step takes longer than under recent.
-    pressure_recent_cost, pressure_rule_cost: what a step takes longer than with full KV, less 1.
-    equal_arms_difference: the same of full KV once more; no smaller cost can be told from none.
+    eviction_cost_share: scoring and compaction of the rule, averaged over all steps.
+    statistics_cost_share: increase of the model's time over recent.
+    pressure_recent_cost, pressure_rule_cost: increase of the step time over full KV.
+    equal_arms_difference: the same increase for full KV itself: the noise floor of the others.
+
     """
     return {
         "eviction_cost_share": statistics.median(
@@ -169,13 +170,13 @@ def claims(rounds: Sequence[Round]) -> Numbers:
         "statistics_cost_share": statistics.median(
             r[RULE].model_s / r[RECENT].model_s - 1 for r in rounds
         ),
-        "pressure_recent_cost": _longer(rounds, PRESSURE_RECENT),
-        "pressure_rule_cost": _longer(rounds, PRESSURE_RULE),
-        "equal_arms_difference": _longer(rounds, AGAIN),
+        "pressure_recent_cost": _increase(rounds, PRESSURE_RECENT),
+        "pressure_rule_cost": _increase(rounds, PRESSURE_RULE),
+        "equal_arms_difference": _increase(rounds, AGAIN),
     }
 
 
-def _longer(rounds: Sequence[Round], arm: str) -> float:
+def _increase(rounds: Sequence[Round], arm: str) -> float:
     return statistics.median(r[arm].step_s / r[FULL].step_s - 1 for r in rounds)
 
 
@@ -197,10 +198,10 @@ def _table(config: CostConfig, rounds: Sequence[Round]) -> Table:
     return Table(
         name="eviction-cost",
         caption=(
-            f"{config.rows} rows of {config.cap:,} tokens decode on, random-weight Llama "
+            f"{config.rows} decoding rows of {config.cap:,} tokens, random-weight Llama "
             f"({config.model}), bfloat16; every row evicts once in the {config.every} steps of a "
-            f"round. Planning holds scoring and compaction. Medians of {config.repeats} rounds, "
-            "step by step in turns."
+            f"round. Planning includes scoring and compaction. Medians of {config.repeats} rounds, "
+            "arms in turn step by step."
         ),
         columns=("eviction", "step ms", "planning ms", "planning %", "step over full"),
         rows=tuple(rows),

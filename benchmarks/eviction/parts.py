@@ -1,4 +1,4 @@
-"""The parts of the eviction bench by name, in the order in which they run and are read."""
+"""Parts of the eviction benchmark by name, in run order."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from benchmarks.common.result import PartResult
 from benchmarks.eviction.cells import Cell, CellFile, cell_keys
 from benchmarks.eviction.config import EvictionBenchConfig
 from benchmarks.eviction.cost import run_cost
-from benchmarks.eviction.kept import run_kept
 from benchmarks.eviction.perplexity import run_perplexity
 from benchmarks.eviction.quality import Judge, run_quality
 from benchmarks.eviction.ready import run_ready
+from benchmarks.eviction.retained import run_retained
 from benchmarks.eviction.texts import RunningText
 from quire.models.loader import LoadedModel
 
@@ -24,10 +24,10 @@ class Material:
     """Inputs of the parts in addition to their configuration.
 
     Attributes:
-        load: loads the model under test, when the first part needs it.
-        prompt_maker_for: makes prompts for the model.
-        running_for: gives the source of the long texts.
-        kept: file that finished cells are read from and written to.
+        load: loads the evaluated model when the first part needs it.
+        prompt_maker_for: returns the prompt maker for the model.
+        running_for: returns the source of the long texts for the model.
+        stored: store of finished cells.
         commit: commit of this code.
         show: called with every cell that runs.
     """
@@ -35,33 +35,33 @@ class Material:
     load: Callable[[], LoadedModel]
     prompt_maker_for: PromptMakerFor
     running_for: Callable[[LoadedModel], RunningText]
-    kept: CellFile
+    stored: CellFile
     commit: str | None
     show: Callable[[Cell], None]
 
     @cached_property
     def model(self) -> LoadedModel:
-        """Loaded once."""
+        """The evaluated model, loaded on first use."""
         return self.load()
 
     @cached_property
     def running(self) -> RunningText:
-        """For this model."""
+        """Source of the long texts."""
         return self.running_for(self.model)
 
 
 def make_parts(material: Material) -> Mapping[str, Part]:
-    """All parts."""
+    """Create all parts."""
 
     def quality(config: EvictionBenchConfig) -> PartResult:
         keys = list(cell_keys(config.quality, config.model, material.commit))
         judge = Judge(material.model, config.quality, material.prompt_maker_for(material.model))
-        return run_quality(judge, config.quality, keys, material.kept, material.show)
+        return run_quality(judge, config.quality, keys, material.stored, material.show)
 
     return {
         "quality": quality,
         "perplexity": lambda c: run_perplexity(material.model, c.perplexity, material.running),
-        "kept": lambda c: run_kept(material.model, c.kept, material.running),
+        "kept": lambda c: run_retained(material.model, c.kept, material.running),
         "cost": lambda c: run_cost(c.cost),
         "ready": lambda c: run_ready(c.ready),
     }

@@ -5,7 +5,8 @@ evicts `every` tokens and then processes as many. The score covers the tokens af
 is scored on the same tokens.
 
 Source: the table "Eviction Policy Comparison" of "KV Cache: The Hidden Memory Giant" (4,096 tokens,
-a budget of 1,024). The source does not say how to reproduce its numbers; they are measured here.
+a budget of 1,024). The source does not describe how to reproduce its numbers; here they are
+measured.
 """
 
 import math
@@ -19,7 +20,7 @@ from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL
 from benchmarks.eviction.config import PerplexityConfig
 from benchmarks.eviction.rules import Rule
-from benchmarks.eviction.texts import RunningText, pieces
+from benchmarks.eviction.texts import RunningText, cut_texts
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
@@ -32,12 +33,12 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleTexts:
-    """All texts under one rule.
+    """Scores of all texts with one rule.
 
     Attributes:
-        rule: its text, or FULL.
-        nats: mean of each text's scored tokens.
-        request_bytes: most KV of a text.
+        rule: text of the rule, or FULL.
+        nats: mean negative log-likelihood of each text's scored tokens.
+        request_bytes: most KV bytes of a text.
     """
 
     rule: str
@@ -46,25 +47,25 @@ class RuleTexts:
 
     @property
     def perplexity(self) -> float:
-        """Of all scored tokens together; every text has as many."""
+        """Perplexity over all scored tokens; all texts have equally many."""
         return math.exp(statistics.mean(self.nats))
 
     def nats_over(self, other: "RuleTexts") -> tuple[float, float]:
-        """Mean over texts of what a token costs more than under another rule, and its error.
+        """Mean increase of the nats per token over another rule, and its standard error.
 
         Returns:
-            nats, and the standard error of that mean; 0 for one text.
+            Increase in nats, and its standard error; 0 for one text.
         """
-        more = [a - b for a, b in zip(self.nats, other.nats, strict=True)]
-        error = float(stats.sem(more)) if len(more) > 1 else 0.0
-        return statistics.mean(more), error
+        increase = [a - b for a, b in zip(self.nats, other.nats, strict=True)]
+        error = float(stats.sem(increase)) if len(increase) > 1 else 0.0
+        return statistics.mean(increase), error
 
 
 def run_perplexity(
     model: LoadedModel, config: PerplexityConfig, running: RunningText
 ) -> PartResult:
-    """The part."""
-    texts = pieces(model, running, config.tokens, config.texts)
+    """Run the part."""
+    texts = cut_texts(model, running, config.tokens, config.texts)
     found = [read_texts(model, config, texts, rule) for rule in (None, *config.rules)]
     return PartResult(
         claims=claims(found),
@@ -76,7 +77,7 @@ def run_perplexity(
 def read_texts(
     model: LoadedModel, config: PerplexityConfig, texts: Sequence[list[int]], rule: Rule | None
 ) -> RuleTexts:
-    """Read all texts under a rule; None keeps everything."""
+    """Score all texts with a rule; None: no eviction."""
     number_bytes = model.decoder.dtype.itemsize
     memory = 2 * config.rows * model.spec.kv_bytes(config.tokens, number_bytes) + (8 << 20)
     evict = FULL if rule is None else rule.evict(config.cap, config.every, PREFILL_AND_DECODE)
@@ -92,19 +93,19 @@ def read_texts(
 
 
 def mean_nats(answer: RequestOutput, first: int) -> float:
-    """What a token costs, mean over those from position `first` on.
+    """Mean negative log-likelihood of the tokens from position `first` on.
 
     Raises:
         InvariantError: the request failed.
     """
     if answer.error is not None or answer.prompt_logprobs is None:
-        raise InvariantError(f"a text of a bench was not scored: {answer.error}")
+        raise InvariantError(f"expected scores of a whole text, got the error {answer.error}")
     scored = [token for token in answer.prompt_logprobs[first:] if token is not None]
     return -statistics.mean(token.logprob for token in scored)
 
 
 def claims(found: Sequence[RuleTexts]) -> Numbers:
-    """Perplexity of every rule, over full KV's, and bytes over full KV's."""
+    """Perplexity of every rule, its ratio to full KV's, and the ratio of bytes."""
     full = found[0]
     made: Numbers = {"perplexity_full": full.perplexity}
     for one in found[1:]:
@@ -118,7 +119,7 @@ def claims(found: Sequence[RuleTexts]) -> Numbers:
 def _table(config: PerplexityConfig, name: str, found: Sequence[RuleTexts]) -> Table:
     rows = []
     for one in found:
-        more, error = one.nats_over(found[0])
+        increase, error = one.nats_over(found[0])
         cap = config.tokens if one.rule == FULL else config.cap
         rows.append(
             (
@@ -127,17 +128,17 @@ def _table(config: PerplexityConfig, name: str, found: Sequence[RuleTexts]) -> T
                 one.request_bytes / 1024,
                 one.perplexity,
                 one.perplexity / found[0].perplexity,
-                f"{more:+.4f} +- {error:.4f}",
+                f"{increase:+.4f} +- {error:.4f}",
             )
         )
     return Table(
         name="eviction-perplexity",
         caption=(
-            f"{config.texts} texts of {config.tokens:,} tokens from {name}, read on in blocks of "
-            f"{config.every} under a cap of {config.cap} ({100 * config.budget:g} %); tokens "
-            "behind the cap are scored. KV: most bytes of a text, statistics counted. Nats: mean "
-            "over texts of what a token costs more than with full KV, and its standard error."
+            f"{config.texts} texts of {config.tokens:,} tokens from {name}, processed in blocks of "
+            f"{config.every} with a cap of {config.cap} ({100 * config.budget:g} %); tokens after "
+            "the cap are scored. KV: most bytes of a text, with statistics. Nats: mean increase "
+            "per token over full KV, and its standard error."
         ),
-        columns=("rule", "tokens kept", "KV KiB", "perplexity", "over full", "nats more"),
+        columns=("rule", "cap in tokens", "KV KiB", "perplexity", "over full", "nats increase"),
         rows=tuple(rows),
     )

@@ -1,4 +1,4 @@
-"""Part `quality`: right answers and bytes of rules x budgets x tasks, with 95 % intervals."""
+"""Part `quality`: correct answers and bytes by rule, budget and task, with 95 % intervals."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ class Judge:
 
     def __init__(self, model: LoadedModel, config: CellsConfig, make_prompts: PromptMaker) -> None:
         self._model, self._config, self._make_prompts = model, config, make_prompts
-        self._requested: dict[str, list[GradedPrompt]] = {}
+        self._prompts_of: dict[str, list[GradedPrompt]] = {}
 
     def cell(self, key: CellKey) -> Cell:
         """Run all prompts of a cell; the KV memory holds all rows, so no request waits for it.
@@ -38,17 +38,17 @@ class Judge:
             InvariantError: a request failed.
         """
         started_s = time.perf_counter()
-        requested = self._prompts(key)
+        prompts = self._prompts(key)
         llm = self._open(key)
-        most = max(len(llm.encode(found.answer)) for found in requested)
+        most = max(len(llm.encode(prompt.answer)) for prompt in prompts)
         options = SamplingParams(max_tokens=most, temperature=0.0)
-        answers = llm.generate([found.prompt for found in requested], options)
-        return judged(key, requested, answers, time.perf_counter() - started_s)
+        answers = llm.generate([prompt.prompt for prompt in prompts], options)
+        return judged(key, prompts, answers, time.perf_counter() - started_s)
 
     def _prompts(self, key: CellKey) -> list[GradedPrompt]:
-        if key.task not in self._requested:
-            self._requested = {key.task: self._make_prompts(key.task, key.tokens, key.prompts)}
-        return self._requested[key.task]
+        if key.task not in self._prompts_of:
+            self._prompts_of = {key.task: self._make_prompts(key.task, key.tokens, key.prompts)}
+        return self._prompts_of[key.task]
 
     def _open(self, key: CellKey) -> LLM:
         rows, spec = self._config.rows, self._model.spec
@@ -68,17 +68,17 @@ class Judge:
 
 def judged(
     key: CellKey,
-    requested: Sequence[GradedPrompt],
+    prompts: Sequence[GradedPrompt],
     answers: Sequence[RequestOutput],
     seconds: float,
 ) -> Cell:
-    """A cell of answers to all of its prompts.
+    """Create a cell from the outputs of all its prompts.
 
     Raises:
         InvariantError: a request failed.
     """
-    hits = [_is_hit(found, answer) for found, answer in zip(requested, answers, strict=True)]
-    old = [hit for hit, found in zip(hits, requested, strict=True) if _is_old(found)]
+    hits = [_is_hit(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    old = [hit for hit, prompt in zip(hits, prompts, strict=True) if _is_old(prompt)]
     return Cell(
         key=key,
         hits=sum(hits),
@@ -90,29 +90,29 @@ def judged(
     )
 
 
-def _is_hit(requested: GradedPrompt, answer: RequestOutput) -> bool:
+def _is_hit(prompt: GradedPrompt, answer: RequestOutput) -> bool:
     if answer.error is not None:
-        raise InvariantError(f"a request of a bench failed: {answer.error}")
-    return requested.grade(answer.text) == 1.0
+        raise InvariantError(f"expected no failed request in a benchmark, got: {answer.error}")
+    return prompt.grade(answer.text) == 1.0
 
 
-def _is_old(requested: GradedPrompt) -> bool:
-    return requested.depth is not None and requested.depth <= OLD_DEPTH
+def _is_old(prompt: GradedPrompt) -> bool:
+    return prompt.depth is not None and prompt.depth <= OLD_DEPTH
 
 
 def measure_cells(
-    ask: Callable[[CellKey], Cell],
+    run_cell: Callable[[CellKey], Cell],
     keys: Sequence[CellKey],
-    kept: CellFile,
+    stored: CellFile,
     show: Callable[[Cell], None],
 ) -> Iterator[Cell]:
-    """Yield all cells; cells that the file already holds do not run again."""
-    known = kept.read()
+    """Yield all cells; a stored cell does not run again."""
+    known = stored.read()
     for key in keys:
         cell = known.get(key)
         if cell is None:
-            cell = ask(key)
-            kept.add(cell)
+            cell = run_cell(key)
+            stored.add(cell)
             show(cell)
         yield cell
 
@@ -121,19 +121,19 @@ def run_quality(
     judge: Judge,
     config: CellsConfig,
     keys: Sequence[CellKey],
-    kept: CellFile,
+    stored: CellFile,
     show: Callable[[Cell], None],
 ) -> PartResult:
-    """The quality part of the bench.
+    """Run the part.
 
     Args:
         judge: runs cells.
         config: configuration of the cells.
         keys: keys of all cells.
-        kept: file that finished cells are read from and written to.
+        stored: store of finished cells.
         show: called with every cell that runs.
     """
-    cells = list(measure_cells(judge.cell, keys, kept, show))
+    cells = list(measure_cells(judge.cell, keys, stored, show))
     return PartResult(
         claims=claims(config, cells),
         tables=tuple(_tables(config, cells)),
@@ -143,7 +143,7 @@ def run_quality(
 
 
 def rows_of(cells: Sequence[Cell], when: str, budget: float) -> dict[str, dict[str, Cell]]:
-    """Rule to task to cell, of one schedule and budget; full KV is in every one."""
+    """Cells of a schedule and a budget by rule and task; full KV is always included."""
     found: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         if cell.key.rule == FULL or (cell.key.when, cell.key.budget) == (when, budget):
@@ -152,7 +152,7 @@ def rows_of(cells: Sequence[Cell], when: str, budget: float) -> dict[str, dict[s
 
 
 def mean_share(by_task: Mapping[str, Cell]) -> float:
-    """Mean of right answers over tasks."""
+    """Mean fraction of correct answers over tasks."""
     return sum(cell.share for cell in by_task.values()) / len(by_task)
 
 
@@ -161,7 +161,7 @@ def _mean_bytes(by_task: Mapping[str, Cell]) -> float:
 
 
 def claims(config: CellsConfig, cells: Sequence[Cell]) -> Numbers:
-    """Mean share over all tasks, and bytes of a request over full KV's, of every arm."""
+    """Mean fraction over all tasks, and bytes of a request over full KV's, for every arm."""
     made: Numbers = {}
     for when in config.schedules:
         for budget in config.budgets:
@@ -182,10 +182,10 @@ def _tables(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Table]:
             yield Table(
                 name=f"eviction-{when}-{100 * budget:g}".replace("_", "-"),
                 caption=(
-                    f"Right answers, {config.prompts} prompts of at most {config.tokens} tokens a "
-                    f"cell, cap {int(budget * config.tokens)} tokens ({100 * budget:g} %), when="
-                    f"{when}. In a cell: share, its 95 % interval (Wilson), and the share about "
-                    "the first quarter of the prompt; KV: most bytes of a request, mean."
+                    f"Correct answers, {config.prompts} prompts of at most {config.tokens} tokens "
+                    f"per cell, cap {int(budget * config.tokens)} tokens ({100 * budget:g} %), "
+                    f"when={when}. In a cell: fraction, its 95 % interval (Wilson), fraction for facts "
+                    "in the first quarter of the prompt; KV: mean peak bytes of a request."
                 ),
                 columns=("rule", *config.tasks, "mean", "KV KiB"),
                 rows=tuple(_row(rule, by_task) for rule, by_task in rows.items()),
@@ -213,8 +213,8 @@ def _charts(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Chart]:
             )
         yield Chart(
             name=f"eviction-{when}".replace("_", "-"),
-            title=f"Right answers over all tasks, when={when}",
+            title=f"Correct answers over all tasks, when={when}",
             x_label="rule",
-            y_label="share",
+            y_label="fraction",
             lines=lines,
         )

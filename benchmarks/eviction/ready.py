@@ -1,8 +1,8 @@
-"""Part `ready`: what being ready to evict adds to a decode step, where memory is ample.
+"""Part `ready`: time that enabled eviction adds to a decode step without evicting.
 
-Part `cost` compares whole steps of a model of some size, which differ by more than that from arm to
-equal arm. Here the layers are small, so that what is added to each can be told; it is the same for
-layers of any size: where a slot's token stands is written down, and lanes are looked at.
+In part `cost` the step times of two equal arms differ by more than this. Here the layers are small,
+so that the time added per layer is measurable. It is the same for layers of any size: it records
+the position of each slot's token and checks the lengths of lanes.
 """
 
 import statistics
@@ -19,7 +19,7 @@ ARMS = (FULL, AGAIN, PRESSURE_RECENT)
 
 
 def run_ready(config: CostConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     rounds = measure_cost(config, ARMS)
     num_layers = SHAPES[config.model]().num_hidden_layers
     return PartResult(
@@ -32,8 +32,8 @@ def run_ready(config: CostConfig) -> PartResult:
 def claims(rounds: Sequence[Round], num_layers: int) -> Numbers:
     """Medians over rounds of differences within rounds.
 
-    ready_layer_us: microseconds of a step, for each layer, that `recent` under pressure adds.
-    ready_equal_layer_us: the same of full KV once more, which adds nothing.
+    ready_layer_us: microseconds per layer that `recent` under pressure adds to a step.
+    ready_equal_layer_us: the same for a second arm of full KV, which adds nothing.
     """
     return {
         "ready_layer_us": 1e6 * _added_s(rounds, PRESSURE_RECENT) / num_layers,
@@ -57,10 +57,10 @@ def _table(config: CostConfig, rounds: Sequence[Round], num_layers: int) -> Tabl
     return Table(
         name="eviction-ready",
         caption=(
-            f"{config.rows} rows of {config.cap} tokens decode on, random-weight Llama "
-            f"({config.model}, {num_layers} layers), bfloat16; nothing ever leaves. Medians of "
-            f"{config.repeats} rounds of {config.every} steps, step by step in turns."
+            f"{config.rows} decoding rows of {config.cap} tokens, random-weight Llama "
+            f"({config.model}, {num_layers} layers), bfloat16; no token is evicted. Medians of "
+            f"{config.repeats} rounds of {config.every} steps, arms in turn step by step."
         ),
-        columns=("arm", "step ms", "added us a layer"),
+        columns=("arm", "step ms", "added us per layer"),
         rows=rows,
     )

@@ -1,4 +1,4 @@
-"""Which rules a bench compares, and the text that each becomes under a cap and a schedule."""
+"""Eviction rules that a benchmark compares, and their `--evict` values for a cap and a schedule."""
 
 import re
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ DEFAULT_RULES = ("random", "recent", "sinks", "h2o", "h2o_sinks", "average", "sn
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule without its cap.
+    """An eviction rule without its cap.
 
     Attributes:
-        text: a name, perhaps with options: `snapkv:window=16`.
+        text: name of the rule, with options if any: `snapkv:window=16`.
     """
 
     text: str
 
     @property
     def name(self) -> str:
-        """For claims and files: letters, digits and underscores."""
+        """Name for claims and files: letters, digits and underscores."""
         return re.sub(r"\W+", "_", self.text).strip("_")
 
     def evict(self, cap: int, every: int, when: str) -> str:
-        """The whole text, as `--evict` takes it.
+        """The `--evict` value for a cap and a schedule.
 
         Raises:
             ConfigError: the cap is too small for the rule.
@@ -38,11 +38,13 @@ class Rule:
 
 
 def rules_of(text: str) -> tuple[Rule, ...]:
-    """Read rules: names with commas, or rules with options with semicolons; "" for the usual ones.
+    """Parse rules: comma-separated names, or rules with options separated by semicolons.
+
+    An empty text selects the default rules.
 
     Raises:
         UnknownName: no rule has this name, or no such option.
-        ConfigError: one stands there twice, or `full`, which every bench has anyway.
+        ConfigError: a rule is given twice, or `full`, which every benchmark runs anyway.
     """
     if not text.strip():
         return tuple(map(Rule, DEFAULT_RULES))
@@ -50,7 +52,7 @@ def rules_of(text: str) -> tuple[Rule, ...]:
     found = tuple(Rule(part.strip()) for part in parts if part.strip())
     for rule in found:
         if rule.text == FULL:
-            raise ConfigError("full keeps everything and is always there: leave it out")
+            raise ConfigError("expected rules other than full, which always runs; omit full")
         make_policy(rule.text)
     if len(set(found)) != len(found):
         raise ConfigError(f"expected each rule once, got {text!r}")

@@ -1,4 +1,4 @@
-"""Long texts as token ids: pieces of one running text, each begun as documents begin."""
+"""Long texts as token ids: excerpts of one running text, each with a document prefix."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class RunningText:
     name: str
 
 
-def pieces(model: LoadedModel, running: RunningText, tokens: int, n: int) -> list[list[int]]:
+def cut_texts(model: LoadedModel, running: RunningText, tokens: int, n: int) -> list[list[int]]:
     """Cut the first `n` consecutive excerpts of equal length.
 
     Args:
@@ -35,13 +35,13 @@ def pieces(model: LoadedModel, running: RunningText, tokens: int, n: int) -> lis
         ConfigError: the model has no tokenizer, or the text is too short.
     """
     if model.tokenizer is None:
-        raise ConfigError(f"{model.name} has no tokenizer: it cannot read texts")
+        raise ConfigError(f"{model.name} has no tokenizer; texts cannot be encoded")
     start = encode_prompt(model.tokenizer, running.start) if running.start else []
     ids = encode_prompt(model.tokenizer, running.text)
     length = tokens - len(start)
     if length < 1 or len(ids) < n * length:
         raise ConfigError(
-            f"{running.name} has {len(ids):,} tokens, {n} pieces of {tokens:,} were asked for; "
-            "name a longer text, or ask for fewer or shorter pieces"
+            f"expected at least {n * length:,} tokens for {n} texts of {tokens:,}, but "
+            f"{running.name} has {len(ids):,}; name a longer text, or request less"
         )
     return [start + ids[i * length : (i + 1) * length] for i in range(n)]

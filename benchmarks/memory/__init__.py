@@ -1,1 +1,1 @@
-"""The memory bench: what KV memory costs and saves, one table after the other."""
+"""`python -m benchmarks memory`: costs and savings of KV memory management, part by part."""

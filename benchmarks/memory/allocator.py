@@ -1,9 +1,8 @@
-"""Part `allocator`: what giving and taking pages costs, alone and in a decode step.
+"""Part `allocator`: cost of allocating and freeing pages, alone and in a decode step.
 
-A step asks whether all rows can grow by a token and grows them, in all layers, on memory without
-bytes. Lengths differ by one token each, so that in each step as many rows take new pages as in any
-other. Beside it stands a whole decode step of the engine with as many sequences, from the
-`overhead` bench.
+Every step checks whether all rows can grow by one token and grows them, in all layers, on memory
+without bytes. Lengths differ by one token, so that every step allocates about as many new pages.
+A whole decode step of the engine with as many sequences comes from the `overhead` benchmark.
 """
 
 import statistics
@@ -23,12 +22,12 @@ from quire.profile.timing import seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """What is measured.
+    """Configuration of the part.
 
     Attributes:
-        overhead: sequences and lengths, and the steps of the engine beside them.
+        overhead: sequences, lengths and steps, shared with the engine's decode steps.
         page_tokens: slots in a page.
-        steps: of growth by one token, in each repeat.
+        steps: steps of growth by one token, in each repeat.
     """
 
     overhead: OverheadConfig = field(default_factory=OverheadConfig)
@@ -38,12 +37,12 @@ class AllocatorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorTime:
-    """One repeat.
+    """Measurements of one repeat.
 
     Attributes:
-        pages: given and taken back, both counted.
-        pages_s: seconds for all of them, rows of many pages at a time.
-        step_s: mean of asking and growing by one token.
+        pages: number of allocated pages plus number of freed pages.
+        pages_s: total time to allocate and free them, many pages of a row at once.
+        step_s: mean time to check and grow all rows by one token.
     """
 
     pages: int
@@ -52,7 +51,7 @@ class AllocatorTime:
 
 
 def measure_allocator(config: AllocatorConfig) -> list[AllocatorTime]:
-    """All repeats, on one memory, of the shape that the overhead bench runs."""
+    """Run all repeats on one memory, in the model shape of the overhead benchmark."""
     spec = ModelSpec.from_config(llama_125m().to_dict())
     layout = layout_for(spec, codec="bfloat16", page_tokens=config.page_tokens)
     rows = config.overhead.rows
@@ -66,17 +65,17 @@ def _measure_once(memory: KVMemory, config: AllocatorConfig) -> AllocatorTime:
     rows = np.array([memory.start() for _ in range(config.overhead.rows)])
     lengths = (config.overhead.prompt_tokens + np.arange(len(rows))).astype(np.int32)
     ones = np.ones(len(rows), dtype=np.int32)
-    give_s = seconds(lambda: memory.grow(rows, lengths))
-    given = _pages(memory)
+    allocate_s = seconds(lambda: memory.grow(rows, lengths))
+    allocated = _pages(memory)
 
     def step() -> None:
         if memory.can_grow(rows, ones):
             memory.grow(rows, ones)
 
     step_s = statistics.fmean(seconds(step) for _ in range(config.steps))
-    taken = _pages(memory)
-    take_s = seconds(lambda: memory.release(rows))
-    return AllocatorTime(pages=given + taken, pages_s=give_s + take_s, step_s=step_s)
+    freed = _pages(memory)
+    free_s = seconds(lambda: memory.release(rows))
+    return AllocatorTime(pages=allocated + freed, pages_s=allocate_s + free_s, step_s=step_s)
 
 
 def _pages(memory: KVMemory) -> int:
@@ -84,24 +83,24 @@ def _pages(memory: KVMemory) -> int:
 
 
 def run_allocator(config: AllocatorConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     times = measure_allocator(config)
     steps = list(measure_overhead(config.overhead))
     found = claims(times, steps)
     table = Table(
         name="allocator",
         caption=(
-            f"Giving and taking pages of {config.page_tokens} tokens: {config.overhead.rows} "
-            f"sequences of about {config.overhead.prompt_tokens:,} tokens, 12 layers; beside it a "
-            "decode step of the random-weight Llama of 125M parameters in bfloat16."
+            f"Allocating and freeing pages of {config.page_tokens} tokens: {config.overhead.rows} "
+            f"sequences of about {config.overhead.prompt_tokens:,} tokens, 12 layers; and a decode "
+            "step of the random-weight Llama of 125M parameters in bfloat16."
         ),
         columns=("", "value"),
         rows=(
-            ("pages given or taken a second", found["allocator_pages_per_s"]),
+            ("pages allocated or freed per second", found["allocator_pages_per_s"]),
             ("one token for every sequence, us", 1e6 * found["allocator_step_s"]),
             ("decode step, ms", 1e3 * found["decode_step_s"]),
-            ("share of the allocator, %", 100 * found["allocator_step_share"]),
-            ("share of all bookkeeping, %", 100 * found["bookkeeping_share"]),
+            ("allocator, % of the step", 100 * found["allocator_step_share"]),
+            ("all bookkeeping, % of the step", 100 * found["bookkeeping_share"]),
         ),
     )
     raw = {"allocator": [asdict(time) for time in times], "steps": steps}
@@ -109,11 +108,11 @@ def run_allocator(config: AllocatorConfig) -> PartResult:
 
 
 def claims(times: Sequence[AllocatorTime], steps: Sequence[Mapping[str, float]]) -> Numbers:
-    """Medians, and the allocator's over a step's.
+    """Medians, and the allocator's time over a step's.
 
     Args:
-        times: of the allocator alone.
-        steps: of the overhead bench.
+        times: times of the allocator alone.
+        steps: results of the overhead benchmark.
     """
     step_s = statistics.median(step["step_s"] for step in steps)
     alone_s = statistics.median(time.step_s for time in times)

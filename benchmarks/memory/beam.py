@@ -1,10 +1,10 @@
-"""Part `beam`: bytes of a search with several beams over one sequence, with copy-on-write.
+"""Part `beam`: KV bytes of a beam search over one sequence, with copy-on-write.
 
 The beams share the pages before their first difference. A beam that writes to a shared page copies
-it first. Three courses of a search: `part once` lets every beam go its own way to the end, the
-most that can be held; `reorder` draws each step's beams from the last step's at random, as a search
-whose scores cross does; both on the engine's memory without bytes. `engine` is a beam search of the
-engine on a small model with random weights.
+it first. Three kinds of search are measured. In `diverge`, all beams diverge at one token, which
+needs the most memory. In `reorder`, each step draws its beams at random from the last step's beams.
+Both use the engine's memory without bytes. `engine` is the engine's beam search on a small model
+with random weights.
 """
 
 import random
@@ -27,22 +27,22 @@ from quire.layout.layout import layout_for
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.models import model_shape
 
-PART_ONCE, REORDER, ENGINE = "part once", "reorder", "engine"
+DIVERGE, REORDER, ENGINE = "diverge", "reorder", "engine"
 CLAIMED_PAGE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamConfig:
-    """The search.
+    """Configuration of the search.
 
     Attributes:
-        beams: that go on.
-        tokens: of each in the end.
-        apart: last tokens in which they differ.
+        beams: number of beams.
+        tokens: final tokens of each beam.
+        apart: number of last tokens in which beams differ.
         page_sizes: slots in a page; CLAIMED_PAGE_TOKENS must be among them.
-        model: a shape, as `quire simulate` names it.
+        model: a model shape of `quire simulate`.
         engine_model: a name in SHAPES.
-        seed: of the beams drawn, and of the prompt.
+        seed: random seed of the drawn beams and of the prompt.
     """
 
     beams: int = 4
@@ -56,13 +56,13 @@ class BeamConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamRun:
-    """One course with pages of one size.
+    """Measurements of one search with one page size.
 
     Attributes:
-        course: PART_ONCE, REORDER or ENGINE.
+        course: DIVERGE, REORDER or ENGINE.
         page_tokens: slots in a page.
-        peak_bytes: of all beams together, at most.
-        one_bytes: of one sequence of the whole length.
+        peak_bytes: peak KV bytes of all beams.
+        one_bytes: KV bytes of one sequence of the final length.
     """
 
     course: str
@@ -72,12 +72,12 @@ class BeamRun:
 
     @property
     def ratio(self) -> float:
-        """Peak over one sequence."""
+        """Peak bytes over the bytes of one sequence."""
         return self.peak_bytes / self.one_bytes
 
 
 def measure_beams(config: BeamConfig) -> list[BeamRun]:
-    """Every course with every page size; the engine's with the one that is claimed."""
+    """Run every search with every page size; the engine's with the claimed page size."""
     runs = [
         BeamRun(
             course=course,
@@ -86,7 +86,7 @@ def measure_beams(config: BeamConfig) -> list[BeamRun]:
             one_bytes=_sequence_bytes(config, page_tokens),
         )
         for page_tokens in config.page_sizes
-        for course in (PART_ONCE, REORDER)
+        for course in (DIVERGE, REORDER)
     ]
     return [*runs, _search_with_engine(config)]
 
@@ -119,7 +119,7 @@ def _peak_bytes(config: BeamConfig, page_tokens: int, course: str) -> int:
 
 
 def _next_beams(memory: KVMemory, parents: list[int], rows: list[int]) -> list[int]:
-    """Beams without a child end first, so that their pages are free for the others."""
+    """Next beams; beams without children are released first, so that their pages are free."""
     children = Counter(parents)
     memory.release([row for row in rows if row not in children])
     return [
@@ -167,7 +167,7 @@ def _search_with_engine(config: BeamConfig) -> BeamRun:
 
 
 def run_beam(config: BeamConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     runs = measure_beams(config)
     rows = tuple(
         (run.course, run.page_tokens, run.peak_bytes, run.ratio, config.beams) for run in runs
@@ -177,10 +177,10 @@ def run_beam(config: BeamConfig) -> PartResult:
         caption=(
             f"Copy-on-write: {config.beams} beams of {config.tokens:,} tokens that differ in the "
             f"last {config.apart}: {config.model}, and the engine with a random-weight Llama "
-            f"({config.engine_model}, float32). By tokens alone at least "
+            f"({config.engine_model}, float32). Lower bound by tokens: "
             f"{floor_by_tokens(config):.3f} of one sequence."
         ),
-        columns=("course", "tokens of a page", "peak B", "of one sequence", "without sharing"),
+        columns=("search", "page tokens", "peak B", "over one sequence", "beams without sharing"),
         rows=rows,
     )
     raw = {"runs": [asdict(run) for run in runs]}
@@ -188,11 +188,11 @@ def run_beam(config: BeamConfig) -> PartResult:
 
 
 def floor_by_tokens(config: BeamConfig) -> float:
-    """What the beams hold at least, over one sequence: shared tokens once, the others each."""
+    """Lower bound of the ratio: shared tokens are stored once, other tokens once per beam."""
     return (config.tokens + (config.beams - 1) * config.apart) / config.tokens
 
 
 def claims(config: BeamConfig, runs: list[BeamRun]) -> Numbers:
-    """The largest ratio of all courses with pages of 16 tokens, and the floor by tokens."""
+    """Largest ratio of all searches with pages of 16 tokens, and the lower bound by tokens."""
     found = [run.ratio for run in runs if run.page_tokens == CLAIMED_PAGE_TOKENS]
     return {"beam4_memory_ratio": max(found), "beam4_floor_by_tokens": floor_by_tokens(config)}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks memory`: what KV memory costs and saves, one table after the other."""
+"""`python -m benchmarks memory`: costs and savings of KV memory management, part by part."""
 
 import json
 from dataclasses import asdict, replace
@@ -20,19 +20,19 @@ def memory(
     parts: Annotated[
         str,
         typer.Option(
-            help="Only these, with commas: waste, pages, watermarks, beam, swap, prefix, cache, "
-            "allocator, reuse, fairness."
+            help="Comma-separated parts: waste, pages, watermarks, beam, swap, prefix, cache, "
+            "allocator, reuse, fairness; default: all."
         ),
     ] = "",
     trace: Annotated[
         Path | None,
-        typer.Option(help="Conversations to simulate; without it, Azure's, which Quire brings."),
+        typer.Option(help="Trace of conversations to simulate; default: the shipped Azure trace."),
     ] = None,
     prefix_trace: Annotated[
         Path | None,
         typer.Option(
-            help="Shared prefixes to simulate, as Mooncake writes them; without it, the first "
-            "2,000 requests of its conversation trace."
+            help="Trace of shared prefixes in Mooncake's format; default: the first 2,000 "
+            "requests of Mooncake's conversation trace."
         ),
     ] = None,
     out: Annotated[
@@ -41,14 +41,14 @@ def memory(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Few requests and short prompts: tries it out. No claims."),
+        typer.Option("--quick", help="Few requests and short prompts, for a trial. No claims."),
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the KV memory: waste, sharing, watermarks, preemption, prefixes, fairness.
+    """Measure KV memory: waste, sharing, watermarks, preemption, prefixes and fairness.
 
-    Some parts run the engine on random weights; others simulate recorded requests on the engine's
+    Some parts run the engine on random weights; others simulate recorded requests with the engine's
     scheduler and memory.
     """
     import torch
@@ -80,7 +80,7 @@ def _config(trace: Path | None, prefix_trace: Path | None, *, quick: bool) -> "M
 
 
 def _used(config: "MemoryBenchConfig", threads: int) -> dict[str, object]:
-    """The configuration; of files their names, which mean something elsewhere too."""
+    """The configuration, with the base names of files."""
     used: dict[str, object] = asdict(config)
     simulated = asdict(config.simulated)
     for name in ("trace", "prefix_trace"):

@@ -1,4 +1,4 @@
-"""All of the memory bench: what each part runs, at full size and small."""
+"""Configurations of the memory benchmark, at full size and small."""
 
 from dataclasses import dataclass, field
 
@@ -18,11 +18,11 @@ from benchmarks.overhead.bench import OverheadConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBenchConfig:
-    """What is run.
+    """Configuration of all parts.
 
     Attributes:
         simulated: traces and machine of all simulated parts.
-        waste, pages, watermarks, beam, swap, prefix, cache, allocator, reuse, fairness: the parts.
+        waste, pages, watermarks, beam, swap, prefix, cache, allocator, reuse, fairness: parts.
     """
 
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)

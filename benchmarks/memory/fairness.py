@@ -1,9 +1,9 @@
-"""Part `fairness`: two tenants of equal weight, of which one sends 20 times as much.
+"""Part `fairness`: two tenants of equal weight; the large one sends 20 times as many requests.
 
-`flood` keeps the trace's times: more comes than can be served, nearly all of it from the large
-tenant. The small one's queue time is held against the same requests alone on the machine. `drain`
-lets all requests come at once, so that both tenants have requests waiting: what each is served
-until the small one's queue is empty should be equal.
+`flood` keeps the trace's arrival times: requests arrive faster than they can be served, most of
+them from the large tenant. The small tenant's queue time is compared with the same requests alone
+on the machine. In `drain` all requests arrive at the start, so that both tenants have waiting
+requests: until the small tenant's queue is empty, both should be served equally.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ LARGE, SMALL = "large", "small"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairnessConfig:
-    """What comes.
+    """Configuration of the part.
 
     Attributes:
-        times_more: requests of the large tenant for each of the small one.
+        times_more: requests of the large tenant per request of the small one.
         time_scale: factor on the times between arrivals.
-        requests: of the trace, at most.
+        requests: most requests of the trace.
     """
 
     times_more: int = 20
@@ -41,10 +41,10 @@ class FairnessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairnessRuns:
-    """Result of the part.
+    """Results of the three runs.
 
     Attributes:
-        alone, flood, drain: the small tenant by itself, both by the trace's times, both at once.
+        alone, flood, drain: the small tenant alone; both at the trace's times; both at the start.
         step_s: time of the largest possible step; a new request may wait for one.
         prefill_s: prefill time of the small tenant's mean prompt, alone.
     """
@@ -57,10 +57,10 @@ class FairnessRuns:
 
 
 def measure_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> FairnessRuns:
-    """The three runs.
+    """Run the three simulations.
 
     Raises:
-        ConfigError: the trace is so short that the small tenant sends nothing.
+        ConfigError: the trace is too short to contain a request of the small tenant.
     """
     shares = f"share:{LARGE}={config.times_more},{SMALL}=1"
     on = simulated.run_config()
@@ -69,8 +69,9 @@ def measure_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> Fair
     small = tuple(r for r in paced.requests if r.tenant == SMALL)
     if not small:
         raise ConfigError(
-            f"of {len(paced.requests)} requests none is the small tenant's, which sends one of "
-            f"{config.times_more + 1}: take a longer trace, or leave the part fairness out"
+            f"expected at least one request of the small tenant, which sends one of "
+            f"{config.times_more + 1}, got none in {len(paced.requests)} requests: use a longer "
+            "trace, or omit the part fairness"
         )
     prompt = round(float(np.mean([r.prompt_tokens for r in small])))
     return FairnessRuns(
@@ -92,7 +93,7 @@ def _prefill_s(on: SimConfig, tokens: int) -> float:
 
 
 def run_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     runs = measure_fairness(config, simulated)
     results = {"alone": runs.alone, "flood": runs.flood, "drain": runs.drain}
     rows = tuple(
@@ -105,7 +106,7 @@ def run_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> PartResu
     table = Table(
         name="fairness",
         caption=(
-            f"Two tenants of equal weight, one sending {config.times_more} times more: "
+            f"Two tenants of equal weight, one sending {config.times_more} times as much: "
             f"{simulated.model} in {simulated.memory} on a simulated {simulated.machine}. Jain "
             f"index of the tokens served while both wait: {found.get('fairness_jain', 0):.3f}."
         ),
@@ -127,10 +128,10 @@ def _cells(records: Sequence[RequestRecord]) -> tuple[int | float | None, ...]:
 
 
 def claims(runs: FairnessRuns) -> Numbers:
-    """Fairness in three numbers, and what they come from.
+    """Three measures of fairness, and the values that they are computed from.
 
-    The small tenant's p99 queue time should stay under the larger of twice that alone and one step
-    plus its own prefill.
+    The small tenant's p99 queue time should not exceed the larger of two limits: twice its queue
+    time alone, and one step plus its own prefill.
     """
     alone_s, flood_s = (
         percentiles("queue", (r.queue_s for r in _records(result, SMALL)))["queue_p99_s"]

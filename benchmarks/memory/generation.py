@@ -1,9 +1,9 @@
-"""Part `cache`: generating with a KV cache and without one, by length.
+"""Part `cache`: generation with and without a KV cache, by length.
 
-Without a cache every token costs the reading of all tokens before it: the time of one prefill of
-that many. With it, a token costs a decode step behind them. Both are measured at a few lengths, in
-turns. A whole generation begins with nothing; its time is the sum over its tokens, with times
-between measured lengths interpolated linearly, and below the shortest one taken as that one's.
+Without a cache, every token costs a prefill of all tokens before it. With a cache, it costs one
+decode step. Both are measured at a few lengths, in turn. The time of a whole generation is the sum
+over its tokens: times between measured lengths are interpolated linearly, and below the shortest
+length its time is used.
 """
 
 import statistics
@@ -27,13 +27,13 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """What is measured.
+    """Configuration of the part.
 
     Attributes:
         model: a name in SHAPES.
-        lengths: tokens before the next one, ascending.
+        lengths: numbers of tokens before the next one, ascending.
         steps: decode steps timed at each length.
-        repeats: rounds of all lengths, after one that is not counted.
+        repeats: rounds of all lengths, after one warm-up round.
     """
 
     model: str = "125m"
@@ -58,7 +58,7 @@ class TokenTime:
 
 
 def measure_generation(config: GenerationConfig) -> list[TokenTime]:
-    """All rounds, length by length."""
+    """Measure all rounds, length by length."""
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
     longest = max(config.lengths)
     engine = Engine(
@@ -86,11 +86,11 @@ def _measure_one(engine: Engine, prompt: list[int], steps: int) -> TokenTime:
 
 
 def total_s(seconds_by_length: Mapping[int, float], tokens: int) -> float:
-    """Time to generate `tokens` tokens from nothing.
+    """Time to generate `tokens` tokens from an empty prompt.
 
     Args:
         seconds_by_length: time of the next token, by the number of tokens before it.
-        tokens: at most the largest of these lengths.
+        tokens: number of tokens, at most the largest of these lengths.
     """
     lengths = sorted(seconds_by_length)
     known = [seconds_by_length[length] for length in lengths]
@@ -98,7 +98,7 @@ def total_s(seconds_by_length: Mapping[int, float], tokens: int) -> float:
 
 
 def run_generation(config: GenerationConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     times = measure_generation(config)
     without, with_cache = medians(times)
     rows = tuple(
@@ -116,7 +116,7 @@ def run_generation(config: GenerationConfig) -> PartResult:
     table = Table(
         name="cache",
         caption=(
-            f"Generating with and without a KV cache, random-weight Llama ({config.model}), "
+            f"Generation with and without a KV cache, random-weight Llama ({config.model}), "
             f"bfloat16, one sequence; medians of {config.repeats}. Totals are sums over all tokens "
             "of times interpolated between these lengths."
         ),
@@ -148,7 +148,7 @@ def run_generation(config: GenerationConfig) -> PartResult:
 
 
 def medians(times: Sequence[TokenTime]) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of the next token by length, without a cache and with it."""
+    """Median time of the next token by length, without and with a cache."""
     lengths = sorted({time.tokens for time in times})
     found = {length: [t for t in times if t.tokens == length] for length in lengths}
     return (

@@ -1,8 +1,8 @@
-"""Part `pages`: what the size of a page costs: waste, bytes of tables, time of a step.
+"""Part `pages`: effect of the page size on waste, page table bytes and step time.
 
 Waste is that of a simulated trace. Tables are those of sequences of the trace's lengths in all
-layers of the simulated model. Steps are real ones: the engine decodes with pages of each size, in
-turns.
+layers of the simulated model. Step times are measured: the engine decodes with pages of each size,
+in turn.
 """
 
 import random
@@ -34,16 +34,16 @@ from quire.sim.traces.base import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSizesConfig:
-    """What is swept.
+    """Configuration of the sweep.
 
     Attributes:
         sizes: slots in a page.
-        requests: of the trace, at most.
-        table_sequences: whose tables are counted.
-        model: a name in SHAPES, whose steps are timed.
-        rows, prompt_tokens: sequences that decode together, and how far they are.
-        steps: timed in each repeat.
-        repeats: rounds of all sizes, after one that is not counted.
+        requests: most requests of the trace.
+        table_sequences: number of sequences whose tables are counted.
+        model: a name in SHAPES; the model of the measured steps.
+        rows, prompt_tokens: number of decoding sequences and their prompt length.
+        steps: measured steps in each repeat.
+        repeats: rounds of all sizes, after one warm-up round.
     """
 
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -58,13 +58,13 @@ class PageSizesConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSize:
-    """One size of a page.
+    """Measurements of one page size.
 
     Attributes:
-        tokens: slots in it.
-        waste_fraction: allocated slots without a token, over time.
-        table_fraction: bytes of tables, over allocated bytes.
-        step_s: a decode step, by repeat.
+        tokens: slots in a page.
+        waste_fraction: allocated slots without a token, over allocated slots, over time.
+        table_fraction: bytes of page tables over allocated bytes.
+        step_s: decode step time by repeat.
     """
 
     tokens: int
@@ -74,12 +74,12 @@ class PageSize:
 
     @property
     def median_step_s(self) -> float:
-        """Of all repeats."""
+        """Median step time over all repeats."""
         return statistics.median(self.step_s)
 
 
 def measure_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> list[PageSize]:
-    """Every size."""
+    """Measure every page size."""
     steps_s = time_steps(config)
     trace, on = simulated.conversations(), simulated.run_config()
     trace = replace(trace, requests=trace.requests[: config.requests])
@@ -101,7 +101,7 @@ def measure_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> l
 
 
 def table_fraction(model: ModelSpec, trace: Trace, page_tokens: int, sequences: int) -> float:
-    """Bytes of the tables of a trace's first sequences, at their ends, over their KV bytes."""
+    """Bytes of page tables of a trace's first sequences at their final length, over KV bytes."""
     lengths = [request.tokens for request in trace.requests[:sequences]]
     layout = layout_for(model, codec="bfloat16", page_tokens=page_tokens)
     pages = sum(length // page_tokens + 2 for length in lengths)
@@ -112,19 +112,19 @@ def table_fraction(model: ModelSpec, trace: Trace, page_tokens: int, sequences: 
 
 
 def time_steps(config: PageSizesConfig) -> Mapping[int, list[float]]:
-    """Seconds of a decode step by page size, one number for each repeat."""
+    """Decode step times by page size, one per repeat."""
     model = random_model(SHAPES[config.model](), dtype=torch.float32)
     engines = {size: _decoding_engine(model, config, size) for size in config.sizes}
-    taken: dict[int, list[float]] = {size: [] for size in config.sizes}
+    times_s: dict[int, list[float]] = {size: [] for size in config.sizes}
     for i in range(config.repeats + 1):
         for size, engine in engines.items():
             step_s = statistics.median(seconds(engine.step) for _ in range(config.steps))
-            taken[size] += [step_s] if i else []
-    return taken
+            times_s[size] += [step_s] if i else []
+    return times_s
 
 
 def _decoding_engine(model: LoadedModel, config: PageSizesConfig, page_tokens: int) -> Engine:
-    """An engine whose rows have finished prefill."""
+    """Create an engine whose rows have finished prefill."""
     new_tokens = (config.repeats + 1) * config.steps + 2 * config.rows
     length = config.prompt_tokens + new_tokens + page_tokens
     memory = model.spec.kv_bytes_per_token(4) * length * config.rows + (16 << 20)
@@ -147,7 +147,7 @@ def _decoding_engine(model: LoadedModel, config: PageSizesConfig, page_tokens: i
 
 
 def run_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     found = measure_page_sizes(config, simulated)
     rows = tuple(
         (
@@ -161,18 +161,18 @@ def run_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> PartR
     table = Table(
         name="pages",
         caption=(
-            f"Sizes of pages: waste over time of {simulated.model} on the trace, tables of its "
+            f"Page sizes: waste over time of {simulated.model} on the trace, tables of its "
             f"layers, and decode steps of a random-weight Llama ({config.model}, float32) with "
             f"{config.rows} sequences of {config.prompt_tokens:,} tokens, medians of "
             f"{config.repeats}."
         ),
-        columns=("tokens of a page", "wasted %", "tables %", "decode step ms"),
+        columns=("page tokens", "wasted %", "tables %", "decode step ms"),
         rows=rows,
     )
     chart = Chart(
         name="pages",
-        title="What is not KV of a token, by the size of pages",
-        x_label="tokens of a page",
+        title="Allocated bytes that are not KV of a token, by page size",
+        x_label="page tokens",
         y_label="% of the allocated bytes",
         lines={
             "wasted": tuple((size.tokens, 100 * size.waste_fraction) for size in found),
@@ -186,7 +186,7 @@ def run_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> PartR
 
 
 def claims(found: Sequence[PageSize]) -> Numbers:
-    """Waste, tables and median step of each size."""
+    """Waste, table fraction and median step time of each size."""
     made: Numbers = {}
     for size in found:
         made[f"page_{size.tokens}_waste_fraction"] = size.waste_fraction

@@ -1,4 +1,4 @@
-"""The parts of the memory bench by name, in the order in which they run and are read."""
+"""Parts of the memory benchmark by name, in run order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -33,7 +33,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def parts_of(names: str) -> tuple[str, ...]:
-    """Read parts written with commas, in the order in which they run; "" for all.
+    """Parse comma-separated part names and return them in run order; "" selects all.
 
     Raises:
         UnknownName: no part has this name.
@@ -43,10 +43,10 @@ def parts_of(names: str) -> tuple[str, ...]:
 
 
 def run_parts(names: Sequence[str], config: MemoryBenchConfig) -> Iterator[tuple[str, PartResult]]:
-    """Run parts one after the other; yield each when it is done.
+    """Run parts one after the other, and yield the result of each.
 
     Args:
-        names: of PARTS.
-        config: of all of them.
+        names: names in PARTS.
+        config: configuration of all parts.
     """
     return run_named(names, PARTS, config)

@@ -1,4 +1,4 @@
-"""Part `prefix`: one system prompt in front of many requests, with the prefix cache and without.
+"""Part `prefix`: many requests with one system prompt, with and without the prefix cache.
 
 The engine runs the same requests both ways, in interleaved rounds. All requests arrive at once, so
 the shared prefix must be matched while it is being prefilled. Weights are float32, so that the
@@ -27,15 +27,15 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixConfig:
-    """The requests.
+    """Configuration of the requests.
 
     Attributes:
         model: a name in SHAPES.
-        sharers: requests.
-        system_tokens: they all begin with.
-        own_tokens: that follow, of each.
-        new_tokens: generated for each.
-        repeats: rounds of both arms.
+        sharers: number of requests.
+        system_tokens: tokens of the shared system prompt.
+        own_tokens: further prompt tokens of each request.
+        new_tokens: tokens generated for each request.
+        repeats: rounds of both arms, after one warm-up round.
     """
 
     model: str = "small"
@@ -47,7 +47,7 @@ class PrefixConfig:
 
     @property
     def shareable_tokens(self) -> int:
-        """Prompt tokens that the prefix cache can save: shared tokens, less one prefill of them."""
+        """Prompt tokens that the cache can save: the system prompt of all requests but one."""
         return (self.sharers - 1) * self.system_tokens
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
@@ -64,15 +64,15 @@ class PrefixConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixRun:
-    """All requests, once.
+    """Measurements of one run of all requests.
 
     Attributes:
-        shares: whether with the prefix cache.
-        cached_tokens: over all requests, as `usage` says.
-        computed_tokens: that the engine's steps processed.
-        peak_bytes: of KV in use.
-        total_s: until the last token.
-        tokens: the answers.
+        shares: whether the prefix cache is enabled.
+        cached_tokens: cached tokens over all requests, from `usage`.
+        computed_tokens: tokens processed by the engine's steps.
+        peak_bytes: peak KV bytes.
+        total_s: time until the last token.
+        tokens: output tokens of each request.
     """
 
     shares: bool
@@ -84,7 +84,7 @@ class PrefixRun:
 
 
 def measure_prefix(config: PrefixConfig) -> list[PrefixRun]:
-    """Both arms in turns; one round before them is not counted."""
+    """Run both arms in turn, after one warm-up round."""
     model = random_model(SHAPES[config.model](), dtype=torch.float32)
     runs = []
     for i in range(config.repeats + 1):
@@ -108,13 +108,13 @@ def run_once(model: LoadedModel, config: PrefixConfig, *, shares: bool) -> Prefi
     answers: dict[str, list[int]] = {key: [] for key in ids}
     usages: list[Usage] = []
 
-    def answer() -> None:
+    def run_all() -> None:
         while engine.has_work:
             for delta in engine.step():
                 answers[delta.request_id] += delta.token_ids
                 usages.extend([] if delta.usage is None else [delta.usage])
 
-    total_s = seconds(answer)
+    total_s = seconds(run_all)
     engine.check()
     stats = engine.stats()
     return PrefixRun(
@@ -128,11 +128,11 @@ def run_once(model: LoadedModel, config: PrefixConfig, *, shares: bool) -> Prefi
 
 
 def run_prefix(config: PrefixConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     runs = measure_prefix(config)
     rows = tuple(
         (
-            "with the cache" if run.shares else "without",
+            "enabled" if run.shares else "disabled",
             run.cached_tokens,
             run.computed_tokens,
             run.peak_bytes / 1e6,
@@ -155,11 +155,11 @@ def run_prefix(config: PrefixConfig) -> PartResult:
 
 
 def claims(config: PrefixConfig, runs: Sequence[PrefixRun]) -> Numbers:
-    """Saved over shareable tokens; bytes, time and work over those without the cache.
+    """Saved fraction of shareable tokens; ratios of bytes, time and work to those without cache.
 
     Args:
-        config: what was run.
-        runs: in turns, with the cache first.
+        config: configuration of the requests.
+        runs: runs of both arms in turn, with the cache first.
     """
     pairs = list(zip(runs[::2], runs[1::2], strict=True))
     shared, alone = pairs[0]

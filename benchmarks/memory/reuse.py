@@ -1,4 +1,4 @@
-"""Part `reuse`: what a prefix cache finds in a trace of shared prefixes, by size of the memory."""
+"""Part `reuse`: prefix cache hits in a trace of shared prefixes, by KV memory size."""
 
 from dataclasses import dataclass, replace
 
@@ -12,13 +12,13 @@ UNBOUNDED = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseConfig:
-    """What is compared.
+    """Configuration of the comparison.
 
     Attributes:
-        memories: sizes of bounded KV memories; one that forgets nothing is always there.
-        requests: of the trace, at most; None: all.
-        page_tokens: slots in a page; the trace names blocks of 512 tokens, smaller pages find the
-            same and take the simulator 32 times the blocks.
+        memories: sizes of bounded KV memories; an unbounded memory is always compared too.
+        requests: most requests of the trace; None: all.
+        page_tokens: slots in a page. The trace has blocks of 512 tokens; smaller pages give the
+            same hits and cost the simulator up to 32 times as many blocks.
     """
 
     requests: int | None = None
@@ -27,7 +27,7 @@ class ReuseConfig:
 
 
 def run_reuse(config: ReuseConfig, simulated: SimulatedConfig) -> PartResult:
-    """The part: one run of the trace for each size."""
+    """Run the part: one run of the trace for each size."""
     trace, on = simulated.prefixes(), simulated.run_config()
     trace = replace(trace, requests=trace.requests[: config.requests])
     kv = replace(on.kv, page_tokens=config.page_tokens)
@@ -44,7 +44,7 @@ def run_reuse(config: ReuseConfig, simulated: SimulatedConfig) -> PartResult:
 
 
 def claims(found: dict[str, Numbers]) -> Numbers:
-    """Hit fractions of every size, and beside them what the trace repeats."""
+    """Hit fractions of every size, and the reusable fractions of the trace."""
     unbounded = found[UNBOUNDED]
     made: Numbers = {
         "mooncake_hit_fraction_unbounded": unbounded["prefix_hit_fraction"],
@@ -76,7 +76,7 @@ def _table(
     return Table(
         name="reuse",
         caption=(
-            f"Prompt tokens found in the cache, {name}, {simulated.model} on a simulated "
+            f"Cached prompt tokens, {name}, {simulated.model} on a simulated "
             f"{simulated.machine}, pages of {page_tokens} tokens. The trace repeats "
             f"{unbounded['reusable_token_fraction']:.2%} of its prompt tokens as prefixes, and "
             f"{unbounded['reusable_block_fraction']:.2%} of its blocks of 512 tokens."
@@ -101,7 +101,7 @@ def _chart(found: dict[str, Numbers]) -> Chart:
     )
     return Chart(
         name="reuse",
-        title="Prompt tokens found in the prefix cache",
+        title="Prompt tokens from the prefix cache",
         x_label="KV memory",
         y_label="%",
         lines={"hits": points},

@@ -1,4 +1,4 @@
-"""Where the simulated parts of the memory bench get their traces and their machine from."""
+"""Traces and machine of the simulated parts of the memory benchmark."""
 
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -23,9 +23,9 @@ class SimulatedConfig:
         prefix_trace: file with the shared prefixes of prompts; "": the start of Mooncake's
             conversation trace, shipped with Quire.
         requests: number of first requests of each trace; None: all.
-        model: a shape, as `quire simulate` names it.
-        machine: whose rates time the steps.
-        memory: KV bytes.
+        model: a model shape of `quire simulate`.
+        machine: machine whose rates time the steps.
+        memory: KV memory.
     """
 
     trace: str = ""
@@ -56,7 +56,7 @@ class SimulatedConfig:
         return load_trace(path, replace(options or TraceOptions(), requests=self.requests))
 
     def run_config(self) -> SimConfig:
-        """What `quire.sim` takes, with the defaults of the engine."""
+        """Simulation config with the engine's defaults."""
         return SimConfig(
             model=model_shape(self.model),
             rates=MachineConfig(name=self.machine).rates(),

@@ -1,7 +1,8 @@
-"""Part `swap`: bringing a preempted sequence's KV back from the host, or reading it again.
+"""Part `swap`: resuming a preempted sequence by swapping or by recompute, by length.
 
-Both are measured by length, in one engine and in turns, so that neither has the quieter minutes: a
-prompt is read, which is what recomputing it takes; then its KV goes to the host and comes back.
+Both are measured for each length in one engine and in turn, so that changes of the machine's load
+affect both. A prompt is prefilled, which is the cost of recompute; its KV is then swapped out and
+in.
 """
 
 import itertools
@@ -28,19 +29,19 @@ from quire.profile.prefill_rates import kv_memory_for, random_prompt
 from quire.profile.timing import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
-_SPARE_TOKENS = 256  # new ones, and slots of last pages
+_SPARE_TOKENS = 256  # new tokens, and unused slots of last pages
 LENGTHS = (64, 128, 256, 512, 1_024, 2_048, 4_096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapConfig:
-    """What is measured.
+    """Configuration of the measurement.
 
     Attributes:
         lengths: tokens of the prompts.
-        repeats: measured rounds of all lengths, after one that is not.
-        max_num_batched_tokens: of the engine.
-        attention: its backend.
+        repeats: measured rounds of all lengths, after one warm-up round.
+        max_num_batched_tokens: token budget of a step.
+        attention: attention backend.
     """
 
     lengths: tuple[int, ...] = LENGTHS
@@ -54,13 +55,13 @@ QUICK_SWAP = SwapConfig(lengths=(32, 96), repeats=2, max_num_batched_tokens=64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapTime:
-    """One sequence, once.
+    """Measurements of one sequence.
 
     Attributes:
-        tokens: of its prompt.
-        kv_bytes: it held.
-        recompute_s: reading it.
-        out_s, back_s: swapping it out and in.
+        tokens: tokens of its prompt.
+        kv_bytes: KV bytes it held.
+        recompute_s: time to prefill it.
+        out_s, back_s: time to swap it out and in.
     """
 
     tokens: int
@@ -71,7 +72,7 @@ class SwapTime:
 
     @property
     def swap_s(self) -> float:
-        """Out and back."""
+        """Time to swap out and in."""
         return self.out_s + self.back_s
 
 
@@ -79,17 +80,17 @@ def measure_swap(model: LoadedModel, config: SwapConfig) -> Iterator[SwapTime]:
     """Yield the times of every length, round by round.
 
     Args:
-        model: loaded, with a context longer than every length by two.
-        config: what.
+        model: model with a context at least two tokens longer than every length.
+        config: lengths and repeats.
 
     Raises:
-        ConfigError: a prompt over the context.
+        ConfigError: a prompt exceeds the context.
     """
     longest = max(config.lengths)
     if longest + 2 > model.spec.max_positions:
         raise ConfigError(
-            f"a prompt of {longest} tokens leaves no room in a context of "
-            f"{model.spec.max_positions}: measure shorter ones"
+            f"expected prompts of at most {model.spec.max_positions - 2} tokens for a context of "
+            f"{model.spec.max_positions}, got {longest}: use shorter prompts"
         )
     kv = KVConfig(
         memory=kv_memory_for(model.spec, longest + 2),
@@ -107,14 +108,14 @@ def measure_swap(model: LoadedModel, config: SwapConfig) -> Iterator[SwapTime]:
 
 
 def swap_space_for(spec: ModelSpec, tokens: int, value_bytes: int) -> int:
-    """Swap space that holds a request and what its pages leave empty."""
+    """Swap space that holds a request and the unused slots of its pages."""
     return spec.kv_bytes(tokens + _SPARE_TOKENS, value_bytes)
 
 
 def _measure_one(engine: Engine, prompt: list[int]) -> SwapTime:
     pool, memory = engine.pool.host, engine.pool.kv.memory
     if pool is None:
-        raise InvariantError("the engine of this bench has a host pool")
+        raise InvariantError("expected an engine with swap space, got one without")
     request_id = engine.submit(
         GenerationRequest(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
     )
@@ -141,7 +142,7 @@ def _measure_one(engine: Engine, prompt: list[int]) -> SwapTime:
 
 
 def summarise(times: Sequence[SwapTime]) -> dict[str, int | float]:
-    """Median seconds by length, and the length from which on swapping is cheaper."""
+    """Median seconds by length, and the break-even length of swapping."""
     by_length: dict[int, list[SwapTime]] = {}
     for time in times:
         by_length.setdefault(time.tokens, []).append(time)
@@ -156,28 +157,28 @@ def summarise(times: Sequence[SwapTime]) -> dict[str, int | float]:
 
 
 def measured_breakeven(ratios: Mapping[int, float]) -> float:
-    """The length from which on swapping is cheaper.
+    """Length above which swapping is faster.
 
-    Between the longest length at which recomputing was cheaper and the next one the ratio is
+    Between the longest length at which recompute was faster and the next one, the ratio is
     interpolated, both on logarithmic scales.
 
     Args:
-        ratios: recompute over swap, by length.
+        ratios: recompute time over swap time, by length.
 
     Returns:
-        Tokens; 0 where swapping was cheaper at every length, infinity where it was not at the
-        longest.
+        Tokens; 0 if swapping was faster at every length, infinity if recompute was faster at the
+        longest length.
     """
     lengths = sorted(ratios)
-    dearer = [tokens for tokens in lengths if ratios[tokens] <= 1]
-    if not dearer:
+    slower = [tokens for tokens in lengths if ratios[tokens] <= 1]
+    if not slower:
         return 0.0
-    low = dearer[-1]
+    low = slower[-1]
     if low == lengths[-1]:
         return math.inf
     high = lengths[lengths.index(low) + 1]
-    share = -math.log(ratios[low]) / (math.log(ratios[high]) - math.log(ratios[low]))
-    return low * math.exp(share * math.log(high / low))
+    fraction = -math.log(ratios[low]) / (math.log(ratios[high]) - math.log(ratios[low]))
+    return low * math.exp(fraction * math.log(high / low))
 
 
 BREAKEVEN = "swap_recompute_breakeven_tokens"
@@ -185,7 +186,7 @@ BREAKEVEN = "swap_recompute_breakeven_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappingConfig:
-    """What is measured.
+    """Configuration of the part.
 
     Attributes:
         model: a name in SHAPES.
@@ -197,7 +198,7 @@ class SwappingConfig:
 
 
 def run_swap(config: SwappingConfig) -> PartResult:
-    """The part; the break-even is left out of the claims where swapping never wins."""
+    """Run the part; an infinite break-even length is omitted from the claims."""
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
     times = list(measure_swap(model, config.swap))
     claims = summarise(times)
@@ -205,23 +206,23 @@ def run_swap(config: SwappingConfig) -> PartResult:
     table = Table(
         name="swap",
         caption=(
-            f"A preempted sequence, swapped out and in, or read again: random-weight Llama "
+            f"A preempted sequence, swapped out and in, or recomputed: random-weight Llama "
             f"({config.model}), bfloat16, medians of {config.swap.repeats}. "
             f"{_breakeven_words(claims[BREAKEVEN])}"
         ),
-        columns=("tokens", "KV MB", "read again ms", "swap ms", "read again / swap"),
+        columns=("tokens", "KV MB", "recompute ms", "swap ms", "recompute / swap"),
         rows=tuple(
-            (length, kv_bytes / 1e6, 1e3 * again_s, 1e3 * swap_s, again_s / swap_s)
-            for length, (kv_bytes, again_s, swap_s) in points.items()
+            (length, kv_bytes / 1e6, 1e3 * recompute_s, 1e3 * swap_s, recompute_s / swap_s)
+            for length, (kv_bytes, recompute_s, swap_s) in points.items()
         ),
     )
     chart = Chart(
         name="swap",
-        title="What a preempted sequence costs",
-        x_label="its tokens",
+        title="Time to resume a preempted sequence",
+        x_label="tokens of the sequence",
         y_label="ms",
         lines={
-            "read again": tuple((length, 1e3 * s) for length, (_, s, _) in points.items()),
+            "recomputed": tuple((length, 1e3 * s) for length, (_, s, _) in points.items()),
             "swapped": tuple((length, 1e3 * s) for length, (_, _, s) in points.items()),
         },
         log_x=True,
@@ -237,13 +238,13 @@ def run_swap(config: SwappingConfig) -> PartResult:
 
 def _median(times: list[SwapTime], tokens: int) -> tuple[int, float, float]:
     found = [time for time in times if time.tokens == tokens]
-    again_s = statistics.median(time.recompute_s for time in found)
-    return found[0].kv_bytes, again_s, statistics.median(time.swap_s for time in found)
+    recompute_s = statistics.median(time.recompute_s for time in found)
+    return found[0].kv_bytes, recompute_s, statistics.median(time.swap_s for time in found)
 
 
 def _breakeven_words(tokens: int | float) -> str:
     if math.isinf(tokens):
-        return "Reading again was cheaper at every length."
+        return "Recompute was faster at every length."
     if not tokens:
-        return "Swapping was cheaper at every length."
-    return f"Swapping is cheaper from {tokens:,.0f} tokens on."
+        return "Swapping was faster at every length."
+    return f"Swapping is faster from {tokens:,.0f} tokens on."

@@ -1,12 +1,11 @@
-"""Part `waste`: how much of the allocated KV memory holds no token, by store and workload.
+"""Part `waste`: fraction of the allocated KV memory without a token, by store and workload.
 
 Every store serves the same requests in the same bytes, with the engine's scheduler. Waste is
-counted over time: slots without a token, over slots that running sequences hold.
+averaged over time: slots without a token, over slots allocated to running sequences.
 
-In the baseline every sequence reserves a contiguous piece of one maximum length. Sequences, bytes,
-order of arrival and scheduler are those of the paged run, with the store `contiguous_max`, and
-waste means the same in both: allocated slots without a token, over allocated
-slots, over time. Nothing is shared: a contiguous piece has one holder.
+In the baseline `contiguous_max`, every sequence reserves a contiguous lane of one maximum length.
+Sequences, bytes, arrival order and scheduler are those of the paged run, and waste has the same
+definition. Nothing is shared: a contiguous lane belongs to one sequence.
 """
 
 from collections.abc import Iterator
@@ -34,18 +33,18 @@ WINDOWED = {
     "max_position_embeddings": 32768,
     "sliding_window": 1024,
 }
-"""The shape of Mistral 7B v0.1 with a window of 1,024 tokens in place of 4,096, which few requests
-of the trace would pass."""
+"""Shape of Mistral 7B v0.1 with a window of 1,024 tokens instead of 4,096, which few requests of
+the trace exceed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WasteConfig:
-    """What is compared.
+    """Configuration of the comparison.
 
     Attributes:
-        max_tokens: lengths of contiguous pieces, besides the trace's longest request.
-        short_scale: factor on all lengths that makes the workload of short requests.
-        other_requests: of the trace, in the workloads beside that of its own lengths, at most.
+        max_tokens: lengths of contiguous lanes, in addition to the trace's longest request.
+        short_scale: factor on all lengths for the workload of short requests.
+        other_requests: most requests of the trace in the workloads `short` and `window`.
     """
 
     max_tokens: tuple[int, ...] = (4_096, 8_192)
@@ -55,24 +54,24 @@ class WasteConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRun:
-    """One workload in one store.
+    """Measurements of one workload in one store.
 
     Attributes:
-        workload, store: their names.
-        piece: size for which a piece is allocated, tokens or OWN; None if pieces have no maximum.
-        piece_tokens: the same as a number.
-        dropped: requests longer than that.
-        waste_fraction: over time.
-        end_waste_fraction: over requests, when each ends; None if pieces have no fixed size.
-        running_mean: sequences at once, mean over time.
-        tokens_per_s: generated.
-        copied_bytes: of lanes that grew out of their place.
+        workload, store: names of workload and store.
+        reserved: maximum length of a reserved lane, in tokens or OWN; None: no maximum.
+        reserved_tokens: the same length as a number.
+        dropped: number of requests that exceed this length.
+        waste_fraction: waste over time.
+        end_waste_fraction: waste over requests at their end; None if lanes have no fixed size.
+        running_mean: mean number of running sequences over time.
+        tokens_per_s: generated tokens per second.
+        copied_bytes: bytes copied for lanes that outgrew their allocation.
     """
 
     workload: str
     store: str
-    piece: str | None
-    piece_tokens: int | None
+    reserved: str | None
+    reserved_tokens: int | None
     dropped: int
     waste_fraction: float
     end_waste_fraction: float | None
@@ -82,10 +81,10 @@ class StoreRun:
 
 
 def measure_waste_of_stores(config: WasteConfig, simulated: SimulatedConfig) -> Iterator[StoreRun]:
-    """Yield a run for every workload and store.
+    """Yield a run for each workload and store.
 
     Args:
-        config: what is compared.
+        config: configuration of the comparison.
         simulated: trace and machine.
     """
     on = simulated.run_config()
@@ -95,11 +94,9 @@ def measure_waste_of_stores(config: WasteConfig, simulated: SimulatedConfig) -> 
     fewer = replace(real, requests=real.requests[: config.other_requests])
     for workload, trace in (("real", real), ("short", short)):
         yield _run(workload, trace, on, "paged")
-        pieces = {str(tokens): tokens for tokens in config.max_tokens} | {
-            OWN: longest_tokens(trace)
-        }
-        for piece, tokens in pieces.items():
-            yield _run(workload, trace, on, STORE, piece=piece, piece_tokens=tokens)
+        lanes = {str(tokens): tokens for tokens in config.max_tokens} | {OWN: longest_tokens(trace)}
+        for reserved, tokens in lanes.items():
+            yield _run(workload, trace, on, STORE, reserved=reserved, reserved_tokens=tokens)
         yield _run(workload, trace, on, "contiguous_growing")
     windowed = replace(on, model=ModelSpec.from_config(WINDOWED))
     for store in ("paged", "ring"):
@@ -112,25 +109,30 @@ def _run(
     on: SimConfig,
     store: StoreName,
     *,
-    piece: str | None = None,
-    piece_tokens: int | None = None,
+    reserved: str | None = None,
+    reserved_tokens: int | None = None,
 ) -> StoreRun:
-    kept = tuple(r for r in trace.requests if piece_tokens is None or r.tokens <= piece_tokens)
-    kv = replace(
-        on.kv, store=store, store_tokens=piece_tokens, prefix_cache=PrefixCacheConfig(enabled=False)
+    served = tuple(
+        r for r in trace.requests if reserved_tokens is None or r.tokens <= reserved_tokens
     )
-    simulator = make_simulator(replace(trace, requests=kept), replace(on, kv=kv))
+    kv = replace(
+        on.kv,
+        store=store,
+        store_tokens=reserved_tokens,
+        prefix_cache=PrefixCacheConfig(enabled=False),
+    )
+    simulator = make_simulator(replace(trace, requests=served), replace(on, kv=kv))
     result = simulator.run()
-    fixed = {"paged": kv.page_tokens, STORE: piece_tokens}.get(store)
+    fixed = {"paged": kv.page_tokens, STORE: reserved_tokens}.get(store)
     generated = sum(r.answer_tokens for r in result.records if r.finished)
     return StoreRun(
         workload=workload,
         store=store,
-        piece=piece,
-        piece_tokens=piece_tokens,
-        dropped=len(trace.requests) - len(kept),
+        reserved=reserved,
+        reserved_tokens=reserved_tokens,
+        dropped=len(trace.requests) - len(served),
         waste_fraction=result.gauges.waste_fraction,
-        # behind a window pages return before the end
+        # pages outside a window are freed before the end
         end_waste_fraction=request_waste(result, fixed) if fixed and workload != "window" else None,
         running_mean=result.gauges.mean("running"),
         tokens_per_s=generated / result.gauges.time_s,
@@ -139,7 +141,7 @@ def _run(
 
 
 def run_waste(config: WasteConfig, simulated: SimulatedConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     runs = list(measure_waste_of_stores(config, simulated))
     return PartResult(
         claims=claims(runs),
@@ -150,21 +152,21 @@ def run_waste(config: WasteConfig, simulated: SimulatedConfig) -> PartResult:
 
 
 def claims(runs: list[StoreRun]) -> Numbers:
-    """Fractions of the workload of real lengths; of the window model those of both its stores."""
+    """Fractions of the workload `real`, and of the window model in both of its stores."""
     found: Numbers = {}
     for run in runs:
         if run.workload == "window":
             found[f"{run.store}_window_waste_fraction"] = run.waste_fraction
         elif run.workload == "real" and run.store == STORE:
-            found[f"contiguous_waste_fraction_{run.piece}"] = run.waste_fraction
-            found[f"contiguous_dropped_{run.piece}"] = run.dropped
+            found[f"contiguous_waste_fraction_{run.reserved}"] = run.waste_fraction
+            found[f"contiguous_dropped_{run.reserved}"] = run.dropped
         elif run.workload == "real":
             found[f"{run.store}_waste_fraction"] = run.waste_fraction
     return found
 
 
 def _label(run: StoreRun) -> str:
-    return run.store if run.piece_tokens is None else f"{run.store} {run.piece_tokens}"
+    return run.store if run.reserved_tokens is None else f"{run.store} {run.reserved_tokens}"
 
 
 def _table(runs: list[StoreRun], simulated: SimulatedConfig) -> Table:
@@ -185,9 +187,9 @@ def _table(runs: list[StoreRun], simulated: SimulatedConfig) -> Table:
         name="waste",
         caption=(
             f"KV memory without a token, by workload and store: {simulated.model} in "
-            f"{simulated.memory} on a simulated {simulated.machine}. real: the trace's own "
-            "lengths; short: a quarter of them; window: the real ones through a model whose "
-            "layers look back 1,024 tokens. Dropped requests are longer than a piece."
+            f"{simulated.memory} on a simulated {simulated.machine}. real: the trace's "
+            "lengths; short: a quarter of them; window: the same lengths with a model whose layers "
+            "attend to the last 1,024 tokens. Dropped requests exceed the lane length."
         ),
         columns=(
             "workload",
@@ -207,7 +209,8 @@ def _chart(runs: list[StoreRun]) -> Chart:
     real = [run for run in runs if run.workload == "real"]
     words = {"paged": "paged", "contiguous_growing": "growing"}
     points = tuple(
-        (words.get(r.store, f"contiguous {r.piece_tokens}"), 100 * r.waste_fraction) for r in real
+        (words.get(r.store, f"contiguous {r.reserved_tokens}"), 100 * r.waste_fraction)
+        for r in real
     )
     return Chart(
         name="waste",
@@ -220,14 +223,14 @@ def _chart(runs: list[StoreRun]) -> Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContiguousRun:
-    """A trace served from contiguous pieces.
+    """A trace served from contiguous lanes.
 
     Attributes:
-        max_tokens: of every piece.
-        num_dropped: requests longer than that, which such an allocator cannot serve.
-        waste_fraction: over time, of pieces held at the same time.
+        max_tokens: length of every lane.
+        num_dropped: number of longer requests, which such an allocator cannot serve.
+        waste_fraction: waste over time.
         request_waste_fraction: over requests: slots without a token when each request ends.
-        result: of the requests that are not too long; None if all are too long.
+        result: simulation of the requests that fit; None if no request fits.
     """
 
     max_tokens: int
@@ -238,19 +241,19 @@ class ContiguousRun:
 
 
 def longest_tokens(trace: Trace) -> int:
-    """Length of a trace's longest request: the maximum that drops nothing."""
+    """Length of a trace's longest request."""
     return max(request.tokens for request in trace.requests)
 
 
 def run_contiguous(trace: Trace, config: SimConfig, max_tokens: int) -> ContiguousRun:
-    """Serve a trace from pieces of `max_tokens` slots in the same bytes.
+    """Serve a trace from contiguous lanes of `max_tokens` slots in the same bytes.
 
     Raises:
-        ConfigError: not one piece fits into the memory.
+        ConfigError: the memory cannot hold one lane.
     """
-    kept = tuple(r for r in trace.requests if r.tokens <= max_tokens)
-    num_dropped = len(trace.requests) - len(kept)
-    if not kept:
+    fitting = tuple(r for r in trace.requests if r.tokens <= max_tokens)
+    num_dropped = len(trace.requests) - len(fitting)
+    if not fitting:
         return ContiguousRun(
             max_tokens=max_tokens,
             num_dropped=num_dropped,
@@ -258,7 +261,7 @@ def run_contiguous(trace: Trace, config: SimConfig, max_tokens: int) -> Contiguo
             request_waste_fraction=0.0,
             result=None,
         )
-    served = replace(trace, requests=kept, num_dropped=trace.num_dropped + num_dropped)
+    served = replace(trace, requests=fitting, num_dropped=trace.num_dropped + num_dropped)
     kv = replace(
         config.kv,
         store=STORE,
@@ -275,14 +278,14 @@ def run_contiguous(trace: Trace, config: SimConfig, max_tokens: int) -> Contiguo
     )
 
 
-def request_waste(result: SimResult, piece_tokens: int) -> float:
-    """Slots without a token when each request ends, over the slots of its pieces.
+def request_waste(result: SimResult, unit_tokens: int) -> float:
+    """Slots without a token when each request ends, over the slots allocated to it.
 
     Args:
-        result: of a run.
-        piece_tokens: slots of a page or of a contiguous piece.
+        result: simulation result.
+        unit_tokens: slots of a page or of a contiguous lane.
     """
-    # the last token of an answer is never written
+    # KV of the last output token is never written
     lengths = [r.prompt_tokens + r.answer_tokens - 1 for r in result.records if r.finished]
-    slots = sum(-(-length // piece_tokens) * piece_tokens for length in lengths)
+    slots = sum(-(-length // unit_tokens) * unit_tokens for length in lengths)
     return 1 - sum(lengths) / slots if slots else 0.0

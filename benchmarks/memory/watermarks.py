@@ -5,7 +5,7 @@ is optimistic: outputs grow after admission, into the memory that the low waterm
 watermarks of the scheduler are swept. The low watermark runs alone: no request is admitted above
 it. It also runs with a high watermark two points above it, above which a request is preempted.
 
-Source: papers call the mark at which admission stops the watermark; its table is re-measured here.
+Source: papers call the fraction at which admission stops the watermark.
 """
 
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ from quire.sim.metrics import percentiles, summarise
 from quire.sim.run import SimConfig, simulate
 from quire.sim.traces.base import Trace, TraceOptions
 
-COMPARED = 98  # per cent: what the best is held against
-_ABOVE = 0.02  # of the high mark over the low one
+COMPARED = 98  # percentage that the best watermark is compared with
+_ABOVE = 0.02  # high watermark minus low watermark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatermarkConfig:
-    """What is swept.
+    """Configuration of the sweep.
 
     Attributes:
-        per_cents: low watermarks; COMPARED must be among them.
-        time_scale: factor on the times between arrivals: requests must wait for memory.
-        memory: KV bytes.
-        max_num_seqs: sequences at once; large enough that memory is the limit.
-        requests: of the trace, at most.
+        per_cents: low watermarks in percent; COMPARED must be one of them.
+        time_scale: factor on the times between arrivals, so that requests wait for memory.
+        memory: KV memory.
+        max_num_seqs: most running sequences; large enough that memory is the limit.
+        requests: most requests of the trace.
     """
 
     per_cents: tuple[int, ...] = (70, 85, 90, 95, 98)
@@ -42,20 +42,20 @@ class WatermarkConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatermarkRun:
-    """One run.
+    """Measurements of one run.
 
     Attributes:
-        per_cent: the low mark.
-        gives_way: whether a high watermark was set, two points above the low one.
-        largest_batch, mean_batch: sequences at once.
-        tokens_per_s: generated, while requests wait.
-        preemptions_per_minute: of the time the run took.
+        per_cent: low watermark in percent.
+        preempts: whether a high watermark was set, two points above the low one.
+        largest_batch, mean_batch: number of running sequences.
+        tokens_per_s: generated tokens per second while requests wait.
+        preemptions_per_minute: preemptions per simulated minute.
         recomputed_fraction: fraction of processed tokens that were recomputed.
         numbers: percentiles of latencies.
     """
 
     per_cent: int
-    gives_way: bool
+    preempts: bool
     largest_batch: int
     mean_batch: float
     tokens_per_s: float
@@ -67,25 +67,25 @@ class WatermarkRun:
 def measure_watermarks(
     config: WatermarkConfig, simulated: SimulatedConfig
 ) -> Iterator[WatermarkRun]:
-    """Yield a run for each mark, without and with a high one."""
+    """Yield a run for each low watermark, without and with a high watermark."""
     trace = simulated.conversations(TraceOptions(time_scale=config.time_scale))
     trace = replace(trace, requests=trace.requests[: config.requests])
     on = simulated.run_config()
     on = replace(on, kv=replace(on.kv, memory=config.memory))
-    for gives_way in (False, True):
+    for preempts in (False, True):
         for per_cent in config.per_cents:
-            yield _run(trace, on, config.max_num_seqs, per_cent=per_cent, gives_way=gives_way)
+            yield _run(trace, on, config.max_num_seqs, per_cent=per_cent, preempts=preempts)
 
 
 def _run(
-    trace: Trace, on: SimConfig, max_num_seqs: int, *, per_cent: int, gives_way: bool
+    trace: Trace, on: SimConfig, max_num_seqs: int, *, per_cent: int, preempts: bool
 ) -> WatermarkRun:
     low = per_cent / 100
     schedule = replace(
         on.schedule,
         max_num_seqs=max_num_seqs,
         low_watermark=low,
-        high_watermark=min(1.0, round(low + _ABOVE, 4)) if gives_way else 1.0,
+        high_watermark=min(1.0, round(low + _ABOVE, 4)) if preempts else 1.0,
     )
     result = simulate(trace, replace(on, schedule=schedule))
     numbers = summarise(result)
@@ -93,7 +93,7 @@ def _run(
     stall = percentiles("service", (r.finish_s - r.admitted_s for r in finished))
     return WatermarkRun(
         per_cent=per_cent,
-        gives_way=gives_way,
+        preempts=preempts,
         largest_batch=int(numbers["running_peak"]),
         mean_batch=numbers["running_mean"],
         tokens_per_s=numbers["generated_tokens_per_s"],
@@ -106,24 +106,23 @@ def _run(
 
 
 def run_watermarks(config: WatermarkConfig, simulated: SimulatedConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     runs = list(measure_watermarks(config, simulated))
     return PartResult(
         claims=claims(runs),
         tables=(_table(runs, config, simulated),),
         charts=(_chart(runs),),
-        raw={
-            "runs": [{"per_cent": r.per_cent, "gives_way": r.gives_way} | r.numbers for r in runs]
-        },
+        raw={"runs": [{"per_cent": r.per_cent, "preempts": r.preempts} | r.numbers for r in runs]},
     )
 
 
 def claims(runs: list[WatermarkRun]) -> Numbers:
-    """The mark with the highest throughput, its throughput over that at 98 %, and every mark's.
+    """Best watermark by throughput, its throughput over that at 98 %, and values of each watermark.
 
-    Marks of equal throughput (to one part in a thousand): the one with the shorter p99 of tokens.
+    Among throughputs that differ by at most 0.1 %, the shortest p99 of token times decides.
+
     """
-    plain = [run for run in runs if not run.gives_way]
+    plain = [run for run in runs if not run.preempts]
     most = max(run.tokens_per_s for run in plain)
     near = [run for run in plain if run.tokens_per_s >= 0.999 * most]
     best = min(near, key=lambda run: (run.numbers.get("tpot_p99_s", 0.0), run.per_cent))
@@ -141,7 +140,7 @@ def claims(runs: list[WatermarkRun]) -> Numbers:
 def _table(runs: list[WatermarkRun], config: WatermarkConfig, simulated: SimulatedConfig) -> Table:
     rows = tuple(
         (
-            f"{run.per_cent} %" + (f", gives way above {run.per_cent + 2} %" * run.gives_way),
+            f"{run.per_cent} %" + (f", preempts above {run.per_cent + 2} %" * run.preempts),
             run.largest_batch,
             run.mean_batch,
             run.tokens_per_s,
@@ -158,40 +157,40 @@ def _table(runs: list[WatermarkRun], config: WatermarkConfig, simulated: Simulat
         caption=(
             f"Low watermark: {simulated.model} in {config.memory} of KV on a simulated "
             f"{simulated.machine}, requests of the Azure trace at {1 / config.time_scale:g} times "
-            "its rate, optimistic admission, who gives way is read again. Service: from entering "
-            "to the end; whole: the queue too."
+            "its rate, optimistic admission, preempted requests recompute. Service: from admission "
+            "to the end; end to end: with the queue time."
         ),
         columns=(
-            "let in up to",
+            "low watermark",
             "largest batch",
             "mean batch",
             "generated tokens/s",
             "preemptions/min",
-            "read again %",
+            "recomputed %",
             "p99 per token ms",
             "p99 service s",
-            "p99 whole s",
+            "p99 end to end s",
         ),
         rows=rows,
     )
 
 
 def _milliseconds(value_s: int | float | None) -> float | None:
-    """Nothing where every answer had one token."""
+    """Convert to milliseconds; None if every output had one token."""
     return None if value_s is None else 1e3 * value_s
 
 
 def _chart(runs: list[WatermarkRun]) -> Chart:
-    words = {False: "low mark alone", True: "with a high mark"}
+    words = {False: "low watermark only", True: "with a high watermark"}
     lines = {
-        words[gives_way]: tuple(
-            (run.per_cent, run.preemptions_per_minute) for run in runs if run.gives_way == gives_way
+        words[preempts]: tuple(
+            (run.per_cent, run.preemptions_per_minute) for run in runs if run.preempts == preempts
         )
-        for gives_way in words
+        for preempts in words
     }
     return Chart(
         name="watermarks",
-        title="Requests thrown out, by the mark up to which others are let in",
+        title="Preemptions by low watermark",
         x_label="low watermark, % of the KV memory",
         y_label="preemptions per minute",
         lines=lines,

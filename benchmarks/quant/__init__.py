@@ -1,1 +1,1 @@
-"""Measures what codes of KV cost and save: bytes, time, quality."""
+"""`python -m benchmarks quant`: costs and savings of KV codecs: bytes, time, quality."""

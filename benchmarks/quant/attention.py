@@ -1,7 +1,7 @@
-"""Part `attention`: decode attention over codes against the same over bfloat16, alone.
+"""Part `attention`: decode attention over quantized KV, compared with bfloat16, without a model.
 
-Every round reads a buffer far beyond the caches first, then attends once over each kind of pages,
-so that a ratio compares neighbours in time. Pages are scattered at random; all of them are read.
+Every round first reads a buffer far larger than the caches, then runs attention once per codec, so
+that a ratio compares measurements close in time. Pages are scattered at random; all are read.
 """
 
 import statistics
@@ -17,40 +17,40 @@ from quire.profile.timing import seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTimes:
-    """One length of sequences.
+    """Measurements at one sequence length.
 
     Attributes:
-        tokens: of each.
-        read_bytes_per_s: the ceiling, round by round.
-        kv_bytes: that a step reads, by codec.
-        taken_s: a step, by codec, round by round.
+        tokens: tokens of each sequence.
+        read_bytes_per_s: memory bandwidth of each round.
+        kv_bytes: KV bytes that a step reads, by codec.
+        step_s: step times by codec and round.
     """
 
     tokens: int
     read_bytes_per_s: tuple[float, ...]
     kv_bytes: Mapping[str, int]
-    taken_s: Mapping[str, tuple[float, ...]]
+    step_s: Mapping[str, tuple[float, ...]]
 
     def speedup(self, codec: str) -> float:
-        """Over bfloat16: median of the ratios within rounds."""
-        pairs = zip(self.taken_s[PLAIN], self.taken_s[codec], strict=True)
+        """Speed over bfloat16: median of the ratios within rounds."""
+        pairs = zip(self.step_s[PLAIN], self.step_s[codec], strict=True)
         return statistics.median(plain / coded for plain, coded in pairs)
 
     def bytes_per_s(self, codec: str) -> float:
-        """Bytes of pages that are read in a second, median."""
-        return self.kv_bytes[codec] / statistics.median(self.taken_s[codec])
+        """Bytes of pages read per second, median."""
+        return self.kv_bytes[codec] / statistics.median(self.step_s[codec])
 
     def over_ceiling(self, codec: str) -> float:
-        """The same over what the machine reads: median of the ratios within rounds."""
-        rounds = zip(self.taken_s[codec], self.read_bytes_per_s, strict=True)
-        return statistics.median(self.kv_bytes[codec] / taken / read for taken, read in rounds)
+        """Read rate over the memory bandwidth: median of the ratios within rounds."""
+        rounds = zip(self.step_s[codec], self.read_bytes_per_s, strict=True)
+        return statistics.median(self.kv_bytes[codec] / step_s / read for step_s, read in rounds)
 
 
 def run_attention(config: QuantAttentionConfig) -> PartResult:
-    """The part.
+    """Run the part.
 
     Raises:
-        ConfigError: the C extension cannot run here.
+        ConfigError: the C extension cannot run on this machine.
     """
     found = [measure_length(config, tokens) for tokens in config.lengths]
     raw = [
@@ -58,7 +58,7 @@ def run_attention(config: QuantAttentionConfig) -> PartResult:
             "tokens": one.tokens,
             "read_bytes_per_s": one.read_bytes_per_s,
             "kv_bytes": dict(one.kv_bytes),
-            "taken_s": dict(one.taken_s),
+            "step_s": dict(one.step_s),
         }
         for one in found
     ]
@@ -71,29 +71,29 @@ def run_attention(config: QuantAttentionConfig) -> PartResult:
 
 
 def measure_length(config: QuantAttentionConfig, tokens: int) -> AttentionTimes:
-    """All codecs in turns at one length."""
+    """Measure all codecs in turn at one length."""
     shape = replace(config.shape, tokens=tokens)
     benches = {codec: AttentionBench(shape, codec) for codec in (PLAIN, *config.codecs)}
     calls = {codec: bench.paged("native") for codec, bench in benches.items()}
     memory = MemoryProbe(config.buffer_bytes)
     read: list[float] = []
-    taken: dict[str, list[float]] = {codec: [] for codec in calls}
+    step_s: dict[str, list[float]] = {codec: [] for codec in calls}
     for i in range(config.repeats + 1):
         rate = memory.read_rate()
         read += [rate] if i else []
         for codec, call in calls.items():
-            taken_s = seconds(call)
-            taken[codec] += [taken_s] if i else []
+            elapsed_s = seconds(call)
+            step_s[codec] += [elapsed_s] if i else []
     return AttentionTimes(
         tokens=tokens,
         read_bytes_per_s=tuple(read),
         kv_bytes={codec: bench.kv_bytes for codec, bench in benches.items()},
-        taken_s={codec: tuple(times) for codec, times in taken.items()},
+        step_s={codec: tuple(times) for codec, times in step_s.items()},
     )
 
 
 def claims(config: QuantAttentionConfig, found: Sequence[AttentionTimes]) -> Numbers:
-    """Speedups over bfloat16 and bytes a second over the read ceiling, at the claimed length."""
+    """Speedups over bfloat16 and read rates over the memory bandwidth, at the claimed length."""
     [claimed] = (one for one in found if one.tokens == config.shape.tokens)
     made: Numbers = {"bfloat16_over_read_ceiling": claimed.over_ceiling(PLAIN)}
     for codec in config.codecs:
@@ -106,7 +106,7 @@ def claims(config: QuantAttentionConfig, found: Sequence[AttentionTimes]) -> Num
 def _table(config: QuantAttentionConfig, one: AttentionTimes) -> Table:
     shape = config.shape
     rows: list[tuple[Cell, ...]] = []
-    for codec, times in one.taken_s.items():
+    for codec, times in one.step_s.items():
         rows.append(
             (
                 codec,
@@ -125,9 +125,9 @@ def _table(config: QuantAttentionConfig, one: AttentionTimes) -> Table:
             f"{shape.num_heads} heads over {shape.num_kv_heads} KV heads of {shape.head_dim}, "
             f"pages of {shape.page_tokens} scattered at random, the C extension. Medians of "
             f"{config.repeats} rounds in turns; memory was read at "
-            f"{statistics.median(one.read_bytes_per_s) / 1e9:.1f} GB/s."
+            f"{config.repeats} rounds, codecs in turn; memory bandwidth "
         ),
-        columns=("codec", "MB", "bytes less", "ms", "faster", "GB/s", "of what is read"),
+        columns=("codec", "MB", "bfloat16 bytes over", "ms", "speedup", "GB/s", "over bandwidth"),
         rows=tuple(rows),
     )
 
@@ -139,8 +139,8 @@ def _chart(found: Sequence[AttentionTimes]) -> Chart:
         x_label="tokens of a sequence",
         y_label="ms",
         lines={
-            codec: tuple((one.tokens, 1e3 * statistics.median(one.taken_s[codec])) for one in found)
-            for codec in found[0].taken_s
+            codec: tuple((one.tokens, 1e3 * statistics.median(one.step_s[codec])) for one in found)
+            for codec in found[0].step_s
         },
         log_x=True,
         log_y=True,

@@ -1,12 +1,12 @@
-"""Part `bandwidth`: what a decode step reads, and how long it takes, from small batches to large.
+"""Part `bandwidth`: bytes read by a decode step and its time, from small batches to large ones.
 
-The article's table, measured: weights are read once a step and KV once a sequence, so the larger
-the batch, the larger the share that a codec makes smaller. Beside the time of the bytes alone, the
-article's prediction, stands that with products: where cores are slow these take longer than reading
-the weights.
+The article's table, measured: weights are read once per step and KV once per sequence. The larger
+the batch, the larger the fraction of bytes that a codec shrinks. Two predictions are compared: the
+time to read the bytes, which is the article's, and the same with products, which take longer than
+reading the weights if cores are slow.
 
-A step is one forward of the model with all its attention, over random numbers in every page. No
-scheduler, no sampler.
+A step is one forward of the model with all its attention, with random data in every page. It
+includes no scheduler and no sampler.
 """
 
 import statistics
@@ -32,23 +32,23 @@ from quire.profile.ceilings import DTYPES, MemoryProbe, ProductProbe
 from quire.profile.timing import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
-_SPARE_BYTES = 64 << 20  # slabs that are not full
+_SPARE_BYTES = 64 << 20  # unused bytes of slabs
 
 
 class DecodeSteps:
-    """Sequences in a memory of their own; a call is a step in which each gets a token.
+    """Sequences in their own KV memory; a call runs a step that adds a token to each.
 
     Args:
-        model: random weights.
-        codec: of KV.
-        batch: sequences.
-        tokens: of each before the first step.
-        steps: at most.
+        model: model with random weights.
+        codec: KV codec.
+        batch: number of sequences.
+        tokens: tokens of each sequence before the first step.
+        steps: most steps.
     """
 
     def __init__(self, model: LoadedModel, codec: str, batch: int, tokens: int, steps: int) -> None:
         self._model, self.batch = model, batch
-        longest = tokens + steps + 16  # a page at most that is not full
+        longest = tokens + steps + 16  # the last page may be partly filled
         plain_bytes = model.spec.kv_bytes(longest, model.decoder.dtype.itemsize) * batch
         kv = KVConfig(
             memory=plain_bytes + _SPARE_BYTES,
@@ -67,11 +67,11 @@ class DecodeSteps:
 
     @property
     def kv_bytes(self) -> int:
-        """Pages that a step reads."""
+        """Bytes of the pages that a step reads."""
         return self._pool.kv.memory.used_bytes
 
     def __call__(self) -> None:
-        """One step."""
+        """Run one step."""
         memory = self._pool.kv.memory
         memory.grow(self._rows, self._ones)
         positions = torch.from_numpy(memory.lengths[self._rows] - 1)
@@ -83,16 +83,16 @@ class DecodeSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """One batch under one codec.
+    """Measurements of one batch with one codec.
 
     Attributes:
-        codec: as it is written.
-        batch: sequences.
-        weight_bytes: read once a step.
-        kv_bytes: pages of all sequences.
-        read_s: the time of these bytes at the machine's rate.
-        predicted_s: with the products' time where that is longer than the weights'.
-        step_s: measured, round by round.
+        codec: name of the codec.
+        batch: number of sequences.
+        weight_bytes: weight bytes, read once per step.
+        kv_bytes: bytes of the pages of all sequences.
+        read_s: time to read these bytes at the machine's bandwidth.
+        predicted_s: the same, with the products' time if it exceeds the weights' read time.
+        step_s: measured step time of each round.
     """
 
     codec: str
@@ -105,22 +105,22 @@ class StepTime:
 
     @property
     def kv_share(self) -> float:
-        """Of the bytes that a step reads."""
+        """Fraction of KV in the bytes that a step reads."""
         return self.kv_bytes / (self.kv_bytes + self.weight_bytes)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the median step."""
+        """Tokens per second at the median step time."""
         return self.batch / statistics.median(self.step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """What the machine does at most.
+    """Limits of the machine.
 
     Attributes:
-        read_bytes_per_s: of memory.
-        flops: of products, in the faster type.
+        read_bytes_per_s: memory bandwidth.
+        flops: compute rate of products, in the faster dtype.
     """
 
     read_bytes_per_s: float
@@ -128,7 +128,7 @@ class MachineRates:
 
 
 def run_bandwidth(config: BandwidthConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     found = measure_steps(config)
     return PartResult(
         claims=claims(found),
@@ -139,7 +139,7 @@ def run_bandwidth(config: BandwidthConfig) -> PartResult:
 
 
 def measure_rates(config: BandwidthConfig) -> MachineRates:
-    """Medians of five."""
+    """Measure the machine's limits, each as the median of five measurements."""
     memory = MemoryProbe(config.buffer_bytes)
     products = [ProductProbe(dtype, *config.product) for dtype in DTYPES]
     return MachineRates(
@@ -149,7 +149,7 @@ def measure_rates(config: BandwidthConfig) -> MachineRates:
 
 
 def measure_steps(config: BandwidthConfig) -> list[StepTime]:
-    """All codecs of a batch in turns, batch by batch."""
+    """Measure all codecs of a batch in turn, for each batch."""
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
     rates = measure_rates(config)
     found = []
@@ -158,13 +158,13 @@ def measure_steps(config: BandwidthConfig) -> list[StepTime]:
             codec: DecodeSteps(model, codec, batch, config.tokens, config.repeats + 1)
             for codec in config.all_codecs
         }
-        taken: dict[str, list[float]] = {codec: [] for codec in steps}
+        times_s: dict[str, list[float]] = {codec: [] for codec in steps}
         for i in range(config.repeats + 1):
             for codec, step in steps.items():
                 step_s = seconds(step)
-                taken[codec] += [step_s] if i else []
+                times_s[codec] += [step_s] if i else []
         for codec, step in steps.items():
-            found.append(_timed(model, rates, step, codec, tuple(taken[codec])))
+            found.append(_timed(model, rates, step, codec, tuple(times_s[codec])))
     return found
 
 
@@ -191,10 +191,10 @@ def _timed(
 
 
 def claims(found: Sequence[StepTime]) -> Numbers:
-    """At the largest batch: tokens a second over plain numbers', in the same length of sequences.
+    """Gains over plain KV at the largest batch, in tokens per second at equal lengths.
 
     CODEC_gain_same_batch: median of the ratios within rounds.
-    CODEC_predicted_gain: by the bytes alone.
+    CODEC_predicted_gain: prediction by the bytes alone.
     """
     largest = [one for one in found if one.batch == found[-1].batch]
     [plain] = (one for one in largest if one.codec == PLAIN)
@@ -228,9 +228,9 @@ def _table(config: BandwidthConfig, found: Sequence[StepTime]) -> Table:
         name="quant-bandwidth",
         caption=(
             f"A decode step of a random-weight Llama ({config.model}), sequences of "
-            f"{config.tokens:,} tokens; medians of {config.repeats} rounds in turns. Predicted by "
-            "bytes: weights and KV at the rate at which memory is read; with products: these in "
-            "place of the weights where they take longer."
+            f"{config.tokens:,} tokens; medians of {config.repeats} rounds, codecs in turn. By "
+            "bytes: weights and KV at the memory bandwidth; with products: the time of products "
+            "instead of the weights' if it is longer."
         ),
         columns=(
             "batch",

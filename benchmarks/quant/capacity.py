@@ -1,8 +1,8 @@
-"""Part `capacity`: tokens that fit the same bytes, codec by codec, counted in three ways.
+"""Part `capacity`: tokens that fit in the same bytes, for each codec, counted in three ways.
 
-codes       what the codec stores of a vector, scales and outliers counted
-pages       whole pages of the class, alignment and their numbers in page tables counted
-with kept   the same, and the page of tokens that each lane keeps as they were made
+codes       bytes that the codec stores for a vector, with scales and outliers
+pages       whole pages, with alignment and their page table entries
+with kept   the same, and the full-precision tokens of each lane
 """
 
 from math import ceil
@@ -20,7 +20,7 @@ _PAGE_TOKENS_OF_PAGE_CODECS = 32
 
 
 def run_capacity(config: CapacityConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     rows = tuple(_row(config, codec) for codec in (PLAIN, *config.codecs))
     made: Numbers = {}
     for codec in config.codecs:
@@ -28,18 +28,19 @@ def run_capacity(config: CapacityConfig) -> PartResult:
         plain = codes_bytes(config, PLAIN) / codes_bytes(config, codec)
         made[f"{name}_capacity_ratio"] = plain
         made[f"{name}_net_capacity_ratio"] = _ratio(config, codec)
-        made[f"{name}_kept_capacity_ratio"] = _ratio(config, codec + config.kept)
+        made[f"{name}_kept_capacity_ratio"] = _ratio(config, codec + config.full_precision)
     table = Table(
         name="quant-capacity",
         caption=(
             f"Tokens in the same bytes, over bfloat16: heads of {config.head_dim}, sequences of "
             f"{config.tokens:,} tokens in pages of {config.page_tokens} (codecs of whole pages: "
             f"{_PAGE_TOKENS_OF_PAGE_CODECS}). Codes: all that the codec stores; pages: with page "
-            f"tables and alignment; kept: with {config.kept[1:].replace('+', ' and ')} beside them."
+            f"tables and alignment; full precision: with "
+            f"{config.full_precision[1:].replace('+', ' and ')} in addition."
         ),
         columns=(
-            *("codec", "bits of a number", "bytes of a token and head"),
-            *("codes: times", "pages: times", "kept: times"),
+            *("codec", "bits per element", "bytes of a token and head"),
+            *("codes: ratio", "pages: ratio", "full precision: ratio"),
         ),
         rows=rows,
     )
@@ -54,13 +55,13 @@ def run_capacity(config: CapacityConfig) -> PartResult:
 
 
 def codes_bytes(config: CapacityConfig, codec: str) -> float:
-    """Bytes of a token's key and value of one head, with all that decodes them."""
+    """Bytes of one head's key and value of a token, with all metadata."""
     tokens = _page_tokens(config, codec)
     return sum(spec.vector_bytes(config.head_dim, tokens) for spec in codec_pair(codec))
 
 
 def sequence_bytes(config: CapacityConfig, codec: str) -> int:
-    """Bytes of pages and page tables of a sequence, in a layer."""
+    """Bytes of a sequence's pages and page tables in a layer."""
     layout = layout_for(
         _one_layer(config), codec=fill_plain(codec, PLAIN), page_tokens=_page_tokens(config, codec)
     )
@@ -86,8 +87,8 @@ def _row(config: CapacityConfig, codec: str) -> tuple[Cell, ...]:
     num_bytes = codes_bytes(config, codec)
     bits = 8 * num_bytes / (2 * config.head_dim)
     plain = codes_bytes(config, PLAIN) / num_bytes
-    kept = None if codec == PLAIN else _ratio(config, codec + config.kept)
-    return (codec, bits, num_bytes, plain, _ratio(config, codec), kept)
+    full_precision = None if codec == PLAIN else _ratio(config, codec + config.full_precision)
+    return (codec, bits, num_bytes, plain, _ratio(config, codec), full_precision)
 
 
 def _one_layer(config: CapacityConfig) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks quant`: KV in codes, in bytes, time and quality."""
+"""`python -m benchmarks quant`: bytes, time and quality of KV codecs."""
 
 import json
 from dataclasses import asdict, replace
@@ -25,31 +25,31 @@ def quant(  # noqa: PLR0913 - one parameter per option
     parts: Annotated[
         str,
         typer.Option(
-            help="Only these, with commas: capacity, attention, throughput, bandwidth, quality, "
-            "orderings, eviction."
+            help="Comma-separated parts: capacity, attention, throughput, bandwidth, quality, "
+            "orderings, eviction; default: all."
         ),
     ] = "",
     codecs: Annotated[
         str,
         typer.Option(
-            help="Codecs of attention, throughput and quality, with semicolons: "
-            "'int8; int8/int4:group=32'."
+            help="Codecs of the parts attention, throughput, bandwidth and quality, separated by "
+            "semicolons: 'int8; int8/int4:group=32'."
         ),
     ] = "",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of the part attention; 32 if not said.")
+        int | None, typer.Option(min=1, help="Sequences of the part attention; default: 32.")
     ] = None,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Of each task; 100 if not said.")
+        int | None, typer.Option(min=1, help="Prompts of each task; default: 100.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+        Path | None, typer.Option(help="Text file to score; default: the books shipped with Quire.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for tables, pictures and the result. Cells of tasks are kept there as "
-            "they finish: a run that was stopped goes on."
+            help="Folder for tables, pictures and the result. Finished cells of tasks are stored "
+            "there, so that an interrupted run can continue."
         ),
     ] = None,
     quick: Annotated[
@@ -57,7 +57,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare codecs of KV: bytes, attention, throughput, fidelity, tasks."""
+    """Compare KV codecs: bytes, attention, throughput, fidelity and tasks."""
     from benchmarks.common.command import names_of, run_named
     from benchmarks.quant.parts import make_parts
 
@@ -80,7 +80,7 @@ def _config(
 
     Raises:
         UnknownName: no such codec.
-        ConfigError: a codec's option cannot be.
+        ConfigError: invalid option of a codec.
     """
     from benchmarks.quant.config import QUICK_QUANT, QuantBenchConfig
     from quire.layout.kv_format import fill_plain, read_format
@@ -96,16 +96,16 @@ def _config(
         config = replace(config, throughput=throughput)
     if not codecs.strip():
         return config
-    chosen = tuple(codec.strip() for codec in codecs.split(";"))
-    for codec in chosen:
+    selected = tuple(codec.strip() for codec in codecs.split(";"))
+    for codec in selected:
         read_format(fill_plain(codec, "float32"))
     return replace(
         config,
-        attention=replace(config.attention, codecs=chosen),
-        bandwidth=replace(config.bandwidth, codecs=chosen),
-        throughput=replace(config.throughput, codecs=chosen),
-        texts=replace(config.texts, codecs=chosen),
-        task_codecs=chosen,
+        attention=replace(config.attention, codecs=selected),
+        bandwidth=replace(config.bandwidth, codecs=selected),
+        throughput=replace(config.throughput, codecs=selected),
+        texts=replace(config.texts, codecs=selected),
+        task_codecs=selected,
     )
 
 

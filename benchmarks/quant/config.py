@@ -1,4 +1,4 @@
-"""What the bench of codecs runs, at full size and small."""
+"""Configurations of the codec benchmark, at full size and small."""
 
 from dataclasses import dataclass, field
 
@@ -12,14 +12,14 @@ PLAIN = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantAttentionConfig:
-    """Attention of a decoding batch, alone.
+    """Attention of a decode batch, without a model.
 
     Attributes:
-        codecs: beside bfloat16.
-        shape: of the claims.
-        lengths: tokens of a sequence, those of the shape among them.
-        repeats: rounds in which all take turns, behind one that is not counted.
-        buffer_bytes: what the read ceiling reads.
+        codecs: codecs compared with bfloat16.
+        shape: attention shape of the claims.
+        lengths: sequence lengths; the length of `shape` must be one of them.
+        repeats: rounds of all codecs in turn, after one warm-up round.
+        buffer_bytes: bytes of the buffer that measures the memory bandwidth.
     """
 
     codecs: tuple[str, ...] = ("int8", "int4", "int4_outliers", "int8/int4", "fp8")
@@ -37,21 +37,21 @@ class QuantAttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityConfig:
-    """Bytes, computed.
+    """Computed bytes of KV.
 
     Attributes:
-        codecs: beside bfloat16.
-        kept: what is kept as it was made, added to each in a column of its own.
-        head_dim, num_kv_heads: of a layer.
-        page_tokens: slots in a page; codecs of whole pages have 32.
-        tokens: of a sequence.
+        codecs: codecs compared with bfloat16.
+        full_precision: options for full-precision tokens, added to each codec in one column.
+        head_dim, num_kv_heads: head shape of a layer.
+        page_tokens: slots in a page; codecs per page have 32.
+        tokens: tokens of a sequence.
     """
 
     codecs: tuple[str, ...] = (
         *("int8", "fp8", "int4", "int4:group=32", "int4_outliers", "int4_hadamard"),
         *("int3", "int2", "kivi4", "kivi2"),
     )
-    kept: str = "+sinks=4+residual=128"
+    full_precision: str = "+sinks=4+residual=128"
     head_dim: int = 128
     num_kv_heads: int = 8
     page_tokens: int = 16
@@ -60,16 +60,16 @@ class CapacityConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantThroughputConfig:
-    """Decoding in one KV memory, each codec with as many rows as it holds.
+    """Decoding in one KV memory, each codec with as many rows as fit.
 
     Attributes:
-        codecs: beside plain numbers.
+        codecs: codecs compared with plain KV.
         model: a name in SHAPES.
-        rows: that the memory holds in plain numbers.
-        prompt_tokens: of each.
-        steps: timed in each round.
-        repeats: rounds in which all take turns.
-        dtype: of weights and plain KV.
+        rows: rows that fit with plain KV.
+        prompt_tokens: prompt length of each row.
+        steps: measured steps in each round.
+        repeats: rounds of all codecs, in turn.
+        dtype: dtype of weights and plain KV.
     """
 
     codecs: tuple[str, ...] = ("int8", "int4")
@@ -87,13 +87,13 @@ class QuantThroughputConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextsConfig:
-    """Texts read through codes.
+    """Texts that are scored with quantized KV.
 
     Attributes:
-        codecs: beside plain numbers.
-        tokens: of each text.
-        texts: how many.
-        first: token from which on they are scored.
+        codecs: codecs compared with plain KV.
+        tokens: tokens of each text.
+        texts: number of texts.
+        first: index of the first scored token.
         page_tokens: slots in a page.
     """
 
@@ -113,11 +113,11 @@ GRID = ("none", "int8", "int4", "int3", "int2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderingsConfig:
-    """Codecs against each other on the same texts.
+    """Comparison of pairs of codecs on the same texts.
 
     Attributes:
-        grid: codecs of keys times those of values.
-        texts: which, and how they are read; their codecs follow from the rest.
+        grid: codecs for keys and for values; all pairs are measured.
+        texts: configuration of the texts; their codecs follow from the pairs.
     """
 
     grid: tuple[str, ...] = GRID
@@ -126,16 +126,16 @@ class OrderingsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthConfig:
-    """Decode steps by batch.
+    """Decode steps by batch size.
 
     Attributes:
-        codecs: beside plain numbers.
+        codecs: codecs compared with plain KV.
         model: a name in SHAPES.
-        batches: sequences, ascending.
-        tokens: of each.
-        repeats: rounds in which codecs take turns, behind one that is not counted.
-        buffer_bytes: what the read ceiling reads.
-        product: [rows, inner, columns] multiplied to measure the cores.
+        batches: numbers of sequences, ascending.
+        tokens: tokens of each sequence.
+        repeats: rounds of all codecs in turn, after one warm-up round.
+        buffer_bytes: bytes of the buffer that measures the memory bandwidth.
+        product: [rows, inner, columns] of the matrix product that measures the compute rate.
     """
 
     codecs: tuple[str, ...] = ("int8", "int4")
@@ -148,7 +148,7 @@ class BandwidthConfig:
 
     @property
     def all_codecs(self) -> tuple[str, ...]:
-        """Plain numbers first."""
+        """All codecs, plain KV first."""
         return (PLAIN, *self.codecs)
 
 
@@ -162,12 +162,12 @@ EVICTING_CODECS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictingConfig:
-    """Codecs under a rule, in the same bytes.
+    """Codecs together with an eviction rule, in the same bytes.
 
     Attributes:
-        rule: as `--evict` takes it, without a cap.
-        shares: caps, over the bytes of a whole text in plain numbers.
-        texts: which, and the codecs.
+        rule: eviction rule in the format of `--evict`, without a cap.
+        shares: caps over the bytes of a whole text in plain KV.
+        texts: configuration of the texts, with the codecs.
     """
 
     rule: str = "h2o:recent=32,every=64"
@@ -177,18 +177,18 @@ class EvictingConfig:
     )
 
     def evict(self, cap_bytes: int) -> str:
-        """The rule under a cap."""
+        """The rule with a cap."""
         return f"{self.rule},cap={cap_bytes}B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantBenchConfig:
-    """All of it.
+    """Configuration of all parts.
 
     Attributes:
-        model: that reads and answers: a folder, a hub name or quire-tiny.
-        attention, capacity, throughput, orderings, evicting, bandwidth: parts.
-        texts, task_codecs, tasks: the part quality.
+        model: evaluated model: a folder, a hub name or quire-tiny.
+        attention, capacity, throughput, orderings, evicting, bandwidth: parts of the same names.
+        texts, task_codecs, tasks: configuration of the part quality.
     """
 
     model: str = "quire-tiny"
@@ -240,4 +240,4 @@ QUICK_QUANT = QuantBenchConfig(
         product=(64, 64, 64),
     ),
 )
-"""Seconds, not minutes."""
+"""For a run of seconds instead of minutes."""

@@ -1,14 +1,14 @@
-"""Part `eviction`: fewer tokens or fewer bits, in the same bytes of one sequence.
+"""Part `eviction`: fewer tokens or fewer bits, in the same bytes of a sequence.
 
-A rule with a cap in bytes keeps as many tokens as a codec fits in there, so every row of a table
-has the same bytes: plain numbers of few tokens, codes of many, and codes of some fewer tokens with
-a finer code of those that the rule finds important.
+A rule with a cap in bytes retains as many tokens as fit with a codec, so every row of a table has
+the same bytes: few tokens in plain KV, many quantized tokens, or slightly fewer quantized tokens
+with a finer codec for the tokens that the rule scores highest.
 """
 
 from collections.abc import Mapping, Sequence
 
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
-from benchmarks.eviction.texts import RunningText, pieces
+from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.quant.config import PLAIN, EvictingConfig
 from benchmarks.quant.reading import CodecTexts, read_texts
 from quire.models.loader import LoadedModel
@@ -17,8 +17,8 @@ ByShare = Mapping[float, Mapping[str, CodecTexts]]
 
 
 def run_evicting(model: LoadedModel, config: EvictingConfig, running: RunningText) -> PartResult:
-    """The part."""
-    texts = pieces(model, running, config.texts.tokens, config.texts.texts)
+    """Run the part."""
+    texts = cut_texts(model, running, config.texts.tokens, config.texts.texts)
     whole = model.spec.kv_bytes(config.texts.tokens, model.decoder.dtype.itemsize)
     found = {
         share: read_texts(
@@ -45,11 +45,11 @@ def run_evicting(model: LoadedModel, config: EvictingConfig, running: RunningTex
 
 
 def claims(found: ByShare) -> Numbers:
-    """KL of mixed codecs over that of the best of one codec for all, in the same bytes.
+    """KL of mixed codecs over the best uniform codec's KL, in the same bytes.
 
-    mixed_over_uniform_SHARE: below 1 where important tokens are worth a finer code.
-    mixed_over_CODEC_SHARE: the same with that codec for the others.
-    int8_over_plain_SHARE: below 1 where more tokens are worth more than their bits.
+    mixed_over_uniform_SHARE: below 1 if a finer codec for important tokens pays.
+    mixed_over_CODEC_SHARE: the same, compared with that codec for all tokens.
+    int8_over_plain_SHARE: below 1 if more tokens with fewer bits pay.
     """
     made: Numbers = {}
     for share, of in found.items():
@@ -65,12 +65,12 @@ def claims(found: ByShare) -> Numbers:
 
 
 def is_mixed(codec: str) -> bool:
-    """Whether some tokens have a finer code."""
+    """Whether some tokens have a finer codec."""
     return "promoted" in codec
 
 
 def _pairs(of: Mapping[str, CodecTexts]) -> Sequence[tuple[str, CodecTexts]]:
-    """The best mixed one of each body that also stands alone."""
+    """The best mixed codec of each base codec that is also measured alone."""
     best: dict[str, CodecTexts] = {}
     for codec, one in of.items():
         body = codec.partition("+")[0]
@@ -102,8 +102,8 @@ def _table(config: EvictingConfig, name: str, share: float, of: Mapping[str, Cod
         name=f"quant-eviction-{round(100 * share)}",
         caption=(
             f"{texts.texts} texts of {texts.tokens:,} tokens from {name} under `{config.rule}`, "
-            f"whose cap is {100 * share:g} % of the bytes of all tokens in plain numbers; scored "
-            f"from token {texts.first} on, against those."
+            f"whose cap is {100 * share:g} % of the bytes of all tokens in plain KV; scored "
+            f"from token {texts.first} on, compared with all tokens in plain KV."
         ),
         columns=("codec", "KV KiB", "KL", "top-1", "perplexity"),
         rows=rows,
@@ -115,7 +115,7 @@ def _chart(found: ByShare) -> Chart:
     return Chart(
         name="quant-eviction",
         title="Tokens or bits, in the same bytes",
-        x_label="% of the bytes of all tokens in plain numbers",
+        x_label="% of the bytes of all tokens in plain KV",
         y_label="KL, nats",
         lines={
             codec: tuple((100 * share, of[codec].mean_kl) for share, of in sorted(found.items()))

@@ -1,14 +1,14 @@
 """Part `orderings`: which elements should get more bits, measured on the same texts.
 
-* keys per channel (over the tokens of a page) against keys per token, values plain
-* bits for keys against bits for values, every pair of a grid
+* keys per channel (over the tokens of a page) against keys per token, plain values
+* bits of keys against bits of values, for every pair of a grid
 * outliers stored separately against outliers left in place
 """
 
 from collections.abc import Mapping
 
 from benchmarks.common.result import Cell, HeatMap, Numbers, PartResult, Table
-from benchmarks.eviction.texts import RunningText, pieces
+from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.quant.config import OrderingsConfig
 from benchmarks.quant.reading import CodecTexts, read_texts
 from quire.models.loader import LoadedModel
@@ -24,12 +24,12 @@ PAIRS: Mapping[str, tuple[str, str]] = {
     "rotated_over_plain_4": ("int4_hadamard", "int4"),
     "rotated_over_plain_3": ("int3_hadamard", "int3"),
 }
-"""Name of a claim to two codecs: its number is the KL of the first over that of the second."""
+"""Codec pairs by claim name: the claim is the KL of the first over the KL of the second."""
 
 
 def run_orderings(model: LoadedModel, config: OrderingsConfig, running: RunningText) -> PartResult:
-    """The part."""
-    texts = pieces(model, running, config.texts.tokens, config.texts.texts)
+    """Run the part."""
+    texts = cut_texts(model, running, config.texts.tokens, config.texts.texts)
     grid = [pair(key, value) for key in config.grid for value in config.grid]
     codecs = dict.fromkeys([*(codec for both in PAIRS.values() for codec in both), *grid])
     found = read_texts(model, config.texts, tuple(codecs), texts)
@@ -42,12 +42,12 @@ def run_orderings(model: LoadedModel, config: OrderingsConfig, running: RunningT
 
 
 def pair(key: str, value: str) -> str:
-    """Codecs of both, as they are written."""
+    """Codec name for a key codec and a value codec."""
     return key if key == value else f"{key}/{value}"
 
 
 def claims(found: Mapping[str, CodecTexts]) -> Numbers:
-    """Below 1 where the first of a pair is the better one."""
+    """KL ratios of the pairs; below 1 if the first codec is better."""
     return {name: found[a].mean_kl / found[b].mean_kl for name, (a, b) in PAIRS.items()}
 
 
@@ -60,9 +60,9 @@ def _pairs(config: OrderingsConfig, found: Mapping[str, CodecTexts]) -> Table:
         name="quant-orderings",
         caption=(
             f"KL in nats over {config.texts.texts} texts of {config.texts.tokens:,} tokens, pages "
-            f"of {config.texts.page_tokens}. Below 1, the first is the better one."
+            f"of {config.texts.page_tokens}. Below 1, the first codec is better."
         ),
-        columns=("codec", "KV KiB", "KL", "against", "KL of that", "over it"),
+        columns=("codec", "KV KiB", "KL", "second codec", "its KL", "ratio"),
         rows=rows,
     )
 
@@ -73,7 +73,7 @@ def _grid(config: OrderingsConfig, found: Mapping[str, CodecTexts]) -> Table:
     )
     return Table(
         name="quant-grid",
-        caption="KL in nats: codecs of keys down, those of values across.",
+        caption="KL in nats: key codecs in rows, value codecs in columns.",
         columns=("keys", *(f"values {value}" for value in config.grid)),
         rows=rows,
     )

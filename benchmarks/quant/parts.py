@@ -1,4 +1,4 @@
-"""The parts of the bench of codecs by name, in the order in which they run and are read."""
+"""Parts of the codec benchmark by name, in run order."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,7 +17,7 @@ Part = Callable[[QuantBenchConfig], PartResult]
 
 
 def make_parts(material: Material) -> Mapping[str, Part]:
-    """All parts; a model is loaded for those that read."""
+    """Create all parts; the model is loaded on first use."""
 
     def quality(config: QuantBenchConfig) -> PartResult:
         model = material.model
@@ -28,7 +28,7 @@ def make_parts(material: Material) -> Mapping[str, Part]:
             material.running,
             judge.cell,
             commit=material.commit,
-            kept=material.kept,
+            stored=material.stored,
             show=material.show,
         )
 

@@ -1,6 +1,6 @@
 """Part `quality`: quality of texts and tasks with quantized KV, and KV bytes.
 
-Tasks are those of the eviction bench, on a model whose KV is stored in a codec. Every cell is
+Tasks are those of the eviction benchmark, on a model whose KV is stored in a codec. Every cell is
 stored when it finishes.
 """
 
@@ -10,7 +10,7 @@ from benchmarks.common.result import Cell as Shown
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.quality import Judge, mean_share, measure_cells
-from benchmarks.eviction.texts import RunningText, pieces
+from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.quant.config import PLAIN, QuantBenchConfig, TextsConfig
 from benchmarks.quant.reading import CodecTexts, read_texts
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
@@ -33,7 +33,7 @@ class CodecJudge(Judge):
 
 
 def task_keys(config: QuantBenchConfig, commit: str | None) -> list[CellKey]:
-    """All cells, task by task, plain numbers first."""
+    """All cells, task by task, plain KV first."""
     return [
         CellKey(
             model=config.model,
@@ -55,25 +55,25 @@ def run_quality(
     model: LoadedModel,
     config: QuantBenchConfig,
     running: RunningText,
-    ask: Callable[[CellKey], Cell],
+    run_cell: Callable[[CellKey], Cell],
     *,
     commit: str | None,
-    kept: CellFile,
+    stored: CellFile,
     show: Callable[[Cell], None],
 ) -> PartResult:
-    """The part.
+    """Run the part.
 
     Args:
-        model: reads.
-        config: of the part.
-        running: what texts are cut from.
-        ask: runs a cell.
-        commit: of this code.
-        kept: file that finished cells are read from and written to.
+        model: evaluated model.
+        config: configuration of the part.
+        running: text that is cut into samples.
+        run_cell: runs a cell.
+        commit: commit of this code.
+        stored: store of finished cells.
         show: called with every cell that runs.
     """
-    cells = list(measure_cells(ask, task_keys(config, commit), kept, show))
-    texts = pieces(model, running, config.texts.tokens, config.texts.texts)
+    cells = list(measure_cells(run_cell, task_keys(config, commit), stored, show))
+    texts = cut_texts(model, running, config.texts.tokens, config.texts.texts)
     found = read_texts(model, config.texts, config.texts.codecs, texts)
     by_codec = by_rule(cells)
     return PartResult(
@@ -88,7 +88,7 @@ def run_quality(
 
 
 def by_rule(cells: Sequence[Cell]) -> dict[str, dict[str, Cell]]:
-    """Codec to task to cell."""
+    """Cells by codec and task."""
     found: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         found.setdefault(cell.key.rule, {})[cell.key.task] = cell
@@ -96,7 +96,7 @@ def by_rule(cells: Sequence[Cell]) -> dict[str, dict[str, Cell]]:
 
 
 def claims(found: Mapping[str, CodecTexts]) -> Numbers:
-    """KL, top-1 agreement, and how much perplexity rises, of every codec."""
+    """KL, top-1 agreement and perplexity increase of every codec."""
     plain = found[PLAIN]
     made: Numbers = {"plain_perplexity": plain.perplexity}
     for codec, one in found.items():
@@ -110,12 +110,12 @@ def claims(found: Mapping[str, CodecTexts]) -> Numbers:
 
 
 def task_claims(by_codec: ByCodec) -> Numbers:
-    """Right answers, mean over tasks."""
+    """Mean fraction of correct answers over tasks."""
     return {f"{name_of(codec)}_tasks": mean_share(cells) for codec, cells in by_codec.items()}
 
 
 def name_of(codec: str) -> str:
-    """A codec as part of the name of a claim."""
+    """A codec as a component of a claim's name."""
     return "".join(letter if letter.isalnum() else "_" for letter in codec)
 
 
@@ -136,11 +136,11 @@ def _texts_table(config: TextsConfig, name: str, found: Mapping[str, CodecTexts]
     return Table(
         name="quant-texts",
         caption=(
-            f"{config.texts} texts of {config.tokens:,} tokens from {name}, read through codes, "
-            f"scored from token {config.first} on, against plain numbers. KL in nats; KV: most "
+            f"{config.texts} texts of {config.tokens:,} tokens from {name}, with quantized KV, "
+            f"scored from token {config.first} on, compared with plain KV. KL in nats; KV: most "
             f"bytes of a text, in pages of {config.page_tokens}."
         ),
-        columns=("codec", "KV KiB", "less", "KL", "top-1", "perplexity", "% more"),
+        columns=("codec", "KV KiB", "plain over", "KL", "top-1", "perplexity", "% more"),
         rows=rows,
     )
 
@@ -154,8 +154,8 @@ def _tasks_table(config: QuantBenchConfig, by_codec: ByCodec) -> Table:
     return Table(
         name="quant-tasks",
         caption=(
-            f"Right answers, {tasks.prompts} prompts of at most {tasks.tokens} tokens a cell, and "
-            "their 95 % interval (Wilson)."
+            f"Correct answers, {tasks.prompts} prompts of at most {tasks.tokens} tokens per cell, "
+            "with their 95 % interval (Wilson)."
         ),
         columns=("codec", *tasks.tasks, "mean"),
         rows=rows,
@@ -168,10 +168,10 @@ def _shown(cell: Cell) -> str:
 
 
 def _chart(found: Mapping[str, CodecTexts]) -> Chart:
-    """One point a codec."""
+    """One point per codec."""
     return Chart(
         name="quant-quality",
-        title="What codes cost, and what they save",
+        title="Quality and bytes of codecs",
         x_label="KiB of KV",
         y_label="KL, nats",
         lines={

@@ -1,8 +1,8 @@
-"""Reads texts through codes and with plain numbers, and says how far apart the two are.
+"""Score texts with quantized and with plain KV, and measure the difference.
 
 KL          sum over the vocabulary of p_plain log(p_plain / p_codec), nats, mean over tokens
-top-1       share of tokens at which the likeliest next one is the same
-nats        what the text's next token costs, mean
+top-1       fraction of tokens with the same most likely next token
+nats        mean negative log-likelihood of the text's next token
 """
 
 import math
@@ -28,12 +28,12 @@ from quire.models.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecTexts:
-    """All texts through one codec, against plain numbers.
+    """Scores of all texts with one codec, compared with plain KV.
 
     Attributes:
-        codec: as it is written.
-        kl, top_1, nats: of each text.
-        request_bytes: most KV of a text.
+        codec: name of the codec.
+        kl, top_1, nats: values of each text.
+        request_bytes: most KV bytes of a text.
     """
 
     codec: str
@@ -44,27 +44,27 @@ class CodecTexts:
 
     @property
     def mean_kl(self) -> float:
-        """Over texts, all equally long."""
+        """Mean KL over texts, which have equal lengths."""
         return statistics.mean(self.kl)
 
     @property
     def perplexity(self) -> float:
-        """Of all scored tokens together."""
+        """Perplexity over all scored tokens."""
         return math.exp(statistics.mean(self.nats))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Convert to JSON values."""
         return asdict(self)
 
 
 class Reader:
-    """Reads texts one by one through one codec.
+    """Scores texts one by one with one codec.
 
     Args:
-        model: reads.
-        config: lengths and pages.
-        codec: of keys and values.
-        evict: what leaves meanwhile.
+        model: evaluated model.
+        config: text lengths and page size.
+        codec: KV codec.
+        evict: eviction rule.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Reader:
         self._llm = LLM(replace(model, decoder=self._recorder), kv=kv)
 
     def read(self, text: list[int]) -> tuple[Float[Tensor, "token vocab"], int]:
-        """Natural logarithms of what each scored token's successor was given, and KV bytes.
+        """Return the log-probabilities after each scored token, and the KV bytes.
 
         Raises:
             InvariantError: the request failed.
@@ -91,7 +91,7 @@ class Reader:
         [answer] = self._llm.generate([text], options)
         logits = self._recorder.take()
         if answer.error is not None or len(logits) < len(text) - 1:
-            raise InvariantError(f"a text of a bench was not read: {answer.error}")
+            raise InvariantError(f"expected logits of a whole text, got the error {answer.error}")
         rows = logits[self._config.first : len(text) - 1]
         return rows.log_softmax(dim=1), answer.usage.kv_peak_bytes
 
@@ -103,15 +103,15 @@ def read_texts(
     texts: Sequence[list[int]],
     evict: str = FULL,
 ) -> dict[str, CodecTexts]:
-    """Every codec, plain numbers first; text by text, two distributions at a time.
+    """Score all texts with every codec, plain KV first; two distributions are held at a time.
 
     Args:
-        model: reads.
-        config: how.
-        codecs: beside plain numbers.
-        texts: as token ids.
-        evict: what leaves under each of them, plain numbers too; all are compared with plain
-            numbers of which nothing leaves.
+        model: evaluated model.
+        config: text lengths and page size.
+        codecs: codecs compared with plain KV.
+        texts: token ids of each text.
+        evict: eviction rule for every codec and for plain KV; all are compared with plain KV
+            without eviction.
     """
     names = tuple(dict.fromkeys((PLAIN, *codecs)))
     readers = {codec: Reader(model, config, codec, evict) for codec in names}

@@ -1,7 +1,7 @@
-"""Part `throughput`: decoding in one KV memory, each codec with as many rows as the memory holds.
+"""Part `throughput`: decoding in one KV memory, each codec with as many rows as fit.
 
-The memory holds `rows` sequences of plain numbers at their ends. A codec's rows are the most whose
-pages fit. All prompts are read first; decode steps of all engines are timed in turns.
+The memory holds `rows` sequences of plain KV at their final length. A codec has the most rows whose
+pages fit. All prompts are prefilled first; decode steps of all engines are measured in turn.
 """
 
 import random
@@ -28,13 +28,13 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecRate:
-    """One codec in the memory.
+    """Measurements of one codec in the memory.
 
     Attributes:
-        codec: as it is written.
-        rows: at once.
+        codec: name of the codec.
+        rows: number of rows that fit.
         attention: the attention backend.
-        step_s: a decode step, median of each round.
+        step_s: median decode step time of each round.
     """
 
     codec: str
@@ -44,12 +44,12 @@ class CodecRate:
 
     @property
     def tokens_per_s(self) -> tuple[float, ...]:
-        """Of each round."""
-        return tuple(self.rows / taken for taken in self.step_s)
+        """Tokens per second of each round."""
+        return tuple(self.rows / step_s for step_s in self.step_s)
 
 
 def run_throughput(config: QuantThroughputConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     found = measure_rates(config)
     return PartResult(
         claims=claims(found),
@@ -59,39 +59,39 @@ def run_throughput(config: QuantThroughputConfig) -> PartResult:
 
 
 def measure_rates(config: QuantThroughputConfig) -> list[CodecRate]:
-    """All codecs, plain numbers first."""
+    """Measure all codecs, plain KV first."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     model = random_model(SHAPES[config.model](), dtype=dtype)
     memory = config.rows * row_bytes(config, model, PLAIN)
     rows = {codec: memory // row_bytes(config, model, codec) for codec in (PLAIN, *config.codecs)}
-    engines = {codec: _reading(model, config, codec, rows[codec], memory) for codec in rows}
+    engines = {codec: _engine(model, config, codec, rows[codec], memory) for codec in rows}
     for engine in engines.values():
-        _read_all(engine)
-    taken: Mapping[str, list[float]] = {codec: [] for codec in engines}
+        _prefill_all(engine)
+    times_s: Mapping[str, list[float]] = {codec: [] for codec in engines}
     for _ in range(config.repeats):
         for codec, engine in engines.items():
             steps_s = [seconds(engine.step) for _ in range(config.steps)]
-            taken[codec].append(statistics.median(steps_s))
+            times_s[codec].append(statistics.median(steps_s))
     return [
         CodecRate(
             codec=codec,
             rows=rows[codec],
             attention=engine.pool.kv.backend.name,
-            step_s=tuple(taken[codec]),
+            step_s=tuple(times_s[codec]),
         )
         for codec, engine in engines.items()
     ]
 
 
 def row_bytes(config: QuantThroughputConfig, model: LoadedModel, codec: str) -> int:
-    """Bytes of a sequence at its end, in whole pages."""
+    """Bytes of a sequence at its final length, in whole pages."""
     layout = layout_for(model.spec, codec=fill_plain(codec, config.dtype), page_tokens=16)
     tokens = config.prompt_tokens + _new_tokens(config)
     return sum(group.bytes_at_most(tokens, config.prompt_tokens) for group in layout.groups)
 
 
 def claims(found: Sequence[CodecRate]) -> Numbers:
-    """Tokens a second over plain numbers': median of the ratios within rounds; rows over theirs."""
+    """Median ratios of tokens per second to plain KV within rounds, and ratios of rows."""
     plain, *coded = found
     made: Numbers = {"plain_tokens_per_s": statistics.median(plain.tokens_per_s)}
     for one in coded:
@@ -103,15 +103,15 @@ def claims(found: Sequence[CodecRate]) -> Numbers:
 
 
 def _new_tokens(config: QuantThroughputConfig) -> int:
-    """Enough for the rounds, and for rows that wait until the last prompt is read."""
+    """Enough tokens for the rounds, and for rows that wait until the last prompt is prefilled."""
     return config.repeats * config.steps + 64
 
 
-def _reading(
+def _engine(
     model: LoadedModel, config: QuantThroughputConfig, codec: str, rows: int, memory: int
 ) -> Engine:
-    """An engine with all its rows submitted."""
-    # slabs have borders: one more row than fits by bytes alone is never needed
+    """Create an engine with all its rows submitted."""
+    # slabs are not filled to the last byte: one more row is always enough
     kv = KVConfig(
         memory=memory + row_bytes(config, model, codec),
         codec=codec,
@@ -126,8 +126,8 @@ def _reading(
     return engine
 
 
-def _read_all(engine: Engine) -> None:
-    """Step until every row decodes, and once more."""
+def _prefill_all(engine: Engine) -> None:
+    """Step until every row decodes, and one step more."""
     rows = engine.schedule_config.max_num_seqs
     running = engine.scheduler.running
     while len(running) < rows or any(request.num_uncomputed > 1 for request in running):
@@ -146,9 +146,9 @@ def _table(config: QuantThroughputConfig, found: Sequence[CodecRate]) -> Table:
     return Table(
         name="quant-throughput",
         caption=(
-            f"Decode steps behind prompts of {config.prompt_tokens:,} tokens, random-weight Llama "
+            f"Decode steps after prompts of {config.prompt_tokens:,} tokens, random-weight Llama "
             f"({config.model}), {config.dtype}, in the KV memory that holds {config.rows} rows of "
-            f"plain numbers; medians of {config.repeats} rounds in turns."
+            f"plain KV; medians of {config.repeats} rounds, codecs in turn."
         ),
         columns=("codec", "attention", "rows", "step ms", "tokens/s", "over plain"),
         rows=tuple(rows),

@@ -22,7 +22,7 @@ from benchmarks.batch_max.quality import (
     over_full,
     quality_over_full,
 )
-from benchmarks.batch_max.running import Finished, answer_all
+from benchmarks.batch_max.running import Finished, generate_all
 from benchmarks.batch_max.speed import claims, ratio, run_speed
 from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime
 from benchmarks.common.graded_prompts import GradedPrompt
@@ -116,8 +116,8 @@ def test_answers_are_whole_and_in_order(model: LoadedModel):
     engine = Engine(model, kv_config(memory=1 << 20, enable_prefix_caching=False))
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
 
-    together = answer_all(engine, prompts, 5)
-    alone = [answer_all(engine, [prompt], 5).answers[0] for prompt in prompts]
+    together = generate_all(engine, prompts, 5)
+    alone = [generate_all(engine, [prompt], 5).answers[0] for prompt in prompts]
 
     assert together.answers == tuple(alone)
     assert together.rows_peak == 2
@@ -139,7 +139,7 @@ def test_throughput_counts_the_prefill():
 
 def arm_time(arm: str, tokens_per_s: float, **changes: object) -> ArmTime:
     fields: dict[str, object] = {
-        "way": STATIC,
+        "mode": STATIC,
         "arm": arm,
         "pool": 2,
         "kv_bytes": 1000,
@@ -198,7 +198,7 @@ def test_the_claims_are_those_of_the_claimed_pool_and_the_first_cap():
     ]
     other = [replace(t, pool=1, tokens_per_s=t.tokens_per_s / 5) for t in found if t.arm != "bm_56"]
     other.append(arm_time("bm_56", 6.0, pool=1))
-    at_once = [replace(t, way=CONTINUOUS, tokens_per_s=2 * t.tokens_per_s) for t in found]
+    at_once = [replace(t, mode=CONTINUOUS, tokens_per_s=2 * t.tokens_per_s) for t in found]
 
     made = claims(config, [[*found, *other, *at_once]])
 
@@ -224,7 +224,7 @@ def test_every_arm_runs_in_every_pool_and_as_the_engine_is(monkeypatch: pytest.M
     assert batches["b2_bm_28_batch"] == 6  # 7 rows fit; 7 is not in the set
     for time in result.raw["rounds"][0]:
         assert 0 < time["peak_bytes"] <= time["kv_bytes"]
-        assert time["way"] == CONTINUOUS or time["preemptions"] == 0
+        assert time["mode"] == CONTINUOUS or time["preemptions"] == 0
     assert set(result.charts[0].lines) == {"FKV", "ED, cap 2", "BM, cap 28"}
 
 
@@ -319,13 +319,13 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
     spoken = replace(model, tokenizer=words(500))
     engine = Engine(model, kv_config(memory=1 << 20, enable_prefix_caching=False))
     lists = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
-    answers = [answer_all(engine, [tokens], 4).answers[0] for tokens in lists]
+    answers = [generate_all(engine, [tokens], 4).answers[0] for tokens in lists]
     wanted = [" ".join(map(str, answer)) for answer in answers]
     wanted[3] = "something else"
     prompts = [
         Encoded(
             tokens=tuple(tokens),
-            requested=GradedPrompt(prompt="", grade=lambda text, right=right: float(text == right)),
+            graded=GradedPrompt(prompt="", grade=lambda text, right=right: float(text == right)),
         )
         for tokens, right in zip(lists, wanted, strict=True)
     ]
@@ -339,7 +339,7 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
 
 def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
     prompts = [
-        Encoded(tokens=(1,) * 224, requested=GradedPrompt(prompt="", grade=lambda text: 1.0))
+        Encoded(tokens=(1,) * 224, graded=GradedPrompt(prompt="", grade=lambda text: 1.0))
         for _ in range(4)
     ]
     kv = kv_config(memory=512 * 256, enable_prefix_caching=False)

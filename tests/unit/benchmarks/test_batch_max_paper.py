@@ -55,7 +55,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def protocol(model: LoadedModel, config: PaperConfig = CONFIG, kv: KVConfig = KV) -> PaperProtocol:
-    prompt = Encoded(tokens=(1,) * 224, requested=GradedPrompt(prompt="", grade=lambda text: 1.0))
+    prompt = Encoded(tokens=(1,) * 224, graded=GradedPrompt(prompt="", grade=lambda text: 1.0))
     return PaperProtocol(model, kv, config, [prompt] * config.samples)
 
 

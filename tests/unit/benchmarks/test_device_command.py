@@ -30,7 +30,7 @@ def test_a_run_leaves_tables_pictures_and_says_that_it_was_a_cpu(tmp_path: Path)
     assert [case["rows"] for case in run["config"]["cases"]] == [2]
     facts = run["config"]["machine_facts"]
     assert (facts["device"], facts["on_gpu"]) == ("cpu", False)
-    assert "copies cross no link" in result.stdout
+    assert "copies use no link" in result.stdout
     assert {"device.json", "device-link.svg", "device-step.csv"} <= {p.name for p in out.iterdir()}
 
 

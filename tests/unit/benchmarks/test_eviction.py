@@ -16,17 +16,17 @@ from benchmarks.eviction.config import (
     CellsConfig,
     CostConfig,
     EvictionBenchConfig,
-    KeptConfig,
     PerplexityConfig,
+    RetainedConfig,
 )
 from benchmarks.eviction.cost import StepCost
-from benchmarks.eviction.kept import agreement, binned, retained_positions, run_kept
 from benchmarks.eviction.perplexity import RuleTexts, run_perplexity
 from benchmarks.eviction.perplexity import claims as perplexity_claims
 from benchmarks.eviction.quality import Judge, measure_cells, run_quality
 from benchmarks.eviction.quality import claims as quality_claims
+from benchmarks.eviction.retained import agreement, binned, retained_positions, run_retained
 from benchmarks.eviction.rules import DEFAULT_RULES, Rule, rules_of
-from benchmarks.eviction.texts import RunningText, pieces
+from benchmarks.eviction.texts import RunningText, cut_texts
 from quire.errors import ConfigError, UnknownName
 from quire.evals.tasks.fillers import book_text
 from quire.models.loader import LoadedModel, load_model
@@ -241,7 +241,7 @@ def test_perplexity_is_of_all_scored_tokens_together():
 
 
 def test_texts_are_cut_side_by_side_and_begin_as_documents_do(tiny: LoadedModel):
-    [first, second] = pieces(tiny, BOOKS, 64, 2)
+    [first, second] = cut_texts(tiny, BOOKS, 64, 2)
 
     assert len(first) == len(second) == 64
     assert first[0] == second[0] == tiny.tokenizer.convert_tokens_to_ids("<|doc|>")
@@ -253,7 +253,7 @@ def test_a_text_that_is_too_short_is_refused(tiny: LoadedModel):
     short = RunningText(text="a few words", start="", name="the file x")
 
     with pytest.raises(ConfigError, match="the file x has"):
-        pieces(tiny, short, 64, 1)
+        cut_texts(tiny, short, 64, 1)
 
 
 def test_texts_under_a_cap_hold_less_and_are_scored_behind_it(tiny: LoadedModel):
@@ -301,11 +301,11 @@ def test_agreement_of_heads_by_hand():
 
 
 def test_recent_keeps_the_newest_and_sinks_the_first_ones_too(tiny: LoadedModel):
-    config = KeptConfig(
+    config = RetainedConfig(
         rules=(Rule("recent"), Rule("sinks")), tokens=96, texts=1, budget=0.5, every=8, bins=12
     )
 
-    result = run_kept(tiny, config, BOOKS)
+    result = run_retained(tiny, config, BOOKS)
 
     panels = result.maps[0].panels
     assert len(panels["recent"]) == tiny.spec.num_layers * tiny.spec.num_kv_heads
@@ -319,7 +319,7 @@ def test_recent_keeps_the_newest_and_sinks_the_first_ones_too(tiny: LoadedModel)
 def test_layers_with_a_window_keep_nothing_by_a_rule_and_have_no_lanes():
     """Two of gemma2's four layers: lanes of the others do not stand there twice."""
     model = load("gemma2")
-    config = KeptConfig(tokens=64, texts=1, budget=0.5, every=8)
+    config = RetainedConfig(tokens=64, texts=1, budget=0.5, every=8)
     prompt = [3 + i * i % 60 for i in range(64)]
 
     for rule in ("recent", "h2o"):  # one set a layer, and one a head

@@ -18,8 +18,8 @@ from benchmarks.eviction.config import (
     CellsConfig,
     CostConfig,
     EvictionBenchConfig,
-    KeptConfig,
     PerplexityConfig,
+    RetainedConfig,
 )
 from benchmarks.eviction.rules import Rule
 
@@ -75,7 +75,7 @@ def small_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     small = EvictionBenchConfig(
         quality=CellsConfig(rules=ONE_RULE, tasks=("lines",), tokens=128, prompts=2, every=4),
         perplexity=PerplexityConfig(rules=ONE_RULE, tokens=96, texts=1, every=4),
-        kept=KeptConfig(rules=ONE_RULE, tokens=96, texts=1, every=4, bins=4),
+        kept=RetainedConfig(rules=ONE_RULE, tokens=96, texts=1, every=4, bins=4),
         cost=CostConfig(model="tiny", cap=32, every=4, rows=2, repeats=1),
     )
     monkeypatch.setattr(eviction_config, "QUICK_EVICTION", small)

@@ -16,7 +16,7 @@ from benchmarks.common.rouge import rouge_l
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.quality import Judge
 from benchmarks.eviction.rules import Rule
-from benchmarks.eviction.texts import RunningText, pieces
+from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.kvcrush import overhead, signature_bytes
 from benchmarks.kvcrush.arm_tables import TABLES, keys, tables
 from benchmarks.kvcrush.arms import around, by_page, by_token, crushed, full_key, with_options
@@ -448,7 +448,7 @@ def test_paged_h2o_and_kvcrush_answer_recorded_prompts(tiny: LoadedModel):
     config = PromptsConfig(
         tokens=160, prompts=2, new_tokens=4, paper=PaperConfig(divisor=8), anchors=("mean",)
     )
-    prompts = tuple(pieces(tiny, BOOKS, 160, 2))
+    prompts = tuple(cut_texts(tiny, BOOKS, 160, 2))
     requested = tuple(
         GradedPrompt(prompt="", grade=lambda text: float(bool(text))) for _ in prompts
     )

@@ -67,13 +67,15 @@ def test_every_store_serves_every_workload(few):
     assert any(r.copied_bytes for r in runs if r.store == "contiguous_growing")
 
 
-def test_requests_longer_than_a_piece_are_dropped_and_counted():
-    def run(store: str, piece: str | None, dropped: int, waste_fraction: float) -> waste.StoreRun:
+def test_requests_longer_than_a_lane_are_dropped_and_counted():
+    def run(
+        store: str, reserved: str | None, dropped: int, waste_fraction: float
+    ) -> waste.StoreRun:
         return waste.StoreRun(
             workload="real",
             store=store,
-            piece=piece,
-            piece_tokens=None if piece is None else 4096,
+            reserved=reserved,
+            reserved_tokens=None if reserved is None else 4096,
             dropped=dropped,
             waste_fraction=waste_fraction,
             end_waste_fraction=None,
@@ -111,7 +113,7 @@ def test_tables_take_two_numbers_for_each_page_and_two_for_each_lane():
 def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> watermarks.WatermarkRun:
     return watermarks.WatermarkRun(
         per_cent=per_cent,
-        gives_way=False,
+        preempts=False,
         largest_batch=1,
         mean_batch=1.0,
         tokens_per_s=tokens_per_s,
@@ -124,7 +126,7 @@ def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> watermarks.Waterma
 def test_the_best_mark_has_the_most_throughput_and_then_the_shorter_tail():
     runs = [mark(70, 500.0, 1.0), mark(90, 999.9, 2.0), mark(95, 1000.0, 3.0), mark(98, 800.0, 9.0)]
 
-    claims = watermarks.claims([*runs, replace(runs[0], gives_way=True, tokens_per_s=5000.0)])
+    claims = watermarks.claims([*runs, replace(runs[0], preempts=True, tokens_per_s=5000.0)])
 
     assert claims["watermark_best"] == 90
     assert claims["throughput_best_over_98"] == 999.9 / 800
@@ -136,7 +138,7 @@ def test_every_mark_is_run_with_and_without_a_high_one(few):
 
     runs = list(watermarks.measure_watermarks(config, few))
 
-    assert [(r.per_cent, r.gives_way) for r in runs] == [
+    assert [(r.per_cent, r.preempts) for r in runs] == [
         (70, False),
         (98, False),
         (70, True),

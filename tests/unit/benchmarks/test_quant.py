@@ -81,7 +81,7 @@ def test_ratios_are_taken_within_rounds():
         tokens=4096,
         read_bytes_per_s=(100.0, 200.0, 100.0),
         kv_bytes={"bfloat16": 160, "int8": 80},
-        taken_s={"bfloat16": (4.0, 2.0, 4.0), "int8": (2.0, 1.0, 2.0)},
+        step_s={"bfloat16": (4.0, 2.0, 4.0), "int8": (2.0, 1.0, 2.0)},
     )
     claims = attention_claims(QuantAttentionConfig(codecs=("int8",)), [times])
 
@@ -95,8 +95,8 @@ def test_all_codecs_take_turns():
     config = QUICK_QUANT.attention
     found = measure_length(config, 64)
 
-    assert set(found.taken_s) == {"bfloat16", "int8", "int4"}
-    assert all(len(times) == config.repeats for times in found.taken_s.values())
+    assert set(found.step_s) == {"bfloat16", "int8", "int4"}
+    assert all(len(times) == config.repeats for times in found.step_s.values())
     assert found.kv_bytes["int8"] < 0.6 * found.kv_bytes["bfloat16"]
 
 
