@@ -1,6 +1,6 @@
-"""`python -m benchmarks NAME`: measures that stand behind the documents' numbers.
+"""`python -m benchmarks NAME`: measurements behind the numbers in the documents.
 
-Each ends with a JSON object as its last line (`--json`). None of this is in the wheel.
+With `--json` each prints a JSON object as its last line. The wheel does not contain them.
 """
 
 from collections.abc import Callable

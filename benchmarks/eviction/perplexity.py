@@ -66,7 +66,7 @@ def run_perplexity(
 ) -> PartResult:
     """Run the part."""
     texts = cut_texts(model, running, config.tokens, config.texts)
-    found = [read_texts(model, config, texts, rule) for rule in (None, *config.rules)]
+    found = [score_texts(model, config, texts, rule) for rule in (None, *config.rules)]
     return PartResult(
         claims=claims(found),
         tables=(_table(config, running.name, found),),
@@ -74,7 +74,7 @@ def run_perplexity(
     )
 
 
-def read_texts(
+def score_texts(
     model: LoadedModel, config: PerplexityConfig, texts: Sequence[list[int]], rule: Rule | None
 ) -> RuleTexts:
     """Score all texts with a rule; None: no eviction."""

@@ -184,8 +184,8 @@ def _tables(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Table]:
                 caption=(
                     f"Correct answers, {config.prompts} prompts of at most {config.tokens} tokens "
                     f"per cell, cap {int(budget * config.tokens)} tokens ({100 * budget:g} %), "
-                    f"when={when}. In a cell: fraction, its 95 % interval (Wilson), fraction for facts "
-                    "in the first quarter of the prompt; KV: mean peak bytes of a request."
+                    f"when={when}. In a cell: fraction, its 95 % interval (Wilson), fraction for "
+                    "facts in the first quarter of the prompt; KV: mean peak bytes of a request."
                 ),
                 columns=("rule", *config.tasks, "mean", "KV KiB"),
                 rows=tuple(_row(rule, by_task) for rule, by_task in rows.items()),

@@ -1,1 +1,1 @@
-"""KVCrush beside the rules it stands around: what it is worth, and what it costs."""
+"""KVCrush compared with its base eviction rules: quality and cost."""

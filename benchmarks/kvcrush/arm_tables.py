@@ -1,7 +1,8 @@
-"""Which arms stand in which table: one base configuration, one thing at a time changed.
+"""Arms of each table: a base configuration with one change at a time.
 
-Every arm stands beside the two it is compared with, the rule as it is and the rule with one set for
-the heads of a layer; no table is a product of more than two lists.
+Every arm is listed with the two arms that it is compared with: the base rule, and the base rule
+with one retained set for the heads of a layer. No table is a product of more than two lists.
+
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,13 +34,13 @@ from quire.policies.signatures.anchors import ALTERNATING, MEAN, RANDOM
 
 
 def tables(config: QualityConfig) -> tuple[ArmTable, ...]:
-    """The requested tables; tables without variants are left out."""
+    """The configured tables; tables without rows are omitted."""
     made = (TABLES[name](config) for name in config.tables)
     return tuple(table for table in made if table.rows)
 
 
 def keys(config: QualityConfig, model: str, commit: str | None) -> list[CellKey]:
-    """All cells, each once, task by task, full KV first.
+    """Keys of all cells, each once, task by task, full KV first.
 
     Raises:
         ConfigError: a budget is too small for a rule.
@@ -58,15 +59,15 @@ def keys(config: QualityConfig, model: str, commit: str | None) -> list[CellKey]
 
 def _three(label: str, alone: Arm, shared: Arm, crushing: Arm) -> Iterator[Row]:
     yield Row(label=label, arm=alone)
-    yield Row(label=f"{label}, one set a layer", arm=shared, against=alone)
+    yield Row(label=f"{label}, one set per layer", arm=shared, against=alone)
     yield Row(label=f"{label} + KVCrush", arm=crushing, against=alone, one_set=shared)
 
 
 def _compared(
-    config: QualityConfig, base: Rule, label: str, made: Callable[[Rule], Arm]
+    config: QualityConfig, base: Rule, label: str, variant: Callable[[Rule], Arm]
 ) -> Iterator[Row]:
     rules = (base, one_set(base), crushed(base, config.share))
-    return _three(label, *map(made, rules))
+    return _three(label, *map(variant, rules))
 
 
 def _rows(compared: Compared) -> Iterator[Row]:
@@ -81,7 +82,7 @@ def _rows(compared: Compared) -> Iterator[Row]:
 def _bases(config: QualityConfig) -> ArmTable:
     return ArmTable(
         name="bases",
-        caption=f"Rules without KVCrush and with it, share {config.share:g}, at equal caps",
+        caption=f"Rules with and without KVCrush, share {config.share:g}, at equal caps",
         rows=tuple(row for compared in by_token(config) for row in _rows(compared)),
     )
 
@@ -90,8 +91,8 @@ def _pages(config: QualityConfig) -> ArmTable:
     return ArmTable(
         name="pages",
         caption=(
-            f"The same by pages of {config.page_tokens}; OpenVINO's form keeps {config.blocks} "
-            "pages beyond its cap, which is lower by as many"
+            f"The same by pages of {config.page_tokens}; OpenVINO's form retains {config.blocks} "
+            "pages in addition to its cap, which is lowered by as many"
         ),
         rows=tuple(row for compared in by_page(config) for row in _rows(compared)),
     )
@@ -111,13 +112,13 @@ def _paper(config: QualityConfig) -> ArmTable:
 
 
 def _sweep(config: QualityConfig, name: str, caption: str, *changes: tuple[str, str]) -> ArmTable:
-    """KVCrush with other options, against the base rule.
+    """Table of KVCrush with other options, compared with the base rules.
 
     Args:
-        config: of all tables.
-        name: of this one.
-        caption: of this one.
-        changes: labels, and options behind `kvcrush:base=(...)`.
+        config: configuration of the tables.
+        name: name of the table.
+        caption: caption of the table.
+        changes: labels, and options after `kvcrush:base=(...)`.
     """
     rows = []
     for base in config.swept:
@@ -133,7 +134,7 @@ def _sweep(config: QualityConfig, name: str, caption: str, *changes: tuple[str, 
 
 def _shares(config: QualityConfig) -> ArmTable:
     changes = [(f"share {share:g}", f"share={share:g}") for share in config.shares]
-    return _sweep(config, "shares", "Share of representatives", *changes)
+    return _sweep(config, "shares", "Fraction of the budget for representatives", *changes)
 
 
 def _additive(config: QualityConfig) -> ArmTable:
@@ -141,16 +142,16 @@ def _additive(config: QualityConfig) -> ArmTable:
     for base in config.swept:
         added = base_arm(config, crushed(base, config.share, "representatives=additive"))
 
-        def made(rule: Rule, cap: int = added.tokens) -> Arm:
+        def variant(rule: Rule, cap: int = added.tokens) -> Arm:
             return replace(base_arm(config, rule), cap=cap)
 
         rows.append(Row(label=f"{base.text}, cap {added.cap}", arm=base_arm(config, base)))
-        rows += _compared(config, base, f"{base.text}, cap {added.tokens}", made)
+        rows += _compared(config, base, f"{base.text}, cap {added.tokens}", variant)
         label = f"{base.text} + KVCrush, {added.cap} and {added.tokens - added.cap} more"
         rows.append(replace(rows[-1], label=label, arm=added))
     return ArmTable(
         name="additive",
-        caption="Representatives on top of the cap, beside rules with a cap so much larger",
+        caption="Representatives in addition to the cap, and base rules with a cap of equal size",
         rows=tuple(rows),
     )
 
@@ -163,26 +164,26 @@ def _anchors(config: QualityConfig) -> ArmTable:
         for kind in config.several_kinds
         for count in config.several
     ]
-    # the default is written as in the base configuration: one cell, not two
+    # the default anchor is omitted as in the base configuration, so that its cell runs once
     changes = [(label, text.removesuffix(f",anchor={MEAN}")) for label, text in changes]
-    return _sweep(config, "anchors", "Anchor, and several of them", *changes)
+    return _sweep(config, "anchors", "Anchors, one or several", *changes)
 
 
 def _granularity(config: QualityConfig) -> ArmTable:
     rows: list[Row] = []
     chunk = f"granularity=chunk,chunk_tokens={config.chunk_tokens}"
-    for label, pieces in (
+    for label, options in (
         ("token", ""),
         (f"chunk {config.chunk_tokens}", chunk),
         (f"page {config.page_tokens}", PAGES),
     ):
 
-        def made(rule: Rule, pieces: str = pieces) -> Arm:
-            return base_arm(config, with_options(rule, pieces))
+        def variant(rule: Rule, options: str = options) -> Arm:
+            return base_arm(config, with_options(rule, options))
 
         for base in config.swept:
-            rows += _compared(config, base, f"{base.text}, {label}", made)
-    return ArmTable(name="granularity", caption="What stays or goes together", rows=tuple(rows))
+            rows += _compared(config, base, f"{base.text}, {label}", variant)
+    return ArmTable(name="granularity", caption="Eviction granularity", rows=tuple(rows))
 
 
 def _forms(config: QualityConfig) -> ArmTable:
@@ -201,7 +202,7 @@ def _forms(config: QualityConfig) -> ArmTable:
             rows.append(Row(label=f"{base.text}, {label}", arm=arm, against=static))
     return ArmTable(
         name="forms",
-        caption="Other ways to choose representatives; gains are over KVCrush as it is",
+        caption="Other selections of representatives; gains are over default KVCrush",
         rows=tuple(rows),
     )
 
@@ -210,18 +211,18 @@ DYNAMIC, KMEANS = "dynamic share", "k-means on signatures"
 
 
 def _schedule(config: QualityConfig) -> ArmTable:
-    def made(rule: Rule) -> Arm:
+    def variant(rule: Rule) -> Arm:
         return replace(base_arm(config, rule), when=config.other_when)
 
     rows: list[Row] = []
     for base in config.swept[:1]:
-        rows += _compared(config, base, base.text, made)
-        # only where tokens leave more than once do stored signatures differ
-        kept = made(crushed(base, config.share, "signatures=stored"))
-        rows.append(replace(rows[-1], label=f"{rows[-1].label}, stored signatures", arm=kept))
+        rows += _compared(config, base, base.text, variant)
+        # stored signatures make a difference only for schedules with repeated evictions
+        stored = variant(crushed(base, config.share, "signatures=stored"))
+        rows.append(replace(rows[-1], label=f"{rows[-1].label}, stored signatures", arm=stored))
     return ArmTable(
         name="schedule",
-        caption=f"The same with when={config.other_when}, {config.every} leave at a time",
+        caption=f"The same with when={config.other_when}, {config.every} tokens evicted at once",
         rows=tuple(rows),
     )
 
@@ -230,11 +231,11 @@ def _budgets(config: QualityConfig) -> ArmTable:
     rows: list[Row] = []
     for budget in config.other_budgets:
 
-        def made(rule: Rule, budget: float = budget) -> Arm:
+        def variant(rule: Rule, budget: float = budget) -> Arm:
             return replace(base_arm(config, rule), cap=config.cap(budget))
 
         for base in config.swept:
-            rows += _compared(config, base, f"{base.text}, {100 * budget:g} %", made)
+            rows += _compared(config, base, f"{base.text}, {100 * budget:g} %", variant)
     return ArmTable(name="budgets", caption="Other budgets", rows=tuple(rows))
 
 

@@ -1,4 +1,4 @@
-"""Arms of the KVCrush bench: rules with their numbers, with KVCrush around them and without."""
+"""Arms of the KVCrush benchmark: eviction rules with and without KVCrush."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ CRUSH, OPENVINO = "kvcrush", "kvcrush_openvino"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A rule with its numbers.
+    """An eviction rule with a cap and a schedule.
 
     Attributes:
-        rule: without cap and schedule.
-        cap: tokens that are written; what a rule adds comes on top.
-        when: the schedule.
+        rule: rule without cap and schedule.
+        cap: cap in tokens; tokens that the rule adds are not included.
+        when: eviction schedule.
     """
 
     rule: Rule
@@ -28,7 +28,7 @@ class Arm:
 
     @property
     def tokens(self) -> int:
-        """That a lane may hold, what a rule adds among them; by tokens, after a prompt."""
+        """Most tokens of a lane after a prompt, with the tokens that the rule adds."""
         policy = make_eviction(self.rule.evict(self.cap, 1, self.when)).policy
         return self.cap + (0 if policy is None else policy.added_tokens(self.cap))
 
@@ -52,18 +52,18 @@ class Row:
 
     @property
     def arms(self) -> Iterator[Arm]:
-        """All that it needs."""
+        """The row's arm and the arms it is compared with."""
         yield from (arm for arm in (self.against, self.one_set, self.arm) if arm is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmTable:
-    """Arms that are read together.
+    """A table of arms.
 
     Attributes:
-        name: of it.
-        caption: what is changed.
-        rows: in the order of reading.
+        name: name of the table.
+        caption: what the table changes.
+        rows: rows in table order.
     """
 
     name: str
@@ -72,29 +72,29 @@ class ArmTable:
 
 
 def with_options(rule: Rule, *options: str) -> Rule:
-    """A rule with more options behind its own; empty ones are left out."""
+    """Append options to a rule; empty options are omitted."""
     name, _, own = rule.text.partition(":")
     written = ",".join(option for option in (own, *options) if option)
     return Rule(f"{name}:{written}" if written else name)
 
 
 def around(name: str, base: Rule, *options: str) -> Rule:
-    """A rule around a rule."""
+    """A rule with another rule as its base."""
     return with_options(Rule(f"{name}:base=({base.text})"), *options)
 
 
 def crushed(base: Rule, share: float, *options: str) -> Rule:
-    """KVCrush around a rule."""
+    """KVCrush with a base rule."""
     return around(CRUSH, base, f"share={share:g}", *options)
 
 
 def base_arm(config: QualityConfig, rule: Rule) -> Arm:
-    """A rule in the base configuration."""
+    """An arm of a rule in the base configuration."""
     return Arm(rule=rule, cap=config.cap(config.budget), when=config.when)
 
 
 def page_arm(config: QualityConfig, rule: Rule) -> Arm:
-    """The same by pages; the cap is lower by what OpenVINO's form adds."""
+    """The same by pages; the cap is lowered by the tokens that OpenVINO's form adds."""
     added = config.blocks * config.page_tokens if rule.text.startswith(OPENVINO) else 0
     arm = base_arm(config, with_options(rule, PAGES))
     return replace(arm, cap=arm.cap - added)
@@ -123,20 +123,20 @@ class Compared:
 
 
 def by_token(config: QualityConfig) -> tuple[Compared, ...]:
-    """Of all base rules, and of one under a pyramid budget."""
-    requested = [(base, "") for base in config.bases] + [(config.pyramid, "budget=pyramid")]
+    """Compared arms of all base rules, and of one with a pyramid budget."""
+    bases = [(base, "") for base in config.bases] + [(config.pyramid, "budget=pyramid")]
     return tuple(
         Compared(
             alone=base_arm(config, with_options(base, budget)),
             one_set=base_arm(config, one_set(base, budget)),
             crushing=base_arm(config, crushed(base, config.share, budget)),
         )
-        for base, budget in requested
+        for base, budget in bases
     )
 
 
 def by_page(config: QualityConfig) -> tuple[Compared, ...]:
-    """Of all base rules, whole pages leaving."""
+    """Compared arms of all base rules, with whole pages evicted."""
     return tuple(
         Compared(
             alone=page_arm(config, base),
@@ -149,7 +149,7 @@ def by_page(config: QualityConfig) -> tuple[Compared, ...]:
 
 
 def paper_base(paper: PaperConfig) -> Rule:
-    """H2O with the first and the newest tokens protected, a page's tokens in sum."""
+    """H2O with protected first and newest tokens; a page's score is the sum over its tokens."""
     sinks, recent = paper.scaled(paper.initial), paper.scaled(paper.recent)
     return Rule(f"h2o:sinks={sinks},recent={recent}")
 
@@ -157,27 +157,27 @@ def paper_base(paper: PaperConfig) -> Rule:
 def paper_rows(
     paper: PaperConfig, when: str, shares: Sequence[float], anchors: Sequence[str]
 ) -> tuple[Row, ...]:
-    """H2O and KVCrush as in the paper's tables I and II: pages, its splits and anchors."""
+    """H2O and KVCrush as in the paper's tables I and II, with its pages, splits and anchors."""
     base = paper_base(paper)
 
-    def made(rule: Rule) -> Arm:
+    def variant(rule: Rule) -> Arm:
         return Arm(rule=with_options(rule, PAGES), cap=paper.cap, when=when)
 
-    alone, shared = made(base), made(one_set(base))
+    alone, shared = variant(base), variant(one_set(base))
     rows = [
-        Row(label="H2O, each head its own", arm=alone),
-        Row(label="H2O, one set a layer (the paper's)", arm=shared, against=alone),
+        Row(label="H2O, one set per head", arm=alone),
+        Row(label="H2O, one set per layer (the paper's)", arm=shared, against=alone),
     ]
     for share in shares:
         for anchor in anchors:
             label = f"KVCrush {100 * (1 - share):.0f}/{100 * share:.0f}, {anchor}"
-            arm = made(crushed(base, share, f"anchor={anchor}"))
+            arm = variant(crushed(base, share, f"anchor={anchor}"))
             rows.append(Row(label=label, arm=arm, against=alone, one_set=shared))
     return tuple(rows)
 
 
 def full_key(config: QualityConfig, task: str, model: str, commit: str | None) -> CellKey:
-    """The cell of full KV."""
+    """Key of the cell with full KV."""
     return CellKey(
         model=model,
         task=task,
@@ -193,7 +193,7 @@ def full_key(config: QualityConfig, task: str, model: str, commit: str | None) -
 
 
 def key_of(config: QualityConfig, arm: Arm, task: str, model: str, commit: str | None) -> CellKey:
-    """The cell of an arm and a task."""
+    """Key of the cell of an arm and a task."""
     return replace(
         full_key(config, task, model, commit),
         rule=arm.rule.text,

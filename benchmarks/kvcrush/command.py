@@ -1,4 +1,4 @@
-"""`python -m benchmarks kvcrush`: rules with and without KVCrush: quality, bytes, time."""
+"""`python -m benchmarks kvcrush`: rules with and without KVCrush: quality, bytes and time."""
 
 import json
 from dataclasses import asdict, replace
@@ -30,48 +30,50 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     parts: Annotated[
         str,
         typer.Option(
-            help="Only these, with commas: quality, sweeps, fidelity, long, prompts, overhead, "
-            "bytes. Without it, all for which there is data."
+            help="Comma-separated parts: quality, sweeps, fidelity, long, prompts, overhead, "
+            "bytes. Default: all parts that have data."
         ),
     ] = "",
     bases: Annotated[
         str,
         typer.Option(
-            help="Base rules: names with commas, or rules with options with semicolons: "
-            "'h2o; snapkv:window=16'. The first is also the one whose options are changed."
+            help="Base rules: comma-separated names, or rules with options and semicolons: "
+            "'h2o; snapkv:window=16'. Sweeps and the overhead use the first rule."
         ),
     ] = "",
-    tasks: Annotated[str, typer.Option(help="Of the parts quality and sweeps, with commas.")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="Comma-separated tasks of the parts quality and sweeps.")
+    ] = "",
     tokens: Annotated[
         int | None,
         typer.Option(
             min=64,
-            help="Of the longest prompt of quality and sweeps; 512 if not said. The paper's caps "
-            "and pages are divided for prompts below 2,048.",
+            help="Tokens of the longest prompt of quality and sweeps; default: 512. For fewer than "
+            "2,048 tokens, the paper's caps and pages are divided.",
         ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(help="Cap in per cent of the longest prompt; 25 if not said.")
+        str, typer.Option(help="Cap in percent of the longest prompt; default: 25.")
     ] = "",
     prompts: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each cell; 100 if not said, 50 of the part sweeps."),
+        typer.Option(min=1, help="Prompts of each cell; default: 100, and 50 for the part sweeps."),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Recorded examples for the part prompts, as TASK=FILE, JSON or JSON lines: gsm8k, "
-            "xsum, cnndm, narrativeqa. May be repeated."
+            help="Examples for the part prompts, as TASK=FILE, JSON or JSON lines: gsm8k, "
+            "xsum, cnndm, narrativeqa. Can be repeated."
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+        Path | None, typer.Option(help="Text file to score; default: the books shipped with Quire.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for tables, pictures and the result. Cells of quality and sweeps are "
-            "kept there as they finish: a run that was stopped goes on."
+            help="Folder for tables, pictures and the result. Finished cells of quality and sweeps "
+            "are stored there, so that an interrupted run can continue."
         ),
     ] = None,
     quick: Annotated[
@@ -82,7 +84,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare rules with KVCrush and without: answers, fidelity, time, bytes of signatures."""
+    """Compare rules with and without KVCrush: outputs, fidelity, time and signature bytes."""
     from benchmarks.common.command import names_of, run_named
     from benchmarks.common.rouge import rouge_l
     from benchmarks.eviction.cells import CellFile
@@ -107,7 +109,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
         running_for=lambda model: running_text(model, text),
         recorded_for=partial(recorded, files),
         rouge_l=rouge_l,
-        kept=CellFile(None if out is None else out / "cells.jsonl"),
+        stored=CellFile(None if out is None else out / "cells.jsonl"),
         commit=commit(),
         show=show_cell,
     )
@@ -153,19 +155,19 @@ def _quality(
 
 
 def _with_bases(config: "KVCrushBenchConfig", bases: str) -> "KVCrushBenchConfig":
-    """The same base rules in all parts; without any, each part's own."""
+    """Set the same base rules in all parts; "" leaves each part's own rules."""
     from benchmarks.eviction.rules import rules_of
 
     if not bases.strip():
         return config
-    chosen = rules_of(bases)
-    first = chosen[0]
+    selected = rules_of(bases)
+    first = selected[0]
     return replace(
         config,
-        quality=replace(config.quality, bases=chosen, swept=(first,), pyramid=first),
-        sweeps=replace(config.sweeps, bases=chosen, swept=(first,), pyramid=first),
-        fidelity=replace(config.fidelity, bases=chosen),
-        long=replace(config.long, bases=chosen, pyramid=first),
+        quality=replace(config.quality, bases=selected, swept=(first,), pyramid=first),
+        sweeps=replace(config.sweeps, bases=selected, swept=(first,), pyramid=first),
+        fidelity=replace(config.fidelity, bases=selected),
+        long=replace(config.long, bases=selected, pyramid=first),
         overhead=replace(config.overhead, base=first),
     )
 

@@ -1,4 +1,4 @@
-"""What the KVCrush bench runs, at full size and small."""
+"""Configurations of the KVCrush benchmark, at full size and small."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ from quire.policies.signatures.anchors import ALTERNATING, FARTHEST, MEAN, ONES,
 
 BASES = tuple(map(Rule, ("h2o", "average", "snapkv", "expected_attention")))
 SWEPT_TASKS = ("lines", "kv", "niah", "facts")
-"""Those of `TASKS` at which rules differ: all of them do well at `labels` and badly at `copy`."""
+"""Tasks of `TASKS` on which rules differ: all rules do well on `labels` and badly on `copy`."""
 
 CLAIMED = ("bases", "pages")
 SWEEPS = (
@@ -24,12 +24,12 @@ _PAPER_PROMPT_TOKENS = 2_048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperConfig:
-    """The page-level setting of the paper's table I, and by what it is divided.
+    """The page-level setting of the paper's table I, with a divisor.
 
     Attributes:
-        initial, middle, recent: tokens.
-        page_tokens: slots of a page.
-        divisor: of all of them; 1 is the paper's.
+        initial, middle, recent: numbers of tokens.
+        page_tokens: slots in a page.
+        divisor: divisor of all these numbers; 1: the paper's setting.
     """
 
     initial: int = 32
@@ -44,12 +44,12 @@ class PaperConfig:
                 raise ConfigError(f"expected a divisor of {number} tokens, got {self.divisor}")
 
     def scaled(self, tokens: int) -> int:
-        """A number of tokens, divided."""
+        """A number of tokens after division."""
         return tokens // self.divisor
 
     @classmethod
     def for_prompts(cls, tokens: int) -> "PaperConfig":
-        """So divided that all that stays is about a third of a prompt, or less of a longer one."""
+        """Setting whose retained tokens are at most about a third of a prompt."""
         made = cls(divisor=1)
         while made.divisor * tokens < _PAPER_PROMPT_TOKENS and made.divisor < made.page_tokens:
             made = cls(divisor=2 * made.divisor)
@@ -57,35 +57,35 @@ class PaperConfig:
 
     @property
     def cap(self) -> int:
-        """All that stays."""
+        """Number of retained tokens."""
         return self.scaled(self.initial + self.middle + self.recent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityConfig:
-    """One base configuration, and one thing at a time that is changed.
+    """A base configuration, and changes of one option at a time.
 
     Attributes:
-        tables: which are made; see `benchmarks.kvcrush.arm_tables`.
-        bases: rules, with and without KVCrush around them.
-        pyramid: the one that gets a pyramid budget too.
-        swept: bases of the tables that change one thing.
-        tasks: of `quire.evals`.
-        tokens: most of a prompt with its answer.
-        prompts: of each cell.
-        budget: cap as a part of `tokens`; 0.25 is 4 x compression.
-        other_budgets: of a table of its own.
-        share: for representatives.
-        shares: of a table of its own.
-        anchors, several, several_kinds: single anchors; how many; and of which kinds those are.
-        chunk_tokens: neighbours that stay or go together.
-        blocks: pages that OpenVINO's form adds; its cap is lower by as many.
-        paper: the setting of the paper's table I; its pages are everybody's.
-        when: the schedule.
-        other_when: of a table of its own.
-        every: tokens that leave at a time, where they leave more than once.
-        rows: requests that run at once.
-        cache: most bytes of prompts that are kept read for the next rules.
+        tables: names of the tables; see `benchmarks.kvcrush.arm_tables`.
+        bases: base rules, run with and without KVCrush.
+        pyramid: base rule that also runs with a pyramid budget.
+        swept: base rules of the tables that change one option.
+        tasks: tasks of `quire.evals`.
+        tokens: most tokens of a prompt with its output.
+        prompts: number of prompts of each cell.
+        budget: cap as a fraction of `tokens`; 0.25 is 4 x compression.
+        other_budgets: budgets of the table `budgets`.
+        share: fraction of the budget for representatives.
+        shares: fractions of the table `shares`.
+        anchors, several, several_kinds: single anchors; numbers of several anchors; their kinds.
+        chunk_tokens: number of neighbouring tokens that are evicted together.
+        blocks: pages that OpenVINO's form adds; its cap is lowered by as many.
+        paper: setting of the paper's table I; all tables use its pages.
+        when: eviction schedule.
+        other_when: schedule of the table `schedule`.
+        every: number of tokens evicted at once, for schedules with repeated evictions.
+        rows: most running requests.
+        cache: most bytes of prompts that stay cached for the next rules.
     """
 
     tables: tuple[str, ...] = CLAIMED
@@ -112,11 +112,11 @@ class QualityConfig:
     cache: int = 4 << 30
 
     def __post_init__(self) -> None:
-        _ = self.cells  # refuses budgets and prompts that cannot be
+        _ = self.cells  # raises for invalid budgets and prompts
 
     @property
     def cells(self) -> CellsConfig:
-        """The numbers that all benches of cells check."""
+        """The shared values, validated by `CellsConfig`."""
         return CellsConfig(
             budgets=(self.budget, *self.other_budgets),
             tasks=self.tasks,
@@ -128,30 +128,30 @@ class QualityConfig:
 
     @property
     def page_tokens(self) -> int:
-        """Slots of a page."""
+        """Slots in a page."""
         return self.paper.scaled(self.paper.page_tokens)
 
     def cap(self, budget: float) -> int:
-        """In tokens."""
+        """Cap in tokens."""
         return int(budget * self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FidelityConfig:
-    """Texts read on, and continued, under a cap.
+    """Texts that are processed and continued with a cap.
 
     Attributes:
-        name: of tables and claims.
-        bases: rules, with and without KVCrush around them.
-        pyramid: the one that gets a pyramid budget too; None: none does.
-        share: for representatives.
-        tokens: of each text.
-        texts: how many.
-        new_tokens: of each continuation.
-        cap: in tokens.
-        every: tokens that leave, and are read, at a time.
-        page_tokens: of a page.
-        blocks: pages that OpenVINO's form adds, its cap is lower by as many; 0: without that form.
+        name: name in tables and claims.
+        bases: base rules, run with and without KVCrush.
+        pyramid: base rule that also runs with a pyramid budget; None: no such rule.
+        share: fraction of the budget for representatives.
+        tokens: length of each text.
+        texts: number of texts.
+        new_tokens: length of each continuation.
+        cap: cap in tokens.
+        every: number of tokens that are evicted, and then processed, at once.
+        page_tokens: slots in a page.
+        blocks: pages that OpenVINO's form adds; its cap is lowered by as many; 0: omit that form.
     """
 
     name: str = "fidelity"
@@ -177,20 +177,20 @@ LONG = FidelityConfig(
     every=128,
     blocks=0,
 )
-"""The paper's other budget: 2,048 tokens, a static quarter of them for representatives."""
+"""The paper's other budget: 2,048 tokens, with a static quarter for representatives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsConfig:
-    """Real prompts in the page-level setting of the paper's table I.
+    """Recorded prompts in the page-level setting of the paper's table I.
 
     Attributes:
-        tokens: most of a prompt; shots are left out until it fits, then its beginning.
-        prompts: of each file of examples.
-        new_tokens: of each answer.
+        tokens: most tokens of a prompt; shots are dropped until it fits, then it is truncated.
+        prompts: number of prompts of each file of examples.
+        new_tokens: tokens of each output.
         paper: caps and pages.
-        shares: for representatives, in the order of the paper's splits.
-        anchors: of the paper.
+        shares: fractions of the budget for representatives, in the order of the paper's splits.
+        anchors: anchors of the paper.
     """
 
     tokens: int = 1_344
@@ -202,22 +202,22 @@ class PromptsConfig:
 
     @property
     def least_tokens(self) -> int:
-        """Prompts are longer, so that much of each is read under the cap."""
+        """Prompts must be longer than this, so that a large part of each exceeds the cap."""
         return (self.paper.cap + self.tokens) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverheadConfig:
-    """What representatives take of a run's time, with random weights.
+    """Time of selecting representatives in a run, with random weights.
 
     Attributes:
         model: a name in SHAPES.
-        base: the rule around which.
-        rows: requests that run together.
-        prompt_tokens, new_tokens: of each.
-        cap, every: of the evictions.
-        share: for representatives.
-        dtype: of weights and KV.
+        base: base rule.
+        rows: number of requests that run together.
+        prompt_tokens, new_tokens: tokens of each prompt and of each output.
+        cap, every: cap, and number of tokens evicted at once.
+        share: fraction of the budget for representatives.
+        dtype: dtype of weights and KV.
     """
 
     model: str = "125m"
@@ -237,11 +237,11 @@ class OverheadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCrushBenchConfig:
-    """All of it.
+    """Configuration of all parts.
 
     Attributes:
-        model: that reads and answers: a folder, a hub name or quire-tiny.
-        quality, sweeps, fidelity, long, prompts, overhead: the parts.
+        model: evaluated model: a folder, a hub name or quire-tiny.
+        quality, sweeps, fidelity, long, prompts, overhead: configurations of the parts.
     """
 
     model: str = "quire-tiny"

@@ -1,7 +1,8 @@
-"""Parts `fidelity` and `long`: how far a model under a cap is from itself with full KV, on text.
+"""Parts `fidelity` and `long`: difference of a model with a cap from itself with full KV, on texts.
 
-Texts are read on in blocks, as in part `perplexity` of the eviction bench, then continued greedily;
-`benchmarks.kvcrush.reading` says what is measured. Part `long` has the paper's budget of 2,048.
+Texts are processed in blocks, as in part `perplexity` of the eviction benchmark, then continued
+greedily; `benchmarks.kvcrush.text_scores` defines the measures. Part `long` uses the paper's budget
+of 2,048.
 """
 
 import statistics
@@ -11,7 +12,7 @@ from dataclasses import asdict, replace
 from benchmarks.common.intervals import bootstrap_mean
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.eviction.rules import Rule
-from benchmarks.eviction.texts import RunningText, pieces
+from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.kvcrush.arms import (
     OPENVINO,
     PAGES,
@@ -23,13 +24,13 @@ from benchmarks.kvcrush.arms import (
     with_options,
 )
 from benchmarks.kvcrush.config import FidelityConfig
-from benchmarks.kvcrush.reading import Fidelity, JudgeText, measure
+from benchmarks.kvcrush.text_scores import Fidelity, JudgeText, measure
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
 
 
 def compared(config: FidelityConfig) -> tuple[Compared, ...]:
-    """Rules alone, with one set, with KVCrush, and OpenVINO's form, all of one cap."""
+    """Base rules, the same with one set, with KVCrush, and OpenVINO's form, all with one cap."""
 
     def arm(rule: Rule) -> Arm:
         return Arm(rule=rule, cap=config.cap, when=PREFILL_AND_DECODE)
@@ -39,8 +40,8 @@ def compared(config: FidelityConfig) -> tuple[Compared, ...]:
         added = config.blocks * config.page_tokens
         return replace(arm(rule), cap=config.cap - added) if added else None
 
-    requested = [(base, "") for base in config.bases]
-    requested += [] if config.pyramid is None else [(config.pyramid, "budget=pyramid")]
+    bases = [(base, "") for base in config.bases]
+    bases += [] if config.pyramid is None else [(config.pyramid, "budget=pyramid")]
     return tuple(
         Compared(
             alone=arm(with_options(base, budget)),
@@ -48,22 +49,22 @@ def compared(config: FidelityConfig) -> tuple[Compared, ...]:
             crushing=arm(crushed(base, config.share, budget)),
             openvino=None if budget else form(base),
         )
-        for base, budget in requested
+        for base, budget in bases
     )
 
 
 def run_fidelity(
     model: LoadedModel, config: FidelityConfig, running: RunningText, rouge_l: JudgeText
 ) -> PartResult:
-    """Either part.
+    """Run either part.
 
     Args:
-        model: reads.
-        config: of the part.
-        running: what texts are cut from.
-        rouge_l: judges continuations.
+        model: evaluated model.
+        config: configuration of the part.
+        running: text that is cut into samples.
+        rouge_l: scores a continuation against a reference.
     """
-    texts = pieces(model, running, config.tokens, config.texts)
+    texts = cut_texts(model, running, config.tokens, config.texts)
     arms = [arm for one in compared(config) for arm in _arms(one)]
     _, found = measure(model, config, arms, texts, rouge_l)
     return PartResult(
@@ -84,11 +85,12 @@ def _crushing(one: Compared) -> Iterator[Arm]:
 
 
 def claims(config: FidelityConfig, found: dict[Arm, Fidelity]) -> Numbers:
-    """Means of every rule; and of KVCrush, what it takes off the KL of the rules without it.
+    """Means of every rule, and the decrease of KL by KVCrush.
 
-    fidelity_kl_gain: nats less than the rules alone; fidelity_kl_gain_one_set: than the rules with
-    one set for a layer's heads. Mean over rules; intervals of 95 % by bootstrap over texts. Those
-    of the part `long` begin with its name.
+    fidelity_kl_gain: decrease in nats from the base rules. fidelity_kl_gain_one_set: decrease from
+    the rules with one set for the heads of a layer. Means over rules, with 95 % bootstrap intervals
+    over texts. Claims of the part `long` begin with its name.
+
     """
     made: Numbers = {}
     for one in found.values():
@@ -99,7 +101,7 @@ def claims(config: FidelityConfig, found: dict[Arm, Fidelity]) -> Numbers:
 
 
 def means(name: str, one: Fidelity) -> Numbers:
-    """Over texts, under names that begin so."""
+    """Means over texts, as claims whose names start with `name`."""
     return {
         f"{name}_kl": statistics.mean(one.kl),
         f"{name}_top_1": statistics.mean(one.top_1),
@@ -108,28 +110,28 @@ def means(name: str, one: Fidelity) -> Numbers:
 
 
 def kl_gain(name: str, pairs: Sequence[tuple[Fidelity, Fidelity]]) -> Numbers:
-    """How much less KL the second of each pair has, mean over pairs, with its interval."""
-    by_pair = [_less(without, crushing) for without, crushing in pairs]
+    """Decrease of KL from the first to the second of each pair: mean over pairs, and interval."""
+    by_pair = [_decrease(without, crushing) for without, crushing in pairs]
     by_text = [statistics.mean(differences) for differences in zip(*by_pair, strict=True)]
     low, high = bootstrap_mean([by_text], groups_too=False)
     return {f"{name}_mean": statistics.mean(by_text), f"{name}_low": low, f"{name}_high": high}
 
 
-def _less(without: Fidelity, crushing: Fidelity) -> list[float]:
+def _decrease(without: Fidelity, crushing: Fidelity) -> list[float]:
     return [a - b for a, b in zip(without.kl, crushing.kl, strict=True)]
 
 
-COLUMNS = ("rule", "cap", "KL", "top-1", "ROUGE-L", "KL less", "than one set", "KV KiB")
+COLUMNS = ("rule", "cap", "KL", "top-1", "ROUGE-L", "KL decrease", "from one set", "KV KiB")
 
 
 def row_of(
     found: Mapping[Arm, Fidelity], arm: Arm, *others: Arm | None
 ) -> tuple[str | int | float | None, ...]:
-    """Numbers of an arm as in COLUMNS; by how much its KL is below that of others, or None."""
+    """Values of an arm as in COLUMNS; the decrease of KL from each other arm, or None."""
     one = found[arm]
     shown = [statistics.mean(n) for n in (one.kl, one.top_1, one.rouge_l)]
-    less = (o if o is None else statistics.mean(_less(found[o], one)) for o in others)
-    return (one.rule, arm.cap, *shown, *less, one.request_bytes / 1024)
+    decreases = (o if o is None else statistics.mean(_decrease(found[o], one)) for o in others)
+    return (one.rule, arm.cap, *shown, *decreases, one.request_bytes / 1024)
 
 
 def _table(config: FidelityConfig, name: str, found: dict[Arm, Fidelity]) -> Table:
@@ -141,11 +143,11 @@ def _table(config: FidelityConfig, name: str, found: dict[Arm, Fidelity]) -> Tab
     return Table(
         name=f"kvcrush-{config.name}",
         caption=(
-            f"{config.texts} texts of {config.tokens:,} tokens from {name}, read on in blocks of "
-            f"{config.every} under a cap of {config.cap:,} ({100 * config.cap / config.tokens:.0f} "
-            f"%), then continued by {config.new_tokens} tokens, against full KV. KL in nats, of "
-            "tokens behind the cap; less: KL of the rule alone less this one's, and of the rule "
-            "with one set for a layer's heads; KV: most bytes of a text."
+            f"{config.texts} texts of {config.tokens:,} tokens from {name}, processed in blocks of "
+            f"{config.every} with a cap of {config.cap:,} ({100 * config.cap / config.tokens:.0f} "
+            f"%), then continued by {config.new_tokens} tokens, compared with full KV. KL in nats, "
+            "for tokens after the cap; decrease: KL of the base rule minus this KL, and that of "
+            "the rule with one set for a layer's heads; KV: most bytes of a text."
         ),
         columns=COLUMNS,
         rows=tuple(rows),

@@ -35,7 +35,7 @@ class Gain:
     prompts_high: float
 
     def claims(self, name: str) -> dict[str, int | float]:
-        """As numbers under a name."""
+        """The gain as claims with a common name prefix."""
         return {
             f"{name}_mean": self.mean,
             f"{name}_low": self.low,
@@ -46,19 +46,19 @@ class Gain:
 
 
 def gain_of(pairs: Sequence[tuple[ByTask, ByTask]]) -> Gain:
-    """What the second of each pair wins over the first.
+    """Gain of the second over the first of each pair.
 
     Args:
-        pairs: cells by task, without and with; all of the same tasks.
+        pairs: cells by task, without and with the method; all pairs have the same tasks.
     """
     by_task = [
-        np.mean([_won(without[task], crushing[task]) for without, crushing in pairs], axis=0)
+        np.mean([_gains(without[task], crushing[task]) for without, crushing in pairs], axis=0)
         for task in pairs[0][0]
     ]
     low, high = bootstrap_mean(by_task, groups_too=True)
     prompts_low, prompts_high = bootstrap_mean(by_task, groups_too=False)
     return Gain(
-        mean=float(np.mean([won.mean() for won in by_task])),
+        mean=float(np.mean([gain.mean() for gain in by_task])),
         low=low,
         high=high,
         prompts_low=prompts_low,
@@ -66,16 +66,16 @@ def gain_of(pairs: Sequence[tuple[ByTask, ByTask]]) -> Gain:
     )
 
 
-def _won(without: Cell, crushing: Cell) -> NDArray[np.float64]:
-    """Of each prompt: 1 won, 0 as before, -1 lost."""
+def _gains(without: Cell, crushing: Cell) -> NDArray[np.float64]:
+    """Per prompt: 1 if only `crushing` is correct, -1 if only `without` is correct, else 0."""
     for cell in (without, crushing):
         if len(cell.outcomes) != cell.key.prompts:
             raise InvariantError(
-                f"expected an outcome of each of {cell.key.prompts} prompts of {cell.key.evict!r}, "
-                f"got {len(cell.outcomes)}; take another folder for --out"
+                f"expected an outcome for each of {cell.key.prompts} prompts of "
+                f"{cell.key.evict!r}, got {len(cell.outcomes)}; use another folder for --out"
             )
-    return _numbers(crushing) - _numbers(without)
+    return _outcomes(crushing) - _outcomes(without)
 
 
-def _numbers(cell: Cell) -> NDArray[np.float64]:
+def _outcomes(cell: Cell) -> NDArray[np.float64]:
     return np.array([outcome == "1" for outcome in cell.outcomes], dtype=np.float64)

@@ -19,17 +19,17 @@ from quire.config.sampling_params import SamplingParams
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 
-REMEMBERED = 1.5
-"""Bytes of a cached prompt over those of its keys and values: what rules remember of it."""
+CACHED_OVER_KV = 1.5
+"""Bytes of a cached prompt, with recorded statistics, over the bytes of its keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The prompts of a task, and an engine that has read some of them."""
+    """The prompts of a task, and an engine that caches their prefills."""
 
     name: str
     llm: LLM
-    requested: list[GradedPrompt]
+    prompts: list[GradedPrompt]
     token_ids: list[list[int]]
     answer_tokens: int
 
@@ -56,7 +56,7 @@ class ManyRules:
         self._task: _Task | None = None
 
     def cell(self, key: CellKey) -> Cell:
-        """Answer all prompts of a cell.
+        """Run all prompts of a cell.
 
         Raises:
             InvariantError: a request failed.
@@ -65,28 +65,28 @@ class ManyRules:
         task = self._of(key)
         options = SamplingParams(max_tokens=task.answer_tokens, temperature=0.0)
         answers = task.llm.generate(task.token_ids, options, evict=key.evict)
-        return judged(key, task.requested, answers, time.perf_counter() - started_s)
+        return judged(key, task.prompts, answers, time.perf_counter() - started_s)
 
     def _of(self, key: CellKey) -> _Task:
         if self._task is None or self._task.name != key.task:
-            self._task = None  # its memory goes first
+            self._task = None  # free its memory first
             self._task = self._begun(key)
         return self._task
 
     def _begun(self, key: CellKey) -> _Task:
-        requested, llm = self._make_prompts(key.task, key.tokens, key.prompts), self._open(key)
+        prompts, llm = self._make_prompts(key.task, key.tokens, key.prompts), self._open(key)
         return _Task(
             name=key.task,
             llm=llm,
-            requested=requested,
-            token_ids=[llm.encode(found.prompt) for found in requested],
-            answer_tokens=max(len(llm.encode(found.answer)) for found in requested),
+            prompts=prompts,
+            token_ids=[llm.encode(prompt.prompt) for prompt in prompts],
+            answer_tokens=max(len(llm.encode(prompt.answer)) for prompt in prompts),
         )
 
     def _open(self, key: CellKey) -> LLM:
         rows, number_bytes = self._config.rows, self._model.decoder.dtype.itemsize
         row_bytes = self._model.spec.kv_bytes_per_token(number_bytes) * key.tokens
-        cached = min(int(REMEMBERED * row_bytes) * key.prompts, self._config.cache)
+        cached = min(int(CACHED_OVER_KV * row_bytes) * key.prompts, self._config.cache)
         kv = KVConfig(
             memory=2 * rows * row_bytes + cached + (8 << 20),
             page_tokens=key.page_tokens,

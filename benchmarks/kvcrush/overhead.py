@@ -1,15 +1,15 @@
-"""Part `overhead`: what choosing representatives takes of a run, with random weights.
+"""Part `overhead`: time to select representatives in a run, with random weights.
 
 alone      the base rule
-kvcrush    around it
-kmeans     clusters of signatures in its place
+kvcrush    KVCrush with this base rule
+kmeans     the same with k-means clusters of signatures
 
-Counted as overhead is all of choosing but the base rule's scores: signatures, distances, buckets,
-and the selection by scores, which the base rule has as well. Scores and compaction stand apart.
+Overhead is the selection without the base rule's scores: signatures, distances, buckets, and the
+selection by scores, which the base rule also has. Scores and compaction are counted separately.
 
-A stopwatch is put around the methods of eviction rules, for as long as the part runs. Time is
-charged to the innermost phase that is open, so phases add up. The methods are wrapped on their
-classes and put back: nothing in the engine knows of it.
+While the part runs, the methods of eviction rules are wrapped with a stopwatch. Time is charged to
+the innermost open phase, so phases add up. The methods are wrapped on their classes and restored
+afterwards; the engine has no code for it.
 """
 
 import time
@@ -45,8 +45,8 @@ from quire.scheduler.schedule_config import ScheduleConfig
 COMPACTION, SCORING, SELECTION = "compaction", "scoring", "selection"
 SIGNATURES, REPRESENTATIVES = "signatures", "representatives"
 PHASES = (SCORING, SELECTION, SIGNATURES, REPRESENTATIVES, COMPACTION)
-"""Of an eviction: the base rule's scores; what stays by them; bits; distances and buckets (or
-clusters); views, tables and moves, which every rule needs."""
+"""Phases of an eviction: the base rule's scores; selection by scores; signature bits; distances and
+buckets, or clusters; views, tables and moves, which every rule needs."""
 
 _WATCHED: tuple[tuple[type, str, str], ...] = (
     (PolicyEvictor, "evict", COMPACTION),
@@ -60,13 +60,13 @@ _WATCHED: tuple[tuple[type, str, str], ...] = (
 
 
 class Stopwatch:
-    """Seconds by phase.
+    """Measures time by phase.
 
     Args:
-        clock: seconds.
+        clock: clock in seconds.
 
     Attributes:
-        seconds: of each phase, those of phases inside it taken off.
+        seconds: time of each phase, without nested phases.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -77,7 +77,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge what is done inside to a phase."""
+        """Charge the time inside the context to a phase."""
         self._charge()
         self._open.append(name)
         try:
@@ -94,8 +94,8 @@ class Stopwatch:
 
 
 @contextmanager
-def watched_rules(watch: Stopwatch) -> Iterator[None]:
-    """Let a stopwatch run in the phases of all evictions of this process."""
+def timed_rules(watch: Stopwatch) -> Iterator[None]:
+    """Measure the phases of all evictions of this process with a stopwatch."""
     with ExitStack() as stack:
         for owner, method, phase in _WATCHED:
             stack.enter_context(_wrapped(owner, method, phase, watch))
@@ -124,12 +124,12 @@ COUNTED = (SELECTION, SIGNATURES, REPRESENTATIVES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A whole run under one rule.
+    """Measurements of a run with one rule.
 
     Attributes:
-        evict: the rule.
-        run_s: all steps.
-        seconds: of its evictions, by phase.
+        evict: `--evict` value of the rule.
+        run_s: time of all steps.
+        seconds: time of its evictions by phase.
     """
 
     evict: str
@@ -137,17 +137,17 @@ class Run:
     seconds: Mapping[str, float]
 
     @property
-    def chosen_s(self) -> float:
-        """Of choosing, scores not counted."""
+    def overhead_s(self) -> float:
+        """Time of the phases that count as overhead."""
         return sum(self.seconds[phase] for phase in COUNTED)
 
     def fraction(self, *phases: str) -> float:
-        """Of the run that phases take."""
+        """Fraction of the run's time in the given phases."""
         return sum(self.seconds[phase] for phase in phases) / self.run_s
 
 
 def arms(config: OverheadConfig) -> dict[str, str]:
-    """Name of an arm to what `--evict` takes."""
+    """`--evict` values by arm."""
     share = f"share={config.share:g}"
     rules = {
         ALONE: config.base,
@@ -164,8 +164,8 @@ def measure(config: OverheadConfig, clock: Callable[[], float] = perf_counter) -
     """Run every arm once.
 
     Args:
-        config: of the part.
-        clock: seconds.
+        config: configuration of the part.
+        clock: clock in seconds.
     """
     model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
     return {name: _run(model, config, evict, clock) for name, evict in arms(config).items()}
@@ -180,20 +180,20 @@ def _run(model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable
     for row in range(config.rows):
         engine.submit(GenerationRequest(random_prompt(model, config.prompt_tokens, row), options))
     watch, started_s = Stopwatch(clock), clock()
-    with watched_rules(watch):
+    with timed_rules(watch):
         while engine.has_work:
             engine.step()
     run_s = clock() - started_s
     if engine.num_generated_tokens != config.rows * config.new_tokens:
         raise InvariantError(
-            f"expected {config.rows * config.new_tokens} tokens of a bench under {evict!r}, got "
+            f"expected {config.rows * config.new_tokens} tokens with {evict!r}, got "
             f"{engine.num_generated_tokens}"
         )
     return Run(evict=evict, run_s=run_s, seconds=watch.seconds)
 
 
 def run_overhead(config: OverheadConfig) -> PartResult:
-    """The part."""
+    """Run the part."""
     runs = measure(config)
     return PartResult(
         claims=claims(runs),
@@ -203,12 +203,13 @@ def run_overhead(config: OverheadConfig) -> PartResult:
 
 
 def claims(runs: Mapping[str, Run]) -> Numbers:
-    """Parts of runs' times.
+    """Fractions of the runs' times.
 
-    overhead_fraction, kmeans_overhead_fraction: signatures, distances, buckets (clusters) and
-    selection. kmeans_overhead_over_rest: over the time of all else, as the paper has it.
-    alone_selection_fraction: selection where there is the base rule alone.
-    base_scoring_fraction, compaction_fraction: of the run with KVCrush.
+    overhead_fraction, kmeans_overhead_fraction: signatures, distances, buckets (or clusters) and
+    selection. kmeans_overhead_over_rest: over the other time of the run, as in the paper.
+    alone_selection_fraction: selection with the base rule alone.
+    base_scoring_fraction, compaction_fraction: in the run with KVCrush.
+
     """
     crush, kmeans = runs[KVCRUSH], runs[KMEANS]
     return {
@@ -220,7 +221,7 @@ def claims(runs: Mapping[str, Run]) -> Numbers:
         "base_scoring_fraction": crush.fraction(SCORING),
         "compaction_fraction": crush.fraction(COMPACTION),
         "kmeans_overhead_fraction": kmeans.fraction(*COUNTED),
-        "kmeans_overhead_over_rest": kmeans.chosen_s / (kmeans.run_s - kmeans.chosen_s),
+        "kmeans_overhead_over_rest": kmeans.overhead_s / (kmeans.run_s - kmeans.overhead_s),
     }
 
 
@@ -232,9 +233,10 @@ def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
     return Table(
         name="kvcrush-overhead",
         caption=(
-            f"{config.rows} prompts of {config.prompt_tokens:,} tokens and {config.new_tokens} new "
-            f"ones, cap {config.cap}, {config.every} leave at a time, base {config.base.text}, "
-            f"random-weight Llama ({config.model}), {config.dtype}. In per cent of the run; "
+            f"{config.rows} prompts of {config.prompt_tokens:,} tokens and outputs of "
+            f"{config.new_tokens}, "
+            f"cap {config.cap}, {config.every} tokens evicted at once, base {config.base.text}, "
+            f"random-weight Llama ({config.model}), {config.dtype}. In percent of the run; "
             f"overhead is {', '.join(COUNTED)} (distances and buckets, or clusters)."
         ),
         columns=("rule", "run s", *(f"{phase} %" for phase in PHASES), "overhead %"),

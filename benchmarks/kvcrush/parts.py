@@ -1,4 +1,4 @@
-"""The parts of the KVCrush bench by name, in the order in which they run and are read."""
+"""Parts of the KVCrush benchmark by name, in run order."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from benchmarks.kvcrush.judging import ManyRules
 from benchmarks.kvcrush.overhead import run_overhead
 from benchmarks.kvcrush.prompts import Recorded, run_prompts
 from benchmarks.kvcrush.quality import run_quality
-from benchmarks.kvcrush.reading import JudgeText
 from benchmarks.kvcrush.signature_bytes import run_bytes
+from benchmarks.kvcrush.text_scores import JudgeText
 from quire.models.loader import LoadedModel
 
 Part = Callable[[KVCrushBenchConfig], PartResult]
@@ -32,12 +32,12 @@ class Material:
     """Inputs of the parts in addition to their configuration.
 
     Attributes:
-        load: loads the model under test, when the first part needs it.
-        prompt_maker_for: makes prompts for the model.
-        running_for: gives the source of the long texts.
-        recorded_for: prompts from files of examples.
-        rouge_l: scores continuations of texts.
-        kept: file that finished cells are read from and written to.
+        load: loads the evaluated model when the first part needs it.
+        prompt_maker_for: returns the prompt maker for the model.
+        running_for: returns the source of the long texts for the model.
+        recorded_for: returns prompts from files of examples.
+        rouge_l: scores a continuation against a reference.
+        stored: store of finished cells.
         commit: commit of this code.
         show: called with every cell that runs.
     """
@@ -47,18 +47,18 @@ class Material:
     running_for: Callable[[LoadedModel], RunningText]
     recorded_for: Callable[[LoadedModel, PromptsConfig], Sequence[Recorded]]
     rouge_l: JudgeText
-    kept: CellFile
+    stored: CellFile
     commit: str | None
     show: Callable[[Cell], None]
 
     @cached_property
     def model(self) -> LoadedModel:
-        """Loaded once."""
+        """The evaluated model, loaded on first use."""
         return self.load()
 
 
 def make_parts(material: Material) -> Mapping[str, Part]:
-    """All parts."""
+    """Create all parts."""
 
     def quality(config: KVCrushBenchConfig, part: QualityConfig) -> PartResult:
         model = material.model
@@ -69,7 +69,7 @@ def make_parts(material: Material) -> Mapping[str, Part]:
             part,
             model=config.model,
             commit=material.commit,
-            kept=material.kept,
+            stored=material.stored,
             show=material.show,
         )
 

@@ -1,8 +1,8 @@
-"""Part `prompts`: paged H2O against paged KVCrush on recorded prompts, the paper's figure 8.
+"""Part `prompts`: paged H2O and paged KVCrush on recorded prompts, as in the paper's figure 8.
 
-As in part `fidelity`, in the paper's pages and caps; and the answers are judged, for models that
-know the task. H2O scores a page by the sum of its tokens, as the paper's does; that one has one
-kept set for a layer, so both stand here.
+The measures are those of part `fidelity`, with the paper's pages and caps, and the graded outputs,
+for models that can do the task. H2O scores a page by the sum over its tokens, as in the paper. The
+paper's H2O has one retained set per layer; both H2O variants are measured.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from benchmarks.eviction.rules import Rule
 from benchmarks.kvcrush.arms import Arm, Row, paper_rows
 from benchmarks.kvcrush.config import FidelityConfig, PromptsConfig
 from benchmarks.kvcrush.fidelity import COLUMNS, kl_gain, means, row_of
-from benchmarks.kvcrush.reading import Fidelity, JudgeText, measure
+from benchmarks.kvcrush.text_scores import Fidelity, JudgeText, measure
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
 
@@ -28,48 +28,48 @@ class Recorded:
         name: name of the task.
         score: name of the mean score.
         prompts: token ids, within the configured length.
-        requested: the same prompts, with their judges.
+        graded: the same prompts, with their grading functions.
     """
 
     name: str
     score: str
     prompts: tuple[list[int], ...]
-    requested: tuple[GradedPrompt, ...]
+    graded: tuple[GradedPrompt, ...]
 
 
 def run_prompts(
     model: LoadedModel, config: PromptsConfig, recorded: Sequence[Recorded], rouge_l: JudgeText
 ) -> PartResult:
-    """The part.
+    """Run the part.
 
     Args:
-        model: reads.
-        config: of the part.
+        model: evaluated model.
+        config: configuration of the part.
         recorded: prompts of one or more files.
-        rouge_l: judges continuations against those with full KV.
+        rouge_l: scores a continuation against the continuation with full KV.
     """
     rows = paper_rows(config.paper, PREFILL_AND_DECODE, config.shares, config.anchors)
     claims: Numbers = {}
     tables, raw = [], {}
-    for own in recorded:
-        reading = _reading(config, own)
+    for source in recorded:
+        fidelity = _fidelity_config(config, source)
         arms = [row.arm for row in rows]
-        full, found = measure(model, reading, arms, own.prompts, rouge_l)
-        scores = {arm: _score(own, one.continuations) for arm, one in found.items()}
-        claims |= _claims(own.name, rows, found, scores)
-        claims[f"{own.name}_full_score"] = _score(own, full)
-        tables.append(_table(config, own, rows, found, scores))
-        raw[own.name] = [asdict(one) for one in found.values()]
+        full, found = measure(model, fidelity, arms, source.prompts, rouge_l)
+        scores = {arm: _score(source, one.continuations) for arm, one in found.items()}
+        claims |= _claims(source.name, rows, found, scores)
+        claims[f"{source.name}_full_score"] = _score(source, full)
+        tables.append(_table(config, source, rows, found, scores))
+        raw[source.name] = [asdict(one) for one in found.values()]
     return PartResult(claims=claims, tables=tuple(tables), raw=raw)
 
 
-def _reading(config: PromptsConfig, own: Recorded) -> FidelityConfig:
+def _fidelity_config(config: PromptsConfig, source: Recorded) -> FidelityConfig:
     paper = config.paper
     page_tokens = paper.scaled(paper.page_tokens)
     return FidelityConfig(
-        name=own.name,
+        name=source.name,
         tokens=config.tokens,
-        texts=len(own.prompts),
+        texts=len(source.prompts),
         new_tokens=config.new_tokens,
         cap=paper.cap,
         every=page_tokens,
@@ -77,8 +77,8 @@ def _reading(config: PromptsConfig, own: Recorded) -> FidelityConfig:
     )
 
 
-def _score(own: Recorded, continuations: Sequence[str]) -> float:
-    scores = (a.grade(text) for a, text in zip(own.requested, continuations, strict=True))
+def _score(source: Recorded, continuations: Sequence[str]) -> float:
+    scores = (a.grade(text) for a, text in zip(source.graded, continuations, strict=True))
     return statistics.mean(scores)
 
 
@@ -88,7 +88,7 @@ def _claims(
     found: Mapping[Arm, Fidelity],
     scores: Mapping[Arm, float],
 ) -> Numbers:
-    """Of every rule; and what KVCrush, all splits and anchors together, takes off the KL of H2O."""
+    """Means of every rule, and the decrease of H2O's KL by KVCrush over all splits and anchors."""
     made: Numbers = {}
     for arm, one in found.items():
         made |= means(f"{name}_{Rule(one.rule).name}", one)
@@ -105,23 +105,24 @@ def _claims(
 
 def _table(
     config: PromptsConfig,
-    own: Recorded,
+    source: Recorded,
     rows: Sequence[Row],
     found: Mapping[Arm, Fidelity],
     scores: Mapping[Arm, float],
 ) -> Table:
     paper = config.paper
-    lengths = [len(prompt) for prompt in own.prompts]
+    lengths = [len(prompt) for prompt in source.prompts]
     return Table(
-        name=f"kvcrush-{own.name}",
+        name=f"kvcrush-{source.name}",
         caption=(
-            f"{len(lengths)} prompts of {own.name}, {min(lengths):,} to {max(lengths):,} tokens, "
-            f"read on in pages of {paper.scaled(paper.page_tokens)} under a cap of {paper.cap} "
+            f"{len(lengths)} prompts of {source.name} of {min(lengths):,} to {max(lengths):,} "
+            f"tokens, processed in pages of {paper.scaled(paper.page_tokens)} with a cap of "
+            f"{paper.cap} "
             f"({paper.scaled(paper.initial)} initial, {paper.scaled(paper.middle)} middle, "
-            f"{paper.scaled(paper.recent)} recent), then answered by {config.new_tokens} tokens; "
-            f"otherwise as part fidelity. {own.score}: of the answers, by the task."
+            f"{paper.scaled(paper.recent)} recent), then continued by {config.new_tokens} tokens; "
+            f"otherwise as in part fidelity. {source.score}: graded continuations."
         ),
-        columns=(*COLUMNS, own.score),
+        columns=(*COLUMNS, source.score),
         rows=tuple(
             (row.label, *row_of(found, row.arm, row.against, row.one_set)[1:], scores[row.arm])
             for row in rows

@@ -1,7 +1,7 @@
-"""Parts `quality` and `sweeps`: right answers with KVCrush and without it.
+"""Parts `quality` and `sweeps`: correct outputs with and without KVCrush.
 
-quality   every base rule, by token and by page, OpenVINO's form beside them: the claims
-sweeps    some of them, one thing changed at a time
+quality   every base rule, by token and by page, and OpenVINO's form: the claims
+sweeps    some of these, with one change at a time
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,16 +17,16 @@ from benchmarks.kvcrush.config import CLAIMED, QualityConfig
 from benchmarks.kvcrush.gains import ByTask, Gain, gain_of
 
 Groups = dict[str, list[tuple[Arm, Arm]]]
-"""Name of a claim to pairs of arms: without, and with."""
+"""Pairs of arms (without, with) by claim name."""
 
 
-class Answers:
+class Results:
     """Cells by arm.
 
     Args:
-        config: of the part.
-        cells: all of them.
-        model, commit: of their keys.
+        config: configuration of the part.
+        cells: all cells.
+        model, commit: model and commit in their keys.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Answers:
 
     @property
     def full(self) -> ByTask:
-        """With full KV."""
+        """Cells of full KV by task."""
         config = self.config
         wanted = (arms.full_key(config, task, self._model, self._commit) for task in config.tasks)
         return {key.task: self._cells[key] for key in wanted}
 
     def of(self, arm: Arm) -> ByTask:
-        """Of an arm."""
+        """Cells of an arm by task."""
         config = self.config
         wanted = (
             arms.key_of(config, arm, task, self._model, self._commit) for task in config.tasks
@@ -52,61 +52,61 @@ class Answers:
         return {key.task: self._cells[key] for key in wanted}
 
     def over_full(self, arm: Arm) -> float:
-        """Right answers of an arm over those with full KV; 0 where there are none at all."""
+        """Correct outputs of an arm over those of full KV; 0 if full KV has none."""
         full = mean_share(self.full)
         return mean_share(self.of(arm)) / full if full else 0.0
 
     def gain(self, pairs: Sequence[tuple[Arm, Arm]]) -> Gain:
-        """Of the second of each pair of arms over the first, all pairs taken together."""
+        """Gain of the second over the first of each pair of arms, over all pairs."""
         return gain_of([(self.of(without), self.of(crushing)) for without, crushing in pairs])
 
 
 def run_quality(
-    ask: Callable[[CellKey], Cell],
+    run_cell: Callable[[CellKey], Cell],
     config: QualityConfig,
     *,
     model: str,
     commit: str | None,
-    kept: CellFile,
+    stored: CellFile,
     show: Callable[[Cell], None],
 ) -> PartResult:
     """Run either quality part.
 
     Args:
-        ask: runs a cell.
+        run_cell: runs a cell.
         config: configuration of the part.
         model: model name of the cells.
         commit: commit of the cells.
-        kept: file that finished cells are read from and written to.
+        stored: store of finished cells.
         show: called with every cell that runs.
     """
-    cells = list(measure_cells(ask, keys(config, model, commit), kept, show))
-    answers = Answers(config, cells, model, commit)
+    cells = list(measure_cells(run_cell, keys(config, model, commit), stored, show))
+    results = Results(config, cells, model, commit)
     return PartResult(
-        claims=claims(answers),
-        tables=tuple(_table(answers, table) for table in tables(config)),
-        charts=(_shares_chart(answers),) if "shares" in config.tables else (),
+        claims=claims(results),
+        tables=tuple(_table(results, table) for table in tables(config)),
+        charts=(_shares_chart(results),) if "shares" in config.tables else (),
         raw={
             "cells": [cell.to_json() for cell in cells],
-            "gains": {name: asdict(gain) for name, gain in gains(answers).items()},
+            "gains": {name: asdict(gain) for name, gain in gains(results).items()},
         },
     )
 
 
-def gains(answers: Answers) -> dict[str, Gain]:
-    """Of the tables there are, over all their base rules together; see `claims`."""
+def gains(results: Results) -> dict[str, Gain]:
+    """Gains of the configured tables, over all their base rules together; see `claims`."""
     groups: Groups = {}
-    if set(CLAIMED) <= set(answers.config.tables):
-        groups |= _claimed(answers.config)
-    if "forms" in answers.config.tables:
-        groups |= _of_forms(answers.config)
-    return {name: answers.gain(pairs) for name, pairs in groups.items()}
+    if set(CLAIMED) <= set(results.config.tables):
+        groups |= _claimed(results.config)
+    if "forms" in results.config.tables:
+        groups |= _of_forms(results.config)
+    return {name: results.gain(pairs) for name, pairs in groups.items()}
 
 
 def _claimed(config: QualityConfig) -> Groups:
     tokens, pages = by_token(config), by_page(config)
     openvino = [(one, one.openvino) for one in pages if one.openvino is not None]
-    by_base = zip(tokens, openvino, strict=False)  # a pyramid comes behind the bases
+    by_base = zip(tokens, openvino, strict=False)  # the pyramid is the last entry of `tokens`
     groups: Groups = {
         "quality_gain": [(one.alone, one.crushing) for one in tokens],
         "quality_gain_one_set": [(one.one_set, one.crushing) for one in tokens],
@@ -135,7 +135,7 @@ def _of_forms(config: QualityConfig) -> Groups:
     }
 
 
-def claims(answers: Answers) -> Numbers:
+def claims(results: Results) -> Numbers:
     """Gains with intervals, and correct outputs relative to full KV for every policy at the budget.
 
     quality_gain, page_gain, openvino_gain: KVCrush by token, KVCrush by page and OpenVINO's form,
@@ -147,75 +147,75 @@ def claims(answers: Answers) -> Numbers:
     KVCrush with a static share.
     """
     made: Numbers = {}
-    for name, gain in gains(answers).items():
+    for name, gain in gains(results).items():
         made |= gain.claims(name)
-    if not set(CLAIMED) <= set(answers.config.tables):
+    if not set(CLAIMED) <= set(results.config.tables):
         return made
     over = {
-        row.arm.rule.name: answers.over_full(row.arm)
-        for table in tables(answers.config)
+        row.arm.rule.name: results.over_full(row.arm)
+        for table in tables(results.config)
         if table.name in CLAIMED
         for row in table.rows
     }
     made |= {f"quality_over_full_{name}": share for name, share in over.items()}
     return made | {
-        "full_quality": mean_share(answers.full),
+        "full_quality": mean_share(results.full),
         "quality_over_full_best": max(over.values()),
     }
 
 
-def _table(answers: Answers, table: ArmTable) -> Table:
-    config, first = answers.config, table.rows[0].arm
+def _table(results: Results, table: ArmTable) -> Table:
+    config, first = results.config, table.rows[0].arm
     return Table(
         name=f"kvcrush-{table.name}",
         caption=(
-            f"{table.caption}. Right answers, {config.prompts} prompts of at most "
-            f"{config.tokens} tokens a cell, cap {100 * config.budget:g} % and when={first.when} "
-            "where nothing else is said. Gain: over the rule without, or the first row of its "
-            "group; over one set: over the rule whose heads share one kept set, as with KVCrush. "
-            "The same prompts, 95 % by bootstrap over tasks and prompts."
+            f"{table.caption}. Correct outputs, {config.prompts} prompts of at most "
+            f"{config.tokens} tokens per cell, cap {100 * config.budget:g} % and when={first.when} "
+            "unless stated otherwise. Gain: over the base rule, or the first row of the group; "
+            "over one set: over the base rule with one retained set for a layer's heads, as in "
+            "KVCrush. The same prompts, 95 % by bootstrap over tasks and prompts."
         ),
         columns=("rule", "cap", *config.tasks, "mean", "over full", "gain", "over one set"),
-        rows=(_full_row(answers), *(_row(answers, row) for row in table.rows)),
+        rows=(_full_row(results), *(_row(results, row) for row in table.rows)),
     )
 
 
-def _full_row(answers: Answers) -> tuple[str | int | float | None, ...]:
-    full, tokens = answers.full, answers.config.tokens
+def _full_row(results: Results) -> tuple[str | int | float | None, ...]:
+    full, tokens = results.full, results.config.tokens
     shares = (cell.share for cell in full.values())
     return ("full", tokens, *shares, mean_share(full), 1.0, None, None)
 
 
-def _row(answers: Answers, row: Row) -> tuple[str | int | float | None, ...]:
-    found = answers.of(row.arm)
+def _row(results: Results, row: Row) -> tuple[str | int | float | None, ...]:
+    found = results.of(row.arm)
     shares = (cell.share for cell in found.values())
-    over = answers.over_full(row.arm)
-    won = (_shown(answers, other, row.arm) for other in (row.against, row.one_set))
+    over = results.over_full(row.arm)
+    won = (_shown(results, other, row.arm) for other in (row.against, row.one_set))
     return (row.label, row.arm.cap, *shares, mean_share(found), over, *won)
 
 
-def _shown(answers: Answers, without: Arm | None, arm: Arm) -> str | None:
+def _shown(results: Results, without: Arm | None, arm: Arm) -> str | None:
     if without is None:
         return None
-    gain = answers.gain([(without, arm)])
+    gain = results.gain([(without, arm)])
     return f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
 
 
-def _shares_chart(answers: Answers) -> Chart:
-    """Right answers over the share of representatives, a line for each base rule."""
+def _shares_chart(results: Results) -> Chart:
+    """Correct outputs over the fraction of representatives, with a line for each base rule."""
     return Chart(
         name="kvcrush-shares",
-        title="Right answers over all tasks",
-        x_label="share of the budget for representatives",
-        y_label="share of right answers",
-        lines=dict(_share_lines(answers)),
+        title="Correct outputs over all tasks",
+        x_label="fraction of the budget for representatives",
+        y_label="fraction of correct outputs",
+        lines=dict(_share_lines(results)),
     )
 
 
 def _share_lines(
-    answers: Answers,
+    results: Results,
 ) -> Iterator[tuple[str, tuple[tuple[str | int | float, int | float], ...]]]:
-    config = answers.config
+    config = results.config
     for base in config.swept:
         made = ((s, arms.base_arm(config, arms.crushed(base, s))) for s in config.shares)
-        yield base.text, tuple((s, mean_share(answers.of(arm))) for s, arm in made)
+        yield base.text, tuple((s, mean_share(results.of(arm))) for s, arm in made)

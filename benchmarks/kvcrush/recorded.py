@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from benchmarks.kvcrush.prompts import Recorded
     from quire.models.loader import LoadedModel
 
-_DRAWN_FOR_EACH = 8  # examples, of which those stay that make a long prompt
+_DRAWN_PER_PROMPT = 8  # examples drawn for each prompt; too short ones are dropped
 
 
 def files_of_tasks(named: Sequence[str]) -> Mapping[str, Path]:
-    """Read `TASK=FILE`, each task once.
+    """Parse `TASK=FILE` options, each task once.
 
     Raises:
         UnknownName: no such task.
-        ConfigError: no file is named, or a task is named twice.
+        ConfigError: an option has no file, or a task is given twice.
     """
     from benchmarks.common.few_shot import task_named
 
@@ -40,16 +40,17 @@ def files_of_tasks(named: Sequence[str]) -> Mapping[str, Path]:
 def recorded(
     files: Mapping[str, Path], model: "LoadedModel", config: "PromptsConfig"
 ) -> "list[Recorded]":
-    """Prompts of every file.
+    """Create the prompts of every file.
 
     Raises:
-        ConfigError: no file, one that cannot be read, or too few examples that are long enough.
+        ConfigError: no file, an unreadable file, or too few examples that are long enough.
     """
     from benchmarks.common.few_shot import task_named
 
     if not files:
         raise ConfigError(
-            "part prompts reads recorded examples: name files, such as --data gsm8k=test.jsonl"
+            "expected files of examples for the part prompts, got none; name them as in "
+            "--data gsm8k=test.jsonl"
         )
     return [_of_task(task_named(name), path, model, config) for name, path in files.items()]
 
@@ -61,7 +62,7 @@ def _of_task(
     from benchmarks.kvcrush.prompts import Recorded
 
     records, n = read_records(path), config.prompts
-    drawn = min(_DRAWN_FOR_EACH * n, len(records) - task.shots)
+    drawn = min(_DRAWN_PER_PROMPT * n, len(records) - task.shots)
     by_shots = [
         make_samples(replace(task, shots=shots), records, drawn)
         for shots in range(task.shots, -1, -1)
@@ -69,12 +70,12 @@ def _of_task(
     found = list(_fitting(task, zip(*by_shots, strict=True), model, config))[:n]
     if len(found) < n:
         raise ConfigError(
-            f"{path} has {len(found)} examples of {task.name} that make prompts of more than "
-            f"{config.least_tokens} tokens, {n} were asked for; name a file of longer ones or of "
-            "more"
+            f"expected {n} examples of {task.name} with prompts of more than "
+            f"{config.least_tokens} tokens, got {len(found)} in {path}; name a file with longer "
+            "or more examples"
         )
-    prompts, requested = zip(*found, strict=True)
-    return Recorded(name=task.name, score=task.score, prompts=prompts, requested=requested)
+    prompts, graded = zip(*found, strict=True)
+    return Recorded(name=task.name, score=task.score, prompts=prompts, graded=graded)
 
 
 def _fitting(
@@ -83,7 +84,7 @@ def _fitting(
     model: "LoadedModel",
     config: "PromptsConfig",
 ) -> "Iterator[tuple[list[int], GradedPrompt]]":
-    """Each example with as many shots as fit; those that then are long enough."""
+    """Yield each example with as many shots as fit, if it is then long enough."""
     from benchmarks.common.graded_prompts import GradedPrompt
 
     for by_shots in samples:
@@ -96,7 +97,7 @@ def _fitting(
 def _longest(
     by_shots: "Sequence[Sample]", model: "LoadedModel", most_tokens: int
 ) -> "tuple[Sample, list[int]]":
-    """The most shots with which a prompt fits; without any its beginning may have to go."""
+    """The prompt with the most shots that fit; without shots, the prompt is truncated to fit."""
     for sample in by_shots:
         tokens = _encoded(model, sample.prompt)
         if len(tokens) <= most_tokens:
@@ -109,7 +110,7 @@ def _encoded(model: "LoadedModel", text: str) -> list[int]:
     from quire.models.tokenizer import encode_prompt
 
     if model.tokenizer is None:
-        raise ConfigError(f"{model.name} has no tokenizer: it cannot be given texts")
+        raise ConfigError(f"{model.name} has no tokenizer; texts cannot be encoded")
     known = len(encode_prompt(model.tokenizer, DOCUMENT_START)) == 1
     return encode_prompt(model.tokenizer, (DOCUMENT_START if known else "") + text)
 

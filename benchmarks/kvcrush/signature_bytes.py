@@ -1,8 +1,8 @@
-"""Part `bytes`: signatures beside the keys that they stand for, by arithmetic.
+"""Part `bytes`: computed sizes of signatures and of the keys that they represent.
 
-A token's signature has one bit for each query head of its layer, its keys head_dim numbers for each
-KV head. The paper holds the signature against the key of one head: 32 bits against 128 numbers of
-16 bits are 64 times less.
+A token's signature has one bit per query head of its layer; its keys have head_dim elements per KV
+head. The paper compares the signature with the key of one head: 32 bits are 1/64 of 128 elements of
+16 bits.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from benchmarks.common.result import Numbers, PartResult, Table
 
 WORD_BYTES = 8
-NUMBER_BYTES = 4  # what is remembered of slots is float32
+NUMBER_BYTES = 4  # slot statistics are float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A layer.
+    """Shape of a layer.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         heads: query heads.
         kv_heads: KV heads.
-        head_dim: numbers of a head's key.
-        number_bytes: of each of them.
+        head_dim: elements of a head's key.
+        number_bytes: bytes of an element.
     """
 
     name: str
@@ -34,22 +34,22 @@ class Shape:
 
     @property
     def key_bits(self) -> int:
-        """Of one head's key."""
+        """Bits of one head's key."""
         return 8 * self.number_bytes * self.head_dim
 
     @property
     def all_keys_bits(self) -> int:
-        """Of a token's keys in the layer."""
+        """Bits of a token's keys in the layer."""
         return self.kv_heads * self.key_bits
 
     @property
     def packed_bytes(self) -> int:
-        """Of a signature while it is used: whole words."""
+        """Bytes of a signature in use, in whole words."""
         return -(-self.heads // (8 * WORD_BYTES)) * WORD_BYTES
 
     @property
     def kept_bytes(self) -> int:
-        """Of a signature with `signatures=stored`: one number for each KV head."""
+        """Bytes of a signature with `signatures=stored`: one number per KV head."""
         return self.kv_heads * NUMBER_BYTES
 
 
@@ -63,7 +63,7 @@ SHAPES = (
 
 
 def run_bytes(shapes: Sequence[Shape] = SHAPES) -> PartResult:
-    """The part."""
+    """Run the part."""
     return PartResult(
         claims=claims(), tables=(_table(shapes),), raw={"shapes": [s.name for s in shapes]}
     )
@@ -81,16 +81,16 @@ def _table(shapes: Sequence[Shape]) -> Table:
     return Table(
         name="kvcrush-bytes",
         caption=(
-            "A token of a layer: bits of its signature against those of its keys. In words: as it "
-            "is compared; stored: of a slot with signatures=stored."
+            "A token of a layer: bits of its signature and of its keys. In words: the signature "
+            "in use; stored: bytes per slot with signatures=stored."
         ),
         columns=(
             "model",
             "signature bits",
             "one key bits",
-            "times",
+            "ratio",
             "all keys bits",
-            "times all",
+            "ratio for all",
             "in words B",
             "stored B",
         ),
@@ -99,15 +99,15 @@ def _table(shapes: Sequence[Shape]) -> Table:
 
 
 def _row(shape: Shape) -> tuple[str | int | float, ...]:
-    one, everything = shape.key_bits, shape.all_keys_bits
-    times = one / shape.heads, everything / shape.heads
+    one_key, all_keys = shape.key_bits, shape.all_keys_bits
+    ratios = one_key / shape.heads, all_keys / shape.heads
     return (
         shape.name,
         shape.heads,
-        one,
-        times[0],
-        everything,
-        times[1],
+        one_key,
+        ratios[0],
+        all_keys,
+        ratios[1],
         shape.packed_bytes,
         shape.kept_bytes,
     )

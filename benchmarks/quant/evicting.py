@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.quant.config import PLAIN, EvictingConfig
-from benchmarks.quant.reading import CodecTexts, read_texts
+from benchmarks.quant.text_scores import CodecTexts, score_texts
 from quire.models.loader import LoadedModel
 
 ByShare = Mapping[float, Mapping[str, CodecTexts]]
@@ -21,7 +21,7 @@ def run_evicting(model: LoadedModel, config: EvictingConfig, running: RunningTex
     texts = cut_texts(model, running, config.texts.tokens, config.texts.texts)
     whole = model.spec.kv_bytes(config.texts.tokens, model.decoder.dtype.itemsize)
     found = {
-        share: read_texts(
+        share: score_texts(
             model,
             config.texts,
             config.texts.codecs,

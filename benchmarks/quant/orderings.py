@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from benchmarks.common.result import Cell, HeatMap, Numbers, PartResult, Table
 from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.quant.config import OrderingsConfig
-from benchmarks.quant.reading import CodecTexts, read_texts
+from benchmarks.quant.text_scores import CodecTexts, score_texts
 from quire.models.loader import LoadedModel
 
 PAIRS: Mapping[str, tuple[str, str]] = {
@@ -32,7 +32,7 @@ def run_orderings(model: LoadedModel, config: OrderingsConfig, running: RunningT
     texts = cut_texts(model, running, config.texts.tokens, config.texts.texts)
     grid = [pair(key, value) for key in config.grid for value in config.grid]
     codecs = dict.fromkeys([*(codec for both in PAIRS.values() for codec in both), *grid])
-    found = read_texts(model, config.texts, tuple(codecs), texts)
+    found = score_texts(model, config.texts, tuple(codecs), texts)
     return PartResult(
         claims=claims(found),
         tables=(_pairs(config, found), _grid(config, found)),

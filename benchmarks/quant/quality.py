@@ -12,7 +12,7 @@ from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.quality import Judge, mean_share, measure_cells
 from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.quant.config import PLAIN, QuantBenchConfig, TextsConfig
-from benchmarks.quant.reading import CodecTexts, read_texts
+from benchmarks.quant.text_scores import CodecTexts, score_texts
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.models.loader import LoadedModel
 
@@ -74,7 +74,7 @@ def run_quality(
     """
     cells = list(measure_cells(run_cell, task_keys(config, commit), stored, show))
     texts = cut_texts(model, running, config.texts.tokens, config.texts.texts)
-    found = read_texts(model, config.texts, config.texts.codecs, texts)
+    found = score_texts(model, config.texts, config.texts.codecs, texts)
     by_codec = by_rule(cells)
     return PartResult(
         claims=claims(found) | task_claims(by_codec),

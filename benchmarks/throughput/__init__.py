@@ -1,1 +1,1 @@
-"""Quire beside Transformers on the same prompts, against the measured ceilings."""
+"""Quire and Transformers on the same prompts, compared with the measured machine limits."""

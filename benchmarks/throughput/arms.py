@@ -1,4 +1,4 @@
-"""The contestants of the throughput bench: each answers all prompts of a workload, and is timed."""
+"""Arms of the throughput benchmark: each runs a workload's prompts and is timed."""
 
 import statistics
 import time
@@ -18,16 +18,16 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """One arm in one round.
+    """Measurements of one arm in one round.
 
     Attributes:
-        arm: its name.
-        total_s: from the first prompt to the last token.
-        prefill_s: until every prompt has its first token.
-        decode_step_s: median time of a step in which all sequences decode, 0 where there was none;
-            for Transformers' continuous batching, in which all that it takes at a time do.
-        kv_bytes: most KV at once; for Transformers' continuous batching what it reserves.
-        tokens: the answers.
+        arm: name of the arm.
+        total_s: time from the first prompt to the last token.
+        prefill_s: time until every prompt has its first token.
+        decode_step_s: median time of a step in which all sequences decode; 0 if there was none. For
+            Transformers' continuous batching: steps in which all scheduled sequences decode.
+        kv_bytes: peak KV bytes; for Transformers' continuous batching, reserved bytes.
+        tokens: output tokens of each prompt.
     """
 
     arm: str
@@ -40,30 +40,32 @@ class ArmResult:
     def __post_init__(self) -> None:
         lengths = {len(answer) for answer in self.tokens}
         if len(lengths) != 1:
-            raise InvariantError(f"arm {self.arm} gave answers of {sorted(lengths)} tokens")
+            raise InvariantError(
+                f"expected outputs of one length from arm {self.arm}, got {sorted(lengths)} tokens"
+            )
 
 
 class Arm(Protocol):
-    """One way to answer the workload."""
+    """A system that runs the workload."""
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         ...
 
     def run(self) -> ArmResult:
-        """Answer all prompts once."""
+        """Run all prompts once."""
         ...
 
 
 class QuireArm:
-    """Quire's engine, with a KV memory that holds the workload to the page.
+    """Quire's engine, with a KV memory that exactly holds the workload.
 
     Args:
-        model: random weights.
+        model: model with random weights.
         workload: the prompts.
-        attention: the backend, as in `KVConfig`.
-        max_num_batched_tokens: the budget of a step; None for the default.
+        attention: attention backend, as in `KVConfig`.
+        max_num_batched_tokens: token budget of a step; None: the engine's default.
         batch_invariant: as in `ScheduleConfig`.
     """
 
@@ -89,7 +91,7 @@ class QuireArm:
         self.engine = Engine(model, workload.kv_config(model.spec, attention=attention), schedule)
 
     def run(self) -> ArmResult:
-        """Submit all prompts, step until they are answered."""
+        """Submit all prompts and step until all outputs are complete."""
         options = SamplingParams(
             max_tokens=self._workload.new_tokens, temperature=0.0, ignore_eos=True
         )

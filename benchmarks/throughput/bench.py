@@ -1,7 +1,7 @@
-"""Total time of a batch of prompts: Quire beside Transformers, in one run with the ceilings.
+"""Total time of a batch of prompts: Quire and Transformers, in one run with the machine limits.
 
-Variants are interleaved, so that other load on the machine affects all of them. Each round also
-measures what the memory reads and the cores multiply; a claim is the median, over the rounds, of
+Arms are interleaved, so that other load on the machine affects all of them. Each round also
+measures the memory bandwidth and the compute rate; a claim is the median, over the rounds, of
 ratios of numbers from the same round.
 """
 
@@ -32,17 +32,17 @@ ATTENTION_PASSES = 5  # in each round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputConfig:
-    """What is run.
+    """Configuration of the benchmark.
 
     Attributes:
-        workload: the prompts and the model.
-        attention_shape: of the attention bench.
-        repeats: measured rounds, after one that is not.
-        attention: Quire's backend.
-        peers: the other arms, of PEERS and SLOW_PEERS.
-        buffer_bytes: read to measure the memory.
-        judged_prompts: the first so many answers are judged, see `RegretJudge`.
-        product: [rows, inner, columns] multiplied in bfloat16 to measure the cores.
+        workload: prompts and model.
+        attention_shape: shape of the attention measurement.
+        repeats: measured rounds, after one warm-up round.
+        attention: Quire's attention backend.
+        peers: the other arms, names in PEERS and SLOW_PEERS.
+        buffer_bytes: bytes of the buffer that measures the memory bandwidth.
+        judged_prompts: number of first outputs that are judged; see `RegretJudge`.
+        product: [rows, inner, columns] of the bfloat16 product that measures the compute rate.
     """
 
     workload: Workload = field(default_factory=Workload)
@@ -65,7 +65,7 @@ QUICK_THROUGHPUT = ThroughputConfig(
 
 
 def peers_of(names: str) -> tuple[str, ...]:
-    """Read arms written with commas; `none` for Quire alone.
+    """Parse comma-separated names of arms; `none` selects Quire alone.
 
     Raises:
         UnknownName: no arm has this name.
@@ -81,14 +81,14 @@ def peers_of(names: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round measured.
+    """Measurements of one round.
 
     Attributes:
         arms: results, Quire's first.
-        attention_s: seconds of each way to attend.
-        read_bytes_per_s: of memory.
-        flops_per_s: of the bfloat16 product.
-        batch_flops_per_s: of the same with as many rows as there are prompts.
+        attention_s: attention time in seconds by backend.
+        read_bytes_per_s: memory bandwidth.
+        flops_per_s: compute rate of the bfloat16 product.
+        batch_flops_per_s: the same with as many rows as prompts.
     """
 
     arms: tuple[ArmResult, ...]
@@ -99,10 +99,10 @@ class Round:
 
 
 class ThroughputBench:
-    """Holds the models, of equal weights, and runs rounds.
+    """Holds the models, with equal weights, and runs rounds.
 
     Args:
-        config: what.
+        config: configuration of the benchmark.
     """
 
     def __init__(self, config: ThroughputConfig) -> None:
@@ -111,11 +111,11 @@ class ThroughputBench:
         model = random_model(workload.shape(), dtype=torch.bfloat16)
         self.spec: ModelSpec = model.spec
         self._quire = QuireArm(model, workload, attention=config.attention)
-        theirs = random_weights(workload.shape(), dtype=torch.bfloat16)
+        peer_model = random_weights(workload.shape(), dtype=torch.bfloat16)
         peers: dict[str, Arm] = {
-            "hf_static": StaticArm(theirs, workload, self.spec),
-            "hf_cb": ContinuousArm(theirs, workload, self.spec),
-            "hf_cb_default": ContinuousArm(theirs, workload, self.spec, DEFAULT),
+            "hf_static": StaticArm(peer_model, workload, self.spec),
+            "hf_cb": ContinuousArm(peer_model, workload, self.spec),
+            "hf_cb_default": ContinuousArm(peer_model, workload, self.spec, DEFAULT),
         }
         self._arms: list[Arm] = [self._quire, *(peers[name] for name in config.peers)]
         self._attention = AttentionBench(config.attention_shape).ways()
@@ -125,17 +125,17 @@ class ThroughputBench:
 
     @property
     def attention(self) -> str:
-        """The backend Quire's arm uses."""
+        """Attention backend of Quire's arm."""
         return self._quire.engine.pool.kv.backend.name
 
     def rounds(self) -> Iterator[Round]:
-        """Yield rounds; one before them, whose memory is touched for the first time, is not."""
+        """Yield the measured rounds, after one warm-up round that touches all memory."""
         self._round()
         for _ in range(self.config.repeats):
             yield self._round()
 
     def regrets(self, found: Round) -> dict[str, float]:
-        """The mean regret of each arm's answers to the first prompts; see `RegretJudge`."""
+        """Mean regret of each arm's outputs for the first prompts; see `RegretJudge`."""
         prompts = self.config.workload.prompt_ids()[: self.config.judged_prompts]
         weights = random_weights(self.config.workload.shape(), dtype=torch.bfloat16)
         judge = RegretJudge(torch.nn.Module.float(weights))
@@ -147,14 +147,14 @@ class ThroughputBench:
         reads = []
         for i in range(ATTENTION_PASSES + 1):
             for name, call in self._attention.items():
-                taken_s = seconds(call)
-                if i:  # before, the arms have used the caches for something else
-                    times[name].append(taken_s)
+                attention_s = seconds(call)
+                if i:  # the first pass reloads the caches after the arms
+                    times[name].append(attention_s)
                     reads.append(self._memory.read_rate())
         rates = [self._product.rate() for _ in range(3)]
         return Round(
             arms=arms,
-            attention_s={name: statistics.median(taken) for name, taken in times.items()},
+            attention_s={name: statistics.median(times_s) for name, times_s in times.items()},
             read_bytes_per_s=statistics.median(reads),
             flops_per_s=statistics.median(rates),
             batch_flops_per_s=statistics.median(self._batch_product.rate() for _ in range(3)),
@@ -162,10 +162,12 @@ class ThroughputBench:
 
 
 def decode_floor_s(spec: ModelSpec, workload: Workload, found: Round, flops_per_s: float) -> float:
-    """Least time of a decode step halfway through the answers.
+    """Least time of a decode step halfway through the outputs.
 
-    The larger of bytes of weights and KV over the read rate, and FLOPs over a product rate: that of
-    large products, which no step can beat, or that of the batch's own shape.
+    The larger of two times: bytes of weights and KV over the memory bandwidth, and FLOPs over a
+    compute rate. The compute rate is that of large products, which no step can exceed, or that of
+    products in the batch's shape.
+
     """
     before = workload.prompt_tokens + workload.new_tokens // 2
     rows = [RowTokens(new=1, before=before)] * workload.prompts
@@ -176,13 +178,13 @@ def decode_floor_s(spec: ModelSpec, workload: Workload, found: Round, flops_per_
 def summarise(
     config: ThroughputConfig, spec: ModelSpec, rounds: Sequence[Round], regrets: Mapping[str, float]
 ) -> dict[str, int | float]:
-    """The claims.
+    """Compute the claims.
 
     Args:
-        config: what was run.
-        spec: the model's shape.
-        rounds: one or more.
-        regrets: by arm.
+        config: configuration of the run.
+        spec: shape of the model.
+        rounds: one or more rounds.
+        regrets: mean regrets by arm.
     """
     generated = config.workload.prompts * config.workload.new_tokens
     claims: dict[str, int | float] = {}
@@ -212,14 +214,14 @@ def summarise(
 
 
 def attention_claims(shape: AttentionShape, rounds: Sequence[Round]) -> dict[str, float]:
-    """What C attention reaches; without it, only what gathering does."""
-    way = "native" if "native" in rounds[0].attention_s else "gathered"
+    """Claims about C attention; without the C extension, about gathered attention."""
+    backend = "native" if "native" in rounds[0].attention_s else "gathered"
     claims = {
         "attention_over_read_ceiling": statistics.median(
-            shape.kv_bytes / found.attention_s[way] / found.read_bytes_per_s for found in rounds
+            shape.kv_bytes / found.attention_s[backend] / found.read_bytes_per_s for found in rounds
         )
     }
-    if way == "native":
+    if backend == "native":
         claims["statistics_overhead"] = statistics.median(
             found.attention_s["native sums"] / found.attention_s["native"] - 1 for found in rounds
         )

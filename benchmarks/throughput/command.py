@@ -1,4 +1,4 @@
-"""`python -m benchmarks throughput`: Quire beside Transformers, against the ceilings."""
+"""`python -m benchmarks throughput`: Quire and Transformers, compared with the machine limits."""
 
 import json
 import os
@@ -28,28 +28,28 @@ PEER_NOTE = (
 
 def throughput(  # noqa: PLR0913 - one parameter per option
     *,
-    prompts: Annotated[int, typer.Option(min=1, help="How many, all at once.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=3, help="Generated for each.")] = 64,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, all at once.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=3, help="Generated tokens per prompt.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     attention: Attention = "auto",
     peers: Annotated[
         str,
-        typer.Option(help="The other arms, with commas: hf_static, hf_cb, hf_cb_default; or none."),
+        typer.Option(help="Comma-separated peers: hf_static, hf_cb, hf_cb_default; or none."),
     ] = "hf_static,hf_cb",
     page: Annotated[
-        Path | None, typer.Option(help="Write the roofline page, one HTML file, here.")
+        Path | None, typer.Option(help="File for the roofline page (HTML); default: not written.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model and few tokens: tries it out. No claims.")
+        bool, typer.Option("--quick", help="A tiny model and few tokens, for a trial. No claims.")
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a batch of prompts with Quire and with Transformers, taking turns.
+    """Run a batch of prompts with Quire and with Transformers, in turn.
 
-    The model is a random-weight Llama of 125M parameters in bfloat16. What the memory reads and the
-    cores multiply at most is measured in the same run.
+    The model is a random-weight Llama of 125M parameters in bfloat16. The memory bandwidth and the
+    compute rate of the machine are measured in the same run.
     """
     from benchmarks.common.workload import Workload
     from benchmarks.throughput.bench import QUICK_THROUGHPUT, ThroughputConfig, peers_of
@@ -67,7 +67,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
 
 
 def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
-    """Run the bench, and show each round and what came of all; the object for JSON."""
+    """Run the benchmark, print each round and the claims, and return the JSON object."""
     import torch
 
     from benchmarks.throughput.bench import ThroughputBench, summarise
@@ -93,9 +93,11 @@ def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
 
 def _show_round(found: "Round") -> None:
     arms = "  ".join(f"{result.arm} {result.total_s:.2f} s" for result in found.arms)
-    ways = "  ".join(f"{way} {taken_s * 1e3:.1f} ms" for way, taken_s in found.attention_s.items())
+    attention = "  ".join(
+        f"{name} {time_s * 1e3:.1f} ms" for name, time_s in found.attention_s.items()
+    )
     typer.echo(
-        f"{arms};  attention: {ways};  read {found.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"{arms};  attention: {attention};  read {found.read_bytes_per_s / 1e9:.1f} GB/s, "
         f"product {found.flops_per_s / 1e9:,.0f} GFLOP/s"
     )
 
@@ -104,20 +106,20 @@ def _show_claims(claims: Mapping[str, int | float], config: "ThroughputConfig") 
     for name, value in claims.items():
         typer.echo(f"{name:32} {value:,.4g}")
     typer.echo(
-        f"mean_regret: how far below the best the chosen tokens' logits lie, read in float32 "
+        f"mean_regret: best logit minus the generated token's logit, in float32 "
         f"(first {config.judged_prompts} prompts)."
     )
 
 
 def peer_note(work: "Workload") -> str:
-    """What another engine took for this work; that it is not known for other shapes."""
+    """Time of another engine for this workload, or a note that there is none."""
     if (work.prompts, work.prompt_tokens, work.new_tokens) == PEER_SHAPE:
         return PEER_NOTE
     return "No other engine was measured with this number of prompts and these lengths."
 
 
 def _show_stored(threads: int) -> None:
-    """Floors take the ceilings of their own run; those of a quiet machine stand beside them."""
+    """Print the stored machine limits next to those of the run; floors use those of the run."""
     found = read_ceilings(default_path(os.environ), this_machine(threads))
     if isinstance(found, NotUsable):
         typer.echo(f"No stored ceilings to compare with: {found.reason}.")
@@ -129,7 +131,7 @@ def _show_stored(threads: int) -> None:
 
 
 def _stored(found: "Round") -> dict[str, object]:
-    """A round for JSON; of the answers only that they were whole is kept."""
+    """A round for JSON, without the output tokens."""
     arms = [
         {key: value for key, value in asdict(result).items() if key != "tokens"}
         for result in found.arms
@@ -138,7 +140,11 @@ def _stored(found: "Round") -> dict[str, object]:
 
 
 def _refuse_page(path: Path) -> None:
-    """Say before minutes of measuring that a page could not be drawn or written."""
+    """Raise before the measurement if the page could not be drawn or written.
+
+    Raises:
+        ConfigError: matplotlib or the folder is missing.
+    """
     import importlib.util
 
     from quire.errors import ConfigError
@@ -146,10 +152,10 @@ def _refuse_page(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--page draws with matplotlib, which is not installed: pip install "
-            '"quire[report]", or leave --page out'
+            '"quire[report]", or omit --page'
         )
     if not path.parent.is_dir():
-        raise ConfigError(f"--page {path}: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"--page {path}: there is no folder {path.parent}; create it first")
 
 
 def _write_page(path: Path, run: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Measured steps beside their floors: where the time of a prefill or decode step goes."""
+"""Measured steps and their floors: the time of each component of a prefill or decode step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class StepMeasure:
 
     Attributes:
         kind: one of KINDS.
-        tokens: processed in such a step, the mean.
-        steps: how many such steps a run has.
-        costs: what each part needs at least, the mean over these steps.
-        seconds: time of each part, and of ENGINE: the mean over these steps, of the median run.
+        tokens: mean number of tokens of such a step.
+        steps: number of such steps in a run.
+        costs: least cost of each component, mean over these steps.
+        seconds: time of each component and of ENGINE: mean over these steps, of the median run.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class StepMeasure:
         """A measure from its JSON object.
 
         Raises:
-            KeyError, TypeError: a field is missing, or is not what it should be.
+            KeyError, TypeError: a field is missing or has another type.
         """
         values: dict[str, object] = dict(stored)
         costs = values.pop("costs")
@@ -44,13 +44,13 @@ class StepMeasure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRow:
-    """A line of the roofline page.
+    """A row of the roofline page.
 
     Attributes:
-        cost: what the part needs; its name is the line's.
+        cost: least cost of the component; its name is the row's.
         floor_s: least time.
-        measured_s: time taken.
-        share: of the step's time, 0 to 1.
+        measured_s: measured time.
+        share: fraction of the step's time (0 to 1).
     """
 
     cost: PartCost
@@ -65,32 +65,32 @@ class PartRow:
 
     @property
     def flops_per_s(self) -> float:
-        """Rate reached."""
+        """Achieved compute rate."""
         return self.cost.flops / self.measured_s if self.measured_s else 0.0
 
 
 def part_rows(
     measure: StepMeasure, read_bytes_per_s: float, flops_per_s: float
 ) -> Iterator[PartRow]:
-    """A row for each part, for the engine outside of the model, and for all together.
+    """A row for each component, for the engine outside the model, and for the total.
 
     Args:
-        measure: of one kind of step.
-        read_bytes_per_s: ceiling of memory.
-        flops_per_s: ceiling of products.
+        measure: measurement of one kind of step.
+        read_bytes_per_s: memory bandwidth.
+        flops_per_s: compute rate of products.
 
     Raises:
         ConfigError: a rate of 0 or less.
     """
-    nothing = PartCost(name=ENGINE, weight_bytes=0, kv_bytes=0, flops=0)
+    engine = PartCost(name=ENGINE, weight_bytes=0, kv_bytes=0, flops=0)
     whole_s = sum(measure.seconds.values())
-    for cost in (*measure.costs, nothing):
-        taken_s = measure.seconds[cost.name]
+    for cost in (*measure.costs, engine):
+        measured_s = measure.seconds[cost.name]
         yield PartRow(
             cost=cost,
             floor_s=cost.floor_s(read_bytes_per_s, flops_per_s),
-            measured_s=taken_s,
-            share=taken_s / whole_s if whole_s else 0.0,
+            measured_s=measured_s,
+            share=measured_s / whole_s if whole_s else 0.0,
         )
     total = total_cost(measure.costs)
     floor_s = total.floor_s(read_bytes_per_s, flops_per_s)
@@ -98,7 +98,7 @@ def part_rows(
 
 
 def total_cost(parts: Iterable[PartCost]) -> PartCost:
-    """All parts together: the floor of a step whose parts could overlap."""
+    """Total cost: the floor of a step whose components could overlap."""
     found = tuple(parts)
     return PartCost(
         name="total",

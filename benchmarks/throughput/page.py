@@ -1,6 +1,7 @@
-"""The roofline page: what each part of a step needs, takes, and could take at least.
+"""The roofline page: cost, measured time and least time of each component of a step.
 
-Made from the JSON object of `python -m benchmarks throughput`, so a stored run can be drawn again.
+The page is rendered from the JSON object of `python -m benchmarks throughput`, so a stored run can
+be rendered again.
 """
 
 from collections.abc import Mapping
@@ -20,19 +21,19 @@ COLUMNS = (
     "part", "MB", "GFLOP", "FLOP/B", "floor ms", "measured ms", "over floor", "share"
 )  # fmt: skip
 _STYLES = dict(zip(KINDS, (("#b3261e", "o"), ("#1a7f5a", "^")), strict=True))
-_NAME_PLACES = (((6, -3), "left"), ((6, 6), "left"), ((-6, 4), "right"), ((-6, -10), "right"))
+_NAME_OFFSETS = (((6, -3), "left"), ((6, 6), "left"), ((-6, 4), "right"), ((-6, -10), "right"))
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What the page shows.
+    """Contents of the page.
 
     Attributes:
-        measures: kinds of steps.
-        read_bytes_per_s, flops_per_s: the ceilings, medians of the run.
-        claims: of the run; empty for a `--quick` run.
-        about: hardware, versions and workload, in words.
+        measures: measurements by kind of step.
+        read_bytes_per_s, flops_per_s: machine limits, medians of the run.
+        claims: claims of the run; empty for a `--quick` run.
+        about: hardware, versions and workload as text.
     """
 
     measures: tuple[StepMeasure, ...]
@@ -43,10 +44,10 @@ class Roofline:
 
 
 def roofline_from(run: Mapping[str, Any]) -> Roofline:
-    """Read the JSON object of `python -m benchmarks throughput`.
+    """Parse the JSON object of `python -m benchmarks throughput`.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: not such an object.
     """
     try:
         claims, work = run["claims"], run["config"]["workload"]
@@ -73,7 +74,7 @@ def roofline_from(run: Mapping[str, Any]) -> Roofline:
 
 
 def page(roofline: Roofline) -> str:
-    """One HTML file that needs no other.
+    """Render the page as one self-contained HTML file.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -91,7 +92,7 @@ def page(roofline: Roofline) -> str:
 
 
 def cells(measure: StepMeasure, roofline: Roofline) -> list[tuple[str, ...]]:
-    """The table of one kind of step, as texts under COLUMNS; the last row is the whole step."""
+    """Table of one kind of step, as texts for COLUMNS; the last row is the whole step."""
     return [
         (
             row.cost.name,
@@ -108,17 +109,17 @@ def cells(measure: StepMeasure, roofline: Roofline) -> list[tuple[str, ...]]:
 
 
 def ceiling_words(roofline: Roofline) -> str:
-    """The ceilings and what a floor is."""
+    """Text that states the machine limits and defines a floor."""
     return (
-        f"Measured in the same run: memory is read at {roofline.read_bytes_per_s / 1e9:.1f} GB/s, "
-        f"bfloat16 products run at {roofline.flops_per_s / 1e9:,.0f} GFLOP/s. A floor is the "
-        "larger of bytes over the one and FLOPs over the other. Bytes are weights and KV; "
-        "activations, which can stay in caches, are left out."
+        f"Measured in the same run: memory bandwidth {roofline.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"bfloat16 products {roofline.flops_per_s / 1e9:,.0f} GFLOP/s. A floor is the "
+        "larger of bytes over the first and FLOPs over the second. Bytes are weights and KV; "
+        "activations, which can stay in caches, are not counted."
     )
 
 
 def svg(roofline: Roofline) -> str:
-    """The roofline plot: rates reached by the parts, under the ceilings.
+    """The roofline plot: achieved rates of the components, and the machine limits.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -128,7 +129,7 @@ def svg(roofline: Roofline) -> str:
 
 
 def _draw(figure: "Figure", roofline: Roofline) -> None:
-    """Points are parts with FLOPs; the rest and the engine have none and no place here."""
+    """Draw components with FLOPs; `rest` and `engine` have none."""
     figure.set_size_inches(9, 5)
     axes = figure.add_subplot()
     corner = roofline.flops_per_s / roofline.read_bytes_per_s
@@ -142,13 +143,13 @@ def _draw(figure: "Figure", roofline: Roofline) -> None:
         colour, marker = _STYLES[measure.kind]
         axes.scatter(xs, ys, label=measure.kind, zorder=3, color=colour, marker=marker)
         for i, (row, x, y) in enumerate(zip(shown, xs, ys, strict=True)):
-            # neighbours of one intensity lie above each other: their names go around them
-            where, side = _NAME_PLACES[i % len(_NAME_PLACES)]
+            # points of equal intensity are close: their names are placed around them
+            offset, side = _NAME_OFFSETS[i % len(_NAME_OFFSETS)]
             axes.annotate(
-                row.cost.name, (x, y), where, textcoords="offset points", fontsize=8, ha=side
+                row.cost.name, (x, y), offset, textcoords="offset points", fontsize=8, ha=side
             )
     ends = [min(intensities) / 2, corner, max(intensities) * 2]
     roof = [min(x * roofline.read_bytes_per_s, roofline.flops_per_s) for x in ends]
     axes.plot(ends, roof, color="#444444", linewidth=1.5, label="ceilings")
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOP/s")
     axes.legend(frameon=False, loc="lower right")

@@ -1,4 +1,4 @@
-"""Transformers as it generates by itself: one padded batch, and its continuous batching."""
+"""Generation with Transformers: one padded batch, and its continuous batching."""
 
 import statistics
 import time
@@ -24,12 +24,12 @@ from quire.layout.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousSettings:
-    """What Transformers' continuous batching is told, beside the size of its cache.
+    """Settings of Transformers' continuous batching, except the size of its cache.
 
     Attributes:
         page_tokens: slots in a page.
-        max_num_batched_tokens: tokens in a step at most; None: as it likes.
-        requests: requests in a step at most; None: as it likes.
+        max_num_batched_tokens: most tokens of a step; None: Transformers' default.
+        requests: most requests of a step; None: Transformers' default.
     """
 
     page_tokens: int
@@ -37,8 +37,8 @@ class ContinuousSettings:
     requests: int | None = None
 
 
-# Its attention multiplies every query of a step with every key of the step, whoever they belong to,
-# so on a CPU few requests at a time serve it best: of 2, 4, 8 and all, 4 in steps of 512 tokens.
+# Its attention multiplies every query of a step with every key of the step, across all requests, so
+# on a CPU few requests at once are fastest: of 2, 4, 8 and all, 4 in steps of 512 tokens.
 BEST = ContinuousSettings(page_tokens=64, max_num_batched_tokens=512, requests=4)
 DEFAULT = ContinuousSettings(page_tokens=ContinuousBatchingConfig().page_size)
 
@@ -47,9 +47,9 @@ class StaticArm:
     """`generate` on all prompts at once, with SDPA.
 
     Args:
-        model: of the same weights as Quire's.
-        workload: the prompts, of one length.
-        spec: the model's shape, for the bytes of its cache.
+        model: model with Quire's weights.
+        workload: prompts of one length.
+        spec: shape of the model, for the bytes of its cache.
     """
 
     name = "hf_static"
@@ -58,7 +58,7 @@ class StaticArm:
         self._model: Any = model  # its generation is not typed
         self._workload, self._spec = workload, spec
         self._ids = torch.tensor(workload.prompt_ids())
-        # what a call leaves open is taken from here: no end token stands for none
+        # the model's own generation config would set an end token
         self._model.generation_config.eos_token_id = None
 
     def run(self) -> ArmResult:
@@ -73,7 +73,7 @@ class StaticArm:
                 stopping_criteria=StoppingCriteriaList([clock]),
             )
         total_s = time.perf_counter() - started_s
-        assert isinstance(out, Tensor), "generate returns ids unless asked for more"
+        assert isinstance(out, Tensor), "generate returns only token ids by default"
         answers = out[:, self._workload.prompt_tokens :].tolist()
         cached = self._spec.kv_bytes(self._workload.final_tokens - 1, 2) * len(answers)
         return ArmResult(
@@ -87,13 +87,13 @@ class StaticArm:
 
 
 class ContinuousArm:
-    """`generate_batch`: Transformers' continuous batching over pages of its own.
+    """`generate_batch`: Transformers' continuous batching with its own paged cache.
 
     Args:
-        model: see `StaticArm`; the two can share one, it is put back after each run.
+        model: see `StaticArm`; both arms can share a model.
         workload: the prompts.
-        spec: the model's shape, for the bytes it reserves.
-        settings: BEST, or DEFAULT, which then is the arm's name.
+        spec: shape of the model, for the reserved bytes.
+        settings: BEST or DEFAULT; the arm is named after it.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class ContinuousArm:
         self._blocks = workload.prompts * pages
 
     def run(self) -> ArmResult:
-        """Generate once; its set-up counts, as it does for its users.
+        """Generate once; the time includes the set-up of each call.
 
         Raises:
-            InvariantError: it lost a request or ended one early.
+            InvariantError: a request was lost or ended early.
         """
         prompts, new_tokens = self._workload.prompt_ids(), self._workload.new_tokens
         config = ContinuousBatchingConfig(
@@ -122,26 +122,26 @@ class ContinuousArm:
             page_size=self._settings.page_tokens,
             max_batch_tokens=self._settings.max_num_batched_tokens,
             max_requests_per_batch=self._settings.requests,
-            allow_block_sharing=False,  # no two prompts begin alike
+            allow_block_sharing=False,  # no two prompts share a prefix
         )
         started_s = time.perf_counter()
         found = self._model.generate_batch(
             prompts,
-            generation_config=_greedy(new_tokens, end_token=-1),  # not None: it warns
+            generation_config=_greedy(new_tokens, end_token=-1),  # None would print a warning
             continuous_batching_config=config,
             record_timestamps=True,
             progress_bar=False,
-            warmup=False,  # it would capture graphs for GPUs
+            warmup=False,  # would capture CUDA graphs
         )
         total_s = time.perf_counter() - started_s
         answers = [tuple(output.generated_tokens) for output in found.values()]
         if [len(answer) for answer in answers] != [new_tokens] * len(prompts):
             raise InvariantError(
-                f"continuous batching of Transformers gave answers of "
-                f"{sorted(map(len, answers))} tokens to {len(prompts)} prompts, not {new_tokens}"
+                f"expected {len(prompts)} outputs of {new_tokens} tokens from Transformers' "
+                f"continuous batching, got {len(answers)} of {sorted(map(len, answers))} tokens"
             )
         slots = self._blocks * self._settings.page_tokens
-        # the one read last: from its first token on nothing is read any more
+        # the request that was prefilled last: after its first token, all steps decode only
         last: list[float] = max((output.timestamps for output in found.values()), key=min)
         return ArmResult(
             arm=self.name,
@@ -154,7 +154,7 @@ class ContinuousArm:
 
 
 class _TokenClock(StoppingCriteria):
-    """Notes when each token came; stops nothing."""
+    """Records the time of each token; stops no generation."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []

@@ -1,7 +1,7 @@
-"""Measured time of each part of a step, in a run of its own whose clocks slow it a little.
+"""Measured time of each component of a step, in a separate run that the clocks slow slightly.
 
-Hooks on the model's modules and a wrapper around its attention note what passes through them; what
-a step costs at least comes from `plan.roofline`.
+Hooks on the model's modules and a wrapper around its attention record times; `plan.roofline` gives
+the least cost of a step.
 """
 
 import statistics
@@ -38,10 +38,10 @@ _MODULES = {
 
 
 class TimedDecoder(ForwardingDecoder):
-    """A decoder that adds up in `seconds` what its parts take.
+    """A decoder that adds up the time of its components in `seconds`.
 
     Args:
-        inner: an adapter around a model whose modules are named as Llama's.
+        inner: adapter of a model with Llama's module names.
     """
 
     def __init__(self, inner: TransformersDecoder) -> None:
@@ -61,7 +61,7 @@ class TimedDecoder(ForwardingDecoder):
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        """See `Decoder.forward`; what no part accounts for is the rest."""
+        """See `Decoder.forward`; time outside the components is added to `rest`."""
         parts_s = self._parts_s()
         started_s = time.perf_counter()
         timed = _TimedAttention(attention, self.seconds)
@@ -73,7 +73,7 @@ class TimedDecoder(ForwardingDecoder):
         return logits
 
     def _parts_s(self) -> float:
-        return sum(taken_s for part, taken_s in self.seconds.items() if part != "rest")
+        return sum(part_s for part, part_s in self.seconds.items() if part != "rest")
 
     def _watch(self, module: nn.Module, part: str) -> None:
         started_s = 0.0
@@ -90,7 +90,7 @@ class TimedDecoder(ForwardingDecoder):
 
 
 class _TimedAttention:
-    """Attention of a step, writing of keys and values included."""
+    """Attention of a step, with the writing of keys and values."""
 
     def __init__(self, inner: PagedAttention, seconds: dict[str, float]) -> None:
         self._inner, self._seconds = inner, seconds
@@ -106,15 +106,15 @@ class _TimedAttention:
 def measure_parts(
     workload: Workload, *, repeats: int, attention: AttentionName = "auto"
 ) -> tuple[StepMeasure, ...]:
-    """Run the workload `repeats` times, after once unmeasured; measure its prefill and decode.
+    """Run the workload `repeats` times after a warm-up; measure its prefill and decode steps.
 
     Args:
-        workload: the prompts; its kinds of steps that occur are returned.
-        repeats: of the whole workload.
-        attention: the backend, as in `KVConfig`.
+        workload: the prompts; only kinds of steps that occur are returned.
+        repeats: repeats of the whole workload.
+        attention: attention backend, as in `KVConfig`.
     """
     model = random_model(workload.shape(), dtype=torch.bfloat16)
-    assert isinstance(model.decoder, TransformersDecoder), "a model of the bench is an adapter"
+    assert isinstance(model.decoder, TransformersDecoder), "random models use the adapter"
     timed = TimedDecoder(model.decoder)
     engine = Engine(
         replace(model, decoder=timed),
@@ -133,7 +133,7 @@ class _Step:
 
 
 def _run(engine: Engine, timed: TimedDecoder, workload: Workload) -> dict[str, list[_Step]]:
-    """Answer all prompts; the steps of each kind in their order."""
+    """Run all prompts; return the steps of each kind in order."""
     options = SamplingParams(max_tokens=workload.new_tokens, temperature=0.0, ignore_eos=True)
     for prompt in workload.prompt_ids():
         engine.submit(GenerationRequest(prompt, options))
@@ -153,7 +153,7 @@ def _run(engine: Engine, timed: TimedDecoder, workload: Workload) -> dict[str, l
 
 
 def _timed_step(engine: Engine, timed: TimedDecoder) -> _Step | None:
-    """One step; None if a request ended in it, because its row is no longer visible."""
+    """Run one step; None if a request ended in it, because its row is no longer visible."""
     before = {r.request_id: r.progress.num_computed for r in engine.scheduler.running}
     timed.seconds.update(dict.fromkeys(PARTS, 0.0))
     started_s = time.perf_counter()
@@ -166,12 +166,12 @@ def _timed_step(engine: Engine, timed: TimedDecoder) -> _Step | None:
         for r in engine.scheduler.running
         if r.progress.num_computed > (known := before.get(r.request_id, 0))
     ]
-    taken = timed.seconds | {ENGINE: whole_s - sum(timed.seconds.values())}
-    return _Step(rows, sum(bool(delta.token_ids) for delta in deltas), taken)
+    times_s = timed.seconds | {ENGINE: whole_s - sum(timed.seconds.values())}
+    return _Step(rows, sum(bool(delta.token_ids) for delta in deltas), times_s)
 
 
 def _summary(kind: str, runs: list[dict[str, list[_Step]]], spec: ModelSpec) -> StepMeasure:
-    """Means over the steps of a run, whose work is the same in each run; medians over runs."""
+    """Means over the steps of a run, which are equal in each run; medians over runs."""
     steps = runs[0][kind]
     costs = [step_parts(spec, step.rows, sampled_rows=step.sampled_rows) for step in steps]
     return StepMeasure(

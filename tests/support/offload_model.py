@@ -77,7 +77,7 @@ class HostedModel:
     def _project(self, op: Operation) -> None:
         end = op.first + op.tokens
         x = self.x_slots[op.x_slot, op.first : end]
-        if end <= self.tokens.x_here or (op.layer == 0 and not op.needs):
+        if end <= self.tokens.x_on_device or (op.layer == 0 and not op.needs):
             x = self.x[op.layer][op.first : end].to(self.device)
         self.kv_slots[op.slot, op.first : end] = x @ self.weights[op.layer]
         self.x_slots[op.x_slot] = float("nan") if self.ring else self.x_slots[op.x_slot]

@@ -344,7 +344,7 @@ def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
     ]
     kv = kv_config(memory=512 * 256, enable_prefix_caching=False)
 
-    with pytest.raises(InvariantError, match="2 rows of a batch of 4"):
+    with pytest.raises(InvariantError, match="expected 4 rows to run at the same time, got 2"):
         judge(
             replace(model, tokenizer=words(500)),
             "t",

@@ -65,7 +65,7 @@ def test_a_rule_becomes_a_whole_text():
         ("h2p", UnknownName, "h2o"),
         ("snapkv:windw=3", UnknownName, "window"),
         ("h2o,h2o", ConfigError, "once"),
-        ("full,h2o", ConfigError, "always there"),
+        ("full,h2o", ConfigError, "which always runs"),
     ],
 )
 def test_wrong_rules_are_named(text: str, error: type[Exception], says: str):

@@ -148,7 +148,7 @@ def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path:
         ),
         (("--pools", "1,0"), "expected KV memories in rows of full KV such as 1,2,4"),
         (("--pools", "two"), "expected KV memories in rows of full KV such as 1,2,4"),
-        (("--evict", "recent:cap=100"), "leave --evict out"),
+        (("--evict", "recent:cap=100"), "expected no --evict"),
         (("--parts", "sped"), "speed"),
     ],
 )

@@ -43,12 +43,12 @@ from benchmarks.kvcrush.overhead import (
     SIGNATURES,
     Run,
     Stopwatch,
-    watched_rules,
+    timed_rules,
 )
 from benchmarks.kvcrush.prompts import Recorded, run_prompts
-from benchmarks.kvcrush.quality import Answers, claims, run_quality
-from benchmarks.kvcrush.reading import divergence
+from benchmarks.kvcrush.quality import Results, claims, run_quality
 from benchmarks.kvcrush.recorded import recorded
+from benchmarks.kvcrush.text_scores import divergence
 from quire.errors import ConfigError, InvariantError
 from quire.evals.tasks.fillers import book_text
 from quire.models.loader import LoadedModel, load_model
@@ -261,7 +261,7 @@ def test_claims_by_hand():
         return cell(key, known.get(key.rule, "1110"))
 
     cells = [made(key) for key in keys(config, "m", None)]
-    found = claims(Answers(config, cells, "m", None))
+    found = claims(Results(config, cells, "m", None))
 
     assert found["full_quality"] == 1.0
     assert found["quality_gain_mean"] == found["page_gain_mean"] == 0.25
@@ -425,11 +425,11 @@ def test_recorded_prompts_have_as_many_shots_as_fit(tiny: LoadedModel, tmp_path:
 
     [found] = recorded({"gsm8k": path}, tiny, config)
 
-    assert len(found.prompts) == len(found.requested) == 3
-    shots = [one.prompt.count("####") for one in found.requested]
+    assert len(found.prompts) == len(found.graded) == 3
+    shots = [one.prompt.count("####") for one in found.graded]
     assert all(config.least_tokens < len(prompt) <= 160 for prompt in found.prompts)
     assert 2 < min(shots) <= max(shots) < 16
-    assert found.requested[0].grade("nothing") == 0.0
+    assert found.graded[0].grade("nothing") == 0.0
 
 
 def test_recorded_prompts_that_are_too_short_are_refused(tiny: LoadedModel, tmp_path: Path):
@@ -452,7 +452,7 @@ def test_paged_h2o_and_kvcrush_answer_recorded_prompts(tiny: LoadedModel):
     requested = tuple(
         GradedPrompt(prompt="", grade=lambda text: float(bool(text))) for _ in prompts
     )
-    own = Recorded(name="books", score="accuracy", prompts=prompts, requested=requested)
+    own = Recorded(name="books", score="accuracy", prompts=prompts, graded=requested)
 
     result = run_prompts(tiny, config, [own], rouge_l)
 
@@ -492,7 +492,7 @@ def test_methods_are_put_back_even_when_a_run_fails():
     before = vars(KVCrush)["represent"]
 
     def failing() -> None:
-        with watched_rules(Stopwatch()):
+        with timed_rules(Stopwatch()):
             assert vars(KVCrush)["represent"] is not before
             raise ZeroDivisionError
 

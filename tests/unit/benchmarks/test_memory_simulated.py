@@ -172,7 +172,7 @@ def test_both_tenants_have_their_rows(few):
 
 
 def test_a_trace_without_a_small_tenant_is_refused(few):
-    with pytest.raises(ConfigError, match="take a longer trace"):
+    with pytest.raises(ConfigError, match="use a longer trace"):
         fairness.measure_fairness(fairness.FairnessConfig(requests=1), few)
 
 

@@ -23,7 +23,7 @@ from benchmarks.quant.orderings import PAIRS
 from benchmarks.quant.orderings import claims as ordering_claims
 from benchmarks.quant.quality import claims as text_claims
 from benchmarks.quant.quality import name_of
-from benchmarks.quant.reading import CodecTexts
+from benchmarks.quant.text_scores import CodecTexts
 from benchmarks.quant.throughput import CodecRate, measure_rates
 from benchmarks.quant.throughput import claims as rate_claims
 from quire.errors import ConfigError

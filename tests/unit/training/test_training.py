@@ -157,11 +157,11 @@ def smoke_options(folder, *more):
 @pytest.mark.slow
 def test_a_smoke_run_that_is_cut_short_goes_on_where_it_stopped(tmp_path, capsys):
     whole = Run(smoke_options(tmp_path / "whole"))
-    whole.carry_out()
-    Run(smoke_options(tmp_path / "cut", "--minutes", "0.0001")).carry_out()
+    whole.train()
+    Run(smoke_options(tmp_path / "cut", "--minutes", "0.0001")).train()
     part = Run(smoke_options(tmp_path / "cut"))
     assert 0 < part.trainer.step < part.trainer.plan.steps
-    part.carry_out()
+    part.train()
 
     assert part.trainer.finished
     for name, value in weights(whole.trainer).items():
@@ -180,7 +180,7 @@ def test_a_run_continues_from_the_shipped_weights(tmp_path):
     options.plan, options.judge, options.structured = "64:1:128", 0, False
     run = Run(options)
     before = weights(run.trainer)
-    run.carry_out()
+    run.train()
     after = weights(run.trainer)
 
     shipped = weights(make_shipped_trainer())

@@ -1,9 +1,9 @@
-"""Reads texts under rules and with full KV, and says how far apart the two are.
+"""Score texts with eviction rules and with full KV, and measure the difference.
 
 KL        sum over the vocabulary of p_full log(p_full / p_rule), nats, mean over tokens that are
-          predicted from what an eviction has left
-top-1     share of those at which the likeliest token is the same
-ROUGE-L   of the continuation, against the one with full KV
+          predicted after an eviction
+top-1     fraction of those tokens with the same most likely token
+ROUGE-L   of the continuation, with full KV's continuation as the reference
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,20 +24,20 @@ from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
 
 JudgeText = Callable[[str, str], float]
-"""A text and a reference to a score from 0 to 1."""
+"""Maps (text, reference) to a score from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
-    """All texts under one rule, against full KV.
+    """Scores of all texts with one rule, compared with full KV.
 
     Attributes:
-        rule: its text.
-        kl: nats, mean of each text.
-        top_1: share of each text.
-        rouge_l: of each continuation.
-        request_bytes: most KV of a text.
-        continuations: of each text.
+        rule: text of the rule.
+        kl: mean nats of each text.
+        top_1: top-1 agreement of each text.
+        rouge_l: ROUGE-L of each continuation.
+        request_bytes: most KV bytes of a text.
+        continuations: continuation of each text.
     """
 
     rule: str
@@ -49,13 +49,13 @@ class Fidelity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """One text under one rule.
+class TextScore:
+    """Score of one text with one rule.
 
     Attributes:
-        logprobs: of the token behind each position from the cap on, natural.
+        logprobs: natural log-probabilities after each position from the cap on.
         text: the continuation.
-        request_bytes: most KV.
+        request_bytes: most KV bytes.
     """
 
     logprobs: Float[Tensor, "token vocab"]
@@ -63,13 +63,13 @@ class Read:
     request_bytes: int
 
 
-class Reader:
-    """Reads texts one by one under one rule.
+class TextScorer:
+    """Scores texts one by one with one rule.
 
     Args:
-        model: reads.
-        config: lengths.
-        arm: None keeps everything.
+        model: evaluated model.
+        config: text lengths and page size.
+        arm: rule with its cap; None: no eviction.
     """
 
     def __init__(self, model: LoadedModel, config: FidelityConfig, arm: Arm | None) -> None:
@@ -85,8 +85,8 @@ class Reader:
         )
         self._llm = LLM(replace(model, decoder=self._recorder), kv=kv)
 
-    def read(self, text: list[int]) -> Read:
-        """Read a text, and go on.
+    def score(self, text: list[int]) -> TextScore:
+        """Score and continue a text.
 
         Raises:
             InvariantError: the request failed.
@@ -100,9 +100,9 @@ class Reader:
         [answer] = self._llm.generate([text], options)
         logits = self._recorder.take()
         if answer.error is not None or len(logits) < len(text):
-            raise InvariantError(f"a text of a bench was not read: {answer.error}")
+            raise InvariantError(f"expected logits of a whole text, got the error {answer.error}")
         rows = logits[self._config.cap : len(text)]
-        return Read(
+        return TextScore(
             logprobs=rows.log_softmax(dim=1),
             text=answer.text,
             request_bytes=answer.usage.kv_peak_bytes,
@@ -116,27 +116,27 @@ def measure(
     texts: Sequence[list[int]],
     rouge_l: JudgeText,
 ) -> tuple[tuple[str, ...], dict[Arm, Fidelity]]:
-    """Every arm, text by text: no more than two texts' distributions are held at a time.
+    """Score all texts with every arm; distributions of at most two texts are held at a time.
 
     Returns:
-        Continuations with full KV, and what came of each arm.
+        Continuations with full KV, and the scores of each arm.
     """
-    full = Reader(model, config, None)
-    readers = {arm: Reader(model, config, arm) for arm in arms}
-    scores: dict[Arm, list[_Scored]] = {arm: [] for arm in readers}
+    full = TextScorer(model, config, None)
+    scorers = {arm: TextScorer(model, config, arm) for arm in arms}
+    scores: dict[Arm, list[_Scored]] = {arm: [] for arm in scorers}
     continued = []
     for text in texts:
-        wanted = full.read(text)
+        wanted = full.score(text)
         continued.append(wanted.text)
-        for arm, reader in readers.items():
-            scores[arm].append(_scored(reader.read(text), wanted, rouge_l))
+        for arm, scorer in scorers.items():
+            scores[arm].append(_scored(scorer.score(text), wanted, rouge_l))
     return tuple(continued), {arm: _joined(arm, rows) for arm, rows in scores.items()}
 
 
 _Scored = tuple[float, float, float, int, str]
 
 
-def _scored(found: Read, full: Read, rouge_l: JudgeText) -> _Scored:
+def _scored(found: TextScore, full: TextScore, rouge_l: JudgeText) -> _Scored:
     kl, top_1 = divergence(full.logprobs, found.logprobs)
     return kl, top_1, rouge_l(found.text, full.text), found.request_bytes, found.text
 
@@ -144,11 +144,11 @@ def _scored(found: Read, full: Read, rouge_l: JudgeText) -> _Scored:
 def divergence(
     full: Float[Tensor, "token vocab"], found: Float[Tensor, "token vocab"]
 ) -> tuple[float, float]:
-    """Mean KL of distributions from those of full KV, in nats; and how often the best agree.
+    """Mean KL from the distributions with full KV, in nats, and the top-1 agreement.
 
     Args:
-        full: natural logarithms of probabilities.
-        found: of the same tokens, under a rule.
+        full: natural log-probabilities with full KV.
+        found: natural log-probabilities of the same tokens with a rule.
     """
     kl = torch.nn.functional.kl_div(found, full, reduction="batchmean", log_target=True)
     return float(kl), float((full.argmax(dim=1) == found.argmax(dim=1)).double().mean())

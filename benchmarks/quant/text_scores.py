@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.common.decoders import RecordingDecoder
 from benchmarks.eviction.cells import FULL
-from benchmarks.kvcrush.reading import divergence
+from benchmarks.kvcrush.text_scores import divergence
 from benchmarks.quant.config import PLAIN, TextsConfig
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
@@ -57,7 +57,7 @@ class CodecTexts:
         return asdict(self)
 
 
-class Reader:
+class TextScorer:
     """Scores texts one by one with one codec.
 
     Args:
@@ -81,7 +81,7 @@ class Reader:
         )
         self._llm = LLM(replace(model, decoder=self._recorder), kv=kv)
 
-    def read(self, text: list[int]) -> tuple[Float[Tensor, "token vocab"], int]:
+    def score(self, text: list[int]) -> tuple[Float[Tensor, "token vocab"], int]:
         """Return the log-probabilities after each scored token, and the KV bytes.
 
         Raises:
@@ -96,7 +96,7 @@ class Reader:
         return rows.log_softmax(dim=1), answer.usage.kv_peak_bytes
 
 
-def read_texts(
+def score_texts(
     model: LoadedModel,
     config: TextsConfig,
     codecs: Sequence[str],
@@ -114,14 +114,14 @@ def read_texts(
             without eviction.
     """
     names = tuple(dict.fromkeys((PLAIN, *codecs)))
-    readers = {codec: Reader(model, config, codec, evict) for codec in names}
-    whole = readers[PLAIN] if evict == FULL else Reader(model, config, PLAIN)
+    scorers = {codec: TextScorer(model, config, codec, evict) for codec in names}
+    whole = scorers[PLAIN] if evict == FULL else TextScorer(model, config, PLAIN)
     scores: dict[str, list[tuple[float, float, float, int]]] = {codec: [] for codec in names}
     for text in texts:
-        wanted, _ = whole.read(text)
+        wanted, _ = whole.score(text)
         following = torch.tensor(text[config.first + 1 :])
-        for codec, reader in readers.items():
-            found, num_bytes = reader.read(text)
+        for codec, scorer in scorers.items():
+            found, num_bytes = scorer.score(text)
             kl, top_1 = divergence(wanted, found)
             nats = -float(found.gather(1, following[:, None]).mean())
             scores[codec].append((max(kl, 0.0), top_1, nats, num_bytes))
