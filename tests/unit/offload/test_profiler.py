@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.offload_schedule.executor import VirtualClock, nothing
+from benchmarks.offload_schedule.executor import VirtualClock, no_work
 from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.timelines import fit_speeds, measure_speeds
 from benchmarks.offload_schedule.work import BatchTokens, StepWork, even_layers
@@ -60,7 +60,7 @@ def of(speeds: Speeds, rows: int = 4):
 
 
 def test_probes_of_two_sizes_find_the_machine():
-    probes = [(step(n // 2, MACHINE, n), nothing) for n in (40, 400)]
+    probes = [(step(n // 2, MACHINE, n), no_work) for n in (40, 400)]
 
     found = measure_speeds(machine(MACHINE), probes)
 
