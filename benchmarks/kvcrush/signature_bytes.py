@@ -48,7 +48,7 @@ class Shape:
         return -(-self.heads // (8 * WORD_BYTES)) * WORD_BYTES
 
     @property
-    def kept_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of a signature with `signatures=stored`: one number per KV head."""
         return self.kv_heads * NUMBER_BYTES
 
@@ -109,5 +109,5 @@ def _row(shape: Shape) -> tuple[str | int | float, ...]:
         all_keys,
         ratios[1],
         shape.packed_bytes,
-        shape.kept_bytes,
+        shape.stored_bytes,
     )
