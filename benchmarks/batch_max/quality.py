@@ -186,7 +186,7 @@ def _chart(config: QualityConfig, found: Sequence[Judged]) -> Chart:
         name="batch-max-quality",
         title="Quality of Batch-Max over full KV, by cap",
         x_label="cap, % of the longest prompt",
-        y_label="mean of scores over FKV's",
+        y_label="mean score over that of FKV",
         lines={
             "all tasks": tuple(
                 (100 * share, quality_over_full(found, bm_name(cap)))

@@ -99,7 +99,7 @@ def _table(config: SpeedConfig, rounds: Sequence[Round], mode: str) -> Table:
             f"{words} Medians over rounds, arms in turn; prefill included."
         ),
         columns=(
-            "KV, arm",
+            "KV, variant",
             "rounds",
             "batch",
             "prefill s",
@@ -146,7 +146,7 @@ def _chart(config: SpeedConfig, rounds: Sequence[Round]) -> Chart:
     }
     return Chart(
         name="batch-max",
-        title="Generated tokens per second in equal KV memory, static batches",
+        title="Generated tokens/s in equal KV memory, static batches",
         x_label="KV memory, rows x tokens of full KV",
         y_label="tokens/s, prefill included",
         lines=lines,

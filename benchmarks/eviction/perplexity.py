@@ -139,6 +139,6 @@ def _table(config: PerplexityConfig, name: str, found: Sequence[RuleTexts]) -> T
             "the cap are scored. KV: most bytes of a text, with statistics. Nats: mean increase "
             "per token over full KV, and its standard error."
         ),
-        columns=("rule", "cap in tokens", "KV KiB", "perplexity", "over full", "nats increase"),
+        columns=("rule", "retained tokens", "KV KiB", "perplexity", "over full", "nats more"),
         rows=tuple(rows),
     )

@@ -182,9 +182,9 @@ def _tables(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Table]:
             yield Table(
                 name=f"eviction-{when}-{100 * budget:g}".replace("_", "-"),
                 caption=(
-                    f"Correct answers, {config.prompts} prompts of at most {config.tokens} tokens "
+                    f"Accuracy over {config.prompts} prompts of at most {config.tokens} tokens "
                     f"per cell, cap {int(budget * config.tokens)} tokens ({100 * budget:g} %), "
-                    f"when={when}. In a cell: fraction, its 95 % interval (Wilson), fraction for "
+                    f"when={when}. In a cell: accuracy, its 95 % interval (Wilson), accuracy for "
                     "facts in the first quarter of the prompt; KV: mean peak bytes of a request."
                 ),
                 columns=("rule", *config.tasks, "mean", "KV KiB"),
@@ -213,8 +213,8 @@ def _charts(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Chart]:
             )
         yield Chart(
             name=f"eviction-{when}".replace("_", "-"),
-            title=f"Correct answers over all tasks, when={when}",
+            title=f"Accuracy over all tasks, when={when}",
             x_label="rule",
-            y_label="fraction",
+            y_label="accuracy",
             lines=lines,
         )

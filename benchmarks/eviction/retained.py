@@ -131,7 +131,7 @@ def _table(config: RetainedConfig, name: str, found: dict[Rule, Retained], heads
 def _map(config: RetainedConfig, maps: dict[str, NDArray[np.float64]], heads: int) -> HeatMap:
     return HeatMap(
         name="eviction-kept",
-        title=f"Retained at the end of {config.tokens:,} tokens, cap {config.cap}",
+        title=f"Retained tokens after {config.tokens:,} tokens, cap {config.cap}",
         x_label=f"position, in {config.bins} sections of the text",
         y_label=f"layer and KV head ({heads} per layer), first layer on top",
         panels={name: tuple(map(tuple, shares.tolist())) for name, shares in maps.items()},

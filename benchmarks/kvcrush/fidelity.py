@@ -121,7 +121,7 @@ def _decrease(without: Fidelity, crushing: Fidelity) -> list[float]:
     return [a - b for a, b in zip(without.kl, crushing.kl, strict=True)]
 
 
-COLUMNS = ("rule", "cap", "KL", "top-1", "ROUGE-L", "KL decrease", "from one set", "KV KiB")
+COLUMNS = ("rule", "cap", "KL", "top-1", "ROUGE-L", "KL less", "than one set", "KV KiB")
 
 
 def row_of(

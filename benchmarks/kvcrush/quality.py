@@ -169,7 +169,7 @@ def _table(results: Results, table: ArmTable) -> Table:
     return Table(
         name=f"kvcrush-{table.name}",
         caption=(
-            f"{table.caption}. Correct outputs, {config.prompts} prompts of at most "
+            f"{table.caption}. Accuracy over {config.prompts} prompts of at most "
             f"{config.tokens} tokens per cell, cap {100 * config.budget:g} % and when={first.when} "
             "unless stated otherwise. Gain: over the base rule, or the first row of the group; "
             "over one set: over the base rule with one retained set for a layer's heads, as in "
@@ -205,9 +205,9 @@ def _shares_chart(results: Results) -> Chart:
     """Correct outputs over the fraction of representatives, with a line for each base rule."""
     return Chart(
         name="kvcrush-shares",
-        title="Correct outputs over all tasks",
-        x_label="fraction of the budget for representatives",
-        y_label="fraction of correct outputs",
+        title="Accuracy over all tasks",
+        x_label="share of the budget for representatives",
+        y_label="accuracy",
         lines=dict(_share_lines(results)),
     )
 

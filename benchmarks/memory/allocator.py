@@ -97,7 +97,7 @@ def run_allocator(config: AllocatorConfig) -> PartResult:
         columns=("", "value"),
         rows=(
             ("pages allocated or freed per second", found["allocator_pages_per_s"]),
-            ("one token for every sequence, us", 1e6 * found["allocator_step_s"]),
+            ("allocating one token for every sequence, us", 1e6 * found["allocator_step_s"]),
             ("decode step, ms", 1e3 * found["decode_step_s"]),
             ("allocator, % of the step", 100 * found["allocator_step_share"]),
             ("all bookkeeping, % of the step", 100 * found["bookkeeping_share"]),

@@ -1,7 +1,7 @@
 """Part `beam`: KV bytes of a beam search over one sequence, with copy-on-write.
 
 The beams share the pages before their first difference. A beam that writes to a shared page copies
-it first. Three kinds of search are measured. In `diverge`, all beams diverge at one token, which
+it first. Three kinds of search are measured. In `fork once`, all beams diverge at one token, which
 needs the most memory. In `reorder`, each step draws its beams at random from the last step's beams.
 Both use the engine's memory without bytes. `engine` is the engine's beam search on a small model
 with random weights.
@@ -27,7 +27,7 @@ from quire.layout.layout import layout_for
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.models import model_shape
 
-DIVERGE, REORDER, ENGINE = "diverge", "reorder", "engine"
+FORK_ONCE, REORDER, ENGINE = "fork once", "reorder", "engine"
 CLAIMED_PAGE_TOKENS = 16
 
 
@@ -59,7 +59,7 @@ class BeamRun:
     """Measurements of one search with one page size.
 
     Attributes:
-        course: DIVERGE, REORDER or ENGINE.
+        course: FORK_ONCE, REORDER or ENGINE.
         page_tokens: slots in a page.
         peak_bytes: peak KV bytes of all beams.
         one_bytes: KV bytes of one sequence of the final length.
@@ -86,7 +86,7 @@ def measure_beams(config: BeamConfig) -> list[BeamRun]:
             one_bytes=_sequence_bytes(config, page_tokens),
         )
         for page_tokens in config.page_sizes
-        for course in (DIVERGE, REORDER)
+        for course in (FORK_ONCE, REORDER)
     ]
     return [*runs, _search_with_engine(config)]
 
@@ -180,7 +180,7 @@ def run_beam(config: BeamConfig) -> PartResult:
             f"({config.engine_model}, float32). Lower bound by tokens: "
             f"{floor_by_tokens(config):.3f} of one sequence."
         ),
-        columns=("search", "page tokens", "peak B", "over one sequence", "beams without sharing"),
+        columns=("search", "tokens per page", "peak B", "times one sequence", "without sharing"),
         rows=rows,
     )
     raw = {"runs": [asdict(run) for run in runs]}

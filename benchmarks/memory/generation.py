@@ -122,19 +122,19 @@ def run_generation(config: GenerationConfig) -> PartResult:
         ),
         columns=(
             "tokens",
-            "next token without ms",
-            "with ms",
+            "next token, no cache ms",
+            "next token, cache ms",
             "speed-up",
-            "all tokens without s",
-            "with s",
-            "speed-up of all",
+            "all tokens, no cache s",
+            "all tokens, cache s",
+            "speed-up, all tokens",
         ),
         rows=rows,
     )
     chart = Chart(
         name="cache",
         title="The next token, with and without a KV cache",
-        x_label="tokens before it",
+        x_label="previous tokens",
         y_label="ms",
         lines={
             "without": tuple((tokens, 1e3 * without[tokens]) for tokens in config.lengths),

@@ -166,14 +166,14 @@ def run_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> PartR
             f"{config.rows} sequences of {config.prompt_tokens:,} tokens, medians of "
             f"{config.repeats}."
         ),
-        columns=("page tokens", "wasted %", "tables %", "decode step ms"),
+        columns=("tokens per page", "wasted %", "page tables %", "decode step ms"),
         rows=rows,
     )
     chart = Chart(
         name="pages",
-        title="Allocated bytes that are not KV of a token, by page size",
-        x_label="page tokens",
-        y_label="% of the allocated bytes",
+        title="Allocated bytes without KV of a token, by page size",
+        x_label="tokens per page",
+        y_label="% of allocated bytes",
         lines={
             "wasted": tuple((size.tokens, 100 * size.waste_fraction) for size in found),
             "tables": tuple((size.tokens, 100 * size.table_fraction) for size in found),

@@ -147,7 +147,13 @@ def run_prefix(config: PrefixConfig) -> PartResult:
             f"{config.own_tokens} tokens of their own and {config.new_tokens} new ones, all at "
             f"once; random-weight Llama ({config.model}), float32; median of {config.repeats}."
         ),
-        columns=("prefix cache", "prompt tokens hit", "tokens computed", "peak KV MB", "total s"),
+        columns=(
+            "prefix cache",
+            "cached prompt tokens",
+            "tokens computed",
+            "peak KV MB",
+            "total s",
+        ),
         rows=rows,
     )
     raw = {"runs": [asdict(run) | {"tokens": None} for run in runs]}

@@ -88,7 +88,7 @@ def _table(
             "first token p50 s",
             "first token p99 s",
             "preemptions",
-            "answered",
+            "completed",
         ),
         rows=rows,
     )
@@ -101,7 +101,7 @@ def _chart(found: dict[str, Numbers]) -> Chart:
     )
     return Chart(
         name="reuse",
-        title="Prompt tokens from the prefix cache",
+        title="Prompt tokens found in the prefix cache",
         x_label="KV memory",
         y_label="%",
         lines={"hits": points},

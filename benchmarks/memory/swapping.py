@@ -218,12 +218,12 @@ def run_swap(config: SwappingConfig) -> PartResult:
     )
     chart = Chart(
         name="swap",
-        title="Time to resume a preempted sequence",
+        title="Cost of a preempted sequence",
         x_label="tokens of the sequence",
         y_label="ms",
         lines={
-            "recomputed": tuple((length, 1e3 * s) for length, (_, s, _) in points.items()),
-            "swapped": tuple((length, 1e3 * s) for length, (_, _, s) in points.items()),
+            "recompute": tuple((length, 1e3 * s) for length, (_, s, _) in points.items()),
+            "swap": tuple((length, 1e3 * s) for length, (_, _, s) in points.items()),
         },
         log_x=True,
         log_y=True,

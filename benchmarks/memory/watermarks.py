@@ -140,7 +140,7 @@ def claims(runs: list[WatermarkRun]) -> Numbers:
 def _table(runs: list[WatermarkRun], config: WatermarkConfig, simulated: SimulatedConfig) -> Table:
     rows = tuple(
         (
-            f"{run.per_cent} %" + (f", preempts above {run.per_cent + 2} %" * run.preempts),
+            f"{run.per_cent} %" + (f", high {run.per_cent + 2} %" * run.preempts),
             run.largest_batch,
             run.mean_batch,
             run.tokens_per_s,
@@ -161,13 +161,13 @@ def _table(runs: list[WatermarkRun], config: WatermarkConfig, simulated: Simulat
             "to the end; end to end: with the queue time."
         ),
         columns=(
-            "low watermark",
+            "watermarks",
             "largest batch",
             "mean batch",
             "generated tokens/s",
             "preemptions/min",
             "recomputed %",
-            "p99 per token ms",
+            "p99 time per token ms",
             "p99 service s",
             "p99 end to end s",
         ),

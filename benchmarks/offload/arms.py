@@ -69,14 +69,20 @@ ARMS = (
     Arm(name="lB", label="pipelined split", rules=Rules(), ring=True, divide=_pipelined),
     Arm(
         name="lB_codec",
-        label="pipelined, codes",
+        label="pipelined, quantized",
         rules=Rules(),
         ring=True,
         divide=_pipelined,
         coded=True,
     ),
-    Arm(name="host_share", label="link, device and host", rules=Rules(), ring=True, divide=_shared),
-    Arm(name="all_host", label="all attention on the host", rules=Rules(), divide=_offloaded),
+    Arm(
+        name="host_share",
+        label="link, device and CPU attention",
+        rules=Rules(),
+        ring=True,
+        divide=_shared,
+    ),
+    Arm(name="all_host", label="all CPU attention", rules=Rules(), divide=_offloaded),
 )
 BY_NAME = {arm.name: arm for arm in ARMS}
 

@@ -23,7 +23,7 @@ _BREAKDOWN = (
     ("X load", Kind.X_IN),
     ("recompute", Kind.PROJECT),
     ("attention", Kind.ATTEND),
-    ("host attention", Kind.HOST_ATTEND),
+    ("CPU attention", Kind.HOST_ATTEND),
     ("rest of the layer", Kind.LAYER),
     ("store", Kind.KV_OUT),
 )

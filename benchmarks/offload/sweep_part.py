@@ -71,6 +71,6 @@ def _table(config: OffloadBenchConfig, rows: list[tuple[Cell, ...]]) -> Table:
             f"{shape.tokens:,} tokens on threads, medians of {config.repeats}. The formula's gain "
             "assumes infinitely many layers and no other device work."
         ),
-        columns=("xi", "rho", "recomputed share", "gain", "formula"),
+        columns=("xi", "rho", "recomputed fraction", "gain", "formula"),
         rows=tuple(rows),
     )

@@ -165,7 +165,7 @@ def run_codec(config: OffloadBenchConfig) -> PartResult:
                 columns=(
                     "bits",
                     "xi",
-                    "recomputed share",
+                    "recomputed fraction",
                     "prefetch only",
                     "paper's split",
                     "pipelined",
@@ -205,7 +205,7 @@ def run_position(config: OffloadBenchConfig) -> PartResult:
                 name="offload-position",
                 title="Splits over a generation",
                 x_label="tokens of a row",
-                y_label="recomputed tokens",
+                y_label="recomputed",
                 lines=lines,
             ),
         ),

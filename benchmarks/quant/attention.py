@@ -127,7 +127,7 @@ def _table(config: QuantAttentionConfig, one: AttentionTimes) -> Table:
             f"{config.repeats} rounds in turns; memory was read at "
             f"{config.repeats} rounds, codecs in turn; memory bandwidth "
         ),
-        columns=("codec", "MB", "bfloat16 bytes over", "ms", "speedup", "GB/s", "over bandwidth"),
+        columns=("codec", "MB", "times fewer bytes", "ms", "speed-up", "GB/s", "of the read rate"),
         rows=tuple(rows),
     )
 
@@ -135,8 +135,8 @@ def _table(config: QuantAttentionConfig, one: AttentionTimes) -> Table:
 def _chart(found: Sequence[AttentionTimes]) -> Chart:
     return Chart(
         name="quant-attention",
-        title="Time of one step's attention",
-        x_label="tokens of a sequence",
+        title="Attention time of one step",
+        x_label="tokens per sequence",
         y_label="ms",
         lines={
             codec: tuple((one.tokens, 1e3 * statistics.median(one.step_s[codec])) for one in found)

@@ -237,7 +237,7 @@ def _table(config: BandwidthConfig, found: Sequence[StepTime]) -> Table:
             "codec",
             "weights MB",
             "KV MB",
-            "KV share",
+            "KV fraction",
             "by bytes ms",
             "with products ms",
             "measured ms",

@@ -39,16 +39,16 @@ def run_capacity(config: CapacityConfig) -> PartResult:
             f"{config.full_precision[1:].replace('+', ' and ')} in addition."
         ),
         columns=(
-            *("codec", "bits per element", "bytes of a token and head"),
-            *("codes: ratio", "pages: ratio", "full precision: ratio"),
+            *("codec", "bits per element", "bytes per token and head"),
+            *("ratio, codes", "ratio, pages", "ratio, full-precision window"),
         ),
         rows=rows,
     )
     chart = Chart(
         name="quant-capacity",
-        title="Tokens in the same bytes",
+        title="Tokens in equal bytes",
         x_label="codec",
-        y_label="times bfloat16",
+        y_label="ratio to bfloat16",
         lines={"pages": tuple((codec, _ratio(config, codec)) for codec in config.codecs)},
     )
     return PartResult(claims=made, tables=(table,), charts=(chart,))

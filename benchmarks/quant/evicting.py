@@ -114,8 +114,8 @@ def _chart(found: ByShare) -> Chart:
     codecs = next(iter(found.values()))
     return Chart(
         name="quant-eviction",
-        title="Tokens or bits, in the same bytes",
-        x_label="% of the bytes of all tokens in plain KV",
+        title="Fewer tokens or fewer bits, in equal bytes",
+        x_label="% of the bytes of all tokens in full precision",
         y_label="KL, nats",
         lines={
             codec: tuple((100 * share, of[codec].mean_kl) for share, of in sorted(found.items()))

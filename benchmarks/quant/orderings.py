@@ -62,7 +62,7 @@ def _pairs(config: OrderingsConfig, found: Mapping[str, CodecTexts]) -> Table:
             f"KL in nats over {config.texts.texts} texts of {config.texts.tokens:,} tokens, pages "
             f"of {config.texts.page_tokens}. Below 1, the first codec is better."
         ),
-        columns=("codec", "KV KiB", "KL", "second codec", "its KL", "ratio"),
+        columns=("codec", "KV KiB", "KL", "compared with", "its KL", "KL ratio"),
         rows=rows,
     )
 

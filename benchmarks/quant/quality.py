@@ -140,7 +140,7 @@ def _texts_table(config: TextsConfig, name: str, found: Mapping[str, CodecTexts]
             f"scored from token {config.first} on, compared with plain KV. KL in nats; KV: most "
             f"bytes of a text, in pages of {config.page_tokens}."
         ),
-        columns=("codec", "KV KiB", "plain over", "KL", "top-1", "perplexity", "% more"),
+        columns=("codec", "KV KiB", "times smaller", "KL", "top-1", "perplexity", "% more"),
         rows=rows,
     )
 
@@ -171,7 +171,7 @@ def _chart(found: Mapping[str, CodecTexts]) -> Chart:
     """One point per codec."""
     return Chart(
         name="quant-quality",
-        title="Quality and bytes of codecs",
+        title="Quality and size of codecs",
         x_label="KiB of KV",
         y_label="KL, nats",
         lines={

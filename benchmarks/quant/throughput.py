@@ -150,6 +150,6 @@ def _table(config: QuantThroughputConfig, found: Sequence[CodecRate]) -> Table:
             f"({config.model}), {config.dtype}, in the KV memory that holds {config.rows} rows of "
             f"plain KV; medians of {config.repeats} rounds, codecs in turn."
         ),
-        columns=("codec", "attention", "rows", "step ms", "tokens/s", "over plain"),
+        columns=("codec", "attention", "rows", "step ms", "tokens/s", "over full precision"),
         rows=tuple(rows),
     )

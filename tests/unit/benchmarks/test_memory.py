@@ -48,8 +48,8 @@ def test_four_beams_of_2048_tokens_that_part_50_before_the_end_hold_140_of_128_p
     """papers/001 says 1.05, its own formula 140 / 128; errata.md."""
     runs = {(r.course, r.page_tokens): r for r in beam.measure_beams(beam.BeamConfig())}
 
-    assert runs[beam.DIVERGE, 16].ratio == 140 / 128
-    assert runs[beam.DIVERGE, 1].ratio == (2048 + 3 * 50) / 2048
+    assert runs[beam.FORK_ONCE, 16].ratio == 140 / 128
+    assert runs[beam.FORK_ONCE, 1].ratio == (2048 + 3 * 50) / 2048
     assert runs[beam.REORDER, 16].ratio <= 140 / 128
     assert 1 < runs[beam.ENGINE, 16].ratio <= 140 / 128
     assert beam.floor_by_tokens(beam.BeamConfig()) == pytest.approx(1.073, abs=5e-4)
@@ -61,7 +61,7 @@ def test_the_claim_of_beams_is_the_worst_course_with_pages_of_16():
             course=course, page_tokens=page_tokens, peak_bytes=peak_bytes, one_bytes=100
         )
 
-    runs = [run(beam.DIVERGE, 16, 105), run(beam.REORDER, 16, 109), run(beam.DIVERGE, 64, 150)]
+    runs = [run(beam.FORK_ONCE, 16, 105), run(beam.REORDER, 16, 109), run(beam.FORK_ONCE, 64, 150)]
 
     assert beam.claims(beam.BeamConfig(), runs)["beam4_memory_ratio"] == 1.09
 
