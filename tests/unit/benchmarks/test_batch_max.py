@@ -54,7 +54,7 @@ def model() -> LoadedModel:
 # ---- arms ----------------------------------------------------------------------------------------
 
 
-def test_the_arms_are_the_papers_algorithms():
+def test_arms_match_the_papers_algorithms():
     arms = {arm.name: arm.evict for arm in arms_of((896, 1792), 64)}
 
     assert arms == {
@@ -69,7 +69,7 @@ def test_the_arms_are_the_papers_algorithms():
         assert make_eviction(evict).text == evict
 
 
-def test_the_quality_bench_drops_no_task():
+def test_quality_config_includes_all_tasks():
     assert set(QualityConfig().tasks) == set(TASKS) == set(names())
 
 
@@ -77,7 +77,7 @@ def test_the_quality_bench_drops_no_task():
 
 
 @pytest.mark.paper
-def test_batches_of_960_samples_are_the_papers_set():
+def test_batch_sizes_of_960_samples_equal_the_papers_set():
     """papers/000 section 4.2: D = {1, 2, 3, 4, 5, 6, 8, ..., 32, 40, 48, ...}."""
     assert batch_sizes()[:17] == (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 16, 20, 24, 30, 32, 40, 48)
     assert largest_of(batch_sizes(), 9) == 8
@@ -96,14 +96,14 @@ def test_batches_of_960_samples_are_the_papers_set():
         (batch_max(56, 4), 7),
     ],
 )
-def test_rows_are_those_that_the_engine_lets_in(model: LoadedModel, arm, rows: int):
+def test_rows_that_fit_equals_rows_admitted_by_the_engine(model: LoadedModel, arm, rows: int):
     kv = kv_config(memory=512 * 256, evict=arm.evict, enable_prefix_caching=False)
 
     assert rows_that_fit(model, kv, 224, 32) == rows
     assert rows_that_fit(model, kv, 224, 32, most=1) == 1
 
 
-def test_no_row_fits_where_one_is_too_long(model: LoadedModel):
+def test_rows_that_fit_is_zero_for_a_row_above_memory(model: LoadedModel):
     assert (
         rows_that_fit(model, kv_config(memory=100 * 256, enable_prefix_caching=False), 224, 32) == 0
     )
@@ -112,7 +112,7 @@ def test_no_row_fits_where_one_is_too_long(model: LoadedModel):
 # ---- running -------------------------------------------------------------------------------------
 
 
-def test_answers_are_whole_and_in_order(model: LoadedModel):
+def test_outputs_are_complete_and_in_prompt_order(model: LoadedModel):
     engine = Engine(model, kv_config(memory=1 << 20, enable_prefix_caching=False))
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
 
@@ -125,7 +125,7 @@ def test_answers_are_whole_and_in_order(model: LoadedModel):
     assert 0 < together.prefill_s < together.total_s
 
 
-def test_throughput_counts_the_prefill():
+def test_throughput_includes_prefill_time():
     done = Finished(
         total_s=4.0, prefill_s=3.0, rows_peak=1, preemptions=0, answers=((1, 2), (3, 4))
     )
@@ -153,7 +153,7 @@ def arm_time(arm: str, tokens_per_s: float, **changes: object) -> ArmTime:
     return ArmTime(**(fields | changes))
 
 
-def test_later_rounds_run_what_is_claimed_and_nothing_else():
+def test_later_rounds_run_only_claimed_arms():
     config = replace(TINY, repeats=2)
 
     first, later = (
@@ -165,7 +165,7 @@ def test_later_rounds_run_what_is_claimed_and_nothing_else():
     assert later == {1: [], 2: ["fkv", "ed_2", "bm_56"]}
 
 
-def test_rounds_that_one_arm_missed_count_for_neither():
+def test_ratio_skips_rounds_without_both_arms():
     rounds = [
         [arm_time("fkv", 10.0), arm_time("end_8", 20.0)],
         [arm_time("fkv", 1.0)],
@@ -174,7 +174,7 @@ def test_rounds_that_one_arm_missed_count_for_neither():
     assert ratio(rounds, STATIC, 2, "end_8", "fkv") == 2.0
 
 
-def test_a_ratio_is_the_median_of_ratios_within_rounds():
+def test_ratio_is_median_of_ratios_within_rounds():
     """Of 4/1, 9/3 and 10/5 the median is 3; the ratio of the medians would be 9/3 too: not 10/3."""
     rounds = [
         [arm_time("fkv", 1.0), arm_time("bm_8", 4.0)],
@@ -186,7 +186,7 @@ def test_a_ratio_is_the_median_of_ratios_within_rounds():
     assert ratio(rounds[:2], STATIC, 2, "bm_8", "fkv") == 3.0
 
 
-def test_the_claims_are_those_of_the_claimed_pool_and_the_first_cap():
+def test_claims_use_the_claimed_pool_and_the_first_cap():
     config = replace(TINY, caps=(56, 112), pools=(1, 2))
     found = [
         arm_time("fkv", 10.0),
@@ -211,7 +211,7 @@ def test_the_claims_are_those_of_the_claimed_pool_and_the_first_cap():
     assert made["continuous_bm_112_tokens_per_s"] == 80.0
 
 
-def test_every_arm_runs_in_every_pool_and_as_the_engine_is(monkeypatch: pytest.MonkeyPatch):
+def test_all_arms_run_in_all_pools_and_with_continuous_batching(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timed, "rows_that_fit", partial(rows_that_fit, most=16))
     result = run_speed(replace(TINY, prompt_tokens=112, new_tokens=16, caps=(28, 56)))
 
@@ -228,14 +228,14 @@ def test_every_arm_runs_in_every_pool_and_as_the_engine_is(monkeypatch: pytest.M
     assert set(result.charts[0].lines) == {"FKV", "ED, cap 2", "BM, cap 28"}
 
 
-def test_wrong_lengths_are_refused():
+def test_invalid_lengths_raise():
     with pytest.raises(ConfigError, match="1025 tokens"):
         replace(TINY, prompt_tokens=993)
     with pytest.raises(ConfigError, match="claimed_pool"):
         replace(TINY, claimed_pool=4)
 
 
-def test_the_full_run_is_that_of_the_issue():
+def test_full_size_config_matches_the_claims():
     """4,096 tokens a row: 12 layers x 4 heads x 64 x K and V x 2 B = 12,288 B; two rows: 96 MiB."""
     speed = BatchMaxConfig().speed
 
@@ -282,7 +282,7 @@ def everything(bm_50: tuple[float, float, float]) -> list[Judged]:
     )
 
 
-def test_quality_is_the_mean_over_tasks_of_ratios():
+def test_quality_is_mean_over_tasks_of_ratios():
     """0.5 / 1, 0.5 / 0.5 and a task that full KV fails: 0.5, 1 and 1."""
     found = everything((1.0, 0.5, 0.0))
 
@@ -290,14 +290,14 @@ def test_quality_is_the_mean_over_tasks_of_ratios():
     assert quality_over_full(found, "bm_25") == pytest.approx(2.5 / 3)
 
 
-def test_the_cap_that_does_is_the_smallest_from_which_all_larger_ones_do():
+def test_least_good_share_is_smallest_cap_with_all_larger_caps_good():
     assert least_good_share(SMALL, everything((1.0, 0.5, 0.0))) == 0.5
     assert least_good_share(SMALL, everything((0.9, 0.5, 0.0))) == 0.75
     lucky = [replace(c, score=0.0) if c.arm == "bm_75" else c for c in everything((1.0, 0.5, 0.0))]
     assert least_good_share(SMALL, lucky) is None
 
 
-def test_quality_claims_by_hand():
+def test_quality_claims_match_hand_computation():
     made = quality_claims(SMALL, everything((1.0, 0.5, 0.0)))
 
     assert made["bm_quality_over_fkv"] == made["bm_25_quality_over_fkv"] == pytest.approx(2.5 / 3)
@@ -315,7 +315,7 @@ def words(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="0")))
 
 
-def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedModel):
+def test_judge_grades_batches_up_to_the_end_token(model: LoadedModel):
     spoken = replace(model, tokenizer=words(500))
     engine = Engine(model, kv_config(memory=1 << 20, enable_prefix_caching=False))
     lists = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
@@ -337,7 +337,7 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
     assert (found.samples, found.new_tokens, found.batch) == (4, 16, 2)
 
 
-def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
+def test_judge_raises_if_rows_do_not_run_at_once(model: LoadedModel):
     prompts = [
         Encoded(tokens=(1,) * 224, graded=GradedPrompt(prompt="", grade=lambda text: 1.0))
         for _ in range(4)

@@ -60,7 +60,7 @@ def protocol(model: LoadedModel, config: PaperConfig = CONFIG, kv: KVConfig = KV
 
 
 @pytest.mark.usefixtures("scores")
-def test_decode_only_runs_at_the_batch_below_the_one_that_runs_out(model: LoadedModel):
+def test_decode_only_runs_at_largest_batch_that_fits(model: LoadedModel):
     """Three prompts of 224 tokens with their positions fit, four do not; full KV at three too."""
     rows = protocol(model).run()
 
@@ -69,7 +69,7 @@ def test_decode_only_runs_at_the_batch_below_the_one_that_runs_out(model: Loaded
 
 
 @pytest.mark.usefixtures("scores")
-def test_the_smallest_caps_are_found_and_refined(model: LoadedModel):
+def test_search_finds_and_refines_smallest_caps(model: LoadedModel):
     """Score = cap / 200: 0.5 needs a cap of 100, so 112, refined to 104; 0.45 needs 90: 96 and 88.
 
     88 scores 0.44: tried, and not good enough.
@@ -86,7 +86,7 @@ def test_the_smallest_caps_are_found_and_refined(model: LoadedModel):
 
 
 @pytest.mark.usefixtures("scores")
-def test_batches_of_smaller_caps_are_larger_and_divide_the_samples(model: LoadedModel):
+def test_smaller_caps_have_larger_batches_that_divide_the_samples(model: LoadedModel):
     rows = {row.cap: row.batch for row in protocol(model).run() if row.cap}
 
     assert all(12 % batch == 0 for batch in rows.values())
@@ -94,7 +94,7 @@ def test_batches_of_smaller_caps_are_larger_and_divide_the_samples(model: Loaded
     assert sorted(rows, reverse=True) == sorted(rows, key=lambda cap: rows[cap] - cap / 1e6)
 
 
-def test_a_cap_that_nothing_reaches_is_not_claimed(model: LoadedModel, scores: dict[str, float]):
+def test_unreached_score_has_no_cap_claim(model: LoadedModel, scores: dict[str, float]):
     scores["fkv"] = 1.5
 
     made = claims(CONFIG, protocol(model).run())
@@ -103,9 +103,7 @@ def test_a_cap_that_nothing_reaches_is_not_claimed(model: LoadedModel, scores: d
     assert not any(name.startswith("bm_above") for name in made)
 
 
-def test_nothing_runs_out_where_all_samples_fit_at_once(
-    model: LoadedModel, scores: dict[str, float]
-):
+def test_no_row_is_out_of_memory_if_all_samples_fit(model: LoadedModel, scores: dict[str, float]):
     scores["fkv"] = 0.1
     rows = protocol(model, kv=KVConfig(memory=20 * 256 * 256)).run()
 
@@ -113,12 +111,12 @@ def test_nothing_runs_out_where_all_samples_fit_at_once(
     assert rows[0].batch == 12
 
 
-def test_a_memory_without_room_for_a_row_is_refused(model: LoadedModel):
+def test_memory_below_one_row_raises(model: LoadedModel):
     with pytest.raises(ConfigError, match="does not hold one row of 224 tokens"):
         protocol(model, kv=KVConfig(memory=100 * 256)).run()
 
 
-def test_claims_and_table_by_hand():
+def test_claims_and_table_match_hand_computation():
     def row(arm: str, batch: int, score: float, total_s: float, cap: int | None = None) -> PaperRow:
         found = Judged(
             task="t",
@@ -166,7 +164,7 @@ def test_claims_and_table_by_hand():
     assert table.rows[3] == ("BM_128", 8, 128, 0.39, 60.0, 2.0)
 
 
-def test_a_chunk_that_no_cap_holds_is_refused():
+def test_every_above_smallest_cap_raises():
     with pytest.raises(ConfigError, match="every below 16"):
         replace(CONFIG, every=16)
     with pytest.raises(ConfigError, match="samples of 1 or more"):

@@ -80,9 +80,7 @@ def run(on: StepHarness, batch: BatchTokens, rules: Rules, executor, change=lamb
 @given(
     st.integers(0, 48), st.integers(0, 3), RULES, st.booleans(), st.randoms(use_true_random=False)
 )
-def test_whatever_is_recomputed_or_on_the_host_the_numbers_are_the_same(
-    toy, x, host_rows, rules, threads, draw
-):
+def test_any_split_computes_equal_hidden_states(toy, x, host_rows, rules, threads, draw):
     host = host_rows * CASE.context
     batch = whole_rows(CASE, BatchTokens(rows=4, x=x, kv=48 - x, host=host))
     executor = VirtualClock(lambda _: draw.random())
@@ -96,13 +94,13 @@ def test_whatever_is_recomputed_or_on_the_host_the_numbers_are_the_same(
 
 @pytest.mark.parametrize("case", [CASE, GROUPED], ids=["multi-head", "grouped"])
 @pytest.mark.parametrize("host", [1, 11, 15, 47])
-def test_a_row_of_which_the_host_has_a_part_is_merged(case, host):
+def test_row_split_between_cpu_and_device_is_merged(case, host):
     batch = BatchTokens(rows=4, kv=case.tokens - host, host=host)
 
     assert run(harness(case), batch, Rules(), VirtualClock()) < 1e-5
 
 
-def test_attention_that_begins_too_early_meets_poison(toy):
+def test_attention_before_its_dependencies_reads_poison(toy):
     """The test above can fail: with the needs of attention taken away it would."""
 
     def hasty(schedule: Schedule) -> Schedule:
@@ -118,7 +116,7 @@ def test_attention_that_begins_too_early_meets_poison(toy):
 
 
 @pytest.mark.parametrize("case", [CASE, GROUPED], ids=["multi-head", "grouped"])
-def test_every_arm_ends_with_the_same_hidden_states(case):
+def test_all_arms_compute_equal_hidden_states(case):
     found = harness(case, host=True)
 
     layouts = {arm.name: found.layout(arm) for arm in ARMS if not arm.coded}
@@ -142,7 +140,7 @@ def test_every_arm_ends_with_the_same_hidden_states(case):
         (LinkCodecs("plain", "int8"), 0.03),
     ],
 )
-def test_codes_cross_in_as_many_bytes_as_counted_and_change_little(link_codecs, most, monkeypatch):
+def test_codecs_copy_the_counted_bytes_with_small_errors(link_codecs, most, monkeypatch):
     monkeypatch.setattr(
         codecs_of_links, "_MOST_FLOAT_BYTES", 4 * CASE.kv_width * 5
     )  # five tokens at a time
@@ -160,7 +158,7 @@ def test_codes_cross_in_as_many_bytes_as_counted_and_change_little(link_codecs, 
     assert steps[2].error < most
 
 
-def test_codes_decide_whether_activations_pay():
+def test_codecs_decide_whether_recompute_pays():
     assert activations_pay(CASE, LinkCodecs())
     assert not activations_pay(GROUPED, LinkCodecs())
     assert not activations_pay(CASE, LinkCodecs("int4", "plain"))
@@ -170,7 +168,7 @@ def test_codes_decide_whether_activations_pay():
     assert link_sizes(half, LinkCodecs()).kv_bytes == half.kv_width * 2
 
 
-def test_the_host_attends_to_plain_kv_only():
+def test_cpu_attention_requires_plain_kv():
     found = harness(CASE, LinkCodecs("int8", "int8"))
 
     with pytest.raises(ConfigError, match="plain KV"):
@@ -182,7 +180,7 @@ def test_the_host_attends_to_plain_kv_only():
 # ---- room --------------------------------------------------------------------------------------
 
 
-def test_layers_without_room_share_numbers():
+def test_layers_beyond_memory_share_data():
     small = HostBytes(96 << 10, CPU)  # a layer takes 36 KiB, new tokens 9 KiB
 
     found = StepHarness(CASE, CPU, small, executor=VirtualClock(), poison=True)
@@ -191,7 +189,7 @@ def test_layers_without_room_share_numbers():
     assert found.run(found.split_layout(20)).error < 1e-5
 
 
-def test_rows_are_halved_until_they_fit_and_one_that_does_not_is_refused():
+def test_rows_are_halved_until_they_fit_and_one_row_too_large_raises():
     config = replace(QUICK_DEVICE, device="cpu", pinned_bytes=MIB)
     bench = DeviceBench.of(config)
 
@@ -200,7 +198,7 @@ def test_rows_are_halved_until_they_fit_and_one_that_does_not_is_refused():
         bench.fitting(replace(CASE, context=4096))
 
 
-def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
+def test_insufficient_memory_raises_before_allocation(monkeypatch):
     monkeypatch.setattr("benchmarks.common.host_bytes.free_host_bytes", lambda: 10_000)
     monkeypatch.setattr("benchmarks.common.target.free_device_bytes", lambda _: 10_000)
 
@@ -216,7 +214,7 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
         HostBytes(10, CPU)
 
 
-def test_a_pool_gives_out_bytes_once():
+def test_pool_allocates_bytes_once():
     pool = HostBytes(3 * 4096, CPU)
 
     first, second = (pool.take((5, 2), torch.float32) for _ in range(2))
@@ -231,7 +229,7 @@ def test_a_pool_gives_out_bytes_once():
     assert pool.take((3 * 4096,), torch.uint8).numel() == 3 * 4096
 
 
-def test_staging_is_used_again_and_grows():
+def test_staging_is_reused_and_grows():
     staging = Staging(CPU)
     large = staging.take("KV", (4, 4), torch.float32)
 
@@ -251,7 +249,7 @@ def test_staging_is_used_again_and_grows():
         ("Llama-3-8B", 64, 4096, (625, 625, 625)),
     ],
 )
-def test_a_data_sheet_expects_what_the_formulas_say(model, rows, context, milliseconds):
+def test_expected_seconds_match_the_formulas(model, rows, context, milliseconds):
     """Of an H200 at 55 GB/s and 650 TFLOP/s; l_A pipelined. The first layer hides nothing."""
     case = DecodeCase(model=model, rows=rows, context=context)
 
@@ -260,7 +258,7 @@ def test_a_data_sheet_expects_what_the_formulas_say(model, rows, context, millis
     assert found == pytest.approx(milliseconds, rel=0.06)
 
 
-def test_a_v_turns_once():
+def test_turns_of_a_v_is_one():
     assert turns([5.0, 4.0, 3.0, 4.0, 5.0]) == 1
     assert turns([5.0, 4.0, 3.0]) == 0
     assert turns([3.0, 4.0]) == 0
@@ -268,14 +266,14 @@ def test_a_v_turns_once():
     assert turns([5.0, 4.0, 5.0, 4.0, 5.0]) == 2
 
 
-def test_a_split_has_followed_when_it_stays_right():
+def test_settling_steps_count_until_all_later_splits_are_good():
     assert settling_steps([1.3, 1.0, 1.2, 1.01, 1.0]) == 3
     assert settling_steps([1.0, 1.04]) == 0
     assert settling_steps([1.0, 1.3]) == 2
     assert at([(10, 2.0), (0, 1.0)], 5) == 1.5
 
 
-def test_prefill_rates_of_lengths_are_those_they_were_made_of():
+def test_fitted_prefill_rates_recover_the_given_rates():
     times = [
         LengthTimes(tokens=n, swap_s=1.0, recompute_s=1e-5 * n + 2e-9 * n**2)
         for n in (100, 1000, 4000, 9000)
@@ -290,7 +288,7 @@ def test_prefill_rates_of_lengths_are_those_they_were_made_of():
 # ---- devices -----------------------------------------------------------------------------------
 
 
-def test_devices_that_are_not_there_are_refused(monkeypatch):
+def test_unknown_devices_raise(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     assert Target.named("auto") == CPU
@@ -302,7 +300,7 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
         DecodeCase(model="OPT-13", rows=1, context=1)
 
 
-def test_calls_of_two_lanes_run_beside_each_other():
+def test_calls_of_two_lanes_run_concurrently():
     done: list[str] = []
     calls = {
         Kind.KV_IN: (lambda: done.append("copy"), 3),
@@ -319,7 +317,7 @@ def test_calls_of_two_lanes_run_beside_each_other():
     assert matching_times((1.0, 1e-9), 5) == (5, 500)
 
 
-def test_a_busy_link_leaves_half():
+def test_busy_link_halves_the_rate():
     link = ThrottledHalf(CopyRate(bytes_per_s=1e6))
     copy = Operation(index=0, kind=Kind.KV_IN, lane=IN, layer=0, num_bytes=2000)
     times = []
@@ -338,7 +336,7 @@ def hybrid(tokens=64):
     return measured_hybrid(DeviceBench.of(config), model, tokens)
 
 
-def test_a_request_that_was_half_swapped_holds_the_kv_it_held():
+def test_half_swapped_request_restores_its_kv():
     found = hybrid()
 
     assert found.recomputed_tokens == 32
@@ -346,7 +344,7 @@ def test_a_request_that_was_half_swapped_holds_the_kv_it_held():
     assert found.error == 0
 
 
-def test_a_tail_that_comes_back_wrong_is_an_error(monkeypatch):
+def test_wrong_tail_after_swap_in_is_an_error(monkeypatch):
     """The test above can fail: with the tail's pages zeroed it would."""
     append = swapper.append_tail
 
@@ -361,7 +359,7 @@ def test_a_tail_that_comes_back_wrong_is_an_error(monkeypatch):
     assert hybrid().error > 0.5
 
 
-def test_lengths_whose_swap_space_may_not_be_pinned_are_left_out():
+def test_lengths_above_pinnable_swap_space_are_omitted():
     config = replace(QUICK_DEVICE, device="cpu")
     sizes = {n: swap_space_for(SPECS["toy"], n, 2) for n in (32, 64)}
     bench = DeviceBench.of(replace(config, pinned_bytes=sizes[64] - 1))
@@ -434,7 +432,7 @@ def check(name: str, config: DeviceBenchConfig, kinds: set[str]) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_runs_on_a_cpu(name):
+def test_part_runs_on_cpu(name):
     check(name, replace(QUICK_DEVICE, device="cpu", repeats=1), {"pageable"})
 
 
@@ -447,7 +445,7 @@ def cuda() -> Target:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_runs_on_a_gpu(name, cuda):
+def test_part_runs_on_gpu(name, cuda):
     config = replace(QUICK_DEVICE, device=str(cuda.device))
 
     check(name, config, {"pinned", "registered", "pageable"})
@@ -457,7 +455,7 @@ def test_a_part_runs_on_a_gpu(name, cuda):
 @pytest.mark.parametrize(
     "link_codecs", [LinkCodecs(), LinkCodecs("int8", "int8")], ids=["plain", "codes"]
 )
-def test_streams_compute_what_is_computed_at_once(link_codecs, cuda):
+def test_streams_compute_the_expected_hidden_states(link_codecs, cuda):
     case = DecodeCase(model="toy", rows=16, context=512, dtype="float32")
     pool = HostBytes(64 * MIB, cuda)
     found = StepHarness(case, cuda, pool, link_codecs, poison=True)
@@ -474,7 +472,7 @@ def test_streams_compute_what_is_computed_at_once(link_codecs, cuda):
 
 
 @pytest.mark.gpu
-def test_kinds_of_host_memory_are_what_they_say(cuda):
+def test_host_memory_kinds_are_pinned_or_pageable(cuda):
     bench = DeviceBench(QUICK_DEVICE, cuda)
     made = {kind: make(MIB) for kind, make in host_kinds(bench).items()}
 

@@ -13,7 +13,7 @@ def device(*arguments: str):
     return CliRunner().invoke(app, ["device", "--device", "cpu", *arguments])
 
 
-def test_a_run_leaves_tables_pictures_and_says_that_it_was_a_cpu(tmp_path: Path):
+def test_run_writes_tables_and_pictures_and_states_the_cpu(tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
 
@@ -44,7 +44,7 @@ def test_a_run_leaves_tables_pictures_and_says_that_it_was_a_cpu(tmp_path: Path)
         (("--quick", "--parts", "step", "--pinned", "99999GiB"), "lower --pinned"),
     ],
 )
-def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str):
+def test_invalid_options_raise(arguments: tuple[str, ...], says: str):
     result = device(*arguments)
 
     assert result.exit_code != 0

@@ -43,7 +43,7 @@ def tiny() -> LoadedModel:
 # ---- rules ---------------------------------------------------------------------------------------
 
 
-def test_rules_come_by_name_or_with_options():
+def test_rules_parse_with_and_without_options():
     assert rules_of("") == tuple(map(Rule, DEFAULT_RULES))
     assert rules_of("h2o, recent") == (Rule("h2o"), Rule("recent"))
     assert rules_of("snapkv:window=16,kernel=3; h2o") == (
@@ -52,7 +52,7 @@ def test_rules_come_by_name_or_with_options():
     )
 
 
-def test_a_rule_becomes_a_whole_text():
+def test_rule_builds_the_evict_value():
     rule = Rule("snapkv:window=16")
 
     assert rule.evict(128, 8, "decode") == "snapkv:cap=128,every=8,when=decode,window=16"
@@ -68,12 +68,12 @@ def test_a_rule_becomes_a_whole_text():
         ("full,h2o", ConfigError, "which always runs"),
     ],
 )
-def test_wrong_rules_are_named(text: str, error: type[Exception], says: str):
+def test_invalid_rules_raise(text: str, error: type[Exception], says: str):
     with pytest.raises(error, match=says):
         rules_of(text)
 
 
-def test_a_cap_below_what_a_rule_protects_is_refused_before_anything_runs():
+def test_cap_below_protected_tokens_raises_before_a_run():
     config = CellsConfig(rules=(Rule("sinks:sinks=40"),), budgets=(0.1,), tokens=200, every=4)
 
     with pytest.raises(ConfigError, match="cap 20"):
@@ -92,7 +92,7 @@ def test_a_cap_below_what_a_rule_protects_is_refused_before_anything_runs():
         (200, 200, 200 / (200 + 3.8415), 1.0),
     ],
 )
-def test_wilsons_interval_by_hand(hits: int, n: int, low: float, high: float):
+def test_wilson_interval_matches_hand_computation(hits: int, n: int, low: float, high: float):
     assert wilson(hits, n) == pytest.approx((low, high), abs=1e-5)
 
 
@@ -117,7 +117,7 @@ def cell(task: str, rule: str, hits: int, *, when: str = "decode", budget: float
     )
 
 
-def test_every_task_meets_full_kv_and_every_rule_budget_and_schedule():
+def test_cell_keys_cover_full_kv_and_all_rules_budgets_and_schedules():
     config = CellsConfig(
         rules=(Rule("h2o"), Rule("recent")),
         budgets=(0.5, 0.25),
@@ -133,7 +133,7 @@ def test_every_task_meets_full_kv_and_every_rule_budget_and_schedule():
     assert keys[1].evict == "h2o:cap=256,every=4,when=prefill_end"
 
 
-def test_finished_cells_are_not_asked_again(tmp_path: Path):
+def test_stored_cells_do_not_run_again(tmp_path: Path):
     """The second run knows the first cell, and one whose line was cut off must be asked again."""
     first, second, third = (cell("a", "h2o", 3), cell("b", "h2o", 4), cell("c", "h2o", 5))
     kept = CellFile(tmp_path / "cells.jsonl")
@@ -157,14 +157,14 @@ def test_finished_cells_are_not_asked_again(tmp_path: Path):
     assert CellFile(None).read() == {}
 
 
-def test_a_cell_of_another_commit_is_another_cell(tmp_path: Path):
+def test_cell_of_another_commit_is_not_reused(tmp_path: Path):
     kept = CellFile(tmp_path / "cells.jsonl")
     kept.add(cell("a", "h2o", 3))
 
     assert replace(cell("a", "h2o", 3).key, commit="def") not in kept.read()
 
 
-def test_quality_claims_by_hand():
+def test_quality_claims_match_hand_computation():
     config = CellsConfig(
         rules=(Rule("h2o"),), budgets=(0.5,), tasks=("a", "b"), schedules=("decode",)
     )
@@ -177,7 +177,7 @@ def test_quality_claims_by_hand():
     }
 
 
-def test_a_cell_counts_right_answers_and_old_ones(tiny: LoadedModel):
+def test_cell_counts_hits_and_old_hits(tiny: LoadedModel):
     """The model is not judged here: graders that always or never agree are."""
 
     def make_prompts(task: str, tokens: int, n: int) -> list[GradedPrompt]:
@@ -222,7 +222,7 @@ def test_a_cell_counts_right_answers_and_old_ones(tiny: LoadedModel):
 # ---- perplexity ----------------------------------------------------------------------------------
 
 
-def test_perplexity_is_of_all_scored_tokens_together():
+def test_perplexity_averages_over_all_scored_tokens():
     full = RuleTexts(rule=FULL, nats=(1.0, 3.0), request_bytes=400)
     other = RuleTexts(rule="h2o", nats=(1.5, 3.5), request_bytes=100)
     worse = RuleTexts(rule="recent", nats=(2.0, 5.0), request_bytes=100)
@@ -240,7 +240,7 @@ def test_perplexity_is_of_all_scored_tokens_together():
     ) == (1.0, 0.0)
 
 
-def test_texts_are_cut_side_by_side_and_begin_as_documents_do(tiny: LoadedModel):
+def test_texts_are_consecutive_and_start_with_the_document_token(tiny: LoadedModel):
     [first, second] = cut_texts(tiny, BOOKS, 64, 2)
 
     assert len(first) == len(second) == 64
@@ -249,14 +249,14 @@ def test_texts_are_cut_side_by_side_and_begin_as_documents_do(tiny: LoadedModel)
     assert first[1:] + second[1:] == whole[:126]
 
 
-def test_a_text_that_is_too_short_is_refused(tiny: LoadedModel):
+def test_short_text_raises(tiny: LoadedModel):
     short = RunningText(text="a few words", start="", name="the file x")
 
     with pytest.raises(ConfigError, match="the file x has"):
         cut_texts(tiny, short, 64, 1)
 
 
-def test_texts_under_a_cap_hold_less_and_are_scored_behind_it(tiny: LoadedModel):
+def test_capped_texts_use_less_kv_and_are_scored_after_the_cap(tiny: LoadedModel):
     config = PerplexityConfig(
         rules=(Rule("recent"), Rule("sinks")), tokens=160, texts=2, budget=0.3, every=8, rows=2
     )
@@ -270,7 +270,7 @@ def test_texts_under_a_cap_hold_less_and_are_scored_behind_it(tiny: LoadedModel)
     assert full["nats"] != recent["nats"] != sinks["nats"]
 
 
-def test_the_article_is_asked_in_full():
+def test_article_rules_match_the_article():
     """papers/001: full, random, recent, sinks, h2o, h2o with sinks at a quarter of the tokens."""
     config = EvictionBenchConfig().perplexity
 
@@ -281,7 +281,7 @@ def test_the_article_is_asked_in_full():
 # ---- what is kept --------------------------------------------------------------------------------
 
 
-def test_kept_shares_by_hand():
+def test_retained_fractions_match_hand_computation():
     kept = np.zeros((2, 2, 4), dtype=bool)  # 2 texts, 2 lanes, 4 positions
     kept[0, 0, 0] = kept[1, 0, 0] = kept[0, 0, 3] = True
     kept[:, 1, 2:] = True
@@ -289,7 +289,7 @@ def test_kept_shares_by_hand():
     assert binned(kept, 2).tolist() == [[0.5, 0.25], [0.0, 1.0]]
 
 
-def test_agreement_of_heads_by_hand():
+def test_head_agreement_matches_hand_computation():
     """Head 0 keeps {0, 1}, head 1 {1, 2}: one of three. The other layer's agree: (1/3 + 1) / 2."""
     kept = np.zeros((1, 4, 3), dtype=bool)
     kept[0, 0, [0, 1]] = True
@@ -300,7 +300,7 @@ def test_agreement_of_heads_by_hand():
     assert agreement(kept, 1) == 1.0
 
 
-def test_recent_keeps_the_newest_and_sinks_the_first_ones_too(tiny: LoadedModel):
+def test_recent_retains_newest_and_sinks_also_first_tokens(tiny: LoadedModel):
     config = RetainedConfig(
         rules=(Rule("recent"), Rule("sinks")), tokens=96, texts=1, budget=0.5, every=8, bins=12
     )
@@ -316,7 +316,7 @@ def test_recent_keeps_the_newest_and_sinks_the_first_ones_too(tiny: LoadedModel)
     assert result.claims["kept_recent_head_agreement"] == 1.0
 
 
-def test_layers_with_a_window_keep_nothing_by_a_rule_and_have_no_lanes():
+def test_sliding_window_layers_have_no_retained_lanes():
     """Two of gemma2's four layers: lanes of the others do not stand there twice."""
     model = load("gemma2")
     config = RetainedConfig(tokens=64, texts=1, budget=0.5, every=8)
@@ -329,7 +329,7 @@ def test_layers_with_a_window_keep_nothing_by_a_rule_and_have_no_lanes():
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def test_cost_claims_by_hand():
+def test_cost_claims_match_hand_computation():
     def found(**arms: tuple[float, float]) -> dict[str, StepCost]:
         return {a: StepCost(arm=a, step_s=s, schedule_s=p) for a, (s, p) in arms.items()}
 
@@ -353,7 +353,7 @@ def test_cost_claims_by_hand():
     }
 
 
-def test_every_arm_of_the_cost_decodes_as_many_steps():
+def test_cost_arms_decode_equally_many_steps():
     config = CostConfig(model="tiny", cap=32, every=4, rows=2, repeats=1)
 
     [found] = cost.measure_cost(config)
@@ -366,7 +366,7 @@ def test_every_arm_of_the_cost_decodes_as_many_steps():
     )
 
 
-def test_what_being_ready_adds_is_a_median_of_differences_over_layers():
+def test_ready_claims_are_median_differences_per_layer():
     """Steps of 10 and 10.4, 10 and 10.8, 10 and 14 ms in 4 layers: 0.8 / 4 ms are 200 us."""
 
     def found(full_ms: float, ready_ms: float) -> dict[str, StepCost]:
@@ -381,7 +381,7 @@ def test_what_being_ready_adds_is_a_median_of_differences_over_layers():
     }
 
 
-def test_only_the_arms_that_are_asked_for_are_timed():
+def test_only_requested_arms_are_timed():
     [found] = cost.measure_cost(
         CostConfig(model="tiny", cap=8, every=2, rows=1, repeats=1), ready.ARMS
     )
@@ -389,7 +389,7 @@ def test_only_the_arms_that_are_asked_for_are_timed():
     assert tuple(found) == ready.ARMS
 
 
-def test_the_full_run_is_that_of_the_claims():
+def test_full_size_config_matches_the_claims():
     config = EvictionBenchConfig()
 
     assert config.quality.prompts >= 200

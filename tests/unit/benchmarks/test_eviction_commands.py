@@ -82,7 +82,7 @@ def small_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_batch_max")
-def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
+def test_batch_max_prints_claims_and_repeats(tmp_path: Path):
     pytest.importorskip("matplotlib")
 
     run = last_object(benchmark("batch-max", "--quick", "--json", "--out", str(tmp_path / "out")))
@@ -101,7 +101,7 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("small_batch_max")
-def test_batch_max_runs_the_parts_that_are_asked_for():
+def test_batch_max_runs_requested_parts():
     requested = ("--parts", "speed", "--pools", "4,3", "--static-only", "--dtype", "float32")
     run = last_object(benchmark("batch-max", "--quick", "--json", *requested))
 
@@ -114,7 +114,7 @@ def test_batch_max_runs_the_parts_that_are_asked_for():
     assert not any(name.startswith("continuous") for name in run["quick_figures"])
 
 
-def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path: Path):
+def test_paper_protocol_runs_on_a_given_model_and_examples(tmp_path: Path):
     data = tmp_path / "sums.jsonl"
     data.write_text("\n".join(map(json.dumps, SUMS)))
 
@@ -152,11 +152,11 @@ def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path:
         (("--parts", "sped"), "speed"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: tuple[str, ...], says: str):
+def test_invalid_values_raise(arguments: tuple[str, ...], says: str):
     assert says in refusal("batch-max", *arguments)
 
 
-def test_too_few_examples_are_refused(tmp_path: Path):
+def test_too_few_examples_raise(tmp_path: Path):
     data = tmp_path / "sums.json"
     data.write_text(json.dumps(SUMS))
 
@@ -167,7 +167,7 @@ def test_too_few_examples_are_refused(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_eviction")
-def test_eviction_ends_with_claims_and_goes_on_where_it_was_stopped(tmp_path: Path):
+def test_eviction_prints_claims_and_continues_an_interrupted_run(tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
 
@@ -191,7 +191,7 @@ def test_eviction_ends_with_claims_and_goes_on_where_it_was_stopped(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("small_eviction")
-def test_rules_tasks_and_schedules_are_chosen():
+def test_rules_tasks_and_schedules_are_selected():
     result = benchmark(
         *("eviction", "--quick", "--json", "--parts", "quality", "--rules", "sinks:sinks=2"),
         *("--tasks", "kv", "--when", "decode", "--budgets", "40"),
@@ -218,11 +218,11 @@ def test_rules_tasks_and_schedules_are_chosen():
         (("--quick", "--parts", "perplexity", "--text", "no.txt"), "no.txt"),
     ],
 )
-def test_eviction_refuses_what_cannot_be(arguments: tuple[str, ...], says: str):
+def test_eviction_invalid_options_raise(arguments: tuple[str, ...], says: str):
     assert says in refusal("eviction", *arguments)
 
 
-def test_the_quick_run_is_smaller_in_every_part():
+def test_quick_run_is_smaller_in_every_part():
     quick, full = eviction_config.QUICK_EVICTION, EvictionBenchConfig()
 
     assert quick.quality.prompts < full.quality.prompts
@@ -231,7 +231,7 @@ def test_the_quick_run_is_smaller_in_every_part():
 
 
 @pytest.mark.parametrize(("requested", "expected"), [((), 10), (("--prompts", "1"), 1)])
-def test_what_is_said_of_prompts_holds_for_a_quick_run_too(requested, expected, monkeypatch):
+def test_prompts_option_applies_to_a_quick_run(requested, expected, monkeypatch):
     made = []
 
     def keep(names, parts, config):

@@ -21,11 +21,11 @@ SUMS = [{"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for
         ("5 eggs ####", "5"),
     ],
 )
-def test_the_number_that_counts(text, number):
+def test_final_number_is_parsed(text, number):
     assert final_number(text) == number
 
 
-def test_sums_are_judged_by_their_number_before_the_next_question():
+def test_sums_are_graded_by_the_number_before_the_next_question():
     task = task_named("gsm8k")
 
     assert task.judge(" It is 7.\n#### 7\n\nQuestion: 9 + 9?\n#### 18", ["x\n#### 7"]) == 1.0
@@ -34,13 +34,13 @@ def test_sums_are_judged_by_their_number_before_the_next_question():
 
 
 @pytest.mark.parametrize("name", ["cnndm", "xsum"])
-def test_a_summary_ends_where_the_next_article_begins(name):
+def test_summary_ends_at_the_next_article(name):
     task = task_named(name)
 
     assert task.judge(" the cat sat\n\nArticle: more words", ["the cat sat"]) == 1.0
 
 
-def test_sixteen_shots_stand_in_front_of_every_question_and_are_never_asked():
+def test_sixteen_shots_precede_every_question_and_are_no_samples():
     samples = make_samples(task_named("gsm8k"), SUMS, 4)
 
     shown = samples[0].prompt.rsplit("Question:", 1)[0]
@@ -53,20 +53,20 @@ def test_sixteen_shots_stand_in_front_of_every_question_and_are_never_asked():
     assert samples != make_samples(task_named("gsm8k"), SUMS, 4, seed=1)
 
 
-def test_shots_may_come_from_a_file_of_their_own():
+def test_shots_come_from_a_separate_file():
     samples = make_samples(task_named("gsm8k"), SUMS, 20, shot_records=SUMS)
 
     assert len(samples) == 20
 
 
-def test_too_few_examples_are_refused():
+def test_too_few_examples_raise():
     with pytest.raises(
         ConfigError, match=r"at least 21 examples for 5 samples and 16 shots of gsm8k, got 20"
     ):
         make_samples(task_named("gsm8k"), SUMS, 5)
 
 
-def test_an_example_without_a_field_is_refused():
+def test_example_without_a_field_raises():
     with pytest.raises(ConfigError, match="cnndm lacks the field 'article'"):
         make_samples(task_named("cnndm"), SUMS, 1)
 
@@ -83,7 +83,7 @@ def test_an_example_without_a_field_is_refused():
         },
     ],
 )
-def test_stories_in_three_spellings(story):
+def test_stories_in_three_formats_are_read(story):
     [sample] = make_samples(task_named("narrativeqa"), [story], 1, shot_records=[story, story])
 
     assert (
@@ -94,7 +94,7 @@ def test_stories_in_three_spellings(story):
     assert sample.references == ("Once", "once upon")
 
 
-def test_files_in_three_forms(tmp_path: Path):
+def test_files_in_three_formats_are_read(tmp_path: Path):
     forms = {
         "list.json": json.dumps(SUMS),
         "lines.jsonl": "\n".join(map(json.dumps, SUMS)) + "\n",
@@ -109,18 +109,18 @@ def test_files_in_three_forms(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[1, 2]", "{not json", "3"])
-def test_files_without_examples_are_refused(tmp_path: Path, text: str):
+def test_files_without_examples_raise(tmp_path: Path, text: str):
     (tmp_path / "data").write_text(text)
 
     with pytest.raises(ConfigError, match="data"):
         read_records(tmp_path / "data")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path):
+def test_missing_file_is_named_in_the_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"nothing\.json"):
         read_records(tmp_path / "nothing.json")
 
 
-def test_tasks_are_named():
+def test_unknown_task_raises():
     with pytest.raises(UnknownName, match="gsm8k"):
         task_named("gsm8")

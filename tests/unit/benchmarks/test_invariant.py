@@ -29,7 +29,7 @@ def test_ratios_are_medians_over_rounds():
     assert claims["invariant_over_plain_decode_8"] == 0.7
 
 
-def test_prefill_and_decode_are_counted_apart():
+def test_prefill_and_decode_speeds_are_separate():
     timed = ArmResult(
         arm="quire", total_s=3.0, prefill_s=2.0, decode_step_s=0.1, kv_bytes=0, tokens=((1,),)
     )
@@ -38,7 +38,7 @@ def test_prefill_and_decode_are_counted_apart():
     assert Speeds.of(PLAIN, work, timed) == Speeds(4, PLAIN, 200.0, 40.0)
 
 
-def test_the_command_runs_both():
+def test_command_runs_both_arms():
     result = CliRunner().invoke(app, ["invariant", "--quick", "--threads", "1", "--json"])
     run = json.loads(result.output.splitlines()[-1])
 

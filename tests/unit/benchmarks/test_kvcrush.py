@@ -67,7 +67,7 @@ def tiny() -> LoadedModel:
 # ---- arms ----------------------------------------------------------------------------------------
 
 
-def test_rules_are_written_around_rules():
+def test_rules_nest_as_bases():
     base = Rule("snapkv:window=16")
 
     assert with_options(Rule("h2o"), "", "granularity=page").text == "h2o:granularity=page"
@@ -82,7 +82,7 @@ FULL_RUN = KVCrushBenchConfig()
 @pytest.mark.parametrize(
     "config", [FULL_RUN.quality, FULL_RUN.sweeps, QUICK_KVCRUSH.quality, QUICK_KVCRUSH.sweeps]
 )
-def test_every_cell_is_asked_once_and_every_rule_can_be_served(config: QualityConfig):
+def test_cell_keys_are_unique_and_all_rules_are_valid(config: QualityConfig):
     """One thing at a time: some dozens of arms, where all products would be thousands."""
     found = keys(config, "m", None)
 
@@ -97,7 +97,7 @@ def test_every_cell_is_asked_once_and_every_rule_can_be_served(config: QualityCo
         make_eviction(key.evict).for_request(config.tokens - 10, lanes)
 
 
-def test_all_compared_arms_hold_as_many_tokens():
+def test_compared_arms_retain_equally_many_tokens():
     """What OpenVINO's form adds is taken off its cap."""
     config = QualityConfig()
     arms = [
@@ -117,7 +117,7 @@ def test_all_compared_arms_hold_as_many_tokens():
     assert len(arms) == 5 * 3 + 4 * 4
 
 
-def test_the_papers_table_is_divided():
+def test_paper_config_divides_the_papers_table():
     paper = PaperConfig()
 
     assert (paper.cap, paper.scaled(paper.page_tokens)) == (168, 8)
@@ -132,7 +132,7 @@ def test_the_papers_table_is_divided():
         PaperConfig(divisor=5)
 
 
-def test_what_comes_on_top_is_compared_with_a_cap_so_much_larger():
+def test_additive_representatives_are_compared_with_an_equal_cap():
     """h2o protects half of what stays; 128 and a quarter of the 128 left above its least cap."""
     config = QualityConfig(tables=("additive",), swept=(Rule("h2o"),))
     [table] = tables(config)
@@ -143,7 +143,7 @@ def test_what_comes_on_top_is_compared_with_a_cap_so_much_larger():
     assert (table.rows[-1].against, table.rows[-1].one_set) == (large, shared)
 
 
-def test_every_gain_has_the_same_rule_with_heads_apart_and_with_one_set():
+def test_each_gain_compares_rules_that_differ_only_in_kvcrush():
     """What a row is compared with differs from it in nothing but KVCrush."""
     for table in tables(KVCrushBenchConfig().sweeps):
         for row in table.rows:
@@ -154,7 +154,7 @@ def test_every_gain_has_the_same_rule_with_heads_apart_and_with_one_set():
                 assert row.against.when == row.one_set.when == row.arm.when
 
 
-def test_signatures_are_kept_where_tokens_leave_more_than_once():
+def test_stored_signatures_run_with_repeated_evictions():
     """After a prompt alone nothing could differ."""
     arms = [row.arm for table in tables(FULL_RUN.sweeps) for row in table.rows]
     kept = [arm for arm in arms if "signatures=stored" in arm.rule.text]
@@ -162,7 +162,7 @@ def test_signatures_are_kept_where_tokens_leave_more_than_once():
     assert [arm.when for arm in kept] == ["prefill_and_decode"]
 
 
-def test_the_full_run_is_that_of_the_issue():
+def test_full_size_config_matches_the_claims():
     config = KVCrushBenchConfig()
     quality, sweeps, cost = config.quality, config.sweeps, config.overhead
 
@@ -204,7 +204,7 @@ def by_task(config: QualityConfig, **outcomes: str) -> dict[str, Cell]:
     return {task: cell(full_key(config, task, "m", None), o) for task, o in outcomes.items()}
 
 
-def test_a_gain_by_hand():
+def test_gain_matches_hand_computation():
     """Task a wins 1 of 4 for one rule and 1 for the other, b loses 1 of 4 for one: 1/4, -1/8."""
     config = QualityConfig(prompts=4)
     one = by_task(config, a="0011", b="1100"), by_task(config, a="0111", b="1000")
@@ -216,21 +216,21 @@ def test_a_gain_by_hand():
     assert found.low <= found.prompts_low < found.mean < found.prompts_high <= found.high
 
 
-def test_outcomes_of_all_prompts_are_asked_for():
+def test_missing_outcomes_raise():
     config = QualityConfig(prompts=4)
 
     with pytest.raises(InvariantError, match="each of 4 prompts"):
         gain_of([(by_task(config, a="0011"), by_task(config, a=""))])
 
 
-def test_the_bootstrap_knows_the_normal_interval():
+def test_bootstrap_interval_matches_the_normal_interval():
     """200 numbers of variance 1/4: 1.96 * 0.5 / sqrt(200) = 0.0693 on both sides of 1/2."""
     low, high = bootstrap_mean([[0.0, 1.0] * 100], groups_too=False, resamples=20_000)
 
     assert (low, high) == pytest.approx((0.5 - 0.0693, 0.5 + 0.0693), abs=0.006)
 
 
-def test_groups_are_drawn_too_where_others_could_have_been_asked():
+def test_bootstrap_resamples_groups_if_requested():
     """Without noise inside: means of two drawn of 0 and 1 are 0, 1/2, 1; both ends are reached."""
     groups = [[0.0] * 50, [1.0] * 50]
 
@@ -239,18 +239,18 @@ def test_groups_are_drawn_too_where_others_could_have_been_asked():
 
 
 @pytest.mark.parametrize("groups_too", [False, True])
-def test_the_mean_of_one_number_has_no_spread(groups_too: bool):
+def test_bootstrap_of_one_number_has_no_spread(groups_too: bool):
     assert bootstrap_mean([[0.25]], groups_too=groups_too) == (0.25, 0.25)
 
 
-def test_one_group_is_drawn_once():
+def test_bootstrap_of_one_group_equals_that_of_its_numbers():
     """Nothing is known about other groups: the interval is that of the group's numbers."""
     numbers = [0.0, 1.0] * 20
 
     assert bootstrap_mean([numbers], groups_too=True) == bootstrap_mean([numbers], groups_too=False)
 
 
-def test_claims_by_hand():
+def test_claims_match_hand_computation():
     """All rules alone are right twice of four, one-set ones once, all others three times."""
     config = QualityConfig(prompts=4, tasks=("a", "b"))
     alone = {one.alone.rule.text for one in (*by_token(config), *by_page(config))}
@@ -304,7 +304,7 @@ def many_rules(model: LoadedModel, config: QualityConfig) -> ManyRules:
 
 
 @pytest.mark.slow
-def test_a_prompt_is_read_once_for_all_rules_that_remember_the_same(tiny: LoadedModel):
+def test_prompt_is_prefilled_once_for_rules_with_equal_statistics(tiny: LoadedModel):
     """Answers are those of rules asked one by one; the second of a kind reads a block or two."""
     config = replace(SMALL, tables=("shares", "schedule"), prompts=3)
     once, apart = many_rules(tiny, config), Judge(tiny, config.cells, prompt_maker_for(tiny))
@@ -324,7 +324,7 @@ def test_a_prompt_is_read_once_for_all_rules_that_remember_the_same(tiny: Loaded
 
 
 @pytest.mark.slow
-def test_cells_are_asked_in_pages_of_the_paper_and_kept_with_outcomes(tiny: LoadedModel):
+def test_cells_use_the_papers_pages_and_store_outcomes(tiny: LoadedModel):
     config = replace(SMALL, tables=ALL_TABLES)
     judge = many_rules(tiny, config)
     shown: list[Cell] = []
@@ -349,7 +349,7 @@ def test_cells_are_asked_in_pages_of_the_paper_and_kept_with_outcomes(tiny: Load
 # ---- fidelity ------------------------------------------------------------------------------------
 
 
-def test_divergence_by_hand():
+def test_divergence_matches_hand_computation():
     """p = (1/2, 1/2), q = (1/4, 3/4): KL = 1/2 log 2 + 1/2 log 2/3; the second row is the same."""
     full = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
     found = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
@@ -361,7 +361,7 @@ def test_divergence_by_hand():
 
 
 @pytest.mark.slow
-def test_a_rule_that_keeps_nearly_all_is_nearly_full_kv(tiny: LoadedModel):
+def test_rule_that_retains_nearly_all_is_close_to_full_kv(tiny: LoadedModel):
     config = FidelityConfig(
         bases=(Rule("h2o"),), tokens=128, texts=2, new_tokens=8, cap=32, every=4, page_tokens=4
     )
@@ -388,7 +388,7 @@ def test_a_rule_that_keeps_nearly_all_is_nearly_full_kv(tiny: LoadedModel):
 
 
 @pytest.mark.slow
-def test_a_pyramid_stands_beside_the_other_rules(tiny: LoadedModel):
+def test_pyramid_budget_is_compared_with_the_other_rules(tiny: LoadedModel):
     config = FidelityConfig(
         name="long",
         bases=(Rule("h2o"),),
@@ -432,7 +432,7 @@ def test_recorded_prompts_have_as_many_shots_as_fit(tiny: LoadedModel, tmp_path:
     assert found.graded[0].grade("nothing") == 0.0
 
 
-def test_recorded_prompts_that_are_too_short_are_refused(tiny: LoadedModel, tmp_path: Path):
+def test_short_recorded_prompts_raise(tiny: LoadedModel, tmp_path: Path):
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join(json.dumps(one) for one in SUMS))
 
@@ -443,7 +443,7 @@ def test_recorded_prompts_that_are_too_short_are_refused(tiny: LoadedModel, tmp_
 
 
 @pytest.mark.slow
-def test_paged_h2o_and_kvcrush_answer_recorded_prompts(tiny: LoadedModel):
+def test_paged_h2o_and_kvcrush_run_recorded_prompts(tiny: LoadedModel):
     """A page is 4, a cap 84 of 160 tokens; judges give 1 to who writes as full KV does."""
     config = PromptsConfig(
         tokens=160, prompts=2, new_tokens=4, paper=PaperConfig(divisor=8), anchors=("mean",)
@@ -476,7 +476,7 @@ def ticking(*times: float) -> Iterator[float]:
     yield from times
 
 
-def test_time_goes_to_the_innermost_phase():
+def test_stopwatch_charges_the_innermost_phase():
     """Selection from 1 to 11, signatures inside it from 3 to 7: six seconds and four."""
     times = ticking(1.0, 3.0, 7.0, 11.0)
     watch = Stopwatch(lambda: next(times))
@@ -488,7 +488,7 @@ def test_time_goes_to_the_innermost_phase():
     assert watch.seconds[SIGNATURES] == 4.0
 
 
-def test_methods_are_put_back_even_when_a_run_fails():
+def test_timed_rules_restore_methods_after_a_failure():
     before = vars(KVCrush)["represent"]
 
     def failing() -> None:
@@ -501,7 +501,7 @@ def test_methods_are_put_back_even_when_a_run_fails():
     assert vars(KVCrush)["represent"] is before
 
 
-def test_every_phase_of_a_run_takes_time_and_all_of_them_less_than_it():
+def test_each_phase_takes_time_and_their_sum_is_below_the_run():
     config = OverheadConfig(model="tiny", rows=2, prompt_tokens=48, new_tokens=8, cap=32, every=4)
 
     runs = overhead.measure(config)
@@ -514,7 +514,7 @@ def test_every_phase_of_a_run_takes_time_and_all_of_them_less_than_it():
     assert overhead.run_overhead(config).tables[0].rows[1][0] == "kvcrush"
 
 
-def test_overhead_claims_by_hand():
+def test_overhead_claims_match_hand_computation():
     def run(*seconds: int) -> Run:
         """Of scoring, selection, signatures, representatives and compaction, in 100 seconds."""
         by_phase = dict(zip(PHASES, map(float, seconds), strict=True))
@@ -540,7 +540,7 @@ def test_overhead_claims_by_hand():
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def test_signatures_are_64_times_smaller_than_a_key():
+def test_signature_is_64_times_smaller_than_a_key():
     """32 query heads make 32 bits, a key of 128 numbers of 16 bits 2,048; 8 KV heads have 8."""
     assert signature_bytes.claims() == {
         "key_bits_over_signature_bits": 64,

@@ -75,7 +75,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
+def test_all_parts_print_claims_and_an_interrupted_run_continues(tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
 
@@ -100,7 +100,7 @@ def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_recorded_examples_and_lengths_are_chosen(tmp_path: Path):
+def test_recorded_examples_and_lengths_are_selected(tmp_path: Path):
     examples = [{"question": f"What is {i} and 1?", "answer": f"#### {i + 1}"} for i in range(40)]
     path = tmp_path / "sums.json"
     path.write_text(json.dumps(examples))
@@ -119,7 +119,7 @@ def test_recorded_examples_and_lengths_are_chosen(tmp_path: Path):
         assert (config["tokens"], config["budget"], config["paper"]["divisor"]) == (1024, 0.12, 2)
 
 
-def test_bases_and_types_are_chosen():
+def test_bases_and_dtypes_are_selected():
     run = last_object(
         benchmark(
             *("--parts", "overhead,bytes", "--bases", "average; h2o", "--dtype", "float32"),
@@ -153,7 +153,7 @@ def test_bases_and_types_are_chosen():
         (("--parts", "fidelity", "--text", "no.txt"), "no.txt"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: tuple[str, ...], says: str):
+def test_invalid_values_raise(arguments: tuple[str, ...], says: str):
     result = CliRunner().invoke(app, ["kvcrush", "--quick", *arguments])
 
     assert result.exit_code != 0, result.output

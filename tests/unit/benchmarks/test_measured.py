@@ -20,7 +20,7 @@ MEASURE = StepMeasure(
 )
 
 
-def test_each_part_stands_beside_its_floor():
+def test_part_rows_contain_floors():
     """At 100 B/s and 1,000 FLOP/s: mlp 1 s of reading, 4 s of products; attention 3 s, 1 s.
 
     Together 400 B and 5,000 FLOPs: 5 s. Taken: 6 + 3 + 1 = 10 s.
@@ -35,12 +35,12 @@ def test_each_part_stands_beside_its_floor():
     assert rows["mlp"].flops_per_s == pytest.approx(4_000 / 6)
 
 
-def test_a_measure_survives_json():
+def test_step_measure_round_trips_through_json():
     assert StepMeasure.from_json(json.loads(json.dumps(asdict(MEASURE)))) == MEASURE
 
 
 @pytest.mark.parametrize("gone", ["costs", "seconds"])
-def test_a_measure_with_a_field_missing_is_refused(gone: str):
+def test_step_measure_without_a_field_raises(gone: str):
     stored = {key: value for key, value in asdict(MEASURE).items() if key != gone}
 
     with pytest.raises((KeyError, TypeError)):

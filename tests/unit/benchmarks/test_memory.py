@@ -18,19 +18,19 @@ from quire.sim.traces.base import Trace
 # ---- parts by name -------------------------------------------------------------------------------
 
 
-def test_parts_run_in_their_own_order_whatever_was_asked():
+def test_parts_run_in_their_own_order():
     assert parts_of("") == tuple(PARTS)
     assert parts_of("beam, waste") == ("waste", "beam")
 
 
-def test_a_part_that_is_not_there_is_refused():
+def test_unknown_part_raises():
     with pytest.raises(UnknownName, match="wastes"):
         parts_of("waste,wastes")
     with pytest.raises(ConfigError, match="each part once"):
         parts_of("waste,waste")
 
 
-def test_running_parts_says_how_long_each_took():
+def test_run_parts_records_each_duration():
     small = replace(QUICK_MEMORY, beam=beam.BeamConfig(tokens=64, apart=8))
 
     [(name, result)] = run_parts(["beam"], small)
@@ -44,7 +44,7 @@ def test_running_parts_says_how_long_each_took():
 
 
 @pytest.mark.paper
-def test_four_beams_of_2048_tokens_that_part_50_before_the_end_hold_140_of_128_pages():
+def test_four_beams_that_fork_at_50_last_tokens_use_140_of_128_pages():
     """papers/001 says 1.05, its own formula 140 / 128; errata.md."""
     runs = {(r.course, r.page_tokens): r for r in beam.measure_beams(beam.BeamConfig())}
 
@@ -55,7 +55,7 @@ def test_four_beams_of_2048_tokens_that_part_50_before_the_end_hold_140_of_128_p
     assert beam.floor_by_tokens(beam.BeamConfig()) == pytest.approx(1.073, abs=5e-4)
 
 
-def test_the_claim_of_beams_is_the_worst_course_with_pages_of_16():
+def test_beam_claim_is_largest_ratio_with_pages_of_16():
     def run(course: str, page_tokens: int, peak_bytes: int) -> beam.BeamRun:
         return beam.BeamRun(
             course=course, page_tokens=page_tokens, peak_bytes=peak_bytes, one_bytes=100
@@ -69,7 +69,7 @@ def test_the_claim_of_beams_is_the_worst_course_with_pages_of_16():
 # ---- a shared prefix -----------------------------------------------------------------------------
 
 
-def test_all_but_the_first_find_the_system_prompt():
+def test_later_requests_hit_the_system_prompt():
     """3 sharers of 32 tokens, two whole pages: the first reads them, the others find 64."""
     config = prefix.PrefixConfig(
         model="tiny", sharers=3, system_tokens=32, own_tokens=8, new_tokens=3, repeats=1
@@ -84,7 +84,7 @@ def test_all_but_the_first_find_the_system_prompt():
     assert result.claims["prefix_computed_ratio"] == (read - 64) / read
 
 
-def test_prefix_claims_compare_within_rounds():
+def test_prefix_claims_are_ratios_within_rounds():
     def run(cached: int, computed: int, peak: int, total_s: float, token: int) -> prefix.PrefixRun:
         return prefix.PrefixRun(
             shares=cached > 0,
@@ -111,12 +111,12 @@ def test_prefix_claims_compare_within_rounds():
 # ---- with and without a cache --------------------------------------------------------------------
 
 
-def test_a_generation_is_the_sum_over_its_tokens():
+def test_total_time_is_the_sum_over_tokens():
     """Behind 0 and 1 tokens: 1 s, the shortest length's; behind 2: 2 s; behind 3: 3 s."""
     assert generation.total_s({1: 1.0, 3: 3.0}, 4) == 1.0 + 1.0 + 2.0 + 3.0
 
 
-def test_speed_ups_are_ratios_of_medians():
+def test_speedups_are_ratios_of_medians():
     def time(tokens: int, without_s: float, with_s: float) -> generation.TokenTime:
         return generation.TokenTime(tokens=tokens, without_s=without_s, with_s=with_s)
 
@@ -125,7 +125,7 @@ def test_speed_ups_are_ratios_of_medians():
     assert generation.claims(times) == {"cache_speedup_2": 3.0, "cache_speedup_last_token_2": 3.0}
 
 
-def test_reading_again_is_measured_at_every_length():
+def test_recompute_is_measured_at_every_length():
     config = generation.GenerationConfig(model="tiny", lengths=(8, 64), steps=2, repeats=2)
 
     times = generation.measure_generation(config)
@@ -137,7 +137,7 @@ def test_reading_again_is_measured_at_every_length():
 # ---- the allocator -------------------------------------------------------------------------------
 
 
-def test_every_page_given_comes_back():
+def test_allocator_frees_every_allocated_page():
     """2 rows of 16 and 17 tokens grow to 20 and 21: 1 and 2 pages given, 2 and 2 taken, 12 lanes.
 
     The engine is not run: this is about the memory alone.
@@ -151,7 +151,7 @@ def test_every_page_given_comes_back():
     assert [time.pages for time in times] == [12 * (1 + 2 + 2 + 2)] * 2
 
 
-def test_the_share_of_the_allocator_is_of_a_step():
+def test_allocator_share_is_relative_to_a_step():
     times = [
         allocator.AllocatorTime(pages=100, pages_s=pages_s, step_s=step_s)
         for pages_s, step_s in ((1.0, 0.01), (2.0, 0.02), (4.0, 0.03))
@@ -170,7 +170,7 @@ def test_the_share_of_the_allocator_is_of_a_step():
 # ---- sizes of pages ------------------------------------------------------------------------------
 
 
-def test_steps_of_every_page_size_are_timed_in_turns():
+def test_steps_of_all_page_sizes_are_timed():
     config = page_sizes.PageSizesConfig(
         sizes=(1, 16), model="tiny", rows=2, prompt_tokens=8, steps=1, repeats=3
     )
@@ -180,7 +180,7 @@ def test_steps_of_every_page_size_are_timed_in_turns():
     assert {size: len(steps_s) for size, steps_s in taken.items()} == {1: 3, 16: 3}
 
 
-def test_claims_of_page_sizes_take_the_median_step():
+def test_page_size_claims_use_the_median_step():
     found = page_sizes.PageSize(
         tokens=16, waste_fraction=0.5, table_fraction=0.25, step_s=(1.0, 9.0, 2.0)
     )
@@ -195,7 +195,7 @@ def test_claims_of_page_sizes_take_the_median_step():
 # ---- swap ----------------------------------------------------------------------------------------
 
 
-def test_swap_reports_a_row_for_each_length():
+def test_swap_table_has_a_row_per_length():
     config = swapping.SwappingConfig(
         model="tiny", swap=SwapConfig(lengths=(32, 96), repeats=1, max_num_batched_tokens=64)
     )
@@ -230,7 +230,7 @@ def run_with(queues_s: dict[str, float], served: dict[str, int]) -> SimResult:
     return result
 
 
-def test_fairness_is_held_against_the_small_tenant_alone():
+def test_fairness_claims_compare_with_the_small_tenant_alone():
     runs = fairness.FairnessRuns(
         alone=run_with({"small": 0.5}, {}),
         flood=run_with({"small": 2.0, "large": 7.0}, {}),

@@ -30,11 +30,11 @@ def benchmark(*arguments: str) -> Result:
     ("cell", "text"),
     [(None, ""), (12345, "12,345"), (12345.6, "12,346"), (0.01234567, "0.01235"), ("a", "a")],
 )
-def test_cells_are_short(cell, text):
+def test_cells_are_formatted(cell, text):
     assert shown(cell) == text
 
 
-def test_a_table_in_three_forms():
+def test_table_renders_in_three_formats():
     assert plain(TABLE).splitlines() == [
         "What it is.",
         "name   value",
@@ -52,14 +52,14 @@ def test_a_table_in_three_forms():
     )
 
 
-def test_a_result_survives_json():
+def test_part_result_round_trips_through_json():
     line = Chart(name="l", title="", x_label="", y_label="", lines={"b": ((1, 2),)}, log_y=True)
     result = PartResult(claims={"a": 1.5}, tables=(TABLE,), charts=(BARS, line), seconds=2)
 
     assert PartResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
-def test_equal_charts_give_equal_pictures():
+def test_equal_charts_render_equal_pictures():
     pytest.importorskip("matplotlib")
 
     assert svg(BARS) == svg(BARS)
@@ -79,7 +79,7 @@ def only_made_parts(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("only_made_parts")
-def test_the_command_writes_tables_pictures_and_json(tmp_path: Path):
+def test_command_writes_tables_pictures_and_json(tmp_path: Path):
     pytest.importorskip("matplotlib")
     trace = tmp_path / "conversations.csv"
 
@@ -106,20 +106,20 @@ def test_the_command_writes_tables_pictures_and_json(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("only_made_parts")
-def test_only_the_parts_that_are_asked_for_run():
+def test_only_requested_parts_run():
     result = benchmark("memory", "--parts", "beam", "--json")
 
     assert json.loads(result.stdout.splitlines()[-1])["claims"] == {"b": 2}
 
 
-def test_a_part_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]):
+def test_unknown_part_is_named_in_the_error(capsys: pytest.CaptureFixture[str]):
     result = CliRunner().invoke(app, ["memory", "--parts", "beans"])
 
     assert result.exit_code != 0
     assert "beans" in str(result.exception) + result.output
 
 
-def test_a_trace_that_is_not_there_is_named(tmp_path: Path):
+def test_missing_trace_is_named_in_the_error(tmp_path: Path):
     result = CliRunner().invoke(
         app, ["memory", "--quick", "--parts", "waste", "--trace", str(tmp_path / "no.csv")]
     )

@@ -31,7 +31,7 @@ def few(tmp_path: Path) -> SimulatedConfig:
     return SimulatedConfig(trace=str(conversations), prefix_trace=str(prefixes))
 
 
-def test_the_traces_that_come_with_quire_are_whole():
+def test_shipped_traces_are_complete():
     config = SimulatedConfig()
     azure, mooncake = config.conversations(), config.prefixes()
 
@@ -41,7 +41,7 @@ def test_the_traces_that_come_with_quire_are_whole():
     assert (first.prompt_tokens, first.answer.tokens) == (374, 44)
 
 
-def test_scales_and_the_number_of_requests_reach_the_trace(few):
+def test_scales_and_request_limits_apply_to_the_trace(few):
     at_once = replace(few, requests=7).conversations(TraceOptions(time_scale=0.0))
 
     assert [request.arrival_s for request in at_once.requests] == [0.0] * 7
@@ -50,7 +50,7 @@ def test_scales_and_the_number_of_requests_reach_the_trace(few):
 # ---- waste ---------------------------------------------------------------------------------------
 
 
-def test_every_store_serves_every_workload(few):
+def test_all_stores_serve_all_workloads(few):
     runs = list(waste.measure_waste_of_stores(waste.WasteConfig(), few))
     claims = waste.claims(runs)
 
@@ -98,7 +98,7 @@ def test_requests_longer_than_a_lane_are_dropped_and_counted():
 # ---- sizes of pages ------------------------------------------------------------------------------
 
 
-def test_tables_take_two_numbers_for_each_page_and_two_for_each_lane():
+def test_table_fraction_counts_two_numbers_per_page_and_per_lane():
     """One sequence of 64 tokens, 32 layers: 4 pages of 64 KiB; tables 4 * 2 + 2 numbers of 4 B."""
     model = model_shape("llama-3.1-8b")
 
@@ -123,7 +123,7 @@ def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> watermarks.Waterma
     )
 
 
-def test_the_best_mark_has_the_most_throughput_and_then_the_shorter_tail():
+def test_best_watermark_has_most_throughput_then_shorter_tail():
     runs = [mark(70, 500.0, 1.0), mark(90, 999.9, 2.0), mark(95, 1000.0, 3.0), mark(98, 800.0, 9.0)]
 
     claims = watermarks.claims([*runs, replace(runs[0], preempts=True, tokens_per_s=5000.0)])
@@ -133,7 +133,7 @@ def test_the_best_mark_has_the_most_throughput_and_then_the_shorter_tail():
     assert claims["preemptions_per_minute_95"] == 9.5
 
 
-def test_every_mark_is_run_with_and_without_a_high_one(few):
+def test_all_low_watermarks_run_with_and_without_a_high_watermark(few):
     config = watermarks.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
 
     runs = list(watermarks.measure_watermarks(config, few))
@@ -150,7 +150,7 @@ def test_every_mark_is_run_with_and_without_a_high_one(few):
 # ---- shared prefixes, tenants --------------------------------------------------------------------
 
 
-def test_a_memory_that_forgets_nothing_finds_what_the_trace_repeats(few):
+def test_unbounded_memory_hits_all_repeated_prefixes(few):
     """Of 9 prompts 7 begin with the two blocks that an earlier one began with."""
     claims = reuse.run_reuse(reuse.ReuseConfig(memories=("1GiB",)), few).claims
 
@@ -159,7 +159,7 @@ def test_a_memory_that_forgets_nothing_finds_what_the_trace_repeats(few):
     assert claims["mooncake_hit_fraction_1GiB"] <= claims["mooncake_hit_fraction_unbounded"]
 
 
-def test_both_tenants_have_their_rows(few):
+def test_fairness_table_has_rows_of_both_tenants(few):
     config = fairness.FairnessConfig(times_more=2)
 
     result = fairness.run_fairness(config, few)
@@ -171,12 +171,12 @@ def test_both_tenants_have_their_rows(few):
     assert 0.5 < result.claims["fairness_jain"] <= 1
 
 
-def test_a_trace_without_a_small_tenant_is_refused(few):
+def test_trace_without_a_small_tenant_raises(few):
     with pytest.raises(ConfigError, match="use a longer trace"):
         fairness.measure_fairness(fairness.FairnessConfig(requests=1), few)
 
 
-def test_a_trace_of_answers_of_one_token_has_no_time_per_token(few, tmp_path):
+def test_one_token_outputs_have_no_time_per_token(few, tmp_path):
     path = tmp_path / "ones.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00.0,9,1\n")
     config = watermarks.WatermarkConfig(per_cents=(98,))

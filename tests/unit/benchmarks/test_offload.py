@@ -76,7 +76,7 @@ def speeds(rho=0.58, other=0.04, tokens=1000):
     st.booleans(),
     st.sampled_from([Rules(), Rules(x_chunks=5, x_ring=2), Rules(slots=3, x_chunks=1)]),
 )
-def test_the_layers_compute_attention_over_all_kv(xi, x, host, coded, rules):
+def test_simulated_layers_compute_attention_over_all_kv(xi, x, host, coded, rules):
     shape = replace(SHAPE, x_ratio=xi)
     x, host = min(x, 48), min(host, 48 - min(x, 48))
     if xi != 0.5 and coded:
@@ -93,7 +93,7 @@ def test_the_layers_compute_attention_over_all_kv(xi, x, host, coded, rules):
     assert torch.isfinite(step.hidden).all()
 
 
-def test_arms_at_the_ratios_of_an_a100():
+def test_arms_at_a100_ratios_match_the_formulas():
     """1.46, 0.316 and 1.86 by the formulas, with c = 0 and endless layers."""
     plain = speeds(other=0.0)
     sizes, tokens = SHAPE.sizes(), 1000
@@ -111,7 +111,7 @@ def test_arms_at_the_ratios_of_an_a100():
 
 
 @pytest.mark.parametrize("other", [0.0, 0.04, 0.1])
-def test_a_ring_stays_small_and_loses_nothing(other):
+def test_ring_is_small_and_costs_no_time(other):
     sizes, tokens, machine = SHAPE.sizes(), 4096, speeds(other=other, tokens=4096)
     found = lay_out(BY_NAME["lB"], machine, sizes, rows=2, tokens=tokens)
     works = [step_work(found.batch, layers, sizes, machine) for layers in (10, 30)]
@@ -150,7 +150,7 @@ def test_claims_are_ratios_within_rounds():
     assert error_p95([2.0, 1.0, 4.0, 3.0]) == 4
 
 
-def test_whole_models_by_data_sheets():
+def test_whole_models_match_data_sheet_times():
     """OPT-6.7B on an H200, 64 rows of 1,024 tokens: 625 ms prefetched, 312 ms at the split."""
     case = case_of("OPT-6.7B", "h200")
     times = {
@@ -166,7 +166,7 @@ def test_whole_models_by_data_sheets():
     assert case_of("Llama-3-8B", "h200").layout(BY_NAME["lB"], 64, 4096).batch.x == 0
 
 
-def test_weights_that_are_on_the_device_cross_no_link():
+def test_weights_on_the_device_are_not_transferred():
     model = MODELS["OPT-6.7B"]
     here, away = (sizes_of(model, weights_on_device=w) for w in (True, False))
 
@@ -207,7 +207,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("run", PARTS, ids=lambda run: run.__name__)
-def test_every_part_runs_and_can_be_kept(run):
+def test_every_part_runs_and_round_trips_through_json(run):
     result = run(CONFIG)
 
     assert CLAIMS.get(run, set()) <= set(result.claims)

@@ -19,7 +19,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(config, "QUICK_OFFLOAD", small)
 
 
-def test_a_run_leaves_tables_pictures_and_a_trace(tiny, tmp_path: Path):
+def test_run_writes_tables_pictures_and_a_trace(tiny, tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     arguments = ["offload", "--quick", "--json", "--parts", "arms,position"]
@@ -44,7 +44,7 @@ def test_a_run_leaves_tables_pictures_and_a_trace(tiny, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "says"), [(("--parts", "speed"), "sweep"), (("--rho", "0"), "0.01")]
 )
-def test_what_cannot_be_is_said_at_once(arguments: tuple[str, ...], says: str):
+def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], says: str):
     result = CliRunner().invoke(app, ["offload", *arguments])
 
     assert result.exit_code != 0

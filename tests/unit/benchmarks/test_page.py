@@ -41,7 +41,7 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_the_page_has_each_part_of_each_step_and_each_claim():
+def test_page_lists_all_parts_of_all_steps_and_all_claims():
     text = page(roofline_from(run_object()))
 
     for name in (*PARTS, ENGINE, "total"):
@@ -52,7 +52,7 @@ def test_the_page_has_each_part_of_each_step_and_each_claim():
     assert "a processor, 2 threads" in text
 
 
-def test_the_page_needs_no_other_file():
+def test_page_is_self_contained():
     tags = Tags()
     tags.feed(page(roofline_from(run_object())))
 
@@ -64,11 +64,11 @@ def test_the_page_needs_no_other_file():
     )
 
 
-def test_text_is_escaped():
+def test_page_escapes_text():
     assert "Llama (&lt;125m&gt;)" in page(roofline_from(run_object()))
 
 
-def test_a_line_by_hand():
+def test_table_row_matches_hand_computation():
     """1 MB at 1 GB/s take 1 ms, 2 GFLOP at 1 TFLOP/s 2 ms; 10 ms were taken, of 70 in all."""
     roofline = roofline_from(run_object())
     [first, *_] = cells(roofline.measures[0], roofline)
@@ -85,17 +85,17 @@ def test_a_line_by_hand():
     }
 
 
-def test_the_same_run_gives_the_same_page():
+def test_equal_runs_render_equal_pages():
     assert page(roofline_from(run_object())) == page(roofline_from(run_object()))
 
 
 @pytest.mark.parametrize("gone", ["claims", "arms", "config", "hardware", "versions", "commit"])
-def test_another_object_is_refused(gone: str):
+def test_object_without_a_field_raises(gone: str):
     with pytest.raises(ConfigError, match="benchmarks throughput --json"):
         roofline_from({key: value for key, value in run_object().items() if key != gone})
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_missing_matplotlib_error_names_the_package(monkeypatch: pytest.MonkeyPatch):
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ def measures() -> dict[str, StepMeasure]:
     return {m.kind: m for m in measure_parts(QUICK_WORKLOAD, repeats=1)}
 
 
-def test_both_kinds_of_steps_are_found(measures: dict[str, StepMeasure]):
+def test_prefill_and_decode_steps_are_measured(measures: dict[str, StepMeasure]):
     """4 prompts of 40 tokens fit into one step; of the 7 decode steps the last ends them all."""
     assert list(measures) == ["prefill", "decode"]
     assert (measures["prefill"].tokens, measures["prefill"].steps) == (160, 1)
@@ -29,7 +29,7 @@ def test_every_part_takes_time(measures: dict[str, StepMeasure]):
         assert all(taken_s > 0 for taken_s in measure.seconds.values())
 
 
-def test_costs_are_those_of_the_steps_that_ran(measures: dict[str, StepMeasure]):
+def test_costs_match_the_steps_that_ran(measures: dict[str, StepMeasure]):
     """Prefill: 4 rows of 40 new tokens. Decode: 40 to 45 tokens before, 42.5 on average."""
     spec = random_model(llama_tiny(), dtype=torch.bfloat16).spec
     prefill = step_parts(spec, [RowTokens(new=40, before=0)] * 4, sampled_rows=4)
@@ -45,7 +45,7 @@ def test_costs_are_those_of_the_steps_that_ran(measures: dict[str, StepMeasure])
         assert cost.flops == sum(parts[i].flops for parts in decode) // 6
 
 
-def test_a_timed_decoder_is_the_decoder_it_times():
+def test_timed_decoder_forwards_all_properties():
     model = random_model(llama_tiny(), dtype=torch.float32)
     assert isinstance(model.decoder, TransformersDecoder)
     timed = TimedDecoder(model.decoder)

@@ -14,7 +14,7 @@ def test_every_budget_is_measured_in_every_round():
         assert all(took_s > 0 for took_s in taken.values())
 
 
-def test_the_best_budget_has_the_smallest_median():
+def test_best_budget_has_smallest_median():
     """Medians: 3 and 2. Ratios of the first over the second, by round: 1.5, 6 / 2, 1 / 4."""
     claims = summarise([{256: 3.0, 512: 2.0}, {256: 6.0, 512: 2.0}, {256: 1.0, 512: 4.0}])
 

@@ -38,7 +38,7 @@ needs_library = pytest.mark.skipif(
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def test_bytes_of_codes_by_hand():
+def test_codec_bytes_match_hand_computation():
     """128 channels: 16 bits; 8 bits and a scale; 4 bits and two groups' scales and zeros."""
     config = CapacityConfig()
 
@@ -48,7 +48,7 @@ def test_bytes_of_codes_by_hand():
     assert codes_bytes(config, "int4_outliers") == 2 * (64 + 2 * (2 + 2) + 2 * (1 + 2))
 
 
-def test_bytes_of_a_sequence_by_hand():
+def test_sequence_bytes_match_hand_computation():
     """A page of 16 slots and 2 heads of 4 channels: keys and values, and its number."""
     config = CapacityConfig(head_dim=4, num_kv_heads=2, tokens=40)
     page = 2 * 16 * 2 * 4 * 2 + 4
@@ -59,7 +59,7 @@ def test_bytes_of_a_sequence_by_hand():
     assert sequence_bytes(config, "int8+sinks=1+residual=4") == 3 * 388 + kept
 
 
-def test_capacity_reaches_what_is_claimed():
+def test_capacity_ratios_reach_the_claims():
     claims = run_capacity(CapacityConfig()).claims
 
     assert claims["int8_capacity_ratio"] == pytest.approx(256 / 130)
@@ -75,7 +75,7 @@ def test_capacity_reaches_what_is_claimed():
 # ---- attention -----------------------------------------------------------------------------------
 
 
-def test_ratios_are_taken_within_rounds():
+def test_ratios_are_computed_within_rounds():
     """The machine is twice as fast in the second round: no ratio moves."""
     times = AttentionTimes(
         tokens=4096,
@@ -91,7 +91,7 @@ def test_ratios_are_taken_within_rounds():
 
 
 @needs_library
-def test_all_codecs_take_turns():
+def test_all_codecs_are_measured_in_every_round():
     config = QUICK_QUANT.attention
     found = measure_length(config, 64)
 
@@ -102,7 +102,7 @@ def test_all_codecs_take_turns():
 
 @needs_library
 @pytest.mark.parametrize("codec", ["int8", "int4_outliers"])
-def test_both_backends_give_the_same_over_the_benchs_codes(codec):
+def test_both_backends_compute_equal_attention_over_codecs(codec):
     shape = AttentionShape(batch=3, tokens=70, num_heads=4, num_kv_heads=2, head_dim=64)
     bench = AttentionBench(shape, codec)
     found = [bench.paged(name)().float() for name in ("native", "gathered")]
@@ -111,7 +111,7 @@ def test_both_backends_give_the_same_over_the_benchs_codes(codec):
     assert found[0].abs().max() > 0
 
 
-def test_a_claimed_length_that_is_not_measured_is_refused():
+def test_unmeasured_claimed_length_raises():
     with pytest.raises(ConfigError, match="4096 among"):
         QuantAttentionConfig(lengths=(2_048,))
 
@@ -119,7 +119,7 @@ def test_a_claimed_length_that_is_not_measured_is_refused():
 # ---- throughput ----------------------------------------------------------------------------------
 
 
-def test_gains_are_over_plain_numbers():
+def test_gains_are_relative_to_plain_kv():
     plain = CodecRate(codec="none", rows=4, attention="native", step_s=(1.0, 2.0, 1.0))
     coded = CodecRate(codec="int8", rows=8, attention="native", step_s=(1.6, 3.2, 1.6))
     claims = rate_claims([plain, coded])
@@ -129,7 +129,7 @@ def test_gains_are_over_plain_numbers():
     assert claims["plain_tokens_per_s"] == 4
 
 
-def test_more_rows_fit_in_the_same_memory():
+def test_quantized_kv_fits_more_rows():
     config = replace(QUICK_QUANT.throughput, repeats=1)
     plain, int8, int4 = measure_rates(config)
 
@@ -147,7 +147,7 @@ def texts(codec: str, kl: float, nats: float) -> CodecTexts:
     )
 
 
-def test_what_codes_cost_is_against_plain_numbers():
+def test_quality_claims_are_relative_to_plain_kv():
     found = {"none": texts("none", 0.0, 2.0), "int8/int4": texts("int8/int4", 0.25, 2.1)}
     claims = text_claims(found)
 
@@ -166,7 +166,7 @@ def test_orderings_are_ratios_of_kl():
     assert claims["channel_over_token_keys_2"] == 1
 
 
-def test_mixed_codecs_stand_against_the_best_of_one_codec_for_all():
+def test_mixed_codecs_are_compared_with_the_best_uniform_codec():
     """0.2 over 0.4 with the same body, 0.2 over 0.3 with the best of all."""
     found = {
         0.25: {
@@ -185,14 +185,14 @@ def test_mixed_codecs_stand_against_the_best_of_one_codec_for_all():
     assert len(claims) == 3
 
 
-def test_a_cap_in_bytes_is_the_same_for_all_codecs():
+def test_byte_cap_is_equal_for_all_codecs():
     assert QuantBenchConfig().evicting.evict(4096) == "h2o:recent=32,every=64,cap=4096B"
 
 
 # ---- steps by batch ------------------------------------------------------------------------------
 
 
-def test_gains_at_the_largest_batch_are_within_rounds():
+def test_gains_at_the_largest_batch_are_ratios_within_rounds():
     def step(codec, batch, read_s, *step_s):
         return StepTime(
             codec=codec,
@@ -221,7 +221,7 @@ def test_gains_at_the_largest_batch_are_within_rounds():
     assert found[2].tokens_per_s == pytest.approx(8 / 6)
 
 
-def test_a_step_gives_every_sequence_a_token():
+def test_step_adds_a_token_to_every_sequence():
     model = random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
     steps = {codec: DecodeSteps(model, codec, 3, 40, 2) for codec in ("none", "int8")}
     before = {codec: step.kv_bytes for codec, step in steps.items()}
@@ -235,11 +235,11 @@ def test_a_step_gives_every_sequence_a_token():
     assert before["int8"] < 0.6 * before["none"]
 
 
-def test_names_of_claims_are_plain():
+def test_claim_names_are_alphanumeric():
     assert name_of("int8/int4:group=32") == "int8_int4_group_32"
 
 
-def test_the_full_size_is_what_is_asked_for():
+def test_full_size_config_matches_the_claims():
     config = QuantBenchConfig()
     shape = config.attention.shape
 

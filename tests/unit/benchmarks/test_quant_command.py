@@ -20,7 +20,7 @@ def last_object(result: Result) -> dict:
 
 
 @pytest.mark.slow
-def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
+def test_all_parts_print_claims_and_an_interrupted_run_continues(tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
 
@@ -45,7 +45,7 @@ def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
     assert again["quick_figures"]["int8_tasks"] == run["quick_figures"]["int8_tasks"]
 
 
-def test_codecs_are_chosen():
+def test_codecs_are_selected():
     run = last_object(benchmark("--parts", "capacity,attention", "--codecs", "int8/int4"))
 
     assert run["config"]["attention"]["codecs"] == ["int8/int4"]
@@ -56,7 +56,7 @@ def test_codecs_are_chosen():
     ("arguments", "says"),
     [(("--codecs", "int5"), "int4"), (("--parts", "speed"), "throughput")],
 )
-def test_what_cannot_be_is_said_at_once(arguments: tuple[str, ...], says: str):
+def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], says: str):
     result = CliRunner().invoke(app, ["quant", *arguments])
 
     assert result.exit_code != 0

@@ -28,7 +28,7 @@ FEW = replace(CPU.w1, batches=(2, 4), queries=10)
 # ---- loads -----------------------------------------------------------------------------------
 
 
-def test_the_workloads_are_the_papers():
+def test_workloads_match_the_paper():
     """120 queries 1:1:2 of long (4,000 words) and short; 30 short ones."""
     w1, w2 = workload("w1", 1.0), workload("w2", 1.0)
     kinds = [(requested.prompt_tokens > 2_000, requested.new_tokens > 2_000) for requested in w1]
@@ -46,7 +46,7 @@ def test_the_workloads_are_the_papers():
     assert all(40 <= n <= 520 or 4_680 <= n <= 5_720 for n in lengths)
 
 
-def test_lengths_are_scaled_and_stay_at_least_two():
+def test_lengths_are_scaled_to_at_least_two():
     full, scaled = workload("w1", 1.0), workload("w1", 0.01)
 
     assert [requested.prompt_tokens for requested in scaled] == [
@@ -54,7 +54,7 @@ def test_lengths_are_scaled_and_stay_at_least_two():
     ]
 
 
-def test_the_trace_keeps_its_gaps_and_some_are_urgent():
+def test_trace_scales_gaps_and_marks_urgent_requests():
     load = recorded(16, 0.1, 30.0, urgent_every=8)
 
     assert load[0].arrival_s == 0
@@ -64,7 +64,7 @@ def test_the_trace_keeps_its_gaps_and_some_are_urgent():
     assert load[1].arrival_s / load[2].arrival_s == pytest.approx(4.315 / 4.542, rel=1e-3)
 
 
-def test_time_in_which_nobody_asks_is_skipped():
+def test_clock_skips_idle_time():
     times = iter([5.0, 6.0, 7.0, 8.0, 9.0])
     clock = SkippingClock(lambda: next(times))
 
@@ -78,7 +78,7 @@ def test_time_in_which_nobody_asks_is_skipped():
 # ---- the bound -------------------------------------------------------------------------------
 
 
-def test_list_scheduling_by_hand():
+def test_list_scheduling_matches_hand_computation():
     """Two rows, queries (prompt, answer) = (3, 2), (1, 3), (2, 1), (2, 2), first come first served.
 
     Reads cost 1 each, a step 10 and 1 for a slot.
@@ -94,7 +94,7 @@ def test_list_scheduling_by_hand():
     assert ideal_s(load, 1, Costs((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))) == pytest.approx(4 + 8)
 
 
-def test_costs_are_found_again_and_never_negative():
+def test_fit_recovers_costs_and_is_never_negative():
     decodes = [(r, r * c, 0.01 + 0.002 * r + 1e-5 * r * c) for r in (1, 4, 8) for c in (9, 50, 300)]
     reads = [(t, t * t, 0.02 - 1e-6 * t * t + 1e-3 * t) for t in (5, 50, 100, 200)]
 
@@ -113,7 +113,7 @@ def found() -> list[AtBatch]:
     return measure(CPU, FEW)
 
 
-def test_every_arm_answers_everything(found):
+def test_all_arms_complete_all_queries(found):
     expected = [requested.new_tokens for requested in workload("w1", FEW.scale, FEW.queries)]
 
     for at in found:
@@ -126,14 +126,14 @@ def test_every_arm_answers_everything(found):
             assert run.token_curve()[-1][1] <= run.tokens == sum(expected)
 
 
-def test_dense_arms_and_pages_generate_the_same(found):
+def test_dense_and_paged_arms_generate_equal_tokens(found):
     """Same weights, greedy, float32: at least the first tokens are equal everywhere."""
     for at in found:
         firsts = {tuple(a[0] for a in run.answers) for run in at.rounds[0].values()}
         assert len(firsts) == 1
 
 
-def test_what_the_paper_says_holds_in_counts(found):
+def test_counts_match_the_papers_statements(found):
     """Static rows stand idle, BATON's do not; shaping leaves holes; embedding takes less memory."""
     for at in found:
         [runs] = at.rounds
@@ -145,7 +145,7 @@ def test_what_the_paper_says_holds_in_counts(found):
         assert shaping.padded_fraction > embedding.padded_fraction
 
 
-def test_shaping_may_end_out_of_memory_and_says_so():
+def test_shaping_records_why_it_ended_early():
     config = replace(CPU, shaping_columns=1)
     load = workload("w1", 0.02, 16)
 
@@ -187,7 +187,7 @@ def test_claims_are_medians_of_ratios_within_rounds():
     assert numbers["w1_batonpd_idle_fraction"] == 0
 
 
-def test_the_claims_of_the_full_bench_have_the_names_that_are_promised():
+def test_full_size_claims_have_the_documented_names():
     config = RebatchConfig()
     for requested in (config.w1, config.w2):
         runs = {arm: made_up(arm, 1.0) for arm in requested.arms}
@@ -199,7 +199,7 @@ def test_the_claims_of_the_full_bench_have_the_names_that_are_promised():
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_one_object(tmp_path):
+def test_command_prints_one_json_object(tmp_path):
     requested = ["rebatch", "--quick", "--parts", "w2,trace", "--json", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, [*requested, "--clock", "cpu"])
 
@@ -220,7 +220,7 @@ def test_the_command_ends_with_one_object(tmp_path):
         (("--clock", "sun"), "cpu"),
     ],
 )
-def test_wrong_names_are_refused(option, says):
+def test_unknown_names_raise(option, says):
     result = CliRunner().invoke(app, ["rebatch", *option])
 
     assert result.exit_code == 2

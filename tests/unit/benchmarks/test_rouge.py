@@ -20,11 +20,11 @@ from benchmarks.common.rouge import best_rouge_2, rouge_2, rouge_l
         ("the cat", "", 0.0),
     ],
 )
-def test_by_hand(text: str, reference: str, f1: float):
+def test_rouge_2_matches_hand_computation(text: str, reference: str, f1: float):
     assert rouge_2(text, reference) == pytest.approx(f1)
 
 
-def test_the_best_reference_counts():
+def test_best_reference_counts():
     assert best_rouge_2("a b c", ["x y", "a b c d e", "a b c"]) == 1.0
     assert best_rouge_2("a b c", []) == 0.0
 
@@ -44,6 +44,6 @@ def test_the_best_reference_counts():
         ("", "", 0.0),
     ],
 )
-def test_longest_sequences_by_hand(text: str, reference: str, f1: float):
+def test_rouge_l_matches_hand_computation(text: str, reference: str, f1: float):
     assert rouge_l(text, reference) == pytest.approx(f1)
     assert rouge_l(reference, text) == pytest.approx(f1)

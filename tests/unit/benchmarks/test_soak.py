@@ -55,14 +55,14 @@ def result(samples) -> SoakResult:
     return SoakResult("everything", 0, 0, 0, tuple(samples))
 
 
-def test_what_is_flat_has_no_growth_and_no_slope():
+def test_flat_samples_have_no_growth_and_no_slope():
     flat = result((n, 1 << 30) for n in range(0, 1_000, 10))
 
     assert (flat.growth_bytes, flat.growth_fraction) == (0, 0)
     assert flat.slope_bytes_per_token == pytest.approx(0, abs=1e-6)
 
 
-def test_a_leak_is_its_slope():
+def test_leak_has_its_rate_as_slope():
     leaking = result((n, 1_000_000 + 32 * n) for n in range(0, 1_000, 10))
 
     assert leaking.slope_bytes_per_token == pytest.approx(32)
@@ -70,14 +70,14 @@ def test_a_leak_is_its_slope():
     assert leaking.growth_fraction == pytest.approx(32 * 900 / 1_000_000)
 
 
-def test_one_large_sample_is_no_growth():
+def test_single_large_sample_is_not_growth():
     samples = [(n, 1_000) for n in range(100)]
     samples[97] = (97, 10**9)
 
     assert result(samples).growth_bytes == 0
 
 
-def test_the_arm_that_grows_most_is_claimed():
+def test_summary_claims_the_arm_that_grows_most():
     small, large = result([(0, 100), (10, 110)]), result([(0, 100), (10, 150)])
 
     assert summarise([small, large])["rss_growth_bytes"] == 50
@@ -85,7 +85,7 @@ def test_the_arm_that_grows_most_is_claimed():
 
 
 @pytest.mark.slow
-def test_no_python_object_stays_for_a_generated_token():
+def test_generated_tokens_leave_no_python_objects():
     """In a process of its own: the type checks of tests keep objects too."""
     ran = subprocess.run(
         [sys.executable, "-c", TRACED], capture_output=True, text=True, check=True, cwd=TESTS
@@ -99,7 +99,7 @@ def test_no_python_object_stays_for_a_generated_token():
         assert statistics.median(settled) < LEAST_OBJECT_BYTES / 2, arm
 
 
-def test_a_run_samples_memory_and_gives_every_page_back(model, monkeypatch):
+def test_run_samples_memory_and_frees_every_page(model, monkeypatch):
     monkeypatch.setitem(ARMS, "everything", KVConfig(memory="48KiB", page_tokens=4))
     found = run_arm("everything", model, CONFIG)
 
@@ -111,7 +111,7 @@ def test_a_run_samples_memory_and_gives_every_page_back(model, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_its_claims():
+def test_command_prints_its_claims():
     ran = CliRunner().invoke(app, ["soak", "--tokens", "2000", "--threads", "1", "--json"])
     claims = command_line.last_json(ran)["claims"]
 

@@ -18,7 +18,7 @@ def found() -> StackFound:
     return measure_stack(QUICK_STACK)
 
 
-def test_every_arm_answers_every_request_to_its_length(found):
+def test_all_arms_complete_all_requests(found):
     expected = [new_tokens for _, new_tokens in QUICK_STACK.load.drawn()]
     (runs,) = found.rounds
 
@@ -29,14 +29,14 @@ def test_every_arm_answers_every_request_to_its_length(found):
         assert len(run.token_s) == sum(expected) - len(expected)
 
 
-def test_the_same_bytes_hold_more_sequences_with_each_step(found):
+def test_each_arm_holds_more_sequences_in_equal_bytes(found):
     contiguous, paged, int8, shared, int4 = (run.max_batch for run in found.rounds[0])
 
     assert contiguous == QUICK_STACK.load.contiguous_rows
     assert contiguous < paged < int8 < shared <= int4
 
 
-def test_full_precision_chooses_nearly_the_best_token_and_codes_a_little_worse(found):
+def test_full_precision_has_least_regret(found):
     contiguous, paged, int8, shared, int4 = found.regrets
 
     assert contiguous < 1e-3
@@ -74,7 +74,7 @@ def test_ratios_are_medians_of_ratios_within_rounds():
     assert numbers["stack_contiguous_tokens_per_s"] == pytest.approx(10)
 
 
-def test_the_load_is_the_articles_over_eight():
+def test_load_is_an_eighth_of_the_articles():
     load = StackLoad()
     prompts, new_tokens = zip(*load.drawn(), strict=True)
 
@@ -87,12 +87,12 @@ def test_the_load_is_the_articles_over_eight():
     assert StackConfig().load == load
 
 
-def test_requests_longer_than_a_contiguous_lane_are_refused():
+def test_requests_longer_than_a_contiguous_lane_raise():
     with pytest.raises(ConfigError, match=r"longest_tokens=100, got up to 256"):
         replace(StackLoad(), longest_tokens=100)
 
 
-def test_the_command_ends_with_one_object(tmp_path):
+def test_command_prints_one_json_object(tmp_path):
     requested = ["stack", "--quick", "--requests", "4", "--json", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, requested)
 
@@ -106,7 +106,7 @@ def test_the_command_ends_with_one_object(tmp_path):
     }
 
 
-def test_a_shape_that_is_none_is_named():
+def test_unknown_shape_is_named_in_the_error():
     result = CliRunner().invoke(app, ["stack", "--model", "130m"])
 
     assert result.exit_code == 2

@@ -40,7 +40,7 @@ def model():
 
 
 @pytest.mark.parametrize("scattered", [True, False])
-def test_scattered_pages_have_another_behind_each(scattered):
+def test_scattered_pages_are_not_adjacent(scattered):
     probe = SwapProbe(CPU, MIB, scattered=scattered)
     for _ in range(3):
         pages = probe.memory.tables["kv"].row_pages(probe.row).astype(int)
@@ -54,7 +54,7 @@ def test_scattered_pages_have_another_behind_each(scattered):
         probe.memory.check()
 
 
-def test_every_size_is_measured_both_ways():
+def test_every_size_is_measured_in_both_directions():
     times = list(measure_copies(CPU, (MIB // 4, MIB), repeats=1))
 
     assert [(t.num_bytes, t.scattered) for t in times] == [
@@ -83,7 +83,7 @@ def test_rates_are_fitted_to_scattered_pages():
     assert rates.back.call_s == pytest.approx(0, abs=1e-9)
 
 
-def test_copy_rates_come_with_the_device():
+def test_copy_rates_name_the_device():
     said: list[str] = []
 
     rates = measure_copy_rates((MIB // 4, MIB), 1, progress=said.append)
@@ -102,7 +102,7 @@ def test_every_chunk_of_a_prompt_is_measured(model):
     assert all(t.seconds > 0 for t in times)
 
 
-def test_prefill_rates_by_hand():
+def test_prefill_rates_match_hand_computation():
     """2 ms a step, 10 us a token, 3 ns a square."""
     shapes = [(16, 0), (64, 0), (64, 500), (16, 2000), (64, 3000)]
     times = [
@@ -121,7 +121,7 @@ def test_prefill_rates_by_hand():
     assert rates.square_s == pytest.approx(3e-9)
 
 
-def test_prefill_rates_are_kept_under_the_models_shape(model):
+def test_prefill_rates_are_stored_by_model_shape(model):
     said: list[str] = []
 
     found = measure_prefill_rates(
@@ -135,14 +135,14 @@ def test_prefill_rates_are_kept_under_the_models_shape(model):
     assert len(said) == 2
 
 
-def test_prompts_over_the_context_are_refused(model):
+def test_prompts_above_the_context_raise(model):
     with pytest.raises(ConfigError, match="1 to 1023 tokens, got 1024"):
         list(measure_chunks(model, chunks=(16,), prompt_tokens=1024, repeats=1))
     with pytest.raises(ConfigError, match="1023 tokens leaves no room in a context of 1024"):
         list(measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
 
 
-def test_every_length_is_swapped_and_read_in_every_round(model):
+def test_every_length_is_swapped_and_recomputed_in_every_round(model):
     times = list(measure_swap(model, QUICK_SWAP))
 
     assert [t.tokens for t in times] == [32, 96] * 2
@@ -153,7 +153,7 @@ def test_every_length_is_swapped_and_read_in_every_round(model):
     assert {"swap_s_32", "recompute_s_96", "swap_recompute_breakeven_tokens"} <= set(claims)
 
 
-def test_the_break_even_lies_between_the_lengths_where_the_cheaper_one_changes():
+def test_break_even_is_between_lengths_with_different_faster_methods():
     """Ratios 1/2 at 100 and 2 at 400: half way on both logarithmic scales, at 200."""
     assert measured_breakeven({100: 0.5, 400: 2.0, 800: 3.0}) == pytest.approx(200)
     assert measured_breakeven({100: 1.5, 400: 2.0}) == 0
@@ -162,7 +162,7 @@ def test_the_break_even_lies_between_the_lengths_where_the_cheaper_one_changes()
     assert measured_breakeven({50: 1.1, 100: 0.5, 400: 2.0}) == pytest.approx(200)
 
 
-def test_medians_are_summed_up():
+def test_summary_contains_medians():
     times = [
         SwapTime(tokens=10, kv_bytes=1, recompute_s=r, out_s=0.5, back_s=b)
         for r, b in ((2.0, 0.5), (3.0, 0.5), (100.0, 9.5))

@@ -46,7 +46,7 @@ def round_of(quire_s: float, static_s: float, **changes: object) -> Round:
     return Round(**(fields | changes))
 
 
-def test_a_ratio_is_the_median_of_ratios_within_rounds():
+def test_ratio_is_median_of_ratios_within_rounds():
     """Of 1/2, 8/16 and 9/10 the median is 0.5; the ratio of the median times would be 8/10."""
     rounds = [round_of(1.0, 2.0), round_of(8.0, 16.0), round_of(9.0, 10.0)]
     spec = ModelSpec.from_config(llama_125m().to_dict())
@@ -60,7 +60,7 @@ def test_a_ratio_is_the_median_of_ratios_within_rounds():
     assert claims["quire_mean_regret"] == 0.25
 
 
-def test_a_decode_floor_by_hand():
+def test_decode_floor_matches_hand_computation():
     """The reference shape, 32 sequences, 544 tokens before.
 
     Weights: a layer has 768 * 64 * (12 + 4 + 4) of qkv, 768 * 768 of output, 3 * 768 * 2,048 of MLP
@@ -80,7 +80,7 @@ def test_a_decode_floor_by_hand():
     assert claims["decode_step_over_batch_floor"] < claims["decode_step_over_floor"]
 
 
-def test_nothing_is_claimed_of_decode_steps_that_did_not_occur():
+def test_missing_decode_steps_have_no_claims():
     spec = ModelSpec.from_config(llama_125m().to_dict())
     found = round_of(1.0, 1.0, arms=(result("quire", 1.0, decode_step_s=0.0),))
 
@@ -89,7 +89,7 @@ def test_nothing_is_claimed_of_decode_steps_that_did_not_occur():
     )
 
 
-def test_attention_claims_by_hand():
+def test_attention_claims_match_hand_computation():
     """A batch of 2 x 5 tokens with K and V of one head of 4 numbers in 2 B: 160 B.
 
     In 2 s that is 80 B/s, of 160 B/s read: a half. Statistics: 2.5 s over 2 s, a quarter more.
@@ -104,14 +104,14 @@ def test_attention_claims_by_hand():
     }
 
 
-def test_without_c_only_gathering_is_claimed():
+def test_attention_claims_without_c_use_gathering():
     shape = AttentionShape(batch=2, tokens=5, num_heads=1, num_kv_heads=1, head_dim=4)
     found = round_of(1.0, 1.0, attention_s={"gathered": 1.0, "sdpa": 1.0}, read_bytes_per_s=320.0)
 
     assert attention_claims(shape, [found]) == {"attention_over_read_ceiling": 0.5}
 
 
-def test_every_arm_answers_every_prompt_alike():
+def test_all_arms_produce_outputs_with_small_regret():
     """Answers may part at near ties of bfloat16 logits: small regret is what is asked of them."""
     bench = ThroughputBench(QUICK_THROUGHPUT)
     rounds = list(bench.rounds())
@@ -127,7 +127,7 @@ def test_every_arm_answers_every_prompt_alike():
         assert 0 <= regret < 0.01
 
 
-def test_the_kv_of_the_arms_by_hand():
+def test_kv_bytes_of_arms_match_hand_computation():
     """A token has 2 layers * 2 heads * 16 numbers * K and V * 2 B = 256 B; 4 prompts.
 
     Quire ends with 47 tokens (the last is never read) in 3 pages of 16 slots; a static cache has 47
@@ -145,7 +145,7 @@ def test_the_kv_of_the_arms_by_hand():
     }
 
 
-def test_a_bad_answer_has_regret():
+def test_wrong_output_has_regret():
     prompts = QUICK_WORKLOAD.prompt_ids()
     model = random_weights(llama_tiny(), dtype=torch.float32)
     judge = RegretJudge(model)
@@ -158,24 +158,24 @@ def test_a_bad_answer_has_regret():
     assert judge.mean_regret(prompts[:1], [[worst]]) == pytest.approx(spread, rel=1e-4)
 
 
-def test_answers_of_different_lengths_are_a_bug():
+def test_outputs_of_different_lengths_raise():
     with pytest.raises(InvariantError, match=r"\[1, 2\]"):
         replace(result("x", 1.0), tokens=((1,), (1, 2)))
 
 
-def test_arms_are_named():
+def test_unknown_arm_raises():
     assert peers_of("none") == ()
     assert peers_of("hf_cb, hf_static") == ("hf_cb", "hf_static")
     with pytest.raises(UnknownName, match="did you mean hf_static"):
         peers_of("hf_statik")
 
 
-def test_a_workload_over_the_context_is_refused():
+def test_workload_above_the_context_raises():
     with pytest.raises(ConfigError, match="8193 exceeds the context"):
         Workload(prompt_tokens=8_000, new_tokens=193)
 
 
-def test_a_round_reads_its_prompts_again() -> None:
+def test_every_round_prefills_its_prompts() -> None:
     """Rounds repeat their prompts: with a prefix cache all but the first would read nothing."""
     workload = QUICK_WORKLOAD
     arm = QuireArm(random_model(workload.shape(), dtype=torch.bfloat16), workload)

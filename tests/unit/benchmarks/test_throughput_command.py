@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_throughput_prints_its_claims_and_writes_the_page(tmp_path: Path):
+def test_throughput_prints_claims_and_writes_the_page(tmp_path: Path):
     path = tmp_path / "page.html"
     result = benchmark("throughput", "--quick", "--json", "--page", str(path))
     run = last_line(result)
@@ -54,12 +54,12 @@ def test_throughput_prints_its_claims_and_writes_the_page(tmp_path: Path):
     assert "quire_tokens_per_s" not in shown
 
 
-def test_another_engine_s_time_stands_beside_its_own_shape_only():
+def test_peer_note_applies_to_its_shape_only():
     assert "3.98 s" in peer_note(Workload(prompts=32, prompt_tokens=512, new_tokens=64))
     assert "3.98 s" not in peer_note(Workload(prompts=32, prompt_tokens=512, new_tokens=65))
 
 
-def test_throughput_runs_quire_alone():
+def test_throughput_runs_without_peers():
     run = last_line(benchmark("throughput", "--quick", "--json", "--peers", "none"))
 
     assert not [name for name in run["quick_figures"] if "hf_" in name]
@@ -83,7 +83,7 @@ def test_prefill_prints_every_budget():
         (("--page", "nowhere/page.html"), "no folder nowhere"),
     ],
 )
-def test_wrong_options_of_throughput_are_one_line(arguments: tuple[str, ...], message: str):
+def test_invalid_throughput_options_print_one_line(arguments: tuple[str, ...], message: str):
     result = benchmark("throughput", *arguments)
 
     assert result.exit_code == 2
@@ -91,14 +91,14 @@ def test_wrong_options_of_throughput_are_one_line(arguments: tuple[str, ...], me
     assert result.stderr.startswith("error: ")
 
 
-def test_an_unknown_attention_backend_is_refused_with_the_known_ones():
+def test_unknown_attention_backend_error_lists_the_known_ones():
     result = benchmark("throughput", "--quick", "--attention", "nativ")
 
     assert result.exit_code == 2
     assert "'nativ' is not one of 'auto'" in result.stderr
 
 
-def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
+def test_page_without_matplotlib_raises_before_the_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ):
     real = importlib.util.find_spec
@@ -125,7 +125,7 @@ def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
         (("kvcrush", "--budget", "50,0"), "percentages above 0"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(arguments, says):
+def test_meaningless_values_raise(arguments, says):
     result = benchmark(*arguments)
 
     assert result.exit_code == 2

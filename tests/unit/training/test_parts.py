@@ -31,7 +31,7 @@ def maker(tokenizer):
     return BatchMaker(tokenizer, haystack().text, parse_mixture(Recipe().mixture), seed=3)
 
 
-def test_the_structured_start_looks_the_wanted_distance_back():
+def test_structured_init_attends_the_expected_distance_back():
     config = ModelConfig(num_hidden_layers=1)
     torch.manual_seed(0)
     model = Decoder(config)
@@ -48,7 +48,7 @@ def test_the_structured_start_looks_the_wanted_distance_back():
         assert wanted >= 0.5, f"head {head} gives {wanted:.2f} to the token {distance} back"
 
 
-def test_an_unstructured_start_does_not_look_back():
+def test_unstructured_init_does_not_attend_back():
     config = ModelConfig(num_hidden_layers=1)
     torch.manual_seed(0)
     model = Decoder(config)
@@ -62,7 +62,7 @@ def test_an_unstructured_start_does_not_look_back():
 
 
 @pytest.mark.parametrize("shape", [(3, 48, 48), (2, 96, 32), (2, 32, 96)])
-def test_muon_makes_every_singular_value_about_one_and_keeps_the_directions(shape):
+def test_orthogonalise_sets_singular_values_to_about_one(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     ours = orthogonalise(matrices)
@@ -75,7 +75,7 @@ def test_muon_makes_every_singular_value_about_one_and_keeps_the_directions(shap
     assert off_diagonal.abs().max() < 0.1
 
 
-def test_orthogonalising_does_not_see_the_scale():
+def test_orthogonalise_ignores_scale():
     matrices = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0))
 
     torch.testing.assert_close(
@@ -83,7 +83,7 @@ def test_orthogonalising_does_not_see_the_scale():
     )
 
 
-def test_muon_updates_the_parts_of_a_fused_matrix_one_by_one():
+def test_muon_updates_fused_parts_separately():
     generator = torch.Generator().manual_seed(0)
     fused = torch.zeros(24, 8, requires_grad=True)
     fused.grad = torch.randn(24, 8, generator=generator)
@@ -96,7 +96,7 @@ def test_muon_updates_the_parts_of_a_fused_matrix_one_by_one():
         assert (made - wanted).norm() < 0.15 * wanted.norm()
 
 
-def test_a_batch_follows_from_seed_and_step_alone(maker):
+def test_batch_depends_only_on_seed_and_step(maker):
     stage = Stage(length=96, steps=9, batch_tokens=384)
     maker.batch(0, stage, 0.5)
     second = maker.batch(1, stage, 0.5)
@@ -108,27 +108,27 @@ def test_a_batch_follows_from_seed_and_step_alone(maker):
     assert not torch.equal(second.ids, maker.batch(2, stage, 0.5).ids)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(maker):
+def test_row_is_independent_of_other_rows(maker):
     two = maker.batch(5, Stage(length=96, steps=9, batch_tokens=192), 0.3)
     four = maker.batch(5, Stage(length=96, steps=9, batch_tokens=384), 0.3)
 
     assert torch.equal(two.ids, four.ids[:2])
 
 
-def test_every_row_begins_a_document(maker, tokenizer):
+def test_every_row_starts_a_document(maker, tokenizer):
     batch = maker.batch(0, Stage(length=200, steps=1, batch_tokens=1600), 0.2)
 
     assert (batch.ids[:, 0] == tokenizer.token_to_id("<|doc|>")).all()
     assert (batch.weights[:, 0] == 0).all()
 
 
-def test_all_kinds_of_the_mixture_appear(maker):
+def test_batches_contain_all_kinds_of_the_mixture(maker):
     batch = maker.batch(0, Stage(length=128, steps=1, batch_tokens=128 * 150), 0.2)
 
     assert {KINDS[index] for index in batch.kinds.unique().tolist()} == {*KINDS} - {"longeval"}
 
 
-def test_answer_tokens_weigh_one_and_random_digits_nothing(tokenizer):
+def test_answer_tokens_weigh_one_and_random_digits_zero(tokenizer):
     piece = encode_spans(tokenizer, "kv", (("Pairs: 77\n", 0.0), ("123", 1.0), ("\n", 0.0)))
 
     assert [
@@ -137,14 +137,14 @@ def test_answer_tokens_weigh_one_and_random_digits_nothing(tokenizer):
     assert sum(piece.weights) == 3
 
 
-def test_rough_tokens_are_near_the_tokenizers(tokenizer):
+def test_rough_tokens_are_close_to_the_tokenizers(tokenizer):
     text = haystack().text[5000:9000] + " 1234567890" * 20
     exact = len(tokenizer.encode(text).ids)
 
     assert rough_tokens(text) == pytest.approx(exact, rel=0.15)
 
 
-def test_primer_tokens_that_count_were_shown_before():
+def test_weighted_primer_tokens_are_repetitions():
     seen_kinds = set()
     for seed in range(40):
         piece = primer_piece(random.Random(seed), 150, 2048)
@@ -157,7 +157,7 @@ def test_primer_tokens_that_count_were_shown_before():
     assert seen_kinds == {"repeat", "pairs"}
 
 
-def test_a_plan_walks_through_its_stages_and_stays_at_the_last():
+def test_plan_returns_stages_in_order_and_then_the_last():
     plan = parse_plan("64:2:128,128:3:256")
 
     assert [plan.stage(step).length for step in range(7)] == [64, 64, 128, 128, 128, 128, 128]
@@ -166,12 +166,12 @@ def test_a_plan_walks_through_its_stages_and_stays_at_the_last():
 
 
 @pytest.mark.parametrize("text", ["64:2", "64:2:128,", "64:x:128", "0:2:128"])
-def test_a_plan_that_cannot_be_read_is_refused(text):
+def test_invalid_plan_raises(text):
     with pytest.raises(ConfigError, match="length:steps:tokens"):
         parse_plan(text)
 
 
-def test_the_learning_rate_rises_stays_and_falls():
+def test_learning_rate_rises_stays_and_falls():
     factors = [lr_factor(step, 100, warmup_steps=10, decay=0.4) for step in range(100)]
 
     assert factors[0] == pytest.approx(0.1)
@@ -180,19 +180,19 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert factors[99] == pytest.approx(0.025)
 
 
-def test_the_primer_fades_out():
+def test_primer_share_decreases():
     primer = Primer(first=0.7, last=0.1, steps=10)
 
     assert [round(primer.share(step), 2) for step in (0, 5, 10, 99)] == [0.7, 0.4, 0.1, 0.1]
 
 
-def test_text_becomes_plain_ascii():
+def test_text_is_converted_to_ascii():
     fancy = "\N{LEFT DOUBLE QUOTATION MARK}Caf\N{LATIN SMALL LETTER E WITH ACUTE}\N{EM DASH}"
 
     assert to_ascii(fancy) == '"Cafe--'
 
 
-def test_packed_books_are_read_with_plain_line_ends(tmp_path):
+def test_compressed_books_have_normalized_line_ends(tmp_path):
     text = "<|doc|>\r\n".join(f"book {index}\r\n" + "word " * 500 for index in range(5))
     packed, plain = tmp_path / "books.txt.xz", tmp_path / "books.txt"
     packed.write_bytes(lzma.compress(text.encode()))
@@ -204,14 +204,14 @@ def test_packed_books_are_read_with_plain_line_ends(tmp_path):
     assert books.train[0].startswith(("book 1\nword", "book 3\nword"))
 
 
-def test_held_out_documents_are_never_trained_on():
+def test_held_out_documents_are_not_in_training():
     books = hold_out([f"book {index}" for index in range(10)])
 
     assert len(books.held_out) == 3
     assert sorted(books.train + books.held_out) == [f"book {index}" for index in range(10)]
 
 
-def test_a_text_without_marks_is_cut_into_documents(tmp_path):
+def test_text_without_marks_is_split_into_documents(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("word " * 40_000)
     books = load_books(path)
@@ -220,7 +220,7 @@ def test_a_text_without_marks_is_cut_into_documents(tmp_path):
     assert (len(books.train), len(books.held_out)) == (2, 3)
 
 
-def test_a_tokenizer_is_learnt_with_single_digits_and_a_document_mark(tmp_path):
+def test_tokenizer_has_single_digits_and_a_document_token(tmp_path):
     train_tokenizer(tmp_path / "tokenizer.json", (haystack().text[:60_000],), 600)
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = made.encode("<|doc|>magic numbers 48213").ids

@@ -41,7 +41,7 @@ def weights(trainer):
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path):
     whole = make_trainer()
     for _ in range(6):
         whole.advance()
@@ -61,14 +61,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
         assert torch.equal(value, weights(second)[name]), name
 
 
-def test_a_state_of_another_recipe_is_refused(tmp_path):
+def test_state_of_another_recipe_raises(tmp_path):
     make_trainer().save(tmp_path / "state.pt")
 
     with pytest.raises(ConfigError, match="another --out"):
         make_trainer(Recipe(plan=RECIPE.plan, seed=5)).load(tmp_path / "state.pt")
 
 
-def test_training_lowers_the_loss_of_what_it_repeats():
+def test_training_lowers_the_loss_of_repeated_batches():
     trainer = make_trainer(Recipe(plan="48:12:192", warmup_steps=1, decay=0.1, mixture="text=1"))
     batch = trainer.maker.batch(0, trainer.plan.stages[0], 0.0)
     trainer.maker.batch = lambda *_: batch
@@ -77,7 +77,7 @@ def test_training_lowers_the_loss_of_what_it_repeats():
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_micro_batches_give_the_gradients_of_the_whole_batch():
+def test_micro_batches_have_the_gradients_of_the_whole_batch():
     gradients = []
     for micro_tokens in (48, 192):
         trainer = make_trainer(Recipe(plan="48:3:192", micro_tokens=micro_tokens, autocast=False))
@@ -102,7 +102,7 @@ def saved(tmp_path):
     return model, tmp_path / "model"
 
 
-def test_transformers_reads_the_export_and_computes_the_same_logits(saved):
+def test_transformers_computes_equal_logits_from_the_export(saved):
     _, folder = saved
     twin = load_pretrained(folder)
     llama = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -115,7 +115,7 @@ def test_transformers_reads_the_export_and_computes_the_same_logits(saved):
     assert theirs.std() > 0.1
 
 
-def test_short_sequences_use_explicit_attention_with_the_same_result(saved):
+def test_explicit_attention_of_short_sequences_is_equal(saved):
     model, _ = saved
     ids = torch.randint(3, SMALL.vocab_size, (1, 100), generator=torch.Generator().manual_seed(0))
     rope = make_rope(SMALL, 100, dtype=torch.float32, device=torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_short_sequences_use_explicit_attention_with_the_same_result(saved):
     torch.testing.assert_close(explicit, fused, rtol=1e-4, atol=1e-4)
 
 
-def test_an_export_read_back_is_the_same_export(saved):
+def test_export_round_trips(saved):
     model, folder = saved
     again = to_llama_state(load_pretrained(folder))
 
@@ -134,7 +134,7 @@ def test_an_export_read_back_is_the_same_export(saved):
         assert torch.equal(value, again[name]), name
 
 
-def test_the_exported_tokenizer_begins_documents_and_writes_digits_one_by_one(saved):
+def test_exported_tokenizer_has_document_token_and_single_digits(saved):
     _, folder = saved
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("<|doc|>line 48213")["input_ids"]
@@ -144,7 +144,7 @@ def test_the_exported_tokenizer_begins_documents_and_writes_digits_one_by_one(sa
     assert tokenizer.decode(ids[1:]) == "line 48213"
 
 
-def test_the_shipped_model_loads_into_the_twin():
+def test_shipped_model_loads_into_the_training_model():
     model = load_pretrained(QUIRE_TINY)
 
     assert sum(p.numel() for p in model.parameters()) == 6_328_576
@@ -155,7 +155,7 @@ def smoke_options(folder, *more):
 
 
 @pytest.mark.slow
-def test_a_smoke_run_that_is_cut_short_goes_on_where_it_stopped(tmp_path, capsys):
+def test_interrupted_smoke_run_resumes(tmp_path, capsys):
     whole = Run(smoke_options(tmp_path / "whole"))
     whole.train()
     Run(smoke_options(tmp_path / "cut", "--minutes", "0.0001")).train()
@@ -175,7 +175,7 @@ def test_a_smoke_run_that_is_cut_short_goes_on_where_it_stopped(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_run_continues_from_the_shipped_weights(tmp_path):
+def test_run_continues_from_the_shipped_weights(tmp_path):
     options = smoke_options(tmp_path / "more", "--from-pretrained", str(QUIRE_TINY))
     options.plan, options.judge, options.structured = "64:1:128", 0, False
     run = Run(options)

@@ -42,7 +42,7 @@ def assert_right(model: HostedModel) -> None:
 
 
 @given(TOKENS, RULES, st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
-def test_whatever_takes_how_long_the_numbers_are_right(tokens, rules, layers, embedded, draw):
+def test_any_durations_compute_equal_results(tokens, rules, layers, embedded, draw):
     """On the virtual clock, which calls the work in the order in which operations begin."""
     model = HostedModel(tokens, layers, rules.slots, ring=rules.x_ring)
     schedule = plan_step(step_of(tokens, layers, embedded=embedded), rules)
@@ -55,7 +55,7 @@ def test_whatever_takes_how_long_the_numbers_are_right(tokens, rules, layers, em
 
 @settings(max_examples=12)
 @given(TOKENS, RULES, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_threads_with_random_delays_compute_the_same(tokens, rules, layers, draw):
+def test_threads_with_random_delays_compute_equal_results(tokens, rules, layers, draw):
     model = HostedModel(tokens, layers, rules.slots, ring=rules.x_ring)
     schedule = plan_step(step_of(tokens, layers, host_token_s=1e-6), rules)
     delays = {op.index: draw.random() * 2e-3 for op in schedule.operations}
@@ -69,7 +69,7 @@ def test_threads_with_random_delays_compute_the_same(tokens, rules, layers, draw
     assert_right(model)
 
 
-def test_a_slot_that_is_read_too_early_shows():
+def test_slot_read_before_its_copy_is_detected():
     """The poison works: with a need of attention taken away, it meets NaN."""
     tokens = BatchTokens(rows=1, kv=4, resident=1)
     model = HostedModel(tokens, 2)
@@ -88,12 +88,12 @@ def test_a_slot_that_is_read_too_early_shows():
     assert model.hidden.isnan().any()
 
 
-def test_executors_are_executors():
+def test_executors_implement_the_protocol():
     assert isinstance(VirtualClock(), Executor)
     assert isinstance(ThreadExecutor(), Executor)
 
 
-def test_a_link_that_stalls_is_named():
+def test_stalled_link_is_named_in_the_error():
     schedule = plan_step(step_of(BatchTokens(rows=1, kv=4), 3))
     stuck = Pace(expected, lambda op: 60.0 * (op.layer == 1))
 
@@ -101,7 +101,7 @@ def test_a_link_that_stalls_is_named():
         ThreadExecutor({IN: stuck}, stall_s=0.05).run(schedule)
 
 
-def test_work_that_fails_fails_the_step_and_frees_all_lanes():
+def test_failing_work_fails_the_step_and_releases_all_lanes():
     schedule = plan_step(step_of(BatchTokens(rows=1, x=3, kv=4), 3))
 
     def fail(op):
@@ -116,7 +116,7 @@ def test_work_that_fails_fails_the_step_and_frees_all_lanes():
     assert not any(thread.is_alive() for thread in left)
 
 
-def test_a_throttled_link_takes_its_time_and_may_change():
+def test_throttled_link_has_its_rate_and_can_change():
     schedule = plan_step(step_of(BatchTokens(rows=1, kv=1000), 1))
     (copy,) = schedule.lanes[IN]
     link = ThrottledLink(CopyRate(bytes_per_s=1e6, call_s=1e-3))
@@ -158,7 +158,7 @@ def cuda() -> torch.device:
     [Rules(), Rules(x_chunks=1, slots=3), Rules(half_duplex=True), Rules(x_chunks=8, x_ring=3)],
 )
 @pytest.mark.parametrize("host", [0, 300])
-def test_cuda_streams_compute_the_same(rules, host, cuda):
+def test_cuda_streams_compute_equal_results(rules, host, cuda):
     from benchmarks.offload_schedule.cuda import CudaExecutor
 
     tokens = BatchTokens(rows=4, x=2000, kv=1500, resident=50, host=host)
@@ -172,7 +172,7 @@ def test_cuda_streams_compute_the_same(rules, host, cuda):
 
 
 @pytest.mark.gpu
-def test_a_copy_on_a_stream_overlaps_a_product(cuda):
+def test_copy_on_a_stream_overlaps_a_product(cuda):
     from benchmarks.offload_schedule.cuda import CudaExecutor
 
     tokens = BatchTokens(rows=4, x=60_000, kv=60_000, resident=1)

@@ -73,7 +73,7 @@ RATES = st.builds(
 
 
 @given(RATES, st.integers(0, 30), st.integers(0, 30), st.integers(1, 9), st.integers(2, 4))
-def test_a_step_takes_what_the_formula_says(rates, x, kv, layers, slots):
+def test_step_time_matches_the_formula(rates, x, kv, layers, slots):
     work = step_of(rates, x, kv, layers)
 
     found_s = seconds_of(work, slots=slots, x_chunks=1)
@@ -82,7 +82,7 @@ def test_a_step_takes_what_the_formula_says(rates, x, kv, layers, slots):
 
 
 @given(RATES, st.integers(0, 9), st.integers(0, 30), st.integers(1, 9), st.sampled_from([2, 3, 5]))
-def test_chunks_take_what_the_formula_says(rates, x, kv, layers, chunks):
+def test_chunked_step_time_matches_the_formula(rates, x, kv, layers, chunks):
     x *= chunks  # equal chunks
 
     found_s = seconds_of(step_of(rates, x, kv, layers), x_chunks=chunks)
@@ -91,7 +91,7 @@ def test_chunks_take_what_the_formula_says(rates, x, kv, layers, chunks):
 
 
 @given(RATES, st.integers(0, 40), st.integers(1, 6))
-def test_no_split_of_the_planner_is_slower_than_carrying_all_kv(rates, tokens, layers):
+def test_planned_split_is_never_slower_than_transferring_all_kv(rates, tokens, layers):
     """Exactly so in the steady state; a first layer may add its X, which nothing hides."""
     split = pipelined_split(rates, tokens)
 
@@ -105,20 +105,20 @@ def test_no_split_of_the_planner_is_slower_than_carrying_all_kv(rates, tokens, l
 
 
 @given(RATES, st.integers(0, 20), st.integers(0, 20), st.integers(1, 5))
-def test_recomputing_and_then_carrying_overlaps_nothing(rates, x, kv, layers):
+def test_serial_recompute_and_transfer_do_not_overlap(rates, x, kv, layers):
     found_s = seconds_of(step_of(rates, x, kv, layers), serial=True, x_chunks=1)
 
     assert found_s == pytest.approx(layers * serial_seconds(rates, x + kv, x), rel=1e-9)
 
 
 @given(RATES, st.integers(0, 30), st.integers(1, 5))
-def test_without_prefetching_times_add(rates, kv, layers):
+def test_times_add_without_prefetch(rates, kv, layers):
     found_s = seconds_of(step_of(rates, 0, kv, layers), prefetch=False)
 
     assert found_s == pytest.approx(layers * (rates.kv_s * kv + rates.other_s), rel=1e-9)
 
 
-def test_the_papers_runtime_at_its_split():
+def test_paper_split_has_the_papers_runtime():
     """OPT-13B on an A100: rho = 0.58, xi = 0.5; gains of 1.46 and, pipelined, 1.86."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.58)
     times = {
@@ -136,7 +136,7 @@ def test_the_papers_runtime_at_its_split():
 
 
 @given(RATES, st.integers(1, 30), st.integers(1, 30), st.floats(1, 99), st.integers(1, 4))
-def test_layers_of_several_batches_take_what_the_formula_says(rates, x, kv, weights, batches):
+def test_several_batches_match_the_formula(rates, x, kv, weights, batches):
     """Columns: a layer takes max(W + n carried, n recomputed) once the first has passed."""
     sizes = {
         "kv_weight_bytes": weights / 4,
@@ -160,7 +160,7 @@ def test_layers_of_several_batches_take_what_the_formula_says(rates, x, kv, weig
 
 
 @given(RATES, st.integers(1, 30), st.integers(0, 30), st.floats(1, 99))
-def test_loading_the_weights_that_recomputing_needs_first_never_costs(rates, x, kv, weights):
+def test_fine_weights_are_never_slower(rates, x, kv, weights):
     sizes = {
         "kv_weight_bytes": weights / 6,
         "qo_weight_bytes": weights / 6,
@@ -175,7 +175,7 @@ def test_loading_the_weights_that_recomputing_needs_first_never_costs(rates, x, 
 
 
 @given(st.floats(1, 4), SECONDS, SECONDS, st.integers(1, 60), st.integers(2, 6))
-def test_a_host_that_attends_adds_its_rate(xi, kv_s, host_s, tokens, layers):
+def test_cpu_attention_adds_its_rate(xi, kv_s, host_s, tokens, layers):
     rates = OffloadRates(kv_s=kv_s, x_s=xi * kv_s, recompute_s=1.0, host_s=host_s)
     host = round(best_shares(rates, tokens).host_tokens)
     work = StepWork(
@@ -190,7 +190,7 @@ def test_a_host_that_attends_adds_its_rate(xi, kv_s, host_s, tokens, layers):
     assert found_s <= tokens / (1 / kv_s + 1 / host_s) + max(kv_s, host_s)
 
 
-def test_hosts_of_several_devices_are_one():
+def test_several_devices_share_one_host():
     """Attending on the host takes turns; links and devices do not."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5)
     offloaded = StepWork(
@@ -213,7 +213,7 @@ def test_hosts_of_several_devices_are_one():
     assert {hosted_8.resource(f"{i}/host") for i in range(8)} == {HOST}
 
 
-def test_both_directions_of_a_half_duplex_link_take_turns():
+def test_half_duplex_directions_run_in_turn():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.01)
     work = step_of(rates, 0, 10, 50, new_kv_bytes=2.0, new_x_bytes=1.0)
 
@@ -227,7 +227,7 @@ def test_both_directions_of_a_half_duplex_link_take_turns():
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
-def test_the_order_on_the_wire():
+def test_copies_have_the_link_order():
     sizes = {"kv_weight_bytes": 1, "qo_weight_bytes": 1, "mlp_weight_bytes": 1}
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.01)
     work = step_of(rates, 4, 6, 2, **sizes)
@@ -251,7 +251,7 @@ def test_the_order_on_the_wire():
     ]
 
 
-def test_the_first_layer_needs_no_activations_from_the_host():
+def test_first_layer_loads_no_activations():
     batch = BatchTokens(rows=1, x=8, kv=2)
     work = StepWork(
         layers=even_layers((batch,), 3),
@@ -267,7 +267,7 @@ def test_the_first_layer_needs_no_activations_from_the_host():
     assert chunks[:4] == [(0, 2), (2, 2), (4, 2), (6, 2)]
 
 
-def test_hidden_states_leave_and_come_back_between_batches():
+def test_hidden_states_are_copied_out_and_in_between_batches():
     work = StepWork(
         layers=even_layers((BatchTokens(rows=3, kv=5),) * 3, 4),
         sizes=Sizes(kv_bytes=1, x_bytes=1, hidden_bytes=2, new_kv_bytes=1),
@@ -309,7 +309,7 @@ def test_hidden_states_leave_and_come_back_between_batches():
         half_duplex=st.booleans(),
     ),
 )
-def test_every_layout_is_sound_and_loses_nothing(layers, rules):
+def test_every_layout_is_valid_and_complete(layers, rules):
     sizes = Sizes(
         kv_bytes=3,
         x_bytes=2,
@@ -355,7 +355,7 @@ def _slots_are_overwritten_after_their_use(schedule, timeline, ring):
                 assert timeline.spans[other.index].end_s <= timeline.spans[op.index].start_s
 
 
-def test_a_ring_of_x_costs_no_time_in_the_steady_state_and_little_room():
+def test_x_ring_costs_no_steady_state_time_and_little_staging():
     """With c of less than the pieces that the ring holds ahead; staging is 4 % above KV alone."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.58, other_s=20.0)
     split = pipelined_split(rates, 960)
@@ -371,7 +371,7 @@ def test_a_ring_of_x_costs_no_time_in_the_steady_state_and_little_room():
     assert staging_bytes(work[0], Rules()) / alone > 1.4
 
 
-def test_busy_times_stalls_and_overlap():
+def test_busy_times_and_overlap_are_computed():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5, other_s=1.0)
     timeline = VirtualClock().run(plan_step(step_of(rates, 0, 10, 4)))
 
@@ -383,7 +383,7 @@ def test_busy_times_stalls_and_overlap():
     assert seconds_by_kind(timeline)[Kind.KV_IN] == 40
 
 
-def test_a_trace_names_lanes_and_times():
+def test_chrome_trace_names_lanes_and_times():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5)
     timeline = VirtualClock().run(plan_step(step_of(rates, 2, 4, 2)))
     events = chrome_trace({"a": timeline})["traceEvents"]
@@ -394,7 +394,7 @@ def test_a_trace_names_lanes_and_times():
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {IN, DEVICE}
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_values_raise():
     with pytest.raises(ConfigError, match="slots and chunks"):
         Rules(slots=0)
     with pytest.raises(ConfigError, match="no x_ring with serial"):

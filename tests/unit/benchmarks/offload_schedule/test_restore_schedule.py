@@ -27,7 +27,7 @@ from support.restore_schedule import plan_restore
     st.integers(0, 300),
     st.integers(1, 70),
 )
-def test_a_restoration_takes_what_the_quadratic_says(prefill, loading, tokens, chunk):
+def test_prefix_load_time_matches_the_quadratic(prefill, loading, tokens, chunk):
     split = restore_split(prefill, loading, tokens)
 
     schedule = plan_restore(
@@ -43,7 +43,7 @@ def test_a_restoration_takes_what_the_quadratic_says(prefill, loading, tokens, c
     assert copied_bytes(schedule, *{op.kind for op in schedule.operations}) == 3 * (tokens - split)
 
 
-def test_the_front_is_read_forwards_and_the_back_is_loaded_backwards():
+def test_prefix_start_is_recomputed_forwards_and_rest_loaded_backwards():
     schedule = plan_restore(
         PrefillRates(token_s=1.0),
         Loading(token_s=1.0),
@@ -72,7 +72,7 @@ def test_the_front_is_read_forwards_and_the_back_is_loaded_backwards():
     st.integers(0, 400),
     st.integers(1, 5),
 )
-def test_the_fastest_way_is_never_slower_than_carrying_all(xi, rho, call_s, tokens, layers):
+def test_fastest_variant_is_never_slower_than_transferring_all(xi, rho, call_s, tokens, layers):
     """Exactly: with few layers and dear calls a split may lose, and then nothing is recomputed."""
     rate = CopyRate(bytes_per_s=1.0, call_s=call_s)
     speeds = Speeds(inward=rate, outward=rate, project_token_s=rho, project_call_s=call_s)
