@@ -50,7 +50,7 @@ class Trainer:
         """Run one update; return the mean loss in nats, weighted as in training."""
         stage = self.plan.stage(self.step)
         batch = self.maker.batch(self.step, stage, self.primer.share(self.step))
-        loss = self._backward(batch, stage.length)
+        loss = self.backward(batch, stage.length)
         factor = lr_factor(
             self.step,
             self.plan.steps,
@@ -66,7 +66,7 @@ class Trainer:
         self.tokens += stage.rows * stage.length
         return loss
 
-    def _backward(self, batch: Batch, length: int) -> float:
+    def backward(self, batch: Batch, length: int) -> float:
         """Compute gradients of the whole batch, a few rows at a time."""
         device = self.model.norm.device
         rope = self._rope(length)

@@ -55,6 +55,11 @@ class ManyRules:
         self._allow = "; ".join(dict.fromkeys(rule for rule in rules if rule != FULL))
         self._task: _Task | None = None
 
+    @property
+    def num_processed_tokens(self) -> int:
+        """Tokens processed by the engine of the current task; 0 before the first cell."""
+        return 0 if self._task is None else self._task.llm.engine.num_processed_tokens
+
     def cell(self, key: CellKey) -> Cell:
         """Run all prompts of a cell.
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
@@ -69,6 +70,12 @@ class DecodeSteps:
     def kv_bytes(self) -> int:
         """Bytes of the pages that a step reads."""
         return self._pool.kv.memory.used_bytes
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Current length of each sequence."""
+        memory = self._pool.kv.memory
+        return memory.lengths[memory.live_rows]
 
     def __call__(self) -> None:
         """Run one step."""

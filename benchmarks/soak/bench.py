@@ -20,6 +20,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
+from quire.scheduler.events import EventLog
 from quire.scheduler.schedule_config import ScheduleConfig
 
 ARMS = {
@@ -94,10 +95,19 @@ class Soak:
         model: model of the engine.
         kv: small KV memory.
         config: the workload.
+        events: event log of the engine; None: a log of the default size.
     """
 
-    def __init__(self, model: LoadedModel, kv: KVConfig, config: SoakConfig) -> None:
-        self.engine = Engine(model, kv, ScheduleConfig(max_num_seqs=config.max_num_seqs))
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv: KVConfig,
+        config: SoakConfig,
+        *,
+        events: EventLog | None = None,
+    ) -> None:
+        schedule = ScheduleConfig(max_num_seqs=config.max_num_seqs)
+        self.engine = Engine(model, kv, schedule, events=events)
         self.generated_tokens = 0
         self.requests = 0
         self._config = config

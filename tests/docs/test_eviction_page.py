@@ -87,7 +87,7 @@ def test_every_part_has_a_title(maker: ModuleType):
         load=nothing,
         prompt_maker_for=nothing,
         running_for=nothing,
-        kept=CellFile(None),
+        stored=CellFile(None),
         commit=None,
         show=nothing,
     )

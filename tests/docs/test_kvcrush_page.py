@@ -48,7 +48,7 @@ def test_every_part_has_a_title(maker: ModuleType):
         running_for=nothing,
         recorded_for=nothing,
         rouge_l=nothing,
-        kept=CellFile(None),
+        stored=CellFile(None),
         commit=None,
         show=nothing,
     )

@@ -44,6 +44,7 @@ class Engine:
         return_memory: let the C library return freed CPU memory to the system. By default the
             process keeps it if the model runs on a CPU: see `keep_freed_memory`.
         clock: time in seconds, for time stamps.
+        events: log of KV events; None: a new log of the default size.
 
     Raises:
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
@@ -58,6 +59,7 @@ class Engine:
         pool: PoolMember | None = None,
         return_memory: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        events: EventLog | None = None,
     ) -> None:
         if not return_memory and model.decoder.device.type == "cpu":
             keep_freed_memory()
@@ -66,7 +68,7 @@ class Engine:
         self.shares_pool = pool is not None
         self._runs_in_thread = False  # True while an `AsyncLLM` steps the engine
         kv = kv or KVConfig()
-        self.events = EventLog(clock)
+        self.events = EventLog(clock) if events is None else events
         self.prefix_events = PrefixBroadcast()
         parts = build(
             model,

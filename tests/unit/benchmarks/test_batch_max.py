@@ -1,4 +1,4 @@
-"""The Batch-Max bench: arms, batches, its arithmetic on made numbers, and small runs."""
+"""The Batch-Max benchmark: arms, batches, computation on given values, and small runs."""
 
 from dataclasses import replace
 from functools import partial
@@ -78,7 +78,7 @@ def test_quality_config_includes_all_tasks():
 
 @pytest.mark.paper
 def test_batch_sizes_of_960_samples_equal_the_papers_set():
-    """papers/000 section 4.2: D = {1, 2, 3, 4, 5, 6, 8, ..., 32, 40, 48, ...}."""
+    """Section 4.2 of the paper: D = {1, 2, 3, 4, 5, 6, 8, ..., 32, 40, 48, ...}."""
     assert batch_sizes()[:17] == (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 16, 20, 24, 30, 32, 40, 48)
     assert largest_of(batch_sizes(), 9) == 8
     assert largest_of(batch_sizes(), 0) == 0

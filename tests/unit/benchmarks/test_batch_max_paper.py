@@ -1,4 +1,4 @@
-"""The paper's protocol: what is searched, in which order, and what is claimed of it."""
+"""The paper's protocol: searched caps, their order, and the claims."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Scores by arm, in place of running it; those of Batch-Max rise with the cap up to 0.8."""
+    """Scores by arm, in place of runs; Batch-Max's scores rise with the cap up to 0.8."""
     given = {"fkv": 0.5, "ed_2": 0.0, "ed_9": 0.0}
 
     def judge(model: LoadedModel, task: str, prompts: list[Encoded], how: Batches) -> Judged:
@@ -61,7 +61,7 @@ def protocol(model: LoadedModel, config: PaperConfig = CONFIG, kv: KVConfig = KV
 
 @pytest.mark.usefixtures("scores")
 def test_decode_only_runs_at_largest_batch_that_fits(model: LoadedModel):
-    """Three prompts of 224 tokens with their positions fit, four do not; full KV at three too."""
+    """Three prompts of 224 tokens with positions fit, four do not; full KV also fits three."""
     rows = protocol(model).run()
 
     first = [(row.arm, row.batch, row.judged is None) for row in rows[:4]]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks device`: every arm computes the same numbers, wherever it runs."""
+"""`python -m benchmarks device`: all arms compute equal hidden states on every device."""
 
 import json
 import math
@@ -56,7 +56,7 @@ RULES = st.sampled_from(
 
 
 def harness(case=CASE, link_codecs=None, **options):
-    """On the virtual clock, which calls the work in the order in which operations begin."""
+    """A harness on the virtual clock, which calls the work in the order of start times."""
     options.setdefault("executor", VirtualClock())
     return StepHarness(case, CPU, POOL, link_codecs, poison=True, **options)
 
@@ -67,7 +67,7 @@ def toy():
 
 
 def run(on: StepHarness, batch: BatchTokens, rules: Rules, executor, change=lambda s: s) -> float:
-    """One step with staging of its own; its error."""
+    """Run one step with its own staging; return its error."""
     speeds = speeds_of(MACHINES["h200"], on.case.spec, on.sizes)
     layers = on.case.spec.num_layers
     schedule = change(plan_step(step_work(batch, layers, on.sizes, speeds), rules))
@@ -101,7 +101,7 @@ def test_row_split_between_cpu_and_device_is_merged(case, host):
 
 
 def test_attention_before_its_dependencies_reads_poison(toy):
-    """The test above can fail: with the needs of attention taken away it would."""
+    """The test above detects errors: without the dependencies of attention it fails."""
 
     def hasty(schedule: Schedule) -> Schedule:
         operations = schedule.operations
@@ -177,7 +177,7 @@ def test_cpu_attention_requires_plain_kv():
         OffloadedStep(found.model, Staging(CPU), BatchTokens(rows=4, kv=47), Rules())
 
 
-# ---- room --------------------------------------------------------------------------------------
+# ---- memory limits -----------------------------------------------------------------------------
 
 
 def test_layers_beyond_memory_share_data():
@@ -250,7 +250,7 @@ def test_staging_is_reused_and_grows():
     ],
 )
 def test_expected_seconds_match_the_formulas(model, rows, context, milliseconds):
-    """Of an H200 at 55 GB/s and 650 TFLOP/s; l_A pipelined. The first layer hides nothing."""
+    """An H200 at 55 GB/s and 650 TFLOP/s; l_A pipelined; the first layer does not overlap."""
     case = DecodeCase(model=model, rows=rows, context=context)
 
     found = [1e3 * expected_seconds(case, BY_NAME[n], "h200") for n in ("prefetch", "lA", "lB")]
@@ -330,7 +330,7 @@ def test_busy_link_halves_the_rate():
 
 
 def hybrid(tokens=64):
-    """A preempted request of a toy whose swap space holds half of it."""
+    """A preempted request of a toy model; its swap space holds half of the KV."""
     config = replace(QUICK_DEVICE, device="cpu", repeats=1)
     model = random_model(llama_of(SPECS["toy"], tokens), dtype=torch.bfloat16)
     return measured_hybrid(DeviceBench.of(config), model, tokens)
@@ -345,7 +345,7 @@ def test_half_swapped_request_restores_its_kv():
 
 
 def test_wrong_tail_after_swap_in_is_an_error(monkeypatch):
-    """The test above can fail: with the tail's pages zeroed it would."""
+    """The test above detects errors: with zeroed pages of the tail it fails."""
     append = swapper.append_tail
 
     def zeroed(memory, row, swapped):
@@ -366,7 +366,7 @@ def test_lengths_above_pinnable_swap_space_are_omitted():
     bench.pool.take((1,), torch.uint8)
 
     assert lengths_that_fit(bench) == [32]
-    assert bench.facts()["pinned_bytes"] == 0  # the engine pins its own
+    assert bench.facts()["pinned_bytes"] == 0  # the engine pins its own memory
     with pytest.raises(ConfigError, match="raise --pinned"):
         lengths_that_fit(DeviceBench.of(replace(config, pinned_bytes=sizes[32] - 1)))
 
@@ -388,7 +388,7 @@ CLAIMS = {
 
 
 def check(name: str, config: DeviceBenchConfig, kinds: set[str]) -> None:
-    """Relations of a part that are no times, on whatever device."""
+    """Check relations of a part that hold for any times and devices."""
     bench = DeviceBench.of(config)
     result = PARTS[name](bench)
     claims = result.claims

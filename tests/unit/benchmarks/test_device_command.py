@@ -1,4 +1,4 @@
-"""`python -m benchmarks device` as a user calls it, at toy sizes on a CPU."""
+"""`python -m benchmarks device` as a command, at toy sizes on a CPU."""
 
 import json
 from pathlib import Path

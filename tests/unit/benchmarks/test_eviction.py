@@ -1,4 +1,4 @@
-"""The eviction bench: rules, cells that are kept, arithmetic on made numbers, small runs."""
+"""The eviction benchmark: rules, stored cells, computation on given values, small runs."""
 
 import json
 import math
@@ -134,7 +134,7 @@ def test_cell_keys_cover_full_kv_and_all_rules_budgets_and_schedules():
 
 
 def test_stored_cells_do_not_run_again(tmp_path: Path):
-    """The second run knows the first cell, and one whose line was cut off must be asked again."""
+    """The second run has the first cell; a cell with an incomplete line runs again."""
     first, second, third = (cell("a", "h2o", 3), cell("b", "h2o", 4), cell("c", "h2o", 5))
     kept = CellFile(tmp_path / "cells.jsonl")
     kept.add(first)
@@ -178,7 +178,7 @@ def test_quality_claims_match_hand_computation():
 
 
 def test_cell_counts_hits_and_old_hits(tiny: LoadedModel):
-    """The model is not judged here: graders that always or never agree are."""
+    """The test uses graders that always or never agree, so the model's quality does not matter."""
 
     def make_prompts(task: str, tokens: int, n: int) -> list[GradedPrompt]:
         grades = [1.0, 0.0, 1.0, 1.0]
@@ -271,14 +271,14 @@ def test_capped_texts_use_less_kv_and_are_scored_after_the_cap(tiny: LoadedModel
 
 
 def test_article_rules_match_the_article():
-    """papers/001: full, random, recent, sinks, h2o, h2o with sinks at a quarter of the tokens."""
+    """Full, random, recent, sinks, h2o and h2o with sinks, at a quarter of the tokens."""
     config = EvictionBenchConfig().perplexity
 
     assert [rule.text for rule in config.rules] == ["random", "recent", "sinks", "h2o", "h2o_sinks"]
     assert config.budget == 0.25
 
 
-# ---- what is kept --------------------------------------------------------------------------------
+# ---- retained positions --------------------------------------------------------------------------
 
 
 def test_retained_fractions_match_hand_computation():
@@ -290,7 +290,7 @@ def test_retained_fractions_match_hand_computation():
 
 
 def test_head_agreement_matches_hand_computation():
-    """Head 0 keeps {0, 1}, head 1 {1, 2}: one of three. The other layer's agree: (1/3 + 1) / 2."""
+    """Head 0 retains {0, 1}, head 1 {1, 2}: 1 of 3. The other layer agrees fully: (1/3 + 1) / 2."""
     kept = np.zeros((1, 4, 3), dtype=bool)
     kept[0, 0, [0, 1]] = True
     kept[0, 1, [1, 2]] = True
@@ -317,12 +317,12 @@ def test_recent_retains_newest_and_sinks_also_first_tokens(tiny: LoadedModel):
 
 
 def test_sliding_window_layers_have_no_retained_lanes():
-    """Two of gemma2's four layers: lanes of the others do not stand there twice."""
+    """Two of gemma2's four layers have lanes; sliding-window layers have none."""
     model = load("gemma2")
     config = RetainedConfig(tokens=64, texts=1, budget=0.5, every=8)
     prompt = [3 + i * i % 60 for i in range(64)]
 
-    for rule in ("recent", "h2o"):  # one set a layer, and one a head
+    for rule in ("recent", "h2o"):  # one set per layer, and one per head
         assert retained_positions(model, config, [prompt], Rule(rule)).shape == (1, 4, 64)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks batch-max and eviction as a user calls them, at tiny sizes."""
+"""`python -m benchmarks batch-max` and `eviction` as commands, at tiny sizes."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def benchmark(*arguments: str) -> Result:
 
 
 def refusal(*arguments: str) -> str:
-    """What is said of a call that is refused, without the line breaks of a terminal."""
+    """Error output of a refused call, without line breaks."""
     result = CliRunner().invoke(app, [*arguments])
 
     assert result.exit_code != 0, result.output
@@ -50,7 +50,7 @@ def last_object(result: Result) -> dict:
 
 @pytest.fixture
 def small_batch_max(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--quick, smaller still."""
+    """A configuration smaller than --quick."""
     small = BatchMaxConfig(
         speed=SpeedConfig(
             model="tiny",

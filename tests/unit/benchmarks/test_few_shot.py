@@ -1,4 +1,4 @@
-"""Few-shot prompts from files of examples, and the grades of what is written behind them."""
+"""Few-shot prompts from files of examples, and the grades of their continuations."""
 
 import json
 from pathlib import Path

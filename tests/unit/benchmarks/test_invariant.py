@@ -1,4 +1,4 @@
-"""What `--batch-invariant` costs: both arms run, in turns, and their ratio is by round."""
+"""Cost of `--batch-invariant`: both arms run in turn, and ratios are computed by round."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The KVCrush bench: arms, gains on made numbers, small runs of every part."""
+"""The KVCrush benchmark: arms, gains on given values, small runs of every part."""
 
 import json
 import math
@@ -83,7 +83,7 @@ FULL_RUN = KVCrushBenchConfig()
     "config", [FULL_RUN.quality, FULL_RUN.sweeps, QUICK_KVCRUSH.quality, QUICK_KVCRUSH.sweeps]
 )
 def test_cell_keys_are_unique_and_all_rules_are_valid(config: QualityConfig):
-    """One thing at a time: some dozens of arms, where all products would be thousands."""
+    """One change at a time gives some dozens of arms; all combinations would be thousands."""
     found = keys(config, "m", None)
 
     assert len(found) == len(set(found))
@@ -98,7 +98,7 @@ def test_cell_keys_are_unique_and_all_rules_are_valid(config: QualityConfig):
 
 
 def test_compared_arms_retain_equally_many_tokens():
-    """What OpenVINO's form adds is taken off its cap."""
+    """The cap of OpenVINO's form is lowered by the tokens that it adds."""
     config = QualityConfig()
     arms = [
         arm
@@ -133,7 +133,7 @@ def test_paper_config_divides_the_papers_table():
 
 
 def test_additive_representatives_are_compared_with_an_equal_cap():
-    """h2o protects half of what stays; 128 and a quarter of the 128 left above its least cap."""
+    """h2o protects half of the cap: 128, and a quarter of the 128 above its smallest cap."""
     config = QualityConfig(tables=("additive",), swept=(Rule("h2o"),))
     [table] = tables(config)
     small, large, shared, inside, added = (row.arm for row in table.rows)
@@ -144,7 +144,7 @@ def test_additive_representatives_are_compared_with_an_equal_cap():
 
 
 def test_each_gain_compares_rules_that_differ_only_in_kvcrush():
-    """What a row is compared with differs from it in nothing but KVCrush."""
+    """An arm and the arm it is compared with differ only in KVCrush."""
     for table in tables(KVCrushBenchConfig().sweeps):
         for row in table.rows:
             if row.one_set is not None:
@@ -155,7 +155,7 @@ def test_each_gain_compares_rules_that_differ_only_in_kvcrush():
 
 
 def test_stored_signatures_run_with_repeated_evictions():
-    """After a prompt alone nothing could differ."""
+    """For one eviction after a prompt, stored signatures would make no difference."""
     arms = [row.arm for table in tables(FULL_RUN.sweeps) for row in table.rows]
     kept = [arm for arm in arms if "signatures=stored" in arm.rule.text]
 
@@ -205,7 +205,7 @@ def by_task(config: QualityConfig, **outcomes: str) -> dict[str, Cell]:
 
 
 def test_gain_matches_hand_computation():
-    """Task a wins 1 of 4 for one rule and 1 for the other, b loses 1 of 4 for one: 1/4, -1/8."""
+    """Task a gains 1 of 4 with each rule, task b loses 1 of 4 with one rule: 1/4, -1/8."""
     config = QualityConfig(prompts=4)
     one = by_task(config, a="0011", b="1100"), by_task(config, a="0111", b="1000")
     other = by_task(config, a="0000", b="1111"), by_task(config, a="0100", b="1111")
@@ -231,7 +231,7 @@ def test_bootstrap_interval_matches_the_normal_interval():
 
 
 def test_bootstrap_resamples_groups_if_requested():
-    """Without noise inside: means of two drawn of 0 and 1 are 0, 1/2, 1; both ends are reached."""
+    """Without variance in groups: means of two draws of 0 and 1 are 0, 1/2, 1; both ends occur."""
     groups = [[0.0] * 50, [1.0] * 50]
 
     assert bootstrap_mean(groups, groups_too=False) == (0.5, 0.5)
@@ -244,14 +244,14 @@ def test_bootstrap_of_one_number_has_no_spread(groups_too: bool):
 
 
 def test_bootstrap_of_one_group_equals_that_of_its_numbers():
-    """Nothing is known about other groups: the interval is that of the group's numbers."""
+    """Other groups are unknown: the interval is that of the group's numbers."""
     numbers = [0.0, 1.0] * 20
 
     assert bootstrap_mean([numbers], groups_too=True) == bootstrap_mean([numbers], groups_too=False)
 
 
 def test_claims_match_hand_computation():
-    """All rules alone are right twice of four, one-set ones once, all others three times."""
+    """Base rules alone have two of four correct, one-set rules one, all others three."""
     config = QualityConfig(prompts=4, tasks=("a", "b"))
     alone = {one.alone.rule.text for one in (*by_token(config), *by_page(config))}
     shared = {one.one_set.rule.text for one in (*by_token(config), *by_page(config))}
@@ -305,22 +305,21 @@ def many_rules(model: LoadedModel, config: QualityConfig) -> ManyRules:
 
 @pytest.mark.slow
 def test_prompt_is_prefilled_once_for_rules_with_equal_statistics(tiny: LoadedModel):
-    """Answers are those of rules asked one by one; the second of a kind reads a block or two."""
+    """Outputs equal those of separate runs; the second rule of a kind prefills a block or two."""
     config = replace(SMALL, tables=("shares", "schedule"), prompts=3)
     once, apart = many_rules(tiny, config), Judge(tiny, config.cells, prompt_maker_for(tiny))
-    read: dict[str, int] = {}
+    processed: dict[str, int] = {}
 
     for key in keys(config, "m", None):
         cell = once.cell(key)
         assert cell.outcomes == apart.cell(key).outcomes
-        assert once._task is not None
-        engine = once._task.llm.engine
-        read[key.evict] = engine.num_processed_tokens - sum(read.values())
+        assert once.num_processed_tokens > 0
+        processed[key.evict] = once.num_processed_tokens - sum(processed.values())
 
-    crushed_ = [tokens for evict, tokens in read.items() if "kvcrush" in evict and "end" in evict]
-    assert max(crushed_) > 3 * 60
-    assert sum(crushed_) < 2 * max(crushed_)
-    assert read["full"] > 3 * 60
+    with_kvcrush = [n for evict, n in processed.items() if "kvcrush" in evict and "end" in evict]
+    assert max(with_kvcrush) > 3 * 60
+    assert sum(with_kvcrush) < 2 * max(with_kvcrush)
+    assert processed["full"] > 3 * 60
 
 
 @pytest.mark.slow
@@ -330,7 +329,7 @@ def test_cells_use_the_papers_pages_and_store_outcomes(tiny: LoadedModel):
     shown: list[Cell] = []
 
     result = run_quality(
-        judge.cell, config, model="m", commit=None, kept=CellFile(None), show=shown.append
+        judge.cell, config, model="m", commit=None, stored=CellFile(None), show=shown.append
     )
 
     assert {len(one.outcomes) for one in shown} == {2}
@@ -350,7 +349,7 @@ def test_cells_use_the_papers_pages_and_store_outcomes(tiny: LoadedModel):
 
 
 def test_divergence_matches_hand_computation():
-    """p = (1/2, 1/2), q = (1/4, 3/4): KL = 1/2 log 2 + 1/2 log 2/3; the second row is the same."""
+    """p = (1/2, 1/2), q = (1/4, 3/4): KL = 1/2 log 2 + 1/2 log 2/3; the second row is equal."""
     full = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
     found = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
 
@@ -436,7 +435,10 @@ def test_short_recorded_prompts_raise(tiny: LoadedModel, tmp_path: Path):
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join(json.dumps(one) for one in SUMS))
 
-    with pytest.raises(ConfigError, match=r"0 examples of gsm8k .* more than 1008 tokens, 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"expected 8 examples of gsm8k with prompts of more than 1008 tokens, got 0",
+    ):
         recorded({"gsm8k": path}, tiny, PromptsConfig())
     with pytest.raises(ConfigError, match="--data gsm8k="):
         recorded({}, tiny, PromptsConfig())
@@ -444,7 +446,7 @@ def test_short_recorded_prompts_raise(tiny: LoadedModel, tmp_path: Path):
 
 @pytest.mark.slow
 def test_paged_h2o_and_kvcrush_run_recorded_prompts(tiny: LoadedModel):
-    """A page is 4, a cap 84 of 160 tokens; judges give 1 to who writes as full KV does."""
+    """Pages of 4, a cap of 84 of 160 tokens; graders give 1 to the continuation of full KV."""
     config = PromptsConfig(
         tokens=160, prompts=2, new_tokens=4, paper=PaperConfig(divisor=8), anchors=("mean",)
     )
@@ -458,7 +460,7 @@ def test_paged_h2o_and_kvcrush_run_recorded_prompts(tiny: LoadedModel):
 
     [table] = result.tables
     assert [row[0] for row in table.rows] == [
-        *("H2O, each head its own", "H2O, one set a layer (the paper's)"),
+        *("H2O, one set per head", "H2O, one set per layer (the paper's)"),
         *("KVCrush 25/75, mean", "KVCrush 75/25, mean"),
     ]
     assert {len(row) for row in table.rows} == {len(table.columns)}
@@ -477,7 +479,7 @@ def ticking(*times: float) -> Iterator[float]:
 
 
 def test_stopwatch_charges_the_innermost_phase():
-    """Selection from 1 to 11, signatures inside it from 3 to 7: six seconds and four."""
+    """Selection from 1 to 11, nested signatures from 3 to 7: six seconds and four."""
     times = ticking(1.0, 3.0, 7.0, 11.0)
     watch = Stopwatch(lambda: next(times))
 
@@ -516,7 +518,7 @@ def test_each_phase_takes_time_and_their_sum_is_below_the_run():
 
 def test_overhead_claims_match_hand_computation():
     def run(*seconds: int) -> Run:
-        """Of scoring, selection, signatures, representatives and compaction, in 100 seconds."""
+        """Seconds of the phases in the order of `PHASES`; the run is 100 s."""
         by_phase = dict(zip(PHASES, map(float, seconds), strict=True))
         return Run(evict="", run_s=100.0, seconds=by_phase)
 
@@ -541,7 +543,7 @@ def test_overhead_claims_match_hand_computation():
 
 
 def test_signature_is_64_times_smaller_than_a_key():
-    """32 query heads make 32 bits, a key of 128 numbers of 16 bits 2,048; 8 KV heads have 8."""
+    """32 query heads are 32 bits, a key of 128 16-bit elements 2,048; 8 KV heads have 8 keys."""
     assert signature_bytes.claims() == {
         "key_bits_over_signature_bits": 64,
         "all_keys_bits_over_signature_bits": 512,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kvcrush` as a user calls it, at tiny sizes."""
+"""`python -m benchmarks kvcrush` as a command, at tiny sizes."""
 
 import json
 from dataclasses import replace

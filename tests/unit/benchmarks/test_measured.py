@@ -1,4 +1,4 @@
-"""Measured steps beside their floors."""
+"""Measured steps and their floors."""
 
 import json
 from dataclasses import asdict

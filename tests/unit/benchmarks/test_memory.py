@@ -1,4 +1,4 @@
-"""The memory bench: its parts at small size, and the arithmetic of their claims on made inputs."""
+"""The memory benchmark: small runs of its parts, and claims computed from given inputs."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_run_parts_records_each_duration():
 
 @pytest.mark.paper
 def test_four_beams_that_fork_at_50_last_tokens_use_140_of_128_pages():
-    """papers/001 says 1.05, its own formula 140 / 128; errata.md."""
+    """The article says 1.05; its own formula gives 140 / 128."""
     runs = {(r.course, r.page_tokens): r for r in beam.measure_beams(beam.BeamConfig())}
 
     assert runs[beam.FORK_ONCE, 16].ratio == 140 / 128
@@ -70,7 +70,7 @@ def test_beam_claim_is_largest_ratio_with_pages_of_16():
 
 
 def test_later_requests_hit_the_system_prompt():
-    """3 sharers of 32 tokens, two whole pages: the first reads them, the others find 64."""
+    """3 requests share 32 tokens, two whole pages: the first prefills them, the others hit 64."""
     config = prefix.PrefixConfig(
         model="tiny", sharers=3, system_tokens=32, own_tokens=8, new_tokens=3, repeats=1
     )
@@ -80,8 +80,8 @@ def test_later_requests_hit_the_system_prompt():
     assert result.claims["prefix_prefill_saved_fraction"] == 1.0
     assert result.claims["prefix_equal_answers"] == 1.0
     assert result.claims["prefix_kv_bytes_ratio"] < 1
-    read = 3 * 40 + 3 * 2  # of prompts, and of answers but for their last tokens
-    assert result.claims["prefix_computed_ratio"] == (read - 64) / read
+    computed = 3 * 40 + 3 * 2  # prompts, and outputs without their last tokens
+    assert result.claims["prefix_computed_ratio"] == (computed - 64) / computed
 
 
 def test_prefix_claims_are_ratios_within_rounds():
@@ -112,7 +112,7 @@ def test_prefix_claims_are_ratios_within_rounds():
 
 
 def test_total_time_is_the_sum_over_tokens():
-    """Behind 0 and 1 tokens: 1 s, the shortest length's; behind 2: 2 s; behind 3: 3 s."""
+    """After 0 and 1 tokens: 1 s, as at the shortest length; after 2: 2 s; after 3: 3 s."""
     assert generation.total_s({1: 1.0, 3: 3.0}, 4) == 1.0 + 1.0 + 2.0 + 3.0
 
 

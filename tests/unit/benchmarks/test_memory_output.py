@@ -1,4 +1,4 @@
-"""Tables and pictures of the memory bench, and the command around them."""
+"""Tables and pictures of the memory benchmark, and its command."""
 
 import csv
 import io
@@ -68,7 +68,7 @@ def test_equal_charts_render_equal_pictures():
 
 @pytest.fixture
 def only_made_parts(monkeypatch: pytest.MonkeyPatch):
-    """Two parts that take no time; the first says whether it is run small."""
+    """Two parts without work; the first records whether it runs at small size."""
 
     def first(config):
         small = int(config.simulated.requests is not None)

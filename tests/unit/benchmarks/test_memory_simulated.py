@@ -1,4 +1,4 @@
-"""The simulated parts of the memory bench: what they compare, and how their claims are made."""
+"""Simulated parts of the memory benchmark: their comparisons and claims."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ LENGTHS = ((300, 40), (5_000, 10), (700, 90), (30, 200), (90, 30), (1_200, 15))
 
 @pytest.fixture
 def few(tmp_path: Path) -> SimulatedConfig:
-    """Eighteen conversations in the same second, and nine prompts of which most begin alike."""
+    """Eighteen conversations in one second, and nine prompts, most with a common prefix."""
     rows = [f"2024-01-01 00:00:00.{i:02},{a},{b}" for i, (a, b) in enumerate(3 * LENGTHS)]
     conversations = tmp_path / "few.csv"
     conversations.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
@@ -151,7 +151,7 @@ def test_all_low_watermarks_run_with_and_without_a_high_watermark(few):
 
 
 def test_unbounded_memory_hits_all_repeated_prefixes(few):
-    """Of 9 prompts 7 begin with the two blocks that an earlier one began with."""
+    """Of 9 prompts 7 start with the two blocks of an earlier prompt."""
     claims = reuse.run_reuse(reuse.ReuseConfig(memories=("1GiB",)), few).claims
 
     assert claims["mooncake_reusable_token_fraction"] == 7 * 1024 / (9 * 1100)

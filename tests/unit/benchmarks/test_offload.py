@@ -1,4 +1,4 @@
-"""`python -m benchmarks offload`: what its layers compute, and what its arms are."""
+"""`python -m benchmarks offload`: results of simulated layers, and layouts of the arms."""
 
 from dataclasses import replace
 
@@ -81,7 +81,7 @@ def test_simulated_layers_compute_attention_over_all_kv(xi, x, host, coded, rule
     x, host = min(x, 48), min(host, 48 - min(x, 48))
     if xi != 0.5 and coded:
         coded = False
-    host = 0 if coded else host  # the host attends to plain KV
+    host = 0 if coded else host  # CPU attention requires plain KV
     model = simulated_model(shape, LinkCodecs("float16", "float16") if coded else None)
     batch = BatchTokens(rows=2, x=x, kv=48 - x - host, host=host)
     work = step_work(batch, 3, shape.sizes(coded=coded), speeds())
@@ -94,7 +94,7 @@ def test_simulated_layers_compute_attention_over_all_kv(xi, x, host, coded, rule
 
 
 def test_arms_at_a100_ratios_match_the_formulas():
-    """1.46, 0.316 and 1.86 by the formulas, with c = 0 and endless layers."""
+    """1.46, 0.316 and 1.86 by the formulas, with c = 0 and infinitely many layers."""
     plain = speeds(other=0.0)
     sizes, tokens = SHAPE.sizes(), 1000
     times = {}

@@ -69,7 +69,7 @@ def test_page_escapes_text():
 
 
 def test_table_row_matches_hand_computation():
-    """1 MB at 1 GB/s take 1 ms, 2 GFLOP at 1 TFLOP/s 2 ms; 10 ms were taken, of 70 in all."""
+    """1 MB at 1 GB/s is 1 ms, 2 GFLOP at 1 TFLOP/s is 2 ms; measured 10 ms of 70."""
     roofline = roofline_from(run_object())
     [first, *_] = cells(roofline.measures[0], roofline)
 

@@ -1,4 +1,4 @@
-"""Measured parts of a step: which steps count, and that their times add up."""
+"""Measured components of a step: the counted steps, and the sum of their times."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def measures() -> dict[str, StepMeasure]:
 
 
 def test_prefill_and_decode_steps_are_measured(measures: dict[str, StepMeasure]):
-    """4 prompts of 40 tokens fit into one step; of the 7 decode steps the last ends them all."""
+    """4 prompts of 40 tokens fit in one step; the last of the 7 decode steps ends all requests."""
     assert list(measures) == ["prefill", "decode"]
     assert (measures["prefill"].tokens, measures["prefill"].steps) == (160, 1)
     assert (measures["decode"].tokens, measures["decode"].steps) == (4, 6)

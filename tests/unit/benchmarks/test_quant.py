@@ -1,4 +1,4 @@
-"""The bench of codecs, part by part, at tiny sizes and with hand-made numbers."""
+"""The codec benchmark, part by part, at tiny sizes and with given values."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_codec_bytes_match_hand_computation():
 
 
 def test_sequence_bytes_match_hand_computation():
-    """A page of 16 slots and 2 heads of 4 channels: keys and values, and its number."""
+    """A page of 16 slots and 2 heads of 4 channels: keys and values, and its page table entry."""
     config = CapacityConfig(head_dim=4, num_kv_heads=2, tokens=40)
     page = 2 * 16 * 2 * 4 * 2 + 4
 
@@ -76,7 +76,7 @@ def test_capacity_ratios_reach_the_claims():
 
 
 def test_ratios_are_computed_within_rounds():
-    """The machine is twice as fast in the second round: no ratio moves."""
+    """The machine is twice as fast in the second round; ratios do not change."""
     times = AttentionTimes(
         tokens=4096,
         read_bytes_per_s=(100.0, 200.0, 100.0),
@@ -167,7 +167,7 @@ def test_orderings_are_ratios_of_kl():
 
 
 def test_mixed_codecs_are_compared_with_the_best_uniform_codec():
-    """0.2 over 0.4 with the same body, 0.2 over 0.3 with the best of all."""
+    """0.2 over 0.4 with the same base codec, 0.2 over 0.3 with the best uniform codec."""
     found = {
         0.25: {
             "none": texts("none", 0.9, 1.0),
@@ -228,8 +228,7 @@ def test_step_adds_a_token_to_every_sequence():
 
     for step in steps.values():
         step()
-        memory = step._pool.kv.memory
-        assert memory.lengths[memory.live_rows].tolist() == [41] * 3
+        assert step.lengths.tolist() == [41] * 3
 
     assert before["none"] == 3 * model.spec.kv_bytes(48, 2)
     assert before["int8"] < 0.6 * before["none"]

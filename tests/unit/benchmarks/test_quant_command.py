@@ -1,4 +1,4 @@
-"""`python -m benchmarks quant` as a user calls it, at tiny sizes."""
+"""`python -m benchmarks quant` as a command, at tiny sizes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The rebatch bench: loads, the bound, what runs count, claims, the command."""
+"""The rebatch benchmark: loads, the bound, counts of runs, claims, the command."""
 
 import json
 from dataclasses import replace
@@ -79,7 +79,7 @@ def test_clock_skips_idle_time():
 
 
 def test_list_scheduling_matches_hand_computation():
-    """Two rows, queries (prompt, answer) = (3, 2), (1, 3), (2, 1), (2, 2), first come first served.
+    """Two rows, queries (prompt, output) = (3, 2), (1, 3), (2, 1), (2, 2), first come first served.
 
     Reads cost 1 each, a step 10 and 1 for a slot.
         read 1, 2: 2 s. step: slots 4 + 2 = 16 s, the first has ended
@@ -127,14 +127,14 @@ def test_all_arms_complete_all_queries(found):
 
 
 def test_dense_and_paged_arms_generate_equal_tokens(found):
-    """Same weights, greedy, float32: at least the first tokens are equal everywhere."""
+    """Same weights, greedy, float32: at least the first tokens are equal in all arms."""
     for at in found:
         firsts = {tuple(a[0] for a in run.answers) for run in at.rounds[0].values()}
         assert len(firsts) == 1
 
 
 def test_counts_match_the_papers_statements(found):
-    """Static rows stand idle, BATON's do not; shaping leaves holes; embedding takes less memory."""
+    """Static rows are idle, BATON's are not; shaping has pads; embedding uses less memory."""
     for at in found:
         [runs] = at.rounds
         static, embedding, shaping = runs[STATIC], runs[EMBEDDING], runs[SHAPING]

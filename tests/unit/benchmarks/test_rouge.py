@@ -1,4 +1,4 @@
-"""ROUGE-2 and ROUGE-L against values worked out by hand."""
+"""ROUGE-2 and ROUGE-L compared with values computed by hand."""
 
 import pytest
 

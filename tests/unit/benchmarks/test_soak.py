@@ -1,4 +1,4 @@
-"""Memory over many tokens: the bench's own arithmetic, and that no Python object is left behind."""
+"""Resident memory over many tokens: the benchmark's computation, and leaked Python objects."""
 
 import json
 import statistics
@@ -18,18 +18,19 @@ CONFIG = SoakConfig(tokens=1_000, max_num_seqs=16, prompt_tokens=24, new_tokens=
 TESTS = Path(__file__).parents[2]
 TRACED = """
 import gc, json, tracemalloc
-from collections import deque
 import torch
 from support import engines
 from benchmarks.soak.bench import Soak, SoakConfig
 from quire.config.kv_config import KVConfig
+from quire.scheduler.events import EventLog
 
 torch.set_num_threads(1)
 config = SoakConfig(max_num_seqs=16, prompt_tokens=24, new_tokens=32)
 found = []
 for memory, evict in (("48KiB", "full"), ("32KiB", "recent:cap=16,every=4,sinks=2")):
-    soak = Soak(engines.load("llama"), KVConfig(memory=memory, page_tokens=4, evict=evict), config)
-    soak.engine.events._newest = deque(maxlen=64)  # full at once, not after thousands of tokens
+    kv = KVConfig(memory=memory, page_tokens=4, evict=evict)
+    # a small log is full at once, not after thousands of tokens
+    soak = Soak(engines.load("llama"), kv, config, events=EventLog(kept=64))
     tracemalloc.start()
     left = [(0, 0)]
     for _ in range(8):
@@ -43,7 +44,7 @@ for memory, evict in (("48KiB", "full"), ("32KiB", "recent:cap=16,every=4,sinks=
     found.append({"bytes_per_token": grown, "preemptions": preemptions})
 print(json.dumps(found))
 """
-LEAST_OBJECT_BYTES = 24  # one float kept for every token would be that much
+LEAST_OBJECT_BYTES = 24  # size of one float per token
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,9 @@ def test_leak_has_its_rate_as_slope():
     leaking = result((n, 1_000_000 + 32 * n) for n in range(0, 1_000, 10))
 
     assert leaking.slope_bytes_per_token == pytest.approx(32)
-    assert leaking.growth_bytes == 32 * 900  # between the middles of the first and the last tenth
+    assert (
+        leaking.growth_bytes == 32 * 900
+    )  # from the middle of the first tenth to that of the last
     assert leaking.growth_fraction == pytest.approx(32 * 900 / 1_000_000)
 
 
@@ -86,7 +89,7 @@ def test_summary_claims_the_arm_that_grows_most():
 
 @pytest.mark.slow
 def test_generated_tokens_leave_no_python_objects():
-    """In a process of its own: the type checks of tests keep objects too."""
+    """The measurement runs in a separate process, because type checks of tests keep objects."""
     ran = subprocess.run(
         [sys.executable, "-c", TRACED], capture_output=True, text=True, check=True, cwd=TESTS
     )
@@ -94,7 +97,7 @@ def test_generated_tokens_leave_no_python_objects():
 
     assert len(found) == 2
     for arm in found:
-        settled = arm["bytes_per_token"][4:]  # at first Python fills lists of free objects
+        settled = arm["bytes_per_token"][4:]  # in the first rounds Python fills its free lists
         assert arm["preemptions"] > 0
         assert statistics.median(settled) < LEAST_OBJECT_BYTES / 2, arm
 

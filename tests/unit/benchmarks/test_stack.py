@@ -1,4 +1,4 @@
-"""The stack bench: one load, one memory, five ways to keep KV in it."""
+"""The stack benchmark: one load, one memory size, five KV configurations."""
 
 import json
 from dataclasses import replace
@@ -62,7 +62,7 @@ def made_up(arm: str, total_s: float, max_batch: int) -> StackRun:
 
 
 def test_ratios_are_medians_of_ratios_within_rounds():
-    """Over rounds 10 s / 5 s, 12 s / 4 s, 10 s / 2 s: 2, 3 and 5, the middle is 3."""
+    """Rounds 10 s / 5 s, 12 s / 4 s, 10 s / 2 s have ratios 2, 3 and 5; the median is 3."""
     times = ((10.0, 5.0), (12.0, 4.0), (10.0, 2.0))
     rounds = [[made_up("contiguous", a, 4), made_up("int4", b, 22)] for a, b in times]
     numbers = claims(StackFound(rounds=rounds, regrets=(0.0, 0.1), computed_s=2.0))

@@ -1,4 +1,4 @@
-"""Measuring swaps, reading and their break-even: what is counted, and that arithmetic by hand."""
+"""Measurements of swaps, prefill and their break-even: counts, and computation by hand."""
 
 import math
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_every_size_is_measured_in_both_directions():
 
 
 def test_rates_are_fitted_to_scattered_pages():
-    """Out: 1 ms and 1 ns a byte, of whose call 0.1 ms is the piece; packed times are left out."""
+    """Out: 1 ms and 1 ns per byte; 0.1 ms of a call is per page; packed times are not used."""
     times = [
         CopyTimes(num_bytes=n, scattered=True, out_s=1e-3 + n * 1e-9, back_s=n * 2e-9)
         for n in (10**5, 10**6, 10**7)
@@ -103,7 +103,7 @@ def test_every_chunk_of_a_prompt_is_measured(model):
 
 
 def test_prefill_rates_match_hand_computation():
-    """2 ms a step, 10 us a token, 3 ns a square."""
+    """2 ms per step, 10 us per token, 3 ns per square."""
     shapes = [(16, 0), (64, 0), (64, 500), (16, 2000), (64, 3000)]
     times = [
         ChunkTime(
@@ -154,11 +154,11 @@ def test_every_length_is_swapped_and_recomputed_in_every_round(model):
 
 
 def test_break_even_is_between_lengths_with_different_faster_methods():
-    """Ratios 1/2 at 100 and 2 at 400: half way on both logarithmic scales, at 200."""
+    """Ratios 1/2 at 100 and 2 at 400: the middle of both logarithmic scales is 200."""
     assert measured_breakeven({100: 0.5, 400: 2.0, 800: 3.0}) == pytest.approx(200)
     assert measured_breakeven({100: 1.5, 400: 2.0}) == 0
     assert measured_breakeven({100: 0.5, 400: 0.9}) == math.inf
-    # a lucky short one does not count: after it recomputing was cheaper again
+    # a fast swap at a short length does not count if recompute is faster at a longer one
     assert measured_breakeven({50: 1.1, 100: 0.5, 400: 2.0}) == pytest.approx(200)
 
 

@@ -1,4 +1,4 @@
-"""The throughput bench: its arithmetic, its arms, and what it says of wrong options."""
+"""The throughput benchmark: its computation, its arms, and errors of invalid options."""
 
 from dataclasses import replace
 
@@ -112,7 +112,7 @@ def test_attention_claims_without_c_use_gathering():
 
 
 def test_all_arms_produce_outputs_with_small_regret():
-    """Answers may part at near ties of bfloat16 logits: small regret is what is asked of them."""
+    """Outputs can differ at near ties of bfloat16 logits, so the test requires small regret."""
     bench = ThroughputBench(QUICK_THROUGHPUT)
     rounds = list(bench.rounds())
 
@@ -176,7 +176,7 @@ def test_workload_above_the_context_raises():
 
 
 def test_every_round_prefills_its_prompts() -> None:
-    """Rounds repeat their prompts: with a prefix cache all but the first would read nothing."""
+    """Rounds repeat their prompts: with a prefix cache only the first round would prefill."""
     workload = QUICK_WORKLOAD
     arm = QuireArm(random_model(workload.shape(), dtype=torch.bfloat16), workload)
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks throughput` and `prefill`: quick runs, JSON, wrong options."""
+"""`python -m benchmarks throughput` and `prefill`: quick runs, JSON, invalid options."""
 
 import importlib.util
 import json

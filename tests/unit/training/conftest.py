@@ -1,4 +1,4 @@
-"""`training` lies beside the package, at the root of the repository."""
+"""`training` is at the root of the repository, outside the package."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The parts of the recipe: structured start, Muon, primer, batches, schedule, books."""
+"""Components of the recipe: structured init, Muon, primer, batches, schedule, books."""
 
 import lzma
 import random

@@ -1,4 +1,4 @@
-"""A run resumes exactly, and what it writes is a Llama that Transformers reads."""
+"""A run resumes exactly, and its output is a Llama that Transformers loads."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch():
     for micro_tokens in (48, 192):
         trainer = make_trainer(Recipe(plan="48:3:192", micro_tokens=micro_tokens, autocast=False))
         batch = trainer.maker.batch(0, trainer.plan.stages[0], 0.5)
-        trainer._backward(batch, 48)
+        trainer.backward(batch, 48)
         gradients.append(trainer.model.embed.weight.grad)
 
     assert gradients[0].abs().max() > 0

@@ -1,4 +1,4 @@
-"""Executors: the same numbers as without any offloading, whatever is late."""
+"""Executors: results are equal to those without offloading, for any durations."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def assert_right(model: HostedModel) -> None:
 
 @given(TOKENS, RULES, st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
 def test_any_durations_compute_equal_results(tokens, rules, layers, embedded, draw):
-    """On the virtual clock, which calls the work in the order in which operations begin."""
+    """On the virtual clock, which calls the work in the order of start times."""
     model = HostedModel(tokens, layers, rules.slots, ring=rules.x_ring)
     schedule = plan_step(step_of(tokens, layers, embedded=embedded), rules)
 
@@ -70,7 +70,7 @@ def test_threads_with_random_delays_compute_equal_results(tokens, rules, layers,
 
 
 def test_slot_read_before_its_copy_is_detected():
-    """The poison works: with a need of attention taken away, it meets NaN."""
+    """Poisoned staging detects errors: without a dependency of attention it reads NaN."""
     tokens = BatchTokens(rows=1, kv=4, resident=1)
     model = HostedModel(tokens, 2)
     schedule = plan_step(step_of(tokens, 2))
@@ -131,13 +131,13 @@ def test_throttled_link_has_its_rate_and_can_change():
 
 
 def test_deadlines_are_absolute(monkeypatch):
-    """A thread that wakes late does not make what comes behind it later; work that is late does."""
+    """A thread that wakes late does not delay later operations; late work does."""
     clock = iter([0.0, 0.0, 0.0, 0.0, 20.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     schedule = plan_step(step_of(BatchTokens(rows=1, kv=4), 5))
     pace = Pace(lambda _: 1.0)
     stopped = threading.Event()
-    stopped.set()  # nobody waits
+    stopped.set()  # no thread waits
 
     ready = (5.0, 5.5, 8.2, 8.5, 9.0)
     due = [pace.wait(op, at, stopped) for op, at in zip(schedule.lanes[IN], ready, strict=True)]

@@ -1,4 +1,4 @@
-"""Schedules on the virtual clock: equal to the formulas, sound in every layout."""
+"""Schedules on the virtual clock: equal to the formulas, valid in every layout."""
 
 from itertools import pairwise
 
@@ -92,7 +92,7 @@ def test_chunked_step_time_matches_the_formula(rates, x, kv, layers, chunks):
 
 @given(RATES, st.integers(0, 40), st.integers(1, 6))
 def test_planned_split_is_never_slower_than_transferring_all_kv(rates, tokens, layers):
-    """Exactly so in the steady state; a first layer may add its X, which nothing hides."""
+    """Exact in the steady state; the first layer can add its X, which does not overlap."""
     split = pipelined_split(rates, tokens)
 
     chosen_s = seconds_of(step_of(rates, split, tokens - split, layers), x_chunks=1)
@@ -137,7 +137,7 @@ def test_paper_split_has_the_papers_runtime():
 
 @given(RATES, st.integers(1, 30), st.integers(1, 30), st.floats(1, 99), st.integers(1, 4))
 def test_several_batches_match_the_formula(rates, x, kv, weights, batches):
-    """Columns: a layer takes max(W + n carried, n recomputed) once the first has passed."""
+    """Columns: after the first layer, a layer takes max(W + n transfers, n recomputes)."""
     sizes = {
         "kv_weight_bytes": weights / 4,
         "qo_weight_bytes": weights / 4,
@@ -191,7 +191,7 @@ def test_cpu_attention_adds_its_rate(xi, kv_s, host_s, tokens, layers):
 
 
 def test_several_devices_share_one_host():
-    """Attending on the host takes turns; links and devices do not."""
+    """CPU attention of all devices runs in turn; links and devices run in parallel."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5)
     offloaded = StepWork(
         layers=even_layers((BatchTokens(rows=1, host=10),), 5),
@@ -275,8 +275,8 @@ def test_hidden_states_are_copied_out_and_in_between_batches():
     )
     schedule = plan_step(work)
 
-    assert copied_bytes(schedule, Kind.HIDDEN_IN) == 3 * 3 * 6  # not into the first layer
-    assert copied_bytes(schedule, Kind.HIDDEN_OUT) == 3 * 3 * 6  # nor out of the last
+    assert copied_bytes(schedule, Kind.HIDDEN_IN) == 3 * 3 * 6  # not for the first layer
+    assert copied_bytes(schedule, Kind.HIDDEN_OUT) == 3 * 3 * 6  # not for the last layer
     assert copied_bytes(schedule, Kind.KV_OUT) == 4 * 9
     VirtualClock().run(schedule).check()
 
@@ -339,7 +339,7 @@ def test_every_layout_is_valid_and_complete(layers, rules):
 
 
 def _slots_are_overwritten_after_their_use(schedule, timeline, ring):
-    """What fills a slot begins when what last read it has ended: X projected, KV attended to."""
+    """An operation fills a slot after its last reader: X after projection, KV after attention."""
     readers = {Kind.X_IN: Kind.PROJECT, Kind.KV_IN: Kind.ATTEND, Kind.WEIGHTS_IN: Kind.LAYER}
     weight_slots = max(2, 1 + max(op.slot for op in schedule.operations))
     for op in schedule.operations:
@@ -356,7 +356,7 @@ def _slots_are_overwritten_after_their_use(schedule, timeline, ring):
 
 
 def test_x_ring_costs_no_steady_state_time_and_little_staging():
-    """With c of less than the pieces that the ring holds ahead; staging is 4 % above KV alone."""
+    """With c below the chunks that the ring holds ahead; staging is 4 % above KV alone."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.58, other_s=20.0)
     split = pipelined_split(rates, 960)
     work = [step_of(rates, split, 960 - split, layers) for layers in (10, 30)]

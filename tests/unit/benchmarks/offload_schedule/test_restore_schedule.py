@@ -1,4 +1,4 @@
-"""Schedules of restorations, and of several ways the fastest."""
+"""Schedules of prefix loads, and the fastest of several variants."""
 
 import pytest
 from hypothesis import given
@@ -73,7 +73,7 @@ def test_prefix_start_is_recomputed_forwards_and_rest_loaded_backwards():
     st.integers(1, 5),
 )
 def test_fastest_variant_is_never_slower_than_transferring_all(xi, rho, call_s, tokens, layers):
-    """Exactly: with few layers and dear calls a split may lose, and then nothing is recomputed."""
+    """Exact: with few layers and long fixed times a split can lose; then nothing is recomputed."""
     rate = CopyRate(bytes_per_s=1.0, call_s=call_s)
     speeds = Speeds(inward=rate, outward=rate, project_token_s=rho, project_call_s=call_s)
 
