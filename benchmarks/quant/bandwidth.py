@@ -72,7 +72,7 @@ class DecodeSteps:
         return self._pool.kv.memory.used_bytes
 
     @property
-    def lengths(self) -> NDArray[np.int32]:
+    def lengths(self) -> NDArray[np.int64]:
         """Current length of each sequence."""
         memory = self._pool.kv.memory
         return memory.lengths[memory.live_rows]

@@ -1,7 +1,6 @@
 """Part `trace`: recorded arrivals with urgent requests, in a KV memory that is too small.
 
 The arrival rate is `load` times the rate of ideal list scheduling. The clock skips idle time.
-Idle time between arrivals is skipped.
 """
 
 import statistics

@@ -270,7 +270,7 @@ def table_of(**scores: tuple[float, float, float]) -> list[Judged]:
     ]
 
 
-def everything(bm_50: tuple[float, float, float]) -> list[Judged]:
+def judged_arms(bm_50: tuple[float, float, float]) -> list[Judged]:
     return table_of(
         fkv=(1.0, 0.5, 0.0),
         ed_2=(0.0, 0.0, 0.0),
@@ -284,29 +284,31 @@ def everything(bm_50: tuple[float, float, float]) -> list[Judged]:
 
 def test_quality_is_mean_over_tasks_of_ratios():
     """0.5 / 1, 0.5 / 0.5 and a task that full KV fails: 0.5, 1 and 1."""
-    found = everything((1.0, 0.5, 0.0))
+    found = judged_arms((1.0, 0.5, 0.0))
 
     assert over_full(found, "bm_25") == {"a": 0.5, "b": 1.0, "c": 1.0}
     assert quality_over_full(found, "bm_25") == pytest.approx(2.5 / 3)
 
 
 def test_least_good_share_is_smallest_cap_with_all_larger_caps_good():
-    assert least_good_share(SMALL, everything((1.0, 0.5, 0.0))) == 0.5
-    assert least_good_share(SMALL, everything((0.9, 0.5, 0.0))) == 0.75
-    lucky = [replace(c, score=0.0) if c.arm == "bm_75" else c for c in everything((1.0, 0.5, 0.0))]
-    assert least_good_share(SMALL, lucky) is None
+    assert least_good_share(SMALL, judged_arms((1.0, 0.5, 0.0))) == 0.5
+    assert least_good_share(SMALL, judged_arms((0.9, 0.5, 0.0))) == 0.75
+    with_one_bad_cap = [
+        replace(c, score=0.0) if c.arm == "bm_75" else c for c in judged_arms((1.0, 0.5, 0.0))
+    ]
+    assert least_good_share(SMALL, with_one_bad_cap) is None
 
 
 def test_quality_claims_match_hand_computation():
-    made = quality_claims(SMALL, everything((1.0, 0.5, 0.0)))
+    found = quality_claims(SMALL, judged_arms((1.0, 0.5, 0.0)))
 
-    assert made["bm_quality_over_fkv"] == made["bm_25_quality_over_fkv"] == pytest.approx(2.5 / 3)
-    assert made["bm_50_quality_over_fkv"] == 1.0
-    assert made["end_25_quality_over_fkv"] == pytest.approx((0.25 + 0 + 1) / 3)
-    assert made["ed_2_quality_over_fkv"] == pytest.approx(1 / 3)
-    assert made["bm_good_cap_share"] == 0.5
-    assert made["tasks_full_kv_fails"] == 1
-    assert made["tiny_bm_25_tokens_per_s"] == 50.0
+    assert found["bm_quality_over_fkv"] == found["bm_25_quality_over_fkv"] == pytest.approx(2.5 / 3)
+    assert found["bm_50_quality_over_fkv"] == 1.0
+    assert found["end_25_quality_over_fkv"] == pytest.approx((0.25 + 0 + 1) / 3)
+    assert found["ed_2_quality_over_fkv"] == pytest.approx(1 / 3)
+    assert found["bm_good_cap_share"] == 0.5
+    assert found["tasks_full_kv_fails"] == 1
+    assert found["tiny_bm_25_tokens_per_s"] == 50.0
 
 
 def words(size: int) -> PreTrainedTokenizerFast:

@@ -35,23 +35,23 @@ def model() -> LoadedModel:
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Scores by arm, in place of runs; Batch-Max's scores rise with the cap up to 0.8."""
-    given = {"fkv": 0.5, "ed_2": 0.0, "ed_9": 0.0}
+    scores_by_arm = {"fkv": 0.5, "ed_2": 0.0, "ed_9": 0.0}
 
-    def judge(model: LoadedModel, task: str, prompts: list[Encoded], how: Batches) -> Judged:
-        kind, _, cap = how.arm.partition("_")
+    def judge(model: LoadedModel, task: str, prompts: list[Encoded], batches: Batches) -> Judged:
+        kind, _, cap = batches.arm.partition("_")
         return Judged(
             task=task,
-            arm=how.arm,
-            batch=how.batch,
-            score=int(cap) / 200 if kind == "bm" else given[how.arm],
+            arm=batches.arm,
+            batch=batches.batch,
+            score=int(cap) / 200 if kind == "bm" else scores_by_arm[batches.arm],
             samples=12,
             total_s=1.0,
-            new_tokens=10 * how.batch,
+            new_tokens=10 * batches.batch,
             peak_bytes=1000,
         )
 
     monkeypatch.setattr(paper, "judge", judge)
-    return given
+    return scores_by_arm
 
 
 def protocol(model: LoadedModel, config: PaperConfig = CONFIG, kv: KVConfig = KV) -> PaperProtocol:

@@ -103,7 +103,7 @@ def test_row_split_between_cpu_and_device_is_merged(case, host):
 def test_attention_before_its_dependencies_reads_poison(toy):
     """The test above detects errors: without the dependencies of attention it fails."""
 
-    def hasty(schedule: Schedule) -> Schedule:
+    def without_dependencies(schedule: Schedule) -> Schedule:
         operations = schedule.operations
         return Schedule(
             tuple(replace(op, needs=()) if op.kind == Kind.ATTEND else op for op in operations)
@@ -112,7 +112,9 @@ def test_attention_before_its_dependencies_reads_poison(toy):
     batch = BatchTokens(rows=4, kv=48)
     run(toy, batch, Rules(), VirtualClock())
 
-    assert math.isnan(run(toy, batch, Rules(), VirtualClock(lambda op: op.lane == IN), hasty))
+    assert math.isnan(
+        run(toy, batch, Rules(), VirtualClock(lambda op: op.lane == IN), without_dependencies)
+    )
 
 
 @pytest.mark.parametrize("case", [CASE, GROUPED], ids=["multi-head", "grouped"])

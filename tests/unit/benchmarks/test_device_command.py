@@ -35,7 +35,7 @@ def test_run_writes_tables_and_pictures_and_states_the_cpu(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--parts", "speed"), "sweep"),
         (("--models", "toys", "--quick"), "toy"),
@@ -44,8 +44,8 @@ def test_run_writes_tables_and_pictures_and_states_the_cpu(tmp_path: Path):
         (("--quick", "--parts", "step", "--pinned", "99999GiB"), "lower --pinned"),
     ],
 )
-def test_invalid_options_raise(arguments: tuple[str, ...], says: str):
+def test_invalid_options_raise(arguments: tuple[str, ...], message: str):
     result = device(*arguments)
 
     assert result.exit_code != 0
-    assert says in result.output + str(result.exception)
+    assert message in result.output + str(result.exception)

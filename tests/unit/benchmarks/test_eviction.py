@@ -60,7 +60,7 @@ def test_rule_builds_the_evict_value():
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "says"),
+    ("text", "error", "message"),
     [
         ("h2p", UnknownName, "h2o"),
         ("snapkv:windw=3", UnknownName, "window"),
@@ -68,8 +68,8 @@ def test_rule_builds_the_evict_value():
         ("full,h2o", ConfigError, "which always runs"),
     ],
 )
-def test_invalid_rules_raise(text: str, error: type[Exception], says: str):
-    with pytest.raises(error, match=says):
+def test_invalid_rules_raise(text: str, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
         rules_of(text)
 
 
@@ -136,32 +136,32 @@ def test_cell_keys_cover_full_kv_and_all_rules_budgets_and_schedules():
 def test_stored_cells_do_not_run_again(tmp_path: Path):
     """The second run has the first cell; a cell with an incomplete line runs again."""
     first, second, third = (cell("a", "h2o", 3), cell("b", "h2o", 4), cell("c", "h2o", 5))
-    kept = CellFile(tmp_path / "cells.jsonl")
-    kept.add(first)
+    store = CellFile(tmp_path / "cells.jsonl")
+    store.add(first)
     with (tmp_path / "cells.jsonl").open("a") as file:
         file.write(json.dumps(second.to_json())[:40] + "\n")
 
     requested: list[CellKey] = []
     shown: list[Cell] = []
 
-    def ask(key: CellKey) -> Cell:
+    def run_cell(key: CellKey) -> Cell:
         requested.append(key)
         return {second.key: second, third.key: third}[key]
 
-    found = list(measure_cells(ask, [first.key, second.key, third.key], kept, shown.append))
+    found = list(measure_cells(run_cell, [first.key, second.key, third.key], store, shown.append))
 
     assert found == [first, second, third]
     assert requested == [second.key, third.key]
     assert shown == [second, third]
-    assert set(kept.read().values()) == {first, second, third}
+    assert set(store.read().values()) == {first, second, third}
     assert CellFile(None).read() == {}
 
 
 def test_cell_of_another_commit_is_not_reused(tmp_path: Path):
-    kept = CellFile(tmp_path / "cells.jsonl")
-    kept.add(cell("a", "h2o", 3))
+    store = CellFile(tmp_path / "cells.jsonl")
+    store.add(cell("a", "h2o", 3))
 
-    assert replace(cell("a", "h2o", 3).key, commit="def") not in kept.read()
+    assert replace(cell("a", "h2o", 3).key, commit="def") not in store.read()
 
 
 def test_quality_claims_match_hand_computation():
@@ -282,22 +282,22 @@ def test_article_rules_match_the_article():
 
 
 def test_retained_fractions_match_hand_computation():
-    kept = np.zeros((2, 2, 4), dtype=bool)  # 2 texts, 2 lanes, 4 positions
-    kept[0, 0, 0] = kept[1, 0, 0] = kept[0, 0, 3] = True
-    kept[:, 1, 2:] = True
+    retained = np.zeros((2, 2, 4), dtype=bool)  # 2 texts, 2 lanes, 4 positions
+    retained[0, 0, 0] = retained[1, 0, 0] = retained[0, 0, 3] = True
+    retained[:, 1, 2:] = True
 
-    assert binned(kept, 2).tolist() == [[0.5, 0.25], [0.0, 1.0]]
+    assert binned(retained, 2).tolist() == [[0.5, 0.25], [0.0, 1.0]]
 
 
 def test_head_agreement_matches_hand_computation():
     """Head 0 retains {0, 1}, head 1 {1, 2}: 1 of 3. The other layer agrees fully: (1/3 + 1) / 2."""
-    kept = np.zeros((1, 4, 3), dtype=bool)
-    kept[0, 0, [0, 1]] = True
-    kept[0, 1, [1, 2]] = True
-    kept[0, 2:, 0] = True
+    retained = np.zeros((1, 4, 3), dtype=bool)
+    retained[0, 0, [0, 1]] = True
+    retained[0, 1, [1, 2]] = True
+    retained[0, 2:, 0] = True
 
-    assert agreement(kept, 2) == pytest.approx((1 / 3 + 1) / 2)
-    assert agreement(kept, 1) == 1.0
+    assert agreement(retained, 2) == pytest.approx((1 / 3 + 1) / 2)
+    assert agreement(retained, 1) == 1.0
 
 
 def test_recent_retains_newest_and_sinks_also_first_tokens(tiny: LoadedModel):

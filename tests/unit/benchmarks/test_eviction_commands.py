@@ -137,7 +137,7 @@ def test_paper_protocol_runs_on_a_given_model_and_examples(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--protocol", "papers"), "paper"),
         (("--protocol", "paper", "--task", "gsm8"), "gsm8k"),
@@ -152,8 +152,8 @@ def test_paper_protocol_runs_on_a_given_model_and_examples(tmp_path: Path):
         (("--parts", "sped"), "speed"),
     ],
 )
-def test_invalid_values_raise(arguments: tuple[str, ...], says: str):
-    assert says in refusal("batch-max", *arguments)
+def test_invalid_values_raise(arguments: tuple[str, ...], message: str):
+    assert message in refusal("batch-max", *arguments)
 
 
 def test_too_few_examples_raise(tmp_path: Path):
@@ -173,7 +173,7 @@ def test_eviction_prints_claims_and_continues_an_interrupted_run(tmp_path: Path)
 
     first = benchmark("eviction", "--quick", "--json", "--budgets", "50", "--out", str(out))
     run = last_object(first)
-    again = benchmark(
+    continued = benchmark(
         *("eviction", "--quick", "--json", "--parts", "quality", "--budgets", "50,25"),
         *("--out", str(out)),
     )
@@ -185,7 +185,7 @@ def test_eviction_prints_claims_and_continues_an_interrupted_run(tmp_path: Path)
     assert len(run["arms"]["quality"]["raw"]["cells"]) == 3  # full, and a rule in two schedules
     assert (out / "eviction-kept.svg").read_text().count("<svg") == 1
     assert len((out / "cells.jsonl").read_text().splitlines()) == 5
-    more = last_object(again)["arms"]["quality"]["raw"]["cells"]
+    more = last_object(continued)["arms"]["quality"]["raw"]["cells"]
     assert more[:2] == run["arms"]["quality"]["raw"]["cells"][:2]
     assert len(more) == 5
 
@@ -207,7 +207,7 @@ def test_rules_tasks_and_schedules_are_selected():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--rules", "h2p"), "h2o"),
         (("--tasks", "lined"), "lines"),
@@ -218,8 +218,8 @@ def test_rules_tasks_and_schedules_are_selected():
         (("--quick", "--parts", "perplexity", "--text", "no.txt"), "no.txt"),
     ],
 )
-def test_eviction_invalid_options_raise(arguments: tuple[str, ...], says: str):
-    assert says in refusal("eviction", *arguments)
+def test_eviction_invalid_options_raise(arguments: tuple[str, ...], message: str):
+    assert message in refusal("eviction", *arguments)
 
 
 def test_quick_run_is_smaller_in_every_part():
@@ -234,11 +234,11 @@ def test_quick_run_is_smaller_in_every_part():
 def test_prompts_option_applies_to_a_quick_run(requested, expected, monkeypatch):
     made = []
 
-    def keep(names, parts, config):
+    def record(names, parts, config):
         made.append(config)
         return iter(())
 
-    monkeypatch.setattr("benchmarks.common.command.run_named", keep)
+    monkeypatch.setattr("benchmarks.common.command.run_named", record)
     result = CliRunner().invoke(app, ["eviction", "--quick", *requested])
 
     assert result.exit_code == 0, result.output

@@ -157,9 +157,9 @@ def test_each_gain_compares_rules_that_differ_only_in_kvcrush():
 def test_stored_signatures_run_with_repeated_evictions():
     """For one eviction after a prompt, stored signatures would make no difference."""
     arms = [row.arm for table in tables(FULL_RUN.sweeps) for row in table.rows]
-    kept = [arm for arm in arms if "signatures=stored" in arm.rule.text]
+    stored = [arm for arm in arms if "signatures=stored" in arm.rule.text]
 
-    assert [arm.when for arm in kept] == ["prefill_and_decode"]
+    assert [arm.when for arm in stored] == ["prefill_and_decode"]
 
 
 def test_full_size_config_matches_the_claims():
@@ -307,12 +307,12 @@ def many_rules(model: LoadedModel, config: QualityConfig) -> ManyRules:
 def test_prompt_is_prefilled_once_for_rules_with_equal_statistics(tiny: LoadedModel):
     """Outputs equal those of separate runs; the second rule of a kind prefills a block or two."""
     config = replace(SMALL, tables=("shares", "schedule"), prompts=3)
-    once, apart = many_rules(tiny, config), Judge(tiny, config.cells, prompt_maker_for(tiny))
+    once, separate = many_rules(tiny, config), Judge(tiny, config.cells, prompt_maker_for(tiny))
     processed: dict[str, int] = {}
 
     for key in keys(config, "m", None):
         cell = once.cell(key)
-        assert cell.outcomes == apart.cell(key).outcomes
+        assert cell.outcomes == separate.cell(key).outcomes
         assert once.num_processed_tokens > 0
         processed[key.evict] = once.num_processed_tokens - sum(processed.values())
 

@@ -81,7 +81,7 @@ def test_all_parts_print_claims_and_an_interrupted_run_continues(tmp_path: Path)
 
     run = last_object(benchmark("--out", str(out)))
     cells = (out / "cells.jsonl").read_text()
-    again = last_object(benchmark("--parts", "quality,sweeps", "--out", str(out)))
+    continued = last_object(benchmark("--parts", "quality,sweeps", "--out", str(out)))
 
     assert run["name"] == "bench kvcrush"
     assert list(run["arms"]) == [
@@ -96,7 +96,9 @@ def test_all_parts_print_claims_and_an_interrupted_run_continues(tmp_path: Path)
         path.name for path in out.iterdir()
     }
     assert (out / "cells.jsonl").read_text() == cells
-    assert again["quick_figures"]["quality_gain_mean"] == run["quick_figures"]["quality_gain_mean"]
+    assert (
+        continued["quick_figures"]["quality_gain_mean"] == run["quick_figures"]["quality_gain_mean"]
+    )
 
 
 @pytest.mark.slow
@@ -136,7 +138,7 @@ def test_bases_and_dtypes_are_selected():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--bases", "h2p"), "h2o"),
         (("--bases", "recent", "--parts", "quality"), "whose scores differ between query heads"),
@@ -153,8 +155,8 @@ def test_bases_and_dtypes_are_selected():
         (("--parts", "fidelity", "--text", "no.txt"), "no.txt"),
     ],
 )
-def test_invalid_values_raise(arguments: tuple[str, ...], says: str):
+def test_invalid_values_raise(arguments: tuple[str, ...], message: str):
     result = CliRunner().invoke(app, ["kvcrush", "--quick", *arguments])
 
     assert result.exit_code != 0, result.output
-    assert says in " ".join(f"{result.exception} {result.output}".split())
+    assert message in " ".join(f"{result.exception} {result.output}".split())

@@ -39,9 +39,9 @@ def test_step_measure_round_trips_through_json():
     assert StepMeasure.from_json(json.loads(json.dumps(asdict(MEASURE)))) == MEASURE
 
 
-@pytest.mark.parametrize("gone", ["costs", "seconds"])
-def test_step_measure_without_a_field_raises(gone: str):
-    stored = {key: value for key, value in asdict(MEASURE).items() if key != gone}
+@pytest.mark.parametrize("missing", ["costs", "seconds"])
+def test_step_measure_without_a_field_raises(missing: str):
+    stored = {key: value for key, value in asdict(MEASURE).items() if key != missing}
 
     with pytest.raises((KeyError, TypeError)):
         StepMeasure.from_json(stored)

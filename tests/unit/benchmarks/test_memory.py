@@ -138,9 +138,9 @@ def test_recompute_is_measured_at_every_length():
 
 
 def test_allocator_frees_every_allocated_page():
-    """2 rows of 16 and 17 tokens grow to 20 and 21: 1 and 2 pages given, 2 and 2 taken, 12 lanes.
+    """2 rows of 16 and 17 tokens grow to 20 and 21: 1 and 2 pages allocated, 2 and 2 freed.
 
-    The engine is not run: this is about the memory alone.
+    12 lanes. The engine does not run: the test uses the memory alone.
     """
     config = allocator.AllocatorConfig(
         overhead=OverheadConfig(rows=2, prompt_tokens=16, repeats=2), steps=4
@@ -175,9 +175,9 @@ def test_steps_of_all_page_sizes_are_timed():
         sizes=(1, 16), model="tiny", rows=2, prompt_tokens=8, steps=1, repeats=3
     )
 
-    taken = page_sizes.time_steps(config)
+    times_s = page_sizes.time_steps(config)
 
-    assert {size: len(steps_s) for size, steps_s in taken.items()} == {1: 3, 16: 3}
+    assert {size: len(steps_s) for size, steps_s in times_s.items()} == {1: 3, 16: 3}
 
 
 def test_page_size_claims_use_the_median_step():

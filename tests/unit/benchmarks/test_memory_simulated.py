@@ -17,7 +17,7 @@ LENGTHS = ((300, 40), (5_000, 10), (700, 90), (30, 200), (90, 30), (1_200, 15))
 
 
 @pytest.fixture
-def few(tmp_path: Path) -> SimulatedConfig:
+def small_traces(tmp_path: Path) -> SimulatedConfig:
     """Eighteen conversations in one second, and nine prompts, most with a common prefix."""
     rows = [f"2024-01-01 00:00:00.{i:02},{a},{b}" for i, (a, b) in enumerate(3 * LENGTHS)]
     conversations = tmp_path / "few.csv"
@@ -41,8 +41,8 @@ def test_shipped_traces_are_complete():
     assert (first.prompt_tokens, first.answer.tokens) == (374, 44)
 
 
-def test_scales_and_request_limits_apply_to_the_trace(few):
-    at_once = replace(few, requests=7).conversations(TraceOptions(time_scale=0.0))
+def test_scales_and_request_limits_apply_to_the_trace(small_traces):
+    at_once = replace(small_traces, requests=7).conversations(TraceOptions(time_scale=0.0))
 
     assert [request.arrival_s for request in at_once.requests] == [0.0] * 7
 
@@ -50,8 +50,8 @@ def test_scales_and_request_limits_apply_to_the_trace(few):
 # ---- waste ---------------------------------------------------------------------------------------
 
 
-def test_all_stores_serve_all_workloads(few):
-    runs = list(waste.measure_waste_of_stores(waste.WasteConfig(), few))
+def test_all_stores_serve_all_workloads(small_traces):
+    runs = list(waste.measure_waste_of_stores(waste.WasteConfig(), small_traces))
     claims = waste.claims(runs)
 
     assert {(r.workload, r.store) for r in runs} == {
@@ -133,10 +133,10 @@ def test_best_watermark_has_most_throughput_then_shorter_tail():
     assert claims["preemptions_per_minute_95"] == 9.5
 
 
-def test_all_low_watermarks_run_with_and_without_a_high_watermark(few):
+def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
     config = watermarks.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
 
-    runs = list(watermarks.measure_watermarks(config, few))
+    runs = list(watermarks.measure_watermarks(config, small_traces))
 
     assert [(r.per_cent, r.preempts) for r in runs] == [
         (70, False),
@@ -150,19 +150,19 @@ def test_all_low_watermarks_run_with_and_without_a_high_watermark(few):
 # ---- shared prefixes, tenants --------------------------------------------------------------------
 
 
-def test_unbounded_memory_hits_all_repeated_prefixes(few):
+def test_unbounded_memory_hits_all_repeated_prefixes(small_traces):
     """Of 9 prompts 7 start with the two blocks of an earlier prompt."""
-    claims = reuse.run_reuse(reuse.ReuseConfig(memories=("1GiB",)), few).claims
+    claims = reuse.run_reuse(reuse.ReuseConfig(memories=("1GiB",)), small_traces).claims
 
     assert claims["mooncake_reusable_token_fraction"] == 7 * 1024 / (9 * 1100)
     assert claims["mooncake_hit_fraction_unbounded"] == 7 * 1024 / (9 * 1100)
     assert claims["mooncake_hit_fraction_1GiB"] <= claims["mooncake_hit_fraction_unbounded"]
 
 
-def test_fairness_table_has_rows_of_both_tenants(few):
+def test_fairness_table_has_rows_of_both_tenants(small_traces):
     config = fairness.FairnessConfig(times_more=2)
 
-    result = fairness.run_fairness(config, few)
+    result = fairness.run_fairness(config, small_traces)
 
     assert {(row[0], row[1]) for row in result.tables[0].rows} == {
         ("alone", "small"),
@@ -171,17 +171,17 @@ def test_fairness_table_has_rows_of_both_tenants(few):
     assert 0.5 < result.claims["fairness_jain"] <= 1
 
 
-def test_trace_without_a_small_tenant_raises(few):
+def test_trace_without_a_small_tenant_raises(small_traces):
     with pytest.raises(ConfigError, match="use a longer trace"):
-        fairness.measure_fairness(fairness.FairnessConfig(requests=1), few)
+        fairness.measure_fairness(fairness.FairnessConfig(requests=1), small_traces)
 
 
-def test_one_token_outputs_have_no_time_per_token(few, tmp_path):
+def test_one_token_outputs_have_no_time_per_token(small_traces, tmp_path):
     path = tmp_path / "ones.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00.0,9,1\n")
     config = watermarks.WatermarkConfig(per_cents=(98,))
 
-    result = watermarks.run_watermarks(config, replace(few, trace=str(path)))
+    result = watermarks.run_watermarks(config, replace(small_traces, trace=str(path)))
 
     assert result.claims["watermark_best"] == 98
     assert result.tables[0].rows[0][6] is None

@@ -213,9 +213,9 @@ def test_every_part_runs_and_round_trips_through_json(run):
     assert CLAIMS.get(run, set()) <= set(result.claims)
     assert all(isinstance(value, int | float) for value in result.claims.values())
     assert all(len(row) == len(t.columns) for t in result.tables for row in t.rows)
-    again = PartResult.from_json(result.to_json())
-    assert again.tables == result.tables
-    assert again.spans == result.spans
+    restored = PartResult.from_json(result.to_json())
+    assert restored.tables == result.tables
+    assert restored.spans == result.spans
     if run is run_sweep:
         assert result.claims["slowest_over_prefetch_virtual"] <= 1
     if run is run_host:

@@ -42,10 +42,10 @@ def test_run_writes_tables_pictures_and_a_trace(tiny, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(("--parts", "speed"), "sweep"), (("--rho", "0"), "0.01")]
+    ("arguments", "message"), [(("--parts", "speed"), "sweep"), (("--rho", "0"), "0.01")]
 )
-def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], says: str):
+def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], message: str):
     result = CliRunner().invoke(app, ["offload", *arguments])
 
     assert result.exit_code != 0
-    assert says in result.output + str(result.exception)
+    assert message in result.output + str(result.exception)

@@ -89,10 +89,10 @@ def test_equal_runs_render_equal_pages():
     assert page(roofline_from(run_object())) == page(roofline_from(run_object()))
 
 
-@pytest.mark.parametrize("gone", ["claims", "arms", "config", "hardware", "versions", "commit"])
-def test_object_without_a_field_raises(gone: str):
+@pytest.mark.parametrize("missing", ["claims", "arms", "config", "hardware", "versions", "commit"])
+def test_object_without_a_field_raises(missing: str):
     with pytest.raises(ConfigError, match="benchmarks throughput --json"):
-        roofline_from({key: value for key, value in run_object().items() if key != gone})
+        roofline_from({key: value for key, value in run_object().items() if key != missing})
 
 
 def test_missing_matplotlib_error_names_the_package(monkeypatch: pytest.MonkeyPatch):

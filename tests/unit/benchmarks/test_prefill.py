@@ -9,9 +9,9 @@ def test_every_budget_is_measured_in_every_round():
     rounds = list(measure_prefill(replace(QUICK_PREFILL, repeats=2)))
 
     assert len(rounds) == 2
-    for taken in rounds:
-        assert list(taken) == list(QUICK_PREFILL.budgets)
-        assert all(took_s > 0 for took_s in taken.values())
+    for times_s in rounds:
+        assert list(times_s) == list(QUICK_PREFILL.budgets)
+        assert all(time_s > 0 for time_s in times_s.values())
 
 
 def test_best_budget_has_smallest_median():

@@ -55,8 +55,8 @@ def test_sequence_bytes_match_hand_computation():
 
     assert sequence_bytes(config, "bfloat16") == 3 * page
     assert sequence_bytes(config, "int8") == 3 * (2 * 16 * 2 * (4 + 2) + 4)
-    kept = 192 + 4  # 5 records of 2 * 2 * 4 numbers of 2 bytes, in whole lines of 64
-    assert sequence_bytes(config, "int8+sinks=1+residual=4") == 3 * 388 + kept
+    full_precision = 192 + 4  # 5 records of 2 * 2 * 4 numbers of 2 bytes, in whole lines of 64
+    assert sequence_bytes(config, "int8+sinks=1+residual=4") == 3 * 388 + full_precision
 
 
 def test_capacity_ratios_reach_the_claims():
@@ -66,10 +66,10 @@ def test_capacity_ratios_reach_the_claims():
     assert claims["int4_capacity_ratio"] == pytest.approx(256 / 72)
     assert claims["int4_outliers_capacity_ratio"] == pytest.approx(256 / 78)
     for codec in ("int8", "int4", "int4_outliers", "kivi4"):
-        codes, net, kept = (
+        codes, net, full_precision = (
             claims[f"{codec}_{kind}capacity_ratio"] for kind in ("", "net_", "kept_")
         )
-        assert codes >= net > kept > 1
+        assert codes >= net > full_precision > 1
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def test_all_parts_print_claims_and_an_interrupted_run_continues(tmp_path: Path)
 
     run = last_object(benchmark("--out", str(out)))
     cells = (out / "cells.jsonl").read_text()
-    again = last_object(benchmark("--parts", "quality", "--out", str(out)))
+    continued = last_object(benchmark("--parts", "quality", "--out", str(out)))
 
     assert run["name"] == "bench quant"
     assert list(run["arms"]) == [
@@ -42,7 +42,7 @@ def test_all_parts_print_claims_and_an_interrupted_run_continues(tmp_path: Path)
     assert 0 < run["quick_figures"]["int8_kl"] < run["quick_figures"]["int4_kl"]
     assert {"quant.json", "quant-tasks.csv", "quant-grid.svg"} <= {p.name for p in out.iterdir()}
     assert (out / "cells.jsonl").read_text() == cells
-    assert again["quick_figures"]["int8_tasks"] == run["quick_figures"]["int8_tasks"]
+    assert continued["quick_figures"]["int8_tasks"] == run["quick_figures"]["int8_tasks"]
 
 
 def test_codecs_are_selected():
@@ -53,11 +53,11 @@ def test_codecs_are_selected():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [(("--codecs", "int5"), "int4"), (("--parts", "speed"), "throughput")],
 )
-def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], says: str):
+def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], message: str):
     result = CliRunner().invoke(app, ["quant", *arguments])
 
     assert result.exit_code != 0
-    assert says in result.output + str(result.exception)
+    assert message in result.output + str(result.exception)

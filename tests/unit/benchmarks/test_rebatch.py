@@ -213,15 +213,15 @@ def test_command_prints_one_json_object(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "message"),
     [
         (("--model", "130m"), "choose from 125m"),
         (("--parts", "w3"), "w1"),
         (("--clock", "sun"), "cpu"),
     ],
 )
-def test_unknown_names_raise(option, says):
+def test_unknown_names_raise(option, message):
     result = CliRunner().invoke(app, ["rebatch", *option])
 
     assert result.exit_code == 2
-    assert says in result.output
+    assert message in result.output

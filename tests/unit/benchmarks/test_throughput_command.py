@@ -115,7 +115,7 @@ def test_page_without_matplotlib_raises_before_the_measurement(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("offload", "--rho", "nan"), "--rho"),
         (("offload", "--rho", "inf"), "--rho"),
@@ -125,8 +125,8 @@ def test_page_without_matplotlib_raises_before_the_measurement(
         (("kvcrush", "--budget", "50,0"), "percentages above 0"),
     ],
 )
-def test_meaningless_values_raise(arguments, says):
+def test_meaningless_values_raise(arguments, message):
     result = benchmark(*arguments)
 
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr

@@ -100,11 +100,11 @@ def test_batch_depends_only_on_seed_and_step(maker):
     stage = Stage(length=96, steps=9, batch_tokens=384)
     maker.batch(0, stage, 0.5)
     second = maker.batch(1, stage, 0.5)
-    again = maker.batch(1, stage, 0.5)
+    second_call = maker.batch(1, stage, 0.5)
 
     assert second.ids.shape == (4, 97)
-    assert torch.equal(second.ids, again.ids)
-    assert torch.equal(second.weights, again.weights)
+    assert torch.equal(second.ids, second_call.ids)
+    assert torch.equal(second.weights, second_call.weights)
     assert not torch.equal(second.ids, maker.batch(2, stage, 0.5).ids)
 
 
@@ -149,7 +149,7 @@ def test_weighted_primer_tokens_are_repetitions():
     for seed in range(40):
         piece = primer_piece(random.Random(seed), 150, 2048)
         seen_kinds.add(piece.kind)
-        before = [piece.ids[:place] for place in range(150)]
+        before = [piece.ids[:end] for end in range(150)]
 
         assert len(piece.ids) == len(piece.weights) == 150
         assert min(piece.ids) >= 3

@@ -128,10 +128,10 @@ def test_explicit_attention_of_short_sequences_is_equal(saved):
 
 def test_export_round_trips(saved):
     model, folder = saved
-    again = to_llama_state(load_pretrained(folder))
+    restored = to_llama_state(load_pretrained(folder))
 
     for name, value in to_llama_state(model).items():
-        assert torch.equal(value, again[name]), name
+        assert torch.equal(value, restored[name]), name
 
 
 def test_exported_tokenizer_has_document_token_and_single_digits(saved):

@@ -74,7 +74,7 @@ def test_slot_read_before_its_copy_is_detected():
     tokens = BatchTokens(rows=1, kv=4, resident=1)
     model = HostedModel(tokens, 2)
     schedule = plan_step(step_of(tokens, 2))
-    hasty = type(schedule)(
+    premature = type(schedule)(
         tuple(
             type(op)(**{**{f: getattr(op, f) for f in op.__slots__}, "needs": ()})
             if op.kind == Kind.ATTEND
@@ -83,7 +83,7 @@ def test_slot_read_before_its_copy_is_detected():
         )
     )
 
-    VirtualClock().run(hasty, model.work())
+    VirtualClock().run(premature, model.work())
 
     assert model.hidden.isnan().any()
 

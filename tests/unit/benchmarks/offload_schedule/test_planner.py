@@ -232,11 +232,11 @@ def test_copies_have_the_link_order():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.01)
     work = step_of(rates, 4, 6, 2, **sizes)
 
-    def wire(**rules):
+    def link_order(**rules):
         operations = plan_step(work, Rules(x_chunks=2, **rules)).lanes[IN]
         return [(op.kind, op.part) for op in operations if op.layer == 0]
 
-    assert wire() == [
+    assert link_order() == [
         (Kind.WEIGHTS_IN, 0),
         (Kind.X_IN, 0),
         (Kind.X_IN, 1),
@@ -244,7 +244,7 @@ def test_copies_have_the_link_order():
         (Kind.WEIGHTS_IN, 1),
         (Kind.WEIGHTS_IN, 2),
     ]
-    assert wire(fine_weights=False)[:3] == [
+    assert link_order(fine_weights=False)[:3] == [
         (Kind.WEIGHTS_IN, 0),
         (Kind.WEIGHTS_IN, 1),
         (Kind.X_IN, 0),
@@ -329,9 +329,9 @@ def test_every_layout_is_valid_and_complete(layers, rules):
     schedule.check()
     timeline = VirtualClock().run(schedule)
     timeline.check()
-    everything = [batch for batches in layers for batch in batches]
-    assert copied_bytes(schedule, Kind.KV_IN) == 3 * sum(b.kv for b in everything)
-    assert copied_bytes(schedule, Kind.X_IN) == 2 * sum(b.x for b in everything)
+    all_batches = [batch for batches in layers for batch in batches]
+    assert copied_bytes(schedule, Kind.KV_IN) == 3 * sum(b.kv for b in all_batches)
+    assert copied_bytes(schedule, Kind.X_IN) == 2 * sum(b.x for b in all_batches)
     assert copied_bytes(schedule, Kind.WEIGHTS_IN) == pytest.approx(
         27 * len(layers), abs=4 * len(layers)
     )

@@ -77,14 +77,14 @@ def test_fastest_variant_is_never_slower_than_transferring_all(xi, rho, call_s, 
     rate = CopyRate(bytes_per_s=1.0, call_s=call_s)
     speeds = Speeds(inward=rate, outward=rate, project_token_s=rho, project_call_s=call_s)
 
-    def way(x):
+    def variant(x):
         batch = BatchTokens(rows=1, x=x, kv=tokens - x)
         layout = even_layers((batch,), layers, embedded=False)
         return StepWork(layers=layout, sizes=Sizes(kv_bytes=1, x_bytes=xi), speeds=speeds), Rules()
 
-    ways = [way(x) for x in (0, tokens // 3, tokens)]
-    found, schedule = fastest(ways)
+    variants = [variant(x) for x in (0, tokens // 3, tokens)]
+    found, schedule = fastest(variants)
 
-    times = [VirtualClock().run(fastest([w])[1]).seconds for w in ways]
+    times = [VirtualClock().run(fastest([w])[1]).seconds for w in variants]
     assert VirtualClock().run(schedule).seconds == min(times) <= times[0]
     assert found == times.index(min(times))
