@@ -32,7 +32,9 @@ def _orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return frame
 
 
-def _look_back(model: Decoder, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+def _init_previous_token_heads(
+    model: Decoder, generator: torch.Generator
+) -> tuple[list[Tensor], list[Tensor]]:
     """Layer 0: subspaces that the value heads read and that each query head writes."""
     config, block = model.config, model.blocks[0]
     assert isinstance(block, Block), "a decoder is made of blocks"
@@ -43,19 +45,19 @@ def _look_back(model: Decoder, generator: torch.Generator) -> tuple[list[Tensor]
     query, key, value = torch.split(block.qkv.weight, block.qkv_cuts)
     read, written = [], []
     for head in range(config.num_key_value_heads):
-        mine = slice(head * dim, (head + 1) * dim)
-        key[mine] *= _BACKGROUND
-        key[mine][:half, 0] = amplitude
-        value[mine] = _orthonormal(dim, width, generator)
-        read.append(value[mine].clone())
+        rows = slice(head * dim, (head + 1) * dim)
+        key[rows] *= _BACKGROUND
+        key[rows][:half, 0] = amplitude
+        value[rows] = _orthonormal(dim, width, generator)
+        read.append(value[rows].clone())
     for head in range(config.num_attention_heads):
-        mine = slice(head * dim, (head + 1) * dim)
+        rows = slice(head * dim, (head + 1) * dim)
         phase = (head + 1) * turn
-        query[mine] *= _BACKGROUND
-        query[mine][:half, 0] = amplitude * phase.cos()
-        query[mine][half:, 0] = -amplitude * phase.sin()
+        query[rows] *= _BACKGROUND
+        query[rows][:half, 0] = amplitude * phase.cos()
+        query[rows][half:, 0] = -amplitude * phase.sin()
         note = _orthonormal(dim, width, generator)
-        block.out.weight[:, mine] = _NOTE * width**-0.5 * note.T
+        block.out.weight[:, rows] = _NOTE * width**-0.5 * note.T
         written.append(note)
     return read, written
 
@@ -67,7 +69,7 @@ def _slow_dimensions(config: ModelConfig) -> Tensor:
     return torch.cat([slow, slow + half])
 
 
-def _induce(
+def _init_induction_heads(
     block: Block, read: list[Tensor], written: list[Tensor], generator: torch.Generator
 ) -> None:
     """Two heads attend one and two tokens after an earlier occurrence of the current token."""
@@ -98,7 +100,7 @@ def structured_init(model: Decoder, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     model.embed.weight[:, 0] = _CONSTANT * model.config.hidden_size**-0.5
-    read, written = _look_back(model, generator)
+    read, written = _init_previous_token_heads(model, generator)
     for block in model.blocks[_INDUCTION_LAYERS]:
         assert isinstance(block, Block), "a decoder is made of blocks"
-        _induce(block, read, written, generator)
+        _init_induction_heads(block, read, written, generator)

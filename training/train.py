@@ -109,7 +109,7 @@ class Run:
         """Path of the resumable state."""
         return self.work / "state.pt"
 
-    def carry_out(self) -> None:
+    def train(self) -> None:
         """Train until the end of the plan, the time limit, or the first interrupt; then save."""
         stop: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -166,7 +166,7 @@ def main() -> None:
     """Parse the command line and train."""
     options = parse()
     torch.set_num_threads(options.threads)
-    Run(options).carry_out()
+    Run(options).train()
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Trainer:
         rope = self._rope(length)
         total_weight = float(batch.weights[:, 1:].sum())
         rows = max(1, self.recipe.micro_tokens // length)
-        loss_sum, seen = 0.0, []
+        loss_sum, correct = 0.0, []
         for ids, weights in zip(
             torch.split(batch.ids, rows), torch.split(batch.weights, rows), strict=True
         ):
@@ -84,11 +84,11 @@ class Trainer:
             loss = (losses * weights[:, 1:].flatten().to(device)).sum() / total_weight
             loss.backward()
             loss_sum += float(loss.detach())
-            seen.append(right.cpu())
-        self._note(batch, torch.cat(seen))
+            correct.append(right.cpu())
+        self._record(batch, torch.cat(correct))
         return loss_sum
 
-    def _note(self, batch: Batch, right: Tensor) -> None:
+    def _record(self, batch: Batch, right: Tensor) -> None:
         """Update the smoothed accuracy of every kind in the batch."""
         weights, kinds = batch.weights[:, 1:].flatten(), batch.kinds[:, 1:].flatten()
         for index in sorted(set(kinds.tolist())):
