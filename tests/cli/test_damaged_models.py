@@ -27,7 +27,7 @@ def _ends_in_one_line(result, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 3}, "of which 5 would be left out"),
+        ({"num_hidden_layers": 3}, "of which 5 would be ignored"),
         ({"num_hidden_layers": 1_000_000}, "'num_hidden_layers' is 1000000, expected 10000"),
         ({"head_dim": 0}, "'head_dim' is 0, expected an integer from 1"),
         ({"num_attention_heads": 0}, "'num_attention_heads' is 0, expected an integer from 1"),

@@ -124,7 +124,7 @@ def policy_rows() -> list[PolicyRow]:
     full = PolicyRow(
         name=FULL,
         options={},
-        summary="Keep every token.",
+        summary="Retain all tokens.",
         statistics=(),
         scope=LANE,
         cost="none",

@@ -57,13 +57,13 @@ def count_new_tokens(
     held = np.array(lengths)
     if gap.any() or ((held > 0) & (counts < columns)).any():
         raise RequestError(
-            "this batch is padded on the right, or between tokens: a row's next token would be "
-            "written behind its pads. Pad on the left: tokenizer.padding_side = 'left'"
+            "expected a batch padded on the left, got pads after or between the tokens of a row; "
+            "set tokenizer.padding_side = 'left'"
         )
     if (past != held).any():
         raise RequestError(
-            f"the attention_mask has {past.tolist()} tokens where {held.tolist()} are cached: what "
-            "is in the cache cannot be masked; call cache.reset() before other prompts"
+            f"the attention_mask has {past.tolist()} previous tokens, but {held.tolist()} are "
+            "cached, and cached tokens cannot be masked; call cache.reset() before other prompts"
         )
     counted: NDArray[np.int32] = counts.astype(np.int32)
     return counted
@@ -95,9 +95,9 @@ def check_positions(
     if bool(wrong.any()):
         row = int(wrong.int().argmax())
         raise RequestError(
-            f"expected position_ids that continue row {row} at {lengths[row]}, one after the "
-            "other; leave them to generate, give an attention_mask where rows are padded, or call "
-            "cache.reset() before other prompts"
+            f"expected consecutive position_ids from {lengths[row]} in row {row}; omit "
+            "position_ids, pass an attention_mask if rows are padded, or call cache.reset() before "
+            "other prompts"
         )
 
 
@@ -131,13 +131,13 @@ def refuse_unread(arguments: Mapping[str, object]) -> None:
         RequestError: names the first such argument.
     """
     if arguments.get("use_cache") is False:
-        raise RequestError("use_cache=False and a cache exclude each other; leave one of them out")
+        raise RequestError("use_cache=False and a cache exclude each other; remove one of them")
     if arguments.get("inputs_embeds") is not None:
         raise RequestError("expected input_ids: this cache reads tokens, not inputs_embeds")
     for name, given in arguments.items():
         if name in _READ or name in _HARMLESS or given is None or given is False:
             continue
         raise RequestError(
-            f"{name}={given!r:.40} cannot be had with a QuireCache: prompts are read in blocks "
-            "without pads, and attention weights are not kept"
+            f"{name}={given!r:.40} is not supported with a QuireCache: prompts are prefilled in "
+            "blocks without pads, and attention weights are not stored"
         )

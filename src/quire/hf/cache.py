@@ -109,9 +109,9 @@ class QuireCache(CacheWithoutLayers, Answering):
     def _variant_for(self, max_tokens: int | None) -> int:
         if self._decoder.num_rope_variants > 1 and max_tokens is None:
             raise ConfigError(
-                f"this {self._decoder.spec.architecture} has other rotary frequencies for long "
-                "sequences than for short ones: say max_tokens=, the most tokens of prompt and "
-                "answer, which decides for all of them"
+                f"{self._decoder.spec.architecture} has different rotary frequencies for long and "
+                "short sequences: pass max_tokens=, the maximum length of prompt and output, which "
+                "selects them for all sequences"
             )
         return self._decoder.rope_variant(self._options.max_tokens)
 
@@ -187,7 +187,7 @@ class QuireCache(CacheWithoutLayers, Answering):
     def require_open(self) -> None:
         """Raise ConfigError for a cache that was closed."""
         if not self._closing.alive:
-            raise ConfigError("this QuireCache is closed; make a new one")
+            raise ConfigError("this QuireCache is closed; create a new one")
 
     def _lengths(self, rows: int) -> list[int]:
         if self._sequences is None:
@@ -202,8 +202,8 @@ class QuireCache(CacheWithoutLayers, Answering):
     def _check_length(self, longest: int) -> None:
         if self._limit is not None and longest > self._limit:
             raise RequestError(
-                f"a sequence of {longest} tokens is longer than max_tokens={self._limit}; make the "
-                "cache with a larger one"
+                f"a sequence of {longest} tokens exceeds max_tokens={self._limit}; create the "
+                "cache with a larger value"
             )
 
     def _begin(self, prompts: list[int]) -> Sequences:

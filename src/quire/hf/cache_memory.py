@@ -108,15 +108,13 @@ def _memory_bytes(
     requested_bytes = parse_size(options.memory)
     if requested_bytes > free_bytes:
         raise ConfigError(
-            f"memory={options.memory!r} is {requested_bytes:,} B, more than the {free_bytes:,} "
-            "B that "
-            f"are free on {device}"
+            f"memory={options.memory!r} is {requested_bytes:,} B, but only {free_bytes:,} B are "
+            f"free on {device}; lower it"
         )
     needed = rows * layout.smallest_sequence_bytes
     if requested_bytes < needed:
         raise ConfigError(
-            f"memory={options.memory!r} is {requested_bytes:,} B and holds not one token of "
-            "each of "
-            f"{rows} rows: {needed:,} B are needed; raise it or lower page_tokens="
+            f"memory={options.memory!r} is {requested_bytes:,} B, but one token in each of "
+            f"{rows} rows needs {needed:,} B; raise it or lower page_tokens="
         )
     return requested_bytes

@@ -58,12 +58,12 @@ class CacheWithoutLayers(Cache):
         """Refused: tokens evicted since then cannot be recovered."""
         del arguments, options
         raise UnsoundCombination(
-            "assisted decoding and crop take tokens back, but what was evicted since then is gone; "
+            "assisted decoding and crop remove tokens, but evicted tokens cannot be recovered; "
             "generate without an assistant, or use a DynamicCache"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refused: two caches cannot own one memory."""
         raise UnsoundCombination(
-            "a QuireCache cannot be copied; batch_repeat_interleave shares a prompt among rows"
+            "a QuireCache cannot be copied; use batch_repeat_interleave to share a prompt"
         )

@@ -170,9 +170,9 @@ class Sequences:
         except OutOfPages as error:
             pages = memory.pages_to_grow(rows, sizes[going])
             raise OutOfPages(
-                f"no room for the next {int(sizes.sum())} tokens: "
+                f"no free pages for the next {int(sizes.sum())} tokens: "
                 f"{memory.placement.shortage(pages)}; raise memory=, lower budget=, or evict "
-                "while the prompt is read (when='prefill_and_decode')"
+                "during prefill (when='prefill_and_decode')"
             ) from error
         return sizes
 

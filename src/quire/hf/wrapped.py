@@ -108,7 +108,7 @@ class WrappedModel:
 
     def prepare_pre_rope(self) -> str | None:
         """See `Decoder.prepare_pre_rope`: unsupported, since the model's caller sets positions."""
-        return "keys come at the positions that the model's caller counts"
+        return "the caller of the model sets the positions of the keys"
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""
@@ -236,8 +236,8 @@ def _refuse(model: object) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1:
         raise UnsupportedModel(
-            f"this model lies on {', '.join(sorted(devices))}; its KV lies in one memory: "
-            "put it on one device"
+            f"expected a model on one device, got one on {', '.join(sorted(devices))}; move it to "
+            "one device"
         )
 
 

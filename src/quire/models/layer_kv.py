@@ -159,7 +159,7 @@ class LayerKV:
             except _Caught as end:
                 caught.append(end)
         if not caught:
-            raise InvariantError("a layer ran to its end without asking for attention")
+            raise InvariantError("a layer did not call its attention")
 
     def _with_no_query(self, layer: _Layer) -> _Layer:
         """The layer without its query product, if keys and values do not change; else `layer`."""

@@ -66,7 +66,7 @@ class Rotary:
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, 1, rotary elements]."""
-        assert self.module is not None, "a layer that rotates"
+        assert self.module is not None, "only called for layers with RoPE"
         kind = () if self.layer_type is None else (self.layer_type,)
         like = torch.empty(1, device=positions.device)
         cosine, sine = self.module(like, positions[None], *kind)

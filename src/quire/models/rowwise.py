@@ -21,7 +21,7 @@ _SEED = 20
 
 def _class_of(made: object) -> type:
     found = made[0] if isinstance(made, tuple) else made  # with or without arguments
-    assert isinstance(found, type), "that is what Transformers has there"
+    assert isinstance(found, type), "ACT2CLS contains classes"
     return found
 
 
@@ -77,16 +77,15 @@ def rows_depend(decoder: Decoder, rows: int) -> str | None:
     """
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
-    everything = torch.arange(rows)
-    positions = everything % decoder.spec.max_positions
-    expected = decoder.forward(ids, positions, everything, _OwnRow())
-    orders = (everything.roll(1), everything.flip(0), torch.randperm(rows, generator=generator))
+    in_order = torch.arange(rows)
+    positions = in_order % decoder.spec.max_positions
+    expected = decoder.forward(ids, positions, in_order, _OwnRow())
+    orders = (in_order.roll(1), in_order.flip(0), torch.randperm(rows, generator=generator))
     for order in orders:
-        found = decoder.forward(ids[order], positions[order], everything, _OwnRow())
+        found = decoder.forward(ids[order], positions[order], in_order, _OwnRow())
         if not torch.equal(found, expected[order]):
             return (
-                f"with {torch.get_num_threads()} threads the logits of a token depend on its place "
-                f"among the {rows} rows of a forward; use a number of --threads that is a power of "
-                "two"
+                f"with {torch.get_num_threads()} threads the logits of a token depend on its index "
+                f"among the {rows} rows of a forward; set --threads to a power of two"
             )
     return None

@@ -64,7 +64,7 @@ def _download(name: str, wanted: Sequence[str]) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"there is no folder {shown(name)} here, and the hub did not give such a model "
-            f"({reason}); download it where there is a network and give its folder, or use "
+            f"there is no folder {shown(name)}, and the model could not be downloaded from the hub "
+            f"({reason}); download it on a machine with network access and pass its folder, or use "
             f"{PACKAGED!r}"
         ) from error

@@ -173,8 +173,8 @@ def _check_layers(
     surplus -= set(range(num_layers))
     if surplus:
         raise ModelError(
-            f"config.json: 'num_hidden_layers' is {num_layers}, and the weights hold "
-            f"{len(layers)} layers, of which {len(surplus)} would be left out; set it to "
+            f"config.json: 'num_hidden_layers' is {num_layers}, but the weights contain "
+            f"{len(layers)} layers, of which {len(surplus)} would be ignored; set it to "
             f"{max(surplus) + 1}, or {_CONFIG_FITS}"
         )
 
@@ -190,7 +190,7 @@ def _check_parameters(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> No
     num_stored = sum(tensor.num_values for tensor in stored.values())
     if spec.num_parameters > _MOST_TIMES_STORED * num_stored:
         raise ModelError(
-            f"config.json describes {spec.num_parameters:,} parameters, and the weight files hold "
+            f"config.json describes {spec.num_parameters:,} parameters, but the weight files have "
             f"{num_stored:,} (embedding {spec.vocab_size} x {spec.hidden_size}, MLP "
             f"{spec.intermediate_size}, {spec.num_heads} and {spec.num_kv_heads} heads of "
             f"{spec.head_dim}); {_CONFIG_FITS}"
@@ -237,7 +237,7 @@ def _check_tensors(
         # equal counts in another order are left to the conversions of Transformers
         if found is not None and found.num_values != parameter.numel():
             raise ModelError(
-                f"the weights have {name} of shape {list(found.shape)}, and config.json asks for "
+                f"the weights have {name} of shape {list(found.shape)}, but config.json requires "
                 f"{list(parameter.shape)}{_fields_of(config, parameter, found)}; {_CONFIG_FITS}"
             )
 

@@ -103,8 +103,8 @@ class _Recorder:
     def _expect(self, call: AttentionCall, what: str, got: object, expected: object) -> None:
         if got != expected:
             raise UnsupportedModel(
-                f"{self._spec.architecture}: layer {call.layer} asks for attention with {what} "
-                f"{got}, but its config promises {expected}"
+                f"{self._spec.architecture}: layer {call.layer} calls attention with {what} "
+                f"{got}, but its config has {expected}"
             )
 
 

@@ -153,8 +153,8 @@ def _check_unexpected(model: PreTrainedModel, unexpected: Iterable[str], folder:
             left_out.append(name)
     if left_out:
         raise ModelError(
-            f"{folder} has weights for {_listed(left_out)}, and the model that config.json "
-            "describes has no such parameters; without them its answers would be wrong: check that "
+            f"{folder} has weights for {_listed(left_out)}, but the model that config.json "
+            "describes has no such parameters, so its output would be wrong; check that "
             "config.json belongs to these weights"
         )
 
@@ -172,9 +172,9 @@ def _check_integers(
             continue
         if not any(spelling in buffers for spelling in spellings(model, name)):
             raise ModelError(
-                f"{folder} stores {name} as integers ({tensor.dtype}), and config.json has no "
-                "'quantization_config' that says what they mean: fetch a checkpoint in bfloat16, "
-                "float16 or float32, or its whole config.json"
+                f"{folder} stores {name} as integers ({tensor.dtype}), but config.json has no "
+                "'quantization_config' to decode them; download a checkpoint in bfloat16, "
+                "float16 or float32, or its complete config.json"
             )
 
 

@@ -43,7 +43,7 @@ class Eviction:
     """An eviction rule resolved for one request.
 
     Attributes:
-        policy: None retains everything.
+        policy: None retains all tokens.
         budget: divides the cap over lanes.
         spec: number of tokens, and schedule.
         piece_tokens: neighbouring slots that are evicted together; 1 for single slots.
@@ -93,7 +93,7 @@ class Eviction:
         """
         policy = self.policy
         if policy is None:
-            raise PolicyError("full retains everything and has no rule to select with")
+            raise PolicyError("full retains all tokens and has no rule to select with")
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
             return policy.decide(view, keep, self.piece_tokens)
         score = policy.checked_score(view)
@@ -109,9 +109,9 @@ class EvictionRule:
 
     Attributes:
         text: as written.
-        policy: None retains everything.
+        policy: None retains all tokens.
         budget: divides the cap over lanes.
-        cap: None if everything is retained.
+        cap: None if all tokens are retained.
         every: tokens evicted at a time; None: `default_every` of the cap in tokens.
         when: schedule; see `quire.layout.eviction`.
         granularity: one of GRANULARITIES.
@@ -253,7 +253,7 @@ def make_eviction(text: str) -> EvictionRule:
     parsed = parse_policy(text)
     if parsed.name == FULL:
         if parsed.options:
-            raise ConfigError(f"'full' retains everything and has no options, got {text!r}")
+            raise ConfigError(f"'full' retains all tokens and has no options, got {text!r}")
         return EvictionRule()
     options = dict(parsed.options)
     own = {k: v for k, v in options.items() if k not in SCHEDULE_OPTIONS}

@@ -85,7 +85,7 @@ def make_policy(text: str) -> EvictionPolicy:
     parsed = parse_policy(text)
     if parsed.name == FULL:
         raise ConfigError(
-            f"{text!r} retains everything and cannot be nested in another rule; use a rule that "
+            f"{text!r} retains all tokens and cannot be nested in another rule; use a rule that "
             "evicts, such as h2o"
         )
     misplaced = [option for option in parsed.options if option in SCHEDULE_OPTIONS]

@@ -83,8 +83,8 @@ def drawn_figure(draw: Callable[["Figure"], None]) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "pictures are drawn with matplotlib, which is not installed: "
-            'pip install "quire[report]", or leave --out out'
+            "charts need matplotlib, which is not installed: "
+            'pip install "quire[report]", or remove --out'
         ) from error
     with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")

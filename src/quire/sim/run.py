@@ -167,6 +167,6 @@ def _refuse_changes(given: Any, simulated: Any, what: str) -> None:
         value = getattr(given, each.name)
         if value not in (getattr(simulated, each.name), 0):
             raise ConfigError(
-                f"--{each.metadata['option'].flag}: a simulation has no {what}, so it "
-                "would change nothing; leave it out"
+                f"--{each.metadata['option'].flag} has no effect: a simulation has no {what}; "
+                "remove it"
             )

@@ -266,7 +266,7 @@ def test_a_hub_that_cannot_be_reached_ends_likewise(monkeypatch: pytest.MonkeyPa
     result = quire_plan("org/model", "--memory", "1GiB")
 
     assert result.exit_code == 2
-    assert "the hub did not give such a model (cannot reach the hub)" in result.stderr
+    assert "the model could not be downloaded from the hub (cannot reach the hub)" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

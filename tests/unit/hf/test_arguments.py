@@ -41,7 +41,7 @@ def test_pads_behind_a_token_are_refused(mask, past_columns, lengths) -> None:
 
 
 def test_what_is_cached_cannot_be_masked() -> None:
-    with pytest.raises(RequestError, match=r"1\] tokens where \[2\] are cached"):
+    with pytest.raises(RequestError, match=r"1\] previous tokens, but \[2\] are cached"):
         count_new_tokens(torch.tensor([[0, 1, 1]]), 1, 2, [2])
 
 
@@ -67,7 +67,7 @@ def test_positions_of_one_row_hold_for_all() -> None:
 def test_other_positions_are_refused(positions) -> None:
     counts = count_new_tokens(None, 3, 0, [0, 0])
 
-    with pytest.raises(RequestError, match="continue row 1 at 0"):
+    with pytest.raises(RequestError, match="consecutive position_ids from 0 in row 1"):
         check_positions(torch.tensor(positions), counts, [0, 0])
 
 

@@ -102,7 +102,9 @@ def test_fewer_layers_than_the_weights_have_are_refused(name: str, tmp_path: Pat
     folder = zoo.save(name, tmp_path)
     spelling = "n_layer" if name == "gpt2" else "num_hidden_layers"
 
-    with pytest.raises(ModelError, match="the weights hold 2 layers, of which 1 would be left out"):
+    with pytest.raises(
+        ModelError, match="the weights contain 2 layers, of which 1 would be ignored"
+    ):
         _load(_edit(folder, **{spelling: 1}))
 
 
@@ -277,7 +279,7 @@ def test_names_without_the_prefix_of_the_base_model_are_read(tmp_path: Path) -> 
 
     _load(_rewrite(zoo.save("gpt2", tmp_path), as_published))
 
-    with pytest.raises(ModelError, match="the weights hold 2 layers"):
+    with pytest.raises(ModelError, match="the weights contain 2 layers"):
         _load(_edit(tmp_path, n_layer=1))
 
 
@@ -300,7 +302,7 @@ def test_layers_that_the_model_class_declares_ignorable_are_ignored(tmp_path: Pa
     _load(_rewrite(tmp_path, add_layer))
 
     _rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.2.a.weight": torch.ones(2)}))
-    with pytest.raises(ModelError, match="of which 1 would be left out"):
+    with pytest.raises(ModelError, match="of which 1 would be ignored"):
         _load(tmp_path)
 
 

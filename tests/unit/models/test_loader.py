@@ -165,7 +165,7 @@ def _edit_config(**changes: object) -> Callable[[Path], None]:
         (_edit_config(num_hidden_layers=3), "no weights of layer 2"),
         (
             _edit_config(intermediate_size=64),
-            r"gate_proj.weight of shape \[48, 32\], and config.json asks for \[64, 32\] "
+            r"gate_proj.weight of shape \[48, 32\], but config.json requires \[64, 32\] "
             r"\(intermediate_size=64\)",
         ),
         (_edit_config(hidden_size="wide"), "'hidden_size' is 'wide', expected an integer"),

@@ -83,4 +83,4 @@ def test_a_model_in_which_places_matter_is_found():
 
     model.model.norm.register_forward_hook(shifted)
 
-    assert "the logits of a token depend on its place among the 32 rows" in rows_depend(decoder, 32)
+    assert "the logits of a token depend on its index among the 32 rows" in rows_depend(decoder, 32)

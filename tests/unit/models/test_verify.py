@@ -65,7 +65,7 @@ def test_a_window_the_config_does_not_promise_is_found() -> None:
     layers = (LayerSpec(window=8), LayerSpec(window=None))
     decoder._spec = replace(decoder.spec, layers=layers)
 
-    with pytest.raises(UnsupportedModel, match=r"layer 1 asks .* window 8, .* promises None"):
+    with pytest.raises(UnsupportedModel, match=r"layer 1 calls .* window 8, .* config has None"):
         compare_with_transformers(decoder)
 
 

@@ -81,7 +81,7 @@ def test_full_evicts_nothing() -> None:
     assert not rule.evicts
     assert rule.statistics == ()
     assert rule.for_request(10, LANES) == Eviction()
-    with pytest.raises(PolicyError, match="full retains everything"):
+    with pytest.raises(PolicyError, match="full retains all tokens"):
         Eviction().select(KVView(torch.tensor([[0]]), 1), torch.tensor([1]))
 
 
@@ -89,7 +89,7 @@ def test_full_evicts_nothing() -> None:
     ("text", "error", "says"),
     [
         ("", ConfigError, "expected a policy such as 'recent:cap=512,sinks=4', got ''"),
-        ("full:cap=8", ConfigError, "'full' retains everything and has no options"),
+        ("full:cap=8", ConfigError, "'full' retains all tokens and has no options"),
         ("recent", ConfigError, "needs a cap, such as cap=512, cap=25% or cap=2MiB"),
         ("recant:cap=99", UnknownName, "did you mean recent?"),
         ("zzz:cap=99", UnknownName, "choose from average"),

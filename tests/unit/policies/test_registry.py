@@ -170,7 +170,7 @@ def test_a_budget_that_is_no_dataclass_of_plain_defaults_is_refused() -> None:
         ("scissorhands:share=yes", "option share needs true or false, got 'yes'"),
         ("rkv:threshold=nan", "option threshold needs a finite number, got 'nan'"),
         ("expected_attention:epsilon=inf", "option epsilon needs a finite number, got 'inf'"),
-        ("value_norm:base=full", "'full' retains everything and cannot be nested in another rule"),
+        ("value_norm:base=full", "'full' retains all tokens and cannot be nested in another rule"),
         ("value_norm:power=long", "option power needs a finite number, got 'long'"),
         ("h2o:recent=1.5", "option recent needs a whole number, got '1.5'"),
     ],

@@ -56,8 +56,8 @@ class BatchMemory:
         alone = max(shape.growing_bytes(1, tokens + spare_columns(tokens)), entering)
         if alone > self._scale_at:
             raise NeverFits(
-                f"a query of {tokens:,} tokens takes {alone:,} B of KV alone, scale_at is "
-                f"{self._scale_at:,} B: raise it, or ask for fewer tokens"
+                f"a query of {tokens:,} tokens alone needs {alone:,} B of KV, but scale_at is "
+                f"{self._scale_at:,} B; raise it, or lower max_new_tokens"
             )
 
     def fits(self, rows: int, columns: int, *, more: bool = True) -> bool:

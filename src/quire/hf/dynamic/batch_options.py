@@ -85,7 +85,7 @@ def read_params(params: SamplingParams | None, max_new_tokens: int | None) -> Sa
         found = replace(found, max_tokens=max_new_tokens)
     if found.logprobs is not None:
         raise RequestError(
-            "expected no logprobs: a DynamicBatch gives token ids alone; quire.LLM has them"
+            "expected no logprobs: a DynamicBatch returns token ids only; use quire.LLM"
         )
     if (
         found.num_sequences != 1
@@ -94,8 +94,8 @@ def read_params(params: SamplingParams | None, max_new_tokens: int | None) -> Sa
         or found.prompt_logprobs is not None
     ):
         raise RequestError(
-            "expected one answer a query, ended by token ids: a DynamicBatch has no n, best_of, "
-            "beams, stop texts or prompt_logprobs; quire.LLM has"
+            "expected one completion per query without stop texts: a DynamicBatch does not support "
+            "n, best_of, beams, stop texts or prompt_logprobs; use quire.LLM"
         )
     return found.resolve(GenerationDefaults())
 
@@ -134,12 +134,13 @@ def check_query(
     tokens = len(prompt_token_ids) + params.max_tokens
     if context_tokens is not None and tokens > context_tokens:
         raise RequestError(
-            f"a prompt of {len(prompt_token_ids):,} and max_new_tokens={params.max_tokens:,} are "
-            f"over the model's {context_tokens:,} tokens: lower one of them"
+            f"a prompt of {len(prompt_token_ids):,} tokens and max_new_tokens="
+            f"{params.max_tokens:,} exceed the model's context of {context_tokens:,} tokens; lower "
+            "one of them"
         )
     if capacity_tokens is not None and tokens - 1 > capacity_tokens:
         raise NeverFits(
             f"a prompt of {len(prompt_token_ids):,} tokens and max_new_tokens="
-            f"{params.max_tokens:,} need {tokens - 1:,} columns, capacity_tokens is "
-            f"{capacity_tokens:,}: raise it, or lower max_new_tokens"
+            f"{params.max_tokens:,} need {tokens - 1:,} columns, but capacity_tokens is "
+            f"{capacity_tokens:,}; raise it, or lower max_new_tokens"
         )

@@ -110,7 +110,7 @@ class BatchSlots:
     def embed(self, query: Query) -> None:
         """Place a query with KV in a free row and copy its KV there."""
         assert self.slab is not None
-        assert isinstance(query.kv, RowKV), "only what was read can be embedded"
+        assert isinstance(query.kv, RowKV), "only prefilled queries can be embedded"
         row = self.place(query)
         self.slab.release_prefix()
         self.slab.embed(row, query.kv)

@@ -232,10 +232,10 @@ class Filling:
         if first is None:
             return []
         self._batch_slots.close()
-        everybody = sorted([*self._line.ready, *self._line.waiting], key=_rank)
+        queries = sorted([*self._line.ready, *self._line.waiting], key=_rank)
         if self.rule.shapes:
-            everybody = [query for query in everybody if query.state is first.state]
-        members = everybody[: self._options.batch_size]
+            queries = [query for query in queries if query.state is first.state]
+        members = queries[: self._options.batch_size]
         while len(members) > 1 and not self._memory.may_begin(members):
             members.pop()
         return members

@@ -51,7 +51,7 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Refused: rows are of different lengths."""
         del tokens_to_remove
-        raise ConfigError("a DynamicBatch drives its model itself; nothing can be cropped")
+        raise ConfigError("the cache of a DynamicBatch cannot be cropped")
 
 
 class SlabCache(Cache):
@@ -102,9 +102,8 @@ class MaskRule:
         others = kinds - {FULL, SLIDING}
         if others:
             raise UnsupportedModel(
-                f"{config.model_type} has layers of the kind {', '.join(sorted(others))}: expected "
-                "full or sliding attention, whose keys and values can be moved from row to row; "
-                "use Transformers' own generate"
+                f"expected layers of full or sliding attention, got {config.model_type} with "
+                f"layers of {', '.join(sorted(others))}; use Transformers' own generate"
             )
         return cls(kinds, hasattr(config, "layer_types"), getattr(config, "sliding_window", None))
 
@@ -164,7 +163,7 @@ def check_implementation(name: str | None) -> str:
     """
     if name not in (_BOOLEAN, _ADDITIVE):
         raise UnsupportedModel(
-            f"expected attn_implementation sdpa or eager, which take a mask of their own for each "
-            f"row, got {name}: load the model with attn_implementation='sdpa'"
+            f"expected attn_implementation sdpa or eager, which accept a mask per row, got {name}; "
+            "load the model with attn_implementation='sdpa'"
         )
     return name

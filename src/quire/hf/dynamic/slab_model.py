@@ -146,8 +146,8 @@ class SlabModel:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is None or values is None or keys.ndim != 4:
                 raise UnsupportedModel(
-                    f"{type(self._model).__name__} caches something other than keys and values of "
-                    "every layer: use Transformers' own generate"
+                    f"expected a model that caches keys and values of every layer, got "
+                    f"{type(self._model).__name__}; use Transformers' own generate"
                 )
             layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
             dtype = keys.dtype
@@ -160,15 +160,15 @@ def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object)
         raise UnsupportedModel(f"{name} has an encoder: expected a decoder-only language model")
     if "position_ids" not in parameters or "past_key_values" not in parameters:
         raise UnsupportedModel(
-            f"{name} takes no position_ids or no past_key_values: rows of a batch stand at "
-            "different positions; use Transformers' own generate"
+            f"{name} does not accept position_ids and past_key_values, which rows at different "
+            "positions need; use Transformers' own generate"
         )
     for rope_type in _rope_types(config):
         refuse_dynamic(rope_type)
         if rope_type in _CHANGING_ROPES:
             raise UnsupportedModel(
-                f"{name} has {rope_type} rotary frequencies, which Transformers chooses by the "
-                "longest row of a batch: one long query would change the others; use quire.LLM"
+                f"{name} has {rope_type} rotary frequencies, which Transformers selects by the "
+                "longest row of a batch: a long query would change the others; use quire.LLM"
             )
 
 

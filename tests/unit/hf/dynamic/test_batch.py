@@ -288,9 +288,15 @@ def test_cancelling_works_wherever_a_query_stands():
         ([], 4, {}, RequestError, "a prompt of one token or more"),
         ([3, 128], 4, {}, RequestError, "token ids from 0 to 127, got 128"),
         ([3], 0, {}, RequestError, "max_new_tokens >= 1, got 0"),
-        ([3] * 500, 13, {}, RequestError, "over the model's 512 tokens"),
-        ([3] * 30, 4, {"capacity_tokens": 32}, NeverFits, "need 33 columns, capacity_tokens is 32"),
-        ([3] * 30, 4, {"scale_at": 4_000}, NeverFits, "KV alone, scale_at is 4,000 B: raise it"),
+        ([3] * 500, 13, {}, RequestError, "exceed the model's context of 512 tokens"),
+        (
+            [3] * 30,
+            4,
+            {"capacity_tokens": 32},
+            NeverFits,
+            "need 33 columns, but capacity_tokens is 32",
+        ),
+        ([3] * 30, 4, {"scale_at": 4_000}, NeverFits, "B of KV, but scale_at is 4,000 B; raise it"),
     ],
 )
 def test_what_can_never_be_answered_is_refused_at_once(prompt, new_tokens, options, error, says):
@@ -316,7 +322,7 @@ def test_a_query_of_just_the_capacity_is_answered():
     [SamplingParams(n=2), SamplingParams(stop=("x",)), SamplingParams(prompt_logprobs=0)],
 )
 def test_what_needs_text_or_several_answers_is_refused(sampling):
-    with pytest.raises(RequestError, match=r"one answer a query, ended by token ids"):
+    with pytest.raises(RequestError, match=r"one completion per query without stop texts"):
         DynamicBatch(build("llama")).submit([3], 4, sampling=sampling)
 
 

@@ -83,5 +83,5 @@ def test_other_layers_and_other_attention_are_refused_by_name():
         check_implementation("flex_attention")
     config = zoo.build("qwen2").config
     config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(UnsupportedModel, match=r"layers of the kind linear_attention"):
+    with pytest.raises(UnsupportedModel, match=r"with layers of linear_attention"):
         MaskRule.of(config)

@@ -167,7 +167,7 @@ def test_only_what_was_extracted_and_fits_is_adopted():
     one.step()
     with pytest.raises(RequestError, match="that `extract` has returned, got one that is running"):
         small.adopt(handle)
-    with pytest.raises(NeverFits, match="need 24 columns, capacity_tokens is 20"):
+    with pytest.raises(NeverFits, match="need 24 columns, but capacity_tokens is 20"):
         small.adopt(one.extract(handle))
     with pytest.raises(RequestError, match="waiting or running query, got one that is extracted"):
         one.extract(handle)
@@ -194,7 +194,10 @@ def test_the_number_of_tokens_may_be_among_the_sampling_options():
     ("options", "says"),
     [
         ({"sampling": SamplingParams(logprobs=1)}, "expected no logprobs"),
-        ({"sampling": SamplingParams(use_beam_search=True, beam_width=1)}, "one answer a query"),
+        (
+            {"sampling": SamplingParams(use_beam_search=True, beam_width=1)},
+            "one completion per query",
+        ),
         ({"priority": True}, "priority to be a whole number, got True"),
         ({"deadline_s": float("nan")}, "a time on the batch's clock, got NaN"),
     ],
