@@ -124,8 +124,8 @@ def _table(config: QuantAttentionConfig, one: AttentionTimes) -> Table:
             f"Attention of one step: {shape.batch} sequences x {one.tokens:,} tokens, "
             f"{shape.num_heads} heads over {shape.num_kv_heads} KV heads of {shape.head_dim}, "
             f"pages of {shape.page_tokens} scattered at random, the C extension. Medians of "
-            f"{config.repeats} rounds in turns; memory was read at "
             f"{config.repeats} rounds, codecs in turn; memory bandwidth "
+            f"{statistics.median(one.read_bytes_per_s) / 1e9:.1f} GB/s."
         ),
         columns=("codec", "MB", "times fewer bytes", "ms", "speed-up", "GB/s", "of the read rate"),
         rows=tuple(rows),
