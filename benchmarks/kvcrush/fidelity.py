@@ -146,7 +146,7 @@ def _table(config: FidelityConfig, name: str, found: dict[Arm, Fidelity]) -> Tab
             f"{config.texts} texts of {config.tokens:,} tokens from {name}, processed in blocks of "
             f"{config.every} with a cap of {config.cap:,} ({100 * config.cap / config.tokens:.0f} "
             f"%), then continued by {config.new_tokens} tokens, compared with full KV. KL in nats, "
-            "for tokens after the cap; decrease: KL of the base rule minus this KL, and that of "
+            "for tokens after the cap; KL less: KL of the base rule minus this KL, and that of "
             "the rule with one set for a layer's heads; KV: most bytes of a text."
         ),
         columns=COLUMNS,
