@@ -17,7 +17,7 @@ from quire.engine.pool import KVPool
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, UnsoundCombination
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
-from quire.layout.layout import statistics_used
+from quire.layout.layout import layout_fingerprint, statistics_used
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
@@ -153,7 +153,7 @@ def _nature(pool: KVPool, model: LoadedModel) -> str:
         weights = fingerprint_decoder(model.decoder)
     parts = (
         *(_FORMAT, sys.byteorder, weights or secrets.token_hex()),
-        *(pool.stored_as.fingerprint, pool.kv.memory.layout.fingerprint),
+        *(pool.stored_as.fingerprint, layout_fingerprint(pool.kv.memory.layout)),
         *(["batch invariant"] if pool.batch_invariant else []),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

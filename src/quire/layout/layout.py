@@ -213,6 +213,39 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
     return frozenset(wanted & private | always)
 
 
+# ---- fingerprint ---------------------------------------------------------------------------------
+
+
+def layout_fingerprint(layout: CacheLayout) -> str:
+    """Return the identity of the bytes of shareable pages, for storage outside of the process.
+
+    Depends on the groups that sequences can share, in order: not on their names, and not on private
+    groups, which are never stored with a prefix.
+    """
+    return "\n".join(_group_fingerprint(group) for group in layout.groups if not group.private)
+
+
+def _group_fingerprint(group: LaneGroup) -> str:
+    """Identity of a group's page bytes and of the order of its lanes."""
+    layers = ",".join(map(str, group.layers))
+    return (
+        f"layers={layers} lanes_per_layer={group.lanes_per_layer} window={group.window} "
+        f"ordered={group.ordered} | {_page_fingerprint(group.page_class)}"
+    )
+
+
+def _page_fingerprint(page: PageClass) -> str:
+    """Identity of a page's bytes: codecs, dimensions and the locations of planes."""
+    placed = (*page.key_planes, *page.value_planes)
+    planes = ",".join(f"{p.plane.name}:{p.plane.dtype}:{p.offset_bytes}" for p in placed)
+    codecs = [codec.fingerprint for codec in (page.key, page.value) if codec is not None]
+    return (
+        f"{' / '.join(codecs)}; head_dim={page.head_dim} heads={page.heads} tokens={page.tokens} "
+        f"positions={page.positions} rotated={page.rotated} layers={page.layers} planes={planes} "
+        f"page_bytes={page.page_bytes}"
+    )
+
+
 # ---- offloadable ---------------------------------------------------------------------------------
 
 # Lane groups that KV offload supports, and their bytes per token.

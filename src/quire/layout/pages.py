@@ -155,18 +155,6 @@ class PageClass:
         position_bytes = POSITION_BYTES * self.layers if self.positions else 0
         return (self.key_bytes + self.value_bytes) // self.tokens + position_bytes
 
-    @property
-    def fingerprint(self) -> str:
-        """Identity of a page's bytes: codecs, dimensions and the locations of planes."""
-        placed = (*self.key_planes, *self.value_planes)
-        planes = ",".join(f"{p.plane.name}:{p.plane.dtype}:{p.offset_bytes}" for p in placed)
-        codecs = [codec.fingerprint for codec in (self.key, self.value) if codec is not None]
-        return (
-            f"{' / '.join(codecs)}; head_dim={self.head_dim} heads={self.heads} "
-            f"tokens={self.tokens} positions={self.positions} rotated={self.rotated} "
-            f"layers={self.layers} planes={planes} page_bytes={self.page_bytes}"
-        )
-
     def pages_for(self, slots: int) -> int:
         """Return the number of pages that hold `slots` slots."""
         return -(-slots // self.tokens)
@@ -238,15 +226,6 @@ class LaneGroup:
             )
 
     @property
-    def fingerprint(self) -> str:
-        """Identity of the group's page bytes and of the order of its lanes."""
-        layers = ",".join(map(str, self.layers))
-        return (
-            f"layers={layers} lanes_per_layer={self.lanes_per_layer} window={self.window} "
-            f"ordered={self.ordered} | {self.page_class.fingerprint}"
-        )
-
-    @property
     def num_lanes(self) -> int:
         """Number of lanes of one sequence in this group."""
         return len(self.layers) * self.lanes_per_layer
@@ -290,15 +269,6 @@ class CacheLayout:
         for group in self.groups:
             if group.mirrors is not None:
                 _check_mirror(group, by_name.get(group.mirrors))
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of the bytes of shareable pages, for storage outside of the process.
-
-        Depends on the groups that sequences can share, in order: not on their names, and not on
-        private groups, which are never stored with a prefix.
-        """
-        return "\n".join(group.fingerprint for group in self.groups if not group.private)
 
     def mirrors_of(self, name: str) -> tuple[LaneGroup, ...]:
         """Return the groups that hold per-slot statistics of a group."""

@@ -73,9 +73,11 @@ def build_kv_offload(
         running: requests that hold KV; the scheduler's own list.
     """
     fraction, why = choice.fraction_and_reason()
-    allocator = choice.allocator(choice.activation_bytes(fraction, stream_bytes))
+    allocator = choice.memory.allocator(choice.memory.activation_bytes(fraction, stream_bytes))
     activation_bytes = (
-        0 if allocator is None else allocator.num_blocks * allocator.block_tokens * choice.x_bytes
+        0
+        if allocator is None
+        else allocator.num_blocks * allocator.block_tokens * choice.memory.token_bytes
     )
     pool = host_pool(store, choice.layout, stream_bytes - activation_bytes)
     prefixes = OffloadedPrefixes(memory, pool, store.page_positions)

@@ -8,7 +8,6 @@ a fraction    this fraction is used  refused, with the reason and an alternative
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import ceil
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnsoundCombination
@@ -16,13 +15,14 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.layout.layout import SLOTS, can_be_offloaded
-from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.offload.kv.measured_speeds import measure_offload_speeds
+from quire.offload.kv.offload_memory import OffloadMemory, layer_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.row_requests import RowRequests
@@ -35,8 +35,6 @@ from quire.plan.offload.activations import activation_gate, activation_range
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 256 << 10  # contiguous activations of a layer
-_LEAST_BLOCKS = 64
 _LEAST_FRACTION = 0.02  # smallest fraction of recomputed tokens that gains time
 
 
@@ -60,6 +58,9 @@ class OffloadChoice:
         model: computes and recomputes.
         config: the user's options.
         layout: of the KV memory.
+
+    Attributes:
+        memory: division of offload memory over KV and activations.
     """
 
     def __init__(self, model: LoadedModel, config: KVConfig, layout: CacheLayout) -> None:
@@ -71,18 +72,16 @@ class OffloadChoice:
         self.groups = [g for g in alone if can_recompute(g)]
         self._in_parts = [g.name for g in alone if can_attend_in_parts(g)]
         self._layers = sorted(layer for g in self.groups for layer in g.layers if layer)
-        kv_bytes = max(map(_layer_bytes, self._staged))
+        kv_bytes = max(map(layer_bytes, self._staged))
         self._codec = ActivationCodec(
             config.offload.activation_codec, model.spec.hidden_size, model.decoder.dtype
         )
         self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
+        self.memory = OffloadMemory(
+            self._staged, config.page_tokens, self._codec.row_bytes, len(self._layers)
+        )
         self._profiler: OffloadProfiler | None = None
         self._recomputes = False
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of a token's activations in all layers."""
-        return int(self._sizes.x_bytes) * len(self._layers)
 
     # ---- refusals ------------------------------------------------------------------------------
 
@@ -110,7 +109,7 @@ class OffloadChoice:
 
     def _refuse_too_small(self, stream_bytes: int) -> None:
         fraction = self._config.offload.recompute or 0.0
-        least_bytes = self.least_bytes(fraction)
+        least_bytes = self.memory.least_bytes(fraction)
         if stream_bytes >= least_bytes:
             return
         holds = "a page of every lane"
@@ -239,39 +238,6 @@ class OffloadChoice:
             reason = "the device is the CPU" if obstacle is None else obstacle.reason
             logger.info("--kv-offload-cpu-attention auto attends on the device alone: %s", reason)
 
-    def activation_bytes(self, fraction: float, stream_bytes: int) -> int:
-        """Bytes of offload memory for activations, such that they and the KV run out together."""
-        return int(stream_bytes * self._activation_share(fraction))
-
-    def _activation_share(self, fraction: float) -> float:
-        """Fraction of offload memory for activations if a fraction of the tokens is recomputed."""
-        kv_bytes = sum(_layer_bytes(g) * len(g.layers) for g in self._staged)
-        return fraction * self.x_bytes / (fraction * self.x_bytes + kv_bytes)
-
-    def least_bytes(self, fraction: float) -> int:
-        """Smallest offload memory that holds a page of every lane, and of activations if any.
-
-        Args:
-            fraction: fraction (0 to 1) of the tokens with stored activations.
-        """
-        page_bytes = sum(g.num_lanes * g.page_class.page_bytes for g in self._staged)
-        if not fraction:
-            return page_bytes
-        share = self._activation_share(fraction)
-        page_x_bytes = self._config.page_tokens * self.x_bytes
-        least_bytes = max(ceil(page_bytes / (1 - share)), ceil(page_x_bytes / share))
-        least_bytes = -(-least_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
-        while self.activation_bytes(fraction, least_bytes) < page_x_bytes:  # rounding
-            least_bytes += PAGE_ALIGNMENT_BYTES
-        return least_bytes
-
-    def allocator(self, activation_bytes: int) -> ActivationAllocator | None:
-        """Create the allocator of activation blocks; None if not one block fits."""
-        page, tokens = self._config.page_tokens, activation_bytes // max(1, self.x_bytes)
-        wanted = min(_BLOCK_BYTES // int(self._sizes.x_bytes), tokens // _LEAST_BLOCKS)
-        block = max(page, wanted // page * page)
-        return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
-
     def kv_recompute(self, allocator: ActivationAllocator, rows: RowRequests) -> KVRecompute:
         """Create the recompute of keys and values."""
         decoder = self._model.decoder
@@ -322,7 +288,3 @@ class OffloadChoice:
             speeds = measure_offload_speeds(decoder, layer, recomputes=self._recomputes)
             self._profiler = OffloadProfiler(speeds)
         return self._profiler
-
-
-def _layer_bytes(group: LaneGroup) -> int:
-    return group.page_class.slot_bytes * group.lanes_per_layer
