@@ -95,7 +95,7 @@ def claims(options: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
     W_batonpd_over_static_bB, W_continuous_over_static_bB: ratios of speeds by makespan.
     W_batonpd_over_baton_shaping_bB: ratio of tokens per second, until shaping finished all queries
         or its slab was full. Without _bB: at the largest batch.
-    W_baton_shaping_answered_bB: fraction of the queries that shaping finished.
+    W_baton_shaping_completed_bB: fraction of the queries that shaping finished.
     W_batonpd_idle_fraction: most rows with ended queries while others wait, as a fraction.
     W_batonpd_peak_over_static_bB: ratio of peak KV bytes, with prefilled queue and slab growth.
 
@@ -135,7 +135,7 @@ def _shaping(name: str, at: AtBatch) -> Numbers:
         f"{name}_batonpd_over_baton_shaping_b{at.batch}": at.median(
             lambda runs, _: runs[EMBEDDING].tokens_per_s / runs[SHAPING].tokens_per_s
         ),
-        f"{name}_baton_shaping_answered_b{at.batch}": at.median(
+        f"{name}_baton_shaping_completed_b{at.batch}": at.median(
             lambda runs, _: runs[SHAPING].answered
         ),
     }

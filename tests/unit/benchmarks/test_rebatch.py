@@ -183,7 +183,7 @@ def test_claims_are_medians_of_ratios_within_rounds():
     assert numbers["w1_continuous_over_static_b4"] == pytest.approx(4.0)
     assert numbers["w1_batonpd_peak_over_static_b4"] == pytest.approx(0.8)
     assert numbers["w1_batonpd_over_baton_shaping"] == pytest.approx(5 / 3)
-    assert numbers["w1_baton_shaping_answered_b4"] == 0
+    assert numbers["w1_baton_shaping_completed_b4"] == 0
     assert numbers["w1_batonpd_idle_fraction"] == 0
 
 
