@@ -267,8 +267,8 @@ def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Te
         what = "layer" if eviction.spec.ragged else "lane"
         most = "at most " if eviction.piece_tokens > 1 else ""
         raise PolicyError(
-            f"policy {name} must keep {most}{int(keep[lane])} live slots in {what} {lane}, but "
-            f"kept {int(kept[lane])}"
+            f"policy {name} must retain {most}{int(keep[lane])} live slots in {what} {lane}, but "
+            f"retained {int(kept[lane])}"
         )
     return mask
 

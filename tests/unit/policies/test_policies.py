@@ -105,7 +105,7 @@ def ask(engine: Engine, policy: EvictionPolicy) -> None:
 @pytest.mark.parametrize(
     ("make_mask", "hint"),
     [
-        (lambda view, keep: view.live, "must keep 18"),
+        (lambda view, keep: view.live, "must retain 18"),
         (lambda view, keep: torch.zeros(3, 5, dtype=torch.bool), "bool [4, 24]"),
         (lambda view, keep: view.positions.double(), "got torch.float64"),
         (lambda view, keep: view.live.tolist(), "got a list"),
