@@ -93,13 +93,12 @@ def test_the_policy_of_the_tutorial_keeps_what_it_says(
 ) -> None:
     from quire.policies import registry
 
-    registry.registered()  # modules register once: not into the copy that is thrown away
-    monkeypatch.setattr(registry, "_POLICIES", dict(registry._POLICIES))
     [snippet] = snippets(DOCS / "add-a-policy.md")
     tutorial = ModuleType("tutorial")  # a dataclass looks its module up
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)
 
-    exec(snippet.code, tutorial.__dict__)
+    with registry.temporary_registrations():
+        exec(snippet.code, tutorial.__dict__)
 
     assert capsys.readouterr().out == snippet.output
 

@@ -1,4 +1,4 @@
-"""What beams share, by the numbers of "KV Cache: The Hidden Memory Giant in LLM Serving"."""
+"""Shared pages of beams, with the values of "KV Cache: The Hidden Memory Giant in LLM Serving"."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,8 @@ class CountedCopies(NoBytes):
 
 def beams_in_memory(page_tokens: int) -> KVMemory:
     """Four beams of 2048 tokens, the last 50 of which differ."""
-    numbers = codec_spec("bfloat16")
-    page = PageClass(key=numbers, value=numbers, head_dim=64, heads=1, tokens=page_tokens)
+    codec = codec_spec("bfloat16")
+    page = PageClass(key=codec, value=codec, head_dim=64, heads=1, tokens=page_tokens)
     layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
     memory = KVMemory(layout, 2 * WIDTH * TOKENS * page.page_bytes, WIDTH, store=CountedCopies())
     rows = [memory.start()]
@@ -39,13 +39,13 @@ def beams_in_memory(page_tokens: int) -> KVMemory:
 
 
 @pytest.mark.parametrize(("page_tokens", "ratio", "copies"), [(1, 1.0732, 0), (16, 1.0938, 3)])
-def test_four_beams_take_little_more_than_one_sequence(page_tokens, ratio, copies):
+def test_four_beams_use_few_more_pages_than_one_sequence(page_tokens, ratio, copies):
     """Printed: "approximately 1.05x" for width 4 where the last 50 of 2048 tokens differ.
 
     By tokens it is 1998 shared + 4 * 50 = 2198 of 2048: 1.073, so 1.05 is below the floor. With
     pages of 16 tokens, 1998 tokens fill 124 pages and 14 slots of one more, which is copied three
-    times and belongs to the first beam in the end. Each beam has 128 pages, 4 of them its own:
-    124 + 4 * 4 = 140 of 128: 1.094, which is what the article's own formula says.
+    times and finally belongs to the first beam. Each beam has 128 pages, 4 of them its own:
+    124 + 4 * 4 = 140 of 128: 1.094, as in the article's own formula.
     """
     memory = beams_in_memory(page_tokens)
     [pool] = memory.pools.values()
@@ -54,7 +54,7 @@ def test_four_beams_take_little_more_than_one_sequence(page_tokens, ratio, copie
     assert memory.store.num_pages == copies
 
 
-def test_the_bound_for_what_never_fits_is_what_such_beams_take():
+def test_admission_bound_of_forked_beams_equals_their_pages():
     """124 whole pages of the shared part once, 4 for each beam."""
     memory = beams_in_memory(16)
     peaks = Peaks(memory, TOKENS)

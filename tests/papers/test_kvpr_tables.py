@@ -1,6 +1,6 @@
-"""The tables of KVPR (Jiang et al. 2025): what follows from its formulas, and what does not.
+"""The tables of KVPR (Jiang et al. 2025), compared with its formulas.
 
-docs/offload.md lists the parts that contradict each other with the same arithmetic.
+docs/offload.md lists the contradictions with the same arithmetic.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from support.offload_shapes import OPT_6_7B, OPT_13B, OPT_30B, opt
 
 pytestmark = pytest.mark.paper
 MIB, GIB = 2**20, 2**30
-A100_FLOPS_PER_S = 312e12  # of its data sheet, half precision
+A100_FLOPS_PER_S = 312e12  # data sheet, half precision
 GENERATED = {  # table 3 and 4: prompt, generated, cache GB, seconds and tokens/s of both
     "6.7B": (
         (128, 32, 5.0, 8.905, 222.788, 6.651, 298.284),
@@ -34,7 +34,7 @@ RUNS = [(name, *run) for name, runs in GENERATED.items() for run in runs]
 
 
 def link_gb_per_s(name, prompt, generated, seconds):
-    """Bytes of KV that a step carries in the mean, over the time of a step."""
+    """Mean bytes of KV transferred in a step, divided by the time of a step."""
     step_bytes = 64 * (prompt + generated / 2) * MODELS[name].kv_bytes_per_token(2)
     return step_bytes * (generated - 1) / seconds / 1e9
 
@@ -48,14 +48,14 @@ def link_gb_per_s(name, prompt, generated, seconds):
     ],
     ids=["6.7b", "13b", "30b"],
 )
-def test_table_1_has_the_right_bytes_and_no_time_of_recomputing(
+def test_table_1_has_correct_bytes_but_no_recompute_time(
     model, kv_mb, pcie_ms, printed_ms, recompute_ms
 ):
     """32 rows of 1,024 tokens: 2 * 32 * 1024 * 4096 * 2 B = 512 MiB, / 32 GiB/s = 15.6 ms.
 
-    Making them takes 4 * 32 * 1024 * 4096^2 = 2.2 TFLOP: 7.05 ms at 312 TFLOP/s. What is printed
-    as its time is that of reading the bytes at 1.53 TB/s, linear in the width where the products
-    are quadratic. So the link takes 2.2 to 1.3 times as long, and not "over an order of magnitude".
+    Computing them needs 4 * 32 * 1024 * 4096^2 = 2.2 TFLOP: 7.05 ms at 312 TFLOP/s. The printed
+    time is that of reading the bytes at 1.53 TB/s, linear in the width, but the products are
+    quadratic. So the link needs 2.2 to 1.3 times as long, not "over an order of magnitude".
     """
     kv_bytes = 32 * 1024 * model.kv_values_per_layer_token * 2
 
@@ -71,9 +71,7 @@ def test_table_1_has_the_right_bytes_and_no_time_of_recomputing(
 @pytest.mark.parametrize(
     ("name", "prompt", "generated", "cache", "base_s", "base", "kvpr_s", "kvpr"), RUNS
 )
-def test_tables_3_and_4_follow_from_each_other(
-    name, prompt, generated, cache, base_s, base, kvpr_s, kvpr
-):
+def test_tables_3_and_4_are_consistent(name, prompt, generated, cache, base_s, base, kvpr_s, kvpr):
     """Cache: 64 rows of all tokens. Tokens a second: 64 * (generated - 1) / seconds."""
     kv_bytes = 64 * (prompt + generated) * MODELS[name].kv_bytes_per_token(2)
 
@@ -82,7 +80,7 @@ def test_tables_3_and_4_follow_from_each_other(
     assert 64 * (generated - 1) / kvpr_s == pytest.approx(kvpr, rel=1e-3)
 
 
-def test_the_highest_gains_are_printed_right():
+def test_highest_gains_are_printed_correctly():
     """35.8 % less latency at 128 + 128 tokens of OPT-6.7B."""
     cuts = {run[:3]: 1 - run[6] / run[4] for run in RUNS}
 
@@ -90,10 +88,10 @@ def test_the_highest_gains_are_printed_right():
     assert max(cuts, key=lambda run: cuts[run]) == ("6.7B", 128, 128)
 
 
-def test_the_baseline_of_the_highest_gains_ran_at_half_the_rate_of_the_link():
+def test_baseline_of_the_highest_gain_has_half_the_link_rate():
     """The rate its steps imply differs by a factor of 2 on one machine, and gains follow it.
 
-    Where it carries 22 GB/s or more the gain is 1.16 to 1.26; where the formulas would give most.
+    At 22 GB/s or more the gain is 1.16 to 1.26, although the formulas predict the largest gain.
     Steps of OPT-6.7B with 256 + 32 tokens take longer (865 ms) than with 512 + 32 (787 ms).
     """
     rates = {run[:3]: link_gb_per_s(*run[:3], run[4]) for run in RUNS}
@@ -112,7 +110,7 @@ def test_the_baseline_of_the_highest_gains_ran_at_half_the_rate_of_the_link():
     assert long == pytest.approx(0.787, abs=0.001)
 
 
-def test_table_2_has_the_right_weights_and_one_wrong_cache():
+def test_table_2_has_correct_weights_and_one_wrong_cache_size():
     """Attention's four matrices: 4 * 4096^2 * 2 B = 128 MiB. Doubling 48 MB gives 96, not 64.
 
     Its numbers rise with the batch and the largest are bold: they are tokens a second. At batch 1
@@ -131,14 +129,14 @@ def test_table_2_has_the_right_weights_and_one_wrong_cache():
     assert weights_bytes * 1.761 / 1e9 == pytest.approx(22.7, abs=0.1)
 
 
-def test_figure_12_begins_at_82_and_not_at_182():
-    """A split cannot exceed the 129 tokens there are; it rises by k / (k + r) a token.
+def test_figure_12_starts_at_82_not_at_182():
+    """A split cannot exceed the 129 tokens; it increases by k / (k + r) per token.
 
     From 82 of 129 tokens (0.636) to 128 of 160 would be 0.8; the law gives 102.
     """
     share = 82 / 129
     model = opt(4096, 32, 32)
-    flops_per_s = 2 * 4096 * 25e9 / (2 * (1 / share - 1))  # what such a share implies
+    flops_per_s = 2 * 4096 * 25e9 / (2 * (1 / share - 1))  # implied by the share
     rates = offload_rates(model, link_bytes_per_s=25e9, flops_per_s=flops_per_s)
 
     assert paper_split(rates, 129) == 82
@@ -146,7 +144,7 @@ def test_figure_12_begins_at_82_and_not_at_182():
     assert 182 > 129
 
 
-def test_table_5_gains_most_at_the_longest_prompt():
+def test_table_5_has_the_highest_gain_at_the_longest_prompt():
     """18.285 / 15.778 = 1.159, printed as "up to 15 %"."""
     base = (50.057, 46.779, 29.614, 28.650, 15.778, 16.194)
     kvpr = (53.976, 49.860, 33.666, 32.277, 18.285, 18.108)

@@ -1,8 +1,8 @@
 """Memory figures printed in the source articles, by the formula 2 * L * H_kv * d * S * B * bytes.
 
-"KV Cache: The Hidden Memory Giant in LLM Serving" (the article below) prints a right formula, a
-right worked example and a right bandwidth table; several of its other tables are off by a constant
-factor. Those tests use the formula and say what is printed.
+"KV Cache: The Hidden Memory Giant in LLM Serving" (the article below) prints a correct formula,
+worked example and bandwidth table; several of its other tables are off by a constant factor. Those
+tests use the formula and state the printed values.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ def opt(layers: int, heads: int, hidden: int) -> ModelSpec:
     )
 
 
-def test_the_worked_example_of_llama_3_70b():
+def test_worked_example_of_llama_3_70b():
     """2 * 80 * 8 * 128 = 163,840 values a token; * 4096 * 64 * 2 B = 85,899,345,920 B = 80 GiB."""
     assert LLAMA_70B.kv_values_per_token == 163_840
     assert 64 * LLAMA_70B.kv_bytes(4096, FP16) == 85_899_345_920 == 80 * GIB
@@ -91,7 +91,7 @@ def test_one_layer_of_opt_at_batch_32_and_1024_tokens(hidden: int, mebibytes: in
     assert 32 * layer.kv_bytes(1024, FP16) == mebibytes * MIB
 
 
-def test_mistral_stops_growing_at_its_window():
+def test_mistral_kv_is_bounded_by_its_window():
     """2 * 32 * 8 * 128 * 2 B = 128 KiB a token, at most 4096 of them: 512 MiB a sequence."""
     mistral = llama(model_type="mistral", vocab_size=32_000, sliding_window=4096)
 
@@ -112,10 +112,10 @@ def test_mistral_stops_growing_at_its_window():
         (256, 160, 0.533),
     ],
 )
-def test_the_bandwidth_table_of_llama_3_70b(batch: int, gibibytes: float, share: float):
+def test_bandwidth_table_of_llama_3_70b(batch: int, gibibytes: float, share: float):
     """KV read at 2,048 tokens: 80 * 4096 * 2048 B = 0.625 GiB a sequence (printed: 0.6).
 
-    The article adds GiB of KV to 140 GB of weights; in one unit the shares are up to 2 points
+    The article adds GiB of KV to 140 GB of weights; with one unit the shares are up to 2 points
     higher.
     """
     step = decode_step(LLAMA_70B, batch=batch, tokens=2048)
@@ -124,7 +124,7 @@ def test_the_bandwidth_table_of_llama_3_70b(batch: int, gibibytes: float, share:
     assert step.kv_share == pytest.approx(share, abs=0.025)
 
 
-def test_kv_reads_of_llama_3_70b_pass_the_weights_between_128_and_256():
+def test_kv_reads_of_llama_3_70b_exceed_the_weights_between_128_and_256():
     """Weights without the input embedding 139 GB, a sequence of 2,048 tokens 0.671 GB: 207.01."""
     assert LLAMA_70B.weight_bytes(FP16) == pytest.approx(141e9, rel=0.01)
     assert crossover_batch(LLAMA_70B, tokens=2048) == 208
@@ -145,13 +145,13 @@ def test_kv_reads_of_llama_3_70b_pass_the_weights_between_128_and_256():
 def test_popular_models_at_4096_tokens(
     model: ModelSpec, batch: int, gibibytes: int, printed: float
 ):
-    """The table prints a quarter of what its title says: the figures of a batch of 8 for 32."""
+    """The table prints a quarter: the values of a batch of 8 for a batch of 32."""
     assert batch * model.kv_bytes(4096, FP16) == gibibytes * GIB
     assert batch // 4 * model.kv_bytes(4096, FP16) == pytest.approx(printed * GIB, rel=0.01)
 
 
 @pytest.mark.parametrize(("batch", "gibibytes"), [(1, 1.25), (8, 10), (64, 80), (256, 320)])
-def test_kv_against_batch_of_llama_3_70b(batch: int, gibibytes: float):
+def test_kv_by_batch_of_llama_3_70b(batch: int, gibibytes: float):
     """The chart prints a quarter: 0.31 at batch 1, 80 at batch 256."""
     assert batch * LLAMA_70B.kv_bytes(4096, FP16) == gibibytes * GIB
 
@@ -160,13 +160,13 @@ def test_kv_against_batch_of_llama_3_70b(batch: int, gibibytes: float):
     ("tokens", "gigabytes"),
     [(128, 0.042), (512, 0.168), (2048, 0.671), (8192, 2.68), (32_768, 10.7)],
 )
-def test_what_a_swap_of_llama_3_70b_moves(tokens: int, gigabytes: float):
+def test_bytes_of_a_swap_of_llama_3_70b(tokens: int, gigabytes: float):
     """The table prints an eighth: 0.005, 0.02, 0.08, 0.31, 1.25 GB."""
     assert LLAMA_70B.kv_bytes(tokens, FP16) == pytest.approx(gigabytes * 1e9, rel=0.01)
 
 
-def on(total_bytes: int, model: ModelSpec) -> MemoryLayout:
-    """A device with this model, a tenth left alone, steps of 2,048 tokens."""
+def memory_of(total_bytes: int, model: ModelSpec) -> MemoryLayout:
+    """A device with this model, a tenth as headroom, steps of 2,048 tokens."""
     peak_bytes = estimate_activation_peak(
         model, max_num_batched_tokens=2048, sampled_rows=64, bytes_per_value=FP16
     )
@@ -186,7 +186,7 @@ A100 = 80 * 10**9
 
 def test_short_sequences_need_no_management():
     """8B, batch 32, 512 tokens: 2 * 32 * 8 * 128 * 512 * 32 * 2 B = 2 GiB (printed: 0.5 GB)."""
-    verdict = assess(LLAMA_8B, on(A100, LLAMA_8B), 256, 256, 32)
+    verdict = assess(LLAMA_8B, memory_of(A100, LLAMA_8B), 256, 256, 32)
 
     assert verdict.kv_bytes == 2 * GIB
     assert verdict.kv_bytes / A100 < 0.03
@@ -197,7 +197,7 @@ def test_short_sequences_need_no_management():
 
 def test_small_models_need_little_management():
     """1B, batch 64, 4096 tokens: 2 * 16 * 8 * 64 * 4096 * 64 * 2 B = 8 GiB (printed: 4.3 GB)."""
-    verdict = assess(LLAMA_1B, on(A100, LLAMA_1B), 2048, 2048, 64)
+    verdict = assess(LLAMA_1B, memory_of(A100, LLAMA_1B), 2048, 2048, 64)
 
     assert LLAMA_1B.weight_bytes(FP16) == pytest.approx(2.5e9, rel=0.02)
     assert verdict.kv_bytes == 8 * GIB
@@ -206,9 +206,9 @@ def test_small_models_need_little_management():
 
 
 @pytest.mark.parametrize("batch", [32, 128, 512, 2048])
-def test_prefill_dominated_work_needs_none_whatever_its_batch(batch: int):
-    """Classification of 2,000 tokens with 8 of output: decoding is a few per cent of the time."""
-    verdict = assess(LLAMA_8B, on(A100, LLAMA_8B), 2000, 8, batch)
+def test_prefill_dominated_work_needs_no_management_at_any_batch(batch: int):
+    """Classification of 2,000 tokens with 8 of output: decoding is a few percent of the time."""
+    verdict = assess(LLAMA_8B, memory_of(A100, LLAMA_8B), 2000, 8, batch)
 
     assert verdict.decode_share < 0.1
     assert verdict.impact == "low"
@@ -229,17 +229,17 @@ SCENARIOS = {
     ("model", "total_bytes"), [(LLAMA_8B, A100), (LLAMA_70B, 4 * A100)], ids=["8B", "70B"]
 )
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_six_scenarios_come_out_as_printed(name: str, model: ModelSpec, total_bytes: int):
+def test_six_scenarios_have_the_printed_impact(name: str, model: ModelSpec, total_bytes: int):
     edge, typical, impact = SCENARIOS[name]
-    memory = on(total_bytes, model)
+    memory = memory_of(total_bytes, model)
 
     assert assess(model, memory, *edge).impact == impact
     assert assess(model, memory, *typical).impact == impact
 
 
-def test_the_sixth_scenario_is_a_small_model():
+def test_sixth_scenario_is_a_small_model():
     """Fewer than 4,096 tokens, fewer than 64 requests, any output: low-medium, never more."""
-    memory = on(A100, LLAMA_1B)
+    memory = memory_of(A100, LLAMA_1B)
     verdicts: list[Verdict] = [
         assess(LLAMA_1B, memory, 3839, 256, 63),
         assess(LLAMA_1B, memory, 2048, 2047, 63),

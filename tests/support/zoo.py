@@ -252,6 +252,22 @@ def save(name: str, folder: str | Path, seed: int = 0, **options: object) -> Pat
     return Path(folder)
 
 
+def tiny_llama(*, tied: bool, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """A Llama with biases and weights as Transformers draws them, in half precision."""
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 @torch.no_grad()
 def _draw_weights(model: PreTrainedModel) -> None:
     # Matrices keep the size of their input (std 1.5 / sqrt(fan_in)); embeddings are small, or the

@@ -17,7 +17,7 @@ from rich.progress import (
 
 from quire.engine.stats import EngineStats
 
-_REFRESH_S = 0.2
+REFRESH_S = 0.2
 
 
 class LiveProgress:
@@ -26,9 +26,11 @@ class LiveProgress:
     Args:
         title: description of the task.
         total: number of requests.
+        refresh_s: shortest time between two updates, in seconds.
     """
 
-    def __init__(self, title: str, total: int) -> None:
+    def __init__(self, title: str, total: int, *, refresh_s: float = REFRESH_S) -> None:
+        self._refresh_s = refresh_s
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -60,10 +62,10 @@ class LiveProgress:
 
         Args:
             done: number of finished requests.
-            read: returns the engine's statistics; called at most every `_REFRESH_S` seconds.
+            read: returns the engine's statistics; called at most every `refresh_s` seconds.
         """
         now_s = time.monotonic()
-        if self._progress.disable or now_s - self._shown_s < _REFRESH_S:
+        if self._progress.disable or now_s - self._shown_s < self._refresh_s:
             return
         self._shown_s = now_s
         stats = read()

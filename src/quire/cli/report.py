@@ -12,14 +12,14 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from quire.plan.machine import container_total_bytes, cpu_model, package_version
 
-_PACKAGES = ("torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy")
 
 
 def envelope(
@@ -65,12 +65,12 @@ def commit() -> str | None:
     return _git(git, here.parent, "rev-parse", "HEAD") if tracked else None
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of Python, Quire and its libraries, from package metadata without imports."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Versions of Python, Quire and these libraries, from package metadata without imports."""
     from quire.version import __version__
 
     found: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
-    return found | {package: package_version(package) for package in _PACKAGES}
+    return found | {package: package_version(package) for package in packages}
 
 
 def hardware() -> dict[str, object]:

@@ -6,7 +6,8 @@ packages list their modules under the entry-point groups `quire.policies` and `q
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import TypeVar
@@ -73,6 +74,22 @@ def registered_budgets() -> Mapping[str, type[Budget]]:
     """Return all budgets by name."""
     _load(budgets, "quire.budgets")
     return dict(sorted(_BUDGETS.items()))
+
+
+@contextmanager
+def temporary_registrations() -> Iterator[None]:
+    """Discard what is registered in the block; entry points are read again in it and after it."""
+    registered()
+    registered_budgets()
+    saved_policies, saved_budgets = dict(_POLICIES), dict(_BUDGETS)
+    _loaded.clear()
+    try:
+        yield
+    finally:
+        for table, saved in ((_POLICIES, saved_policies), (_BUDGETS, saved_budgets)):
+            table.clear()
+            table.update(saved)
+        _loaded.clear()
 
 
 def make_policy(text: str) -> EvictionPolicy:

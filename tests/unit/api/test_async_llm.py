@@ -1,4 +1,4 @@
-"""Many callers of one engine: streams side by side, cancelling, refusals, and a dead engine."""
+"""Many callers of one engine: concurrent streams, cancelling, refusals, and a dead engine."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ def run(main):
 async def until(condition):
     deadline = time.monotonic() + PATIENCE_S / 2
     while not await condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         await asyncio.sleep(0.005)
 
 
@@ -56,7 +56,7 @@ async def idle(llm):
     llm.engine.check()
 
 
-def test_streams_side_by_side_give_what_each_gives_alone(engine):
+def test_concurrent_streams_equal_streams_run_alone(engine):
     prompts = engines.make_prompts(6, 12, seed=1)
 
     async def tokens_of(llm, prompt):
@@ -75,7 +75,7 @@ def test_streams_side_by_side_give_what_each_gives_alone(engine):
     assert all(len(tokens) == engines.NEW_TOKENS for tokens in alone)
 
 
-def test_an_answer_carries_the_id_of_its_request(engine):
+def test_output_has_the_id_of_its_request(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
             named = await llm.generate([3, 4], engines.greedy(2), request_id="mine")
@@ -90,28 +90,28 @@ def test_an_answer_carries_the_id_of_its_request(engine):
     assert named.usage.completion_tokens == 2
 
 
-def test_answers_of_one_submission_come_in_its_order(engine):
+def test_outputs_of_one_submission_are_in_submission_order(engine):
     prompts = [[3, 4, 5], [6], [7, 8]]
     lengths = [6, 1, 3]  # the first ends last
 
     async def main():
         async with AsyncLLM(engine) as llm:
-            answers = await llm.submit(
+            outputs = await llm.submit(
                 [
                     GenerationRequest(prompt=prompt, sampling=engines.greedy(length))
                     for prompt, length in zip(prompts, lengths, strict=True)
                 ]
             )
-            return answers.request_ids, await answers.collect()
+            return outputs.request_ids, await outputs.collect()
 
     request_ids, collected = run(main())
 
-    assert [answer.request_id for answer in collected] == list(request_ids)
-    assert [list(answer.prompt_token_ids) for answer in collected] == prompts
-    assert [len(answer.token_ids) for answer in collected] == lengths
+    assert [output.request_id for output in collected] == list(request_ids)
+    assert [list(output.prompt_token_ids) for output in collected] == prompts
+    assert [len(output.token_ids) for output in collected] == lengths
 
 
-def test_leaving_the_loop_cancels_the_request(engine):
+def test_breaking_out_of_the_stream_loop_cancels_the_request(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
             async for _ in llm.stream([3, 4], LONG):
@@ -133,7 +133,7 @@ def test_closing_the_stream_cancels_the_request_at_once(engine):
     assert run(main()) < LONG.max_tokens
 
 
-def test_a_cancelled_task_cancels_its_request(engine):
+def test_cancelling_a_task_cancels_its_request(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
             task = asyncio.create_task(llm.generate([3, 4], LONG))
@@ -152,8 +152,8 @@ def test_a_cancelled_task_cancels_its_request(engine):
 
 
 @pytest.mark.parametrize("submitted", [True, False])
-def test_a_task_cancelled_while_it_submits_leaves_no_request(engine, submitted):
-    """The engine's thread is held before or behind the submission while the task is cancelled."""
+def test_task_cancelled_during_submission_leaves_no_request(engine, submitted, monkeypatch):
+    """The engine's thread is blocked before or after the submission while the task is cancelled."""
     reached, go_on = threading.Event(), threading.Event()
     submit = engine.submit
 
@@ -169,7 +169,8 @@ def test_a_task_cancelled_while_it_submits_leaves_no_request(engine, submitted):
                 task = asyncio.create_task(llm.generate([3, 4], LONG))
                 await asyncio.to_thread(reached.wait, PATIENCE_S)
             else:
-                blocker = asyncio.create_task(llm._call(lambda: go_on.wait(PATIENCE_S)))
+                monkeypatch.setattr(engine, "ledger", lambda: go_on.wait(PATIENCE_S))
+                blocker = asyncio.create_task(llm.ledger())
                 await asyncio.sleep(0.01)
                 task = asyncio.create_task(llm.generate([3, 4], LONG))
                 await asyncio.sleep(0.01)
@@ -185,13 +186,13 @@ def test_a_task_cancelled_while_it_submits_leaves_no_request(engine, submitted):
     assert run(main()) < LONG.max_tokens
 
 
-def test_whoever_cancels_and_goes_on_reading_sees_the_abort(engine):
+def test_cancelled_stream_ends_with_abort(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
-            answers = await llm.submit([GenerationRequest(prompt=[3, 4], sampling=LONG)])
-            await anext(answers)
-            answers.cancel()
-            return [delta.finish_reason async for delta in answers]
+            outputs = await llm.submit([GenerationRequest(prompt=[3, 4], sampling=LONG)])
+            await anext(outputs)
+            outputs.cancel()
+            return [delta.finish_reason async for delta in outputs]
 
     reasons = run(main())
 
@@ -199,7 +200,7 @@ def test_whoever_cancels_and_goes_on_reading_sees_the_abort(engine):
     assert set(reasons[:-1]) <= {None}
 
 
-def test_a_refused_request_disturbs_nobody(engine):
+def test_refused_request_does_not_affect_running_requests(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
             running = asyncio.create_task(llm.generate([3, 4], engines.greedy(20)))
@@ -207,14 +208,14 @@ def test_a_refused_request_disturbs_nobody(engine):
                 await llm.generate([])
             with pytest.raises(NeverFits, match="whole KV memory"):
                 await llm.generate([3] * 100, SamplingParams(max_tokens=1000))
-            answer = await running
+            output = await running
             assert llm.is_alive
-        return answer
+        return output
 
     assert len(run(main()).token_ids) == 20
 
 
-def test_one_refused_submission_takes_back_the_others(engine):
+def test_one_refused_request_cancels_the_rest_of_its_submission(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
             with pytest.raises(RequestError, match="is in use: use another id"):
@@ -230,20 +231,20 @@ def test_one_refused_submission_takes_back_the_others(engine):
     assert run(main()) < LONG.max_tokens
 
 
-def test_a_request_refused_for_its_id_does_not_cancel_the_one_that_has_it(engine):
+def test_request_with_duplicate_id_is_refused_and_the_first_continues(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
-            answers = await llm.submit(
+            outputs = await llm.submit(
                 [GenerationRequest(prompt=[3], sampling=engines.greedy(30), request_id="same")]
             )
             with pytest.raises(RequestError, match="is in use: use another id"):
                 await llm.generate([4], LONG, request_id="same")
-            return (await answers.collect())[0]
+            return (await outputs.collect())[0]
 
     assert run(main()).finish_reason == "length"
 
 
-def test_cancelling_late_does_not_hit_a_new_request_with_the_same_id(engine):
+def test_late_cancel_does_not_affect_a_new_request_with_the_same_id(engine):
     def submission(max_tokens):
         params = engines.greedy(max_tokens)
         return GenerationRequest(prompt=[3], sampling=params, request_id="same")
@@ -252,14 +253,14 @@ def test_cancelling_late_does_not_hit_a_new_request_with_the_same_id(engine):
         async with AsyncLLM(engine) as llm:
             unread = await llm.submit([submission(1)])
             await idle(llm)
-            answers = await llm.submit([submission(30)])
+            outputs = await llm.submit([submission(30)])
             unread.cancel()
-            return (await answers.collect())[0]
+            return (await outputs.collect())[0]
 
     assert run(main()).finish_reason == "length"
 
 
-def test_lower_priorities_go_first(model):
+def test_lower_priority_values_run_first(model):
     engine = small_engine(model, max_num_seqs=1)
     ended = []
 
@@ -269,16 +270,16 @@ def test_lower_priorities_go_first(model):
                 GenerationRequest(prompt=[3], sampling=engines.greedy(2), priority=priority)
                 for priority in (2, 0, 1)
             ]
-            answers = await llm.submit(submissions)
-            ended.extend([d.request_id async for d in answers if d.finish_reason])
-            return answers.request_ids
+            outputs = await llm.submit(submissions)
+            ended.extend([d.request_id async for d in outputs if d.finish_reason])
+            return outputs.request_ids
 
     last, first, second = run(main())
 
     assert ended == [first, second, last]
 
 
-def test_a_dead_engine_is_reported_to_everybody(engine, caplog):
+def test_dead_engine_is_reported_to_every_caller(engine, caplog):
     def broken_step():
         raise InvariantError("the ledger is off by one page")
 
@@ -294,10 +295,10 @@ def test_a_dead_engine_is_reported_to_everybody(engine, caplog):
             streams += [await llm.submit([GenerationRequest(prompt=[4], sampling=LONG)])]
             await anext(streams[0])
             engine.step = broken_step
-            open_ones = await asyncio.gather(*(outcome(s.collect()) for s in streams))
+            open_streams = await asyncio.gather(*(outcome(s.collect()) for s in streams))
             late = [await outcome(llm.generate([3])), await outcome(llm.stats())]
             assert not llm.is_alive
-        return open_ones + late
+        return open_streams + late
 
     errors = run(main())
 
@@ -306,7 +307,7 @@ def test_a_dead_engine_is_reported_to_everybody(engine, caplog):
     assert "off by one page" in caplog.text
 
 
-def test_an_error_while_submitting_reaches_its_caller_and_ends_the_engine(engine):
+def test_exception_in_submit_is_raised_to_its_caller_and_ends_the_engine(engine):
     def broken_submit(*_args, **_options):
         raise ZeroDivisionError("a bug")
 
@@ -322,7 +323,7 @@ def test_an_error_while_submitting_reaches_its_caller_and_ends_the_engine(engine
     run(main())
 
 
-def test_commands_that_the_engine_never_came_to_do_not_wait_for_ever(engine):
+def test_queued_commands_fail_when_the_engine_dies(engine):
     reached, go_on = threading.Event(), threading.Event()
 
     def step_that_dies():
@@ -344,18 +345,18 @@ def test_commands_that_the_engine_never_came_to_do_not_wait_for_ever(engine):
     assert [type(result) for result in run(main())] == [EngineDead, EngineDead]
 
 
-def test_closing_ends_open_requests_and_leaves_the_engine_idle(engine):
+def test_closing_ends_open_requests_and_the_engine_is_idle(engine):
     async def main():
         llm = AsyncLLM(engine)
-        answers = await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)])
-        await anext(answers)
+        outputs = await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)])
+        await anext(outputs)
         await asyncio.to_thread(llm.close)
         with pytest.raises(EngineDead, match="closed"):
-            await answers.collect()
+            await outputs.collect()
         with pytest.raises(EngineDead, match="closed"):
             await llm.generate([3])
         assert not llm.is_alive
-        llm.close()  # twice does no harm
+        llm.close()  # closing twice has no effect
 
     run(main())
 
@@ -363,31 +364,31 @@ def test_closing_ends_open_requests_and_leaves_the_engine_idle(engine):
     engine.check()
 
 
-def test_an_engine_survives_a_loop_that_went_away(engine):
+def test_engine_survives_a_closed_event_loop(engine):
     llm = AsyncLLM(engine)
     streams = []
 
-    async def submit_and_go():
+    async def submit():
         streams.append(await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)]))
 
     try:
-        run(submit_and_go())  # its loop is closed while the request is open
-        answer = run(llm.generate([3], engines.greedy(4)))
+        run(submit())  # its event loop is closed while the request is open
+        output = run(llm.generate([3], engines.greedy(4)))
         run(idle(llm))
     finally:
         llm.close()
 
-    assert len(answer.token_ids) == 4
+    assert len(output.token_ids) == 4
     assert engine.num_generated_tokens < LONG.max_tokens
 
 
-def test_an_engine_that_cannot_be_closed_is_left_all_the_same(engine, monkeypatch):
+def test_engine_thread_ends_even_if_closing_the_engine_fails(engine, monkeypatch):
     def refuse():
         raise StorageError("no space left")
 
     llm = AsyncLLM(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_closing", refuse)
+        patch.setattr(engine, "close", refuse)
         with pytest.raises(StorageError):
             llm.close()
 
@@ -395,7 +396,7 @@ def test_an_engine_that_cannot_be_closed_is_left_all_the_same(engine, monkeypatc
     AsyncLLM(engine).close()
 
 
-def test_closing_again_leaves_an_engine_that_is_in_other_hands(engine):
+def test_closing_twice_does_not_affect_an_engine_run_by_another_async_llm(engine):
     first = AsyncLLM(engine)
     first.close()
     second = AsyncLLM(engine)
@@ -409,13 +410,13 @@ def test_closing_again_leaves_an_engine_that_is_in_other_hands(engine):
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 3}, "greedy"])
-def test_a_request_with_no_sampling_params_is_refused_when_it_is_made(sampling):
+def test_request_with_invalid_sampling_is_refused_on_construction(sampling):
     with pytest.raises(RequestError, match="expected sampling to be SamplingParams, got"):
         GenerationRequest([3, 4], sampling)
 
 
 @pytest.mark.parametrize("prompt", [7, None, b"text"])
-def test_a_submitted_prompt_of_another_type_is_refused_and_the_engine_lives(engine, prompt):
+def test_submitted_prompt_of_invalid_type_is_refused_and_the_engine_continues(engine, prompt):
     async def main():
         async with AsyncLLM(engine) as llm:
             with pytest.raises(RequestError, match="expected a prompt of token ids, got"):
@@ -425,7 +426,7 @@ def test_a_submitted_prompt_of_another_type_is_refused_and_the_engine_lives(engi
     assert len(run(main())) == 2
 
 
-def test_several_prompts_are_refused_with_who_takes_them(engine):
+def test_several_prompts_are_refused_with_a_hint_to_generate(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
             await llm.generate(["one", "two"])

@@ -1,4 +1,4 @@
-"""The Python entry: what it refuses, and callers that share one engine."""
+"""`LLM`: rejected arguments, streams, closing, and several callers of one engine."""
 
 import itertools
 import subprocess
@@ -51,76 +51,76 @@ def tokens_of(deltas):
     return tuple(token for delta in deltas for token in delta.token_ids)
 
 
-def test_one_policy_for_all_prompts_or_one_for_each(model):
+def test_evict_applies_to_all_prompts_or_per_prompt(model):
     llm = LLM(model, kv=KVConfig(memory="1MiB", page_tokens=4, evict_allow="recent"))
     prompts = [[3] * 40, [4] * 40]
     capped = "recent:cap=24,every=6"
 
     def evicted(evict):
-        return [a.usage.evicted_tokens > 0 for a in llm.generate(prompts, GREEDY, evict=evict)]
+        return [o.usage.evicted_tokens > 0 for o in llm.generate(prompts, GREEDY, evict=evict)]
 
     assert evicted(None) == [False, False]
     assert evicted(capped) == [True, True]
     assert evicted([None, capped]) == [False, True]
     assert any(delta.usage for delta in llm.stream(prompts[0], GREEDY, evict=capped))
-    for wrong, says in {3: "a text such as", (capped,): "or 2 of them, got 1"}.items():
-        with pytest.raises(RequestError, match=says):
-            as_requests(PROMPTS[:2], None, {"evict": wrong})
+    for evict, message in {3: "a text such as", (capped,): "or 2 of them, got 1"}.items():
+        with pytest.raises(RequestError, match=message):
+            as_requests(PROMPTS[:2], None, {"evict": evict})
     assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize(
-    "places",
+    "options",
     [{"priority": [2, 0, 1]}, {"deadline_s": [None, 50.0, 60]}, {"priority": [1, 0, 0]}],
 )
-def test_priorities_and_deadlines_order_the_line(model, places):
+def test_priorities_and_deadlines_order_waiting_requests(model, options):
     llm = LLM(model, kv=KVConfig(memory="1MiB"), schedule=ScheduleConfig(max_num_seqs=1))
     ended = []
 
     def note(stats, deltas):
         ended.extend(delta.request_id for delta in deltas if delta.is_last)
 
-    answers = llm.generate([[3] * 9, [4] * 9, [5] * 9], GREEDY, progress=note, **places)
+    outputs = llm.generate([[3] * 9, [4] * 9, [5] * 9], GREEDY, progress=note, **options)
 
-    first, second, third = (answer.request_id for answer in answers)
+    first, second, third = (output.request_id for output in outputs)
     assert ended == [second, third, first]
 
 
-def test_wrong_places_in_line_are_refused_before_anything_runs(llm):
-    for priority, deadline_s, says in (
+def test_invalid_priority_or_deadline_is_refused_before_any_request_runs(llm):
+    for priority, deadline_s, message in (
         ([1], None, "one priority or 2 of them, got 1"),
         (0.5, None, "priority to be a whole number, got 0.5"),
         (0, "soon", "deadline_s to be a number, got 'soon'"),
         (0, [1.0, True], "deadline_s to be a number, got True"),
     ):
-        with pytest.raises(RequestError, match=says):
+        with pytest.raises(RequestError, match=message):
             as_requests(PROMPTS[:2], None, {"priority": priority, "deadline_s": deadline_s})
     with pytest.raises(RequestError, match="prompt 1: expected deadline_s above 0"):
         llm.generate(PROMPTS[:2], GREEDY, deadline_s=[1.0, 0.0])
     assert not llm.engine.has_work
 
 
-def test_streams_that_are_read_in_turns_each_get_their_own_answer(llm, expected):
+def test_interleaved_streams_each_yield_their_own_output(llm, expected):
     streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
     rounds = list(itertools.zip_longest(*streams))
     assert [tokens_of(filter(None, deltas)) for deltas in zip(*rounds, strict=True)] == expected
 
 
-def test_generate_runs_beside_an_open_stream(llm, expected):
+def test_generate_runs_while_a_stream_is_open(llm, expected):
     stream = llm.stream(PROMPTS[0], GREEDY)
     first = next(stream)
-    answers = llm.generate(PROMPTS[1:], GREEDY)
-    assert [answer.token_ids for answer in answers] == expected[1:]
+    outputs = llm.generate(PROMPTS[1:], GREEDY)
+    assert [output.token_ids for output in outputs] == expected[1:]
     assert tokens_of([first, *stream]) == expected[0]
 
 
-def test_closing_a_stream_leaves_the_others_alone(llm, expected):
-    closed, kept = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+def test_closing_one_stream_does_not_affect_the_others(llm, expected):
+    closed, other = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     next(closed)
-    first = next(kept)
+    first = next(other)
     closed.close()
     assert len(llm.stats().requests) == 1
-    assert tokens_of([first, *kept]) == expected[1]
+    assert tokens_of([first, *other]) == expected[1]
 
 
 def test_closing_the_only_stream_frees_its_memory(llm):
@@ -131,21 +131,21 @@ def test_closing_the_only_stream_frees_its_memory(llm):
     assert not llm.stats().kv_used_bytes
 
 
-def test_a_closed_llm_takes_no_request_and_says_so(llm):
-    answer = llm.generate(PROMPTS[0], GREEDY)
-    for _ in range(2):  # twice does no harm
+def test_closed_llm_refuses_requests(llm):
+    output = llm.generate(PROMPTS[0], GREEDY)
+    for _ in range(2):  # closing twice has no effect
         llm.close()
     calls = {
         "generate": lambda: llm.generate(PROMPTS[0], GREEDY),
-        "generate of nothing": lambda: llm.generate([], GREEDY),
+        "generate with no prompts": lambda: llm.generate([], GREEDY),
         "stream": lambda: next(llm.stream(PROMPTS[0], GREEDY)),
     }
     for call in calls.values():
         with pytest.raises(EngineDead, match="the LLM is closed: make a new LLM"):
             call()
 
-    assert answer[0].token_ids
-    assert llm.stats().num_generated_tokens == len(answer[0].token_ids)
+    assert output[0].token_ids
+    assert llm.stats().num_generated_tokens == len(output[0].token_ids)
     assert llm.ledger()
     assert llm.encode(PROMPTS[0]) == PROMPTS[0]
 
@@ -162,38 +162,38 @@ def test_closing_ends_open_streams(llm):
             list(stream)
 
 
-def test_closing_between_the_steps_of_generate_ends_it(llm):
+def test_closing_between_steps_ends_generate(llm):
     with pytest.raises(EngineDead, match="closed"):
         llm.generate(PROMPTS, GREEDY, progress=lambda *_: llm.close())
 
 
-def test_an_llm_whose_tier_cannot_be_written_is_closed_all_the_same(llm, monkeypatch):
+def test_llm_is_closed_even_if_its_tier_cannot_be_written(llm, monkeypatch):
     def refuse():
         raise StorageError("no space left")
 
-    monkeypatch.setattr(llm.engine, "_closing", refuse)
+    monkeypatch.setattr(llm.engine, "close", refuse)
     with pytest.raises(StorageError):
         llm.close()
     with pytest.raises(EngineDead, match="closed"):
         llm.generate(PROMPTS[0], GREEDY)
 
 
-def test_a_progress_function_that_raises_leaves_nothing_behind(llm, expected):
+def test_exception_in_progress_callback_cancels_all_requests(llm, expected):
     def progress(stats, deltas):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         llm.generate(PROMPTS, GREEDY, progress=progress)
-    assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
-def test_one_wrong_prompt_of_many_runs_none(llm):
+def test_one_invalid_prompt_refuses_the_whole_batch(llm):
     with pytest.raises(RequestError, match=r"^prompt 4: .*empty"):
         llm.generate([*PROMPTS, []], GREEDY)
     assert llm.stats().num_steps == 0
 
 
-def test_no_prompts_have_no_answers(llm):
+def test_empty_prompt_list_gives_no_outputs(llm):
     assert llm.generate([], GREEDY) == []
 
 
@@ -210,7 +210,7 @@ def test_no_prompts_have_no_answers(llm):
     ],
     ids=["text", "texts", "text and ids", "ids", "array", "generator", "nothing"],
 )
-def test_one_prompt_and_many_are_told_apart(given, prompts):
+def test_single_prompt_and_prompt_list_are_distinguished(given, prompts):
     assert as_prompts(given) == prompts
 
 
@@ -225,10 +225,10 @@ def test_one_prompt_and_many_are_told_apart(given, prompts):
     ],
     ids=repr,
 )
-def test_what_is_no_prompt_is_refused(prompt, message):
-    for one in as_prompts(prompt):
+def test_prompt_of_invalid_type_is_refused(prompt, message):
+    for item in as_prompts(prompt):
         with pytest.raises(RequestError, match=message):
-            as_token_ids(one)
+            as_token_ids(item)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +240,12 @@ def test_what_is_no_prompt_is_refused(prompt, message):
     ],
     ids=repr,
 )
-def test_what_are_no_options_is_refused(sampling, message):
+def test_invalid_sampling_argument_is_refused(sampling, message):
     with pytest.raises(RequestError, match=message):
         as_options(sampling, 2)
 
 
-def test_options_are_one_for_all_or_one_for_each():
+def test_sampling_options_apply_to_all_prompts_or_per_prompt():
     other = SamplingParams(max_tokens=1)
     assert as_options(GREEDY, 2) == [GREEDY, GREEDY]
     assert as_options((GREEDY, other), 2) == [GREEDY, other]
@@ -261,19 +261,19 @@ def test_options_are_one_for_all_or_one_for_each():
         ("0.5", (float,), "expected kv to be float, got '0.5'"),
     ],
 )
-def test_a_value_of_another_type_is_refused_by_name(value, kinds, message):
+def test_value_of_wrong_type_is_refused_by_parameter_name(value, kinds, message):
     with pytest.raises(ConfigError, match=message):
         require_type("kv", value, *kinds)
 
 
-def test_a_value_of_its_type_is_taken():
+def test_value_of_right_type_is_accepted():
     require_type("share", 1, float)
     require_type("flag", True, bool)
     require_type("kv", None, KVConfig, type(None))
 
 
-def test_constructors_name_what_has_the_wrong_type():
-    # a process of its own: the type checks of test runs would answer first
+def test_constructors_name_the_parameter_of_wrong_type():
+    # a separate process: the type checks of test runs would raise first
     program = """
 from quire import LLM, KVConfig, ScheduleConfig
 from quire.errors import ConfigError
@@ -305,23 +305,23 @@ for make in (
     ]
 
 
-def test_prompts_run_on_the_account_they_are_given(llm):
+def test_prompts_are_charged_to_the_given_tenant_and_salt(llm):
     prompt = [3, 4, 5, 6, 7, 8, 9, 10, 11]
     for tenant, salt, cached in (("a", "", 0), ("b", "", 0), ("a", "x", 0), ("a", "", 8)):
-        [answer] = llm.generate([prompt], GREEDY, tenant=tenant, cache_salt=salt)
-        assert answer.usage.cached_tokens == cached
+        [output] = llm.generate([prompt], GREEDY, tenant=tenant, cache_salt=salt)
+        assert output.usage.cached_tokens == cached
 
     assert [stats.tenant for stats in llm.stats().served] == ["a", "b"]
 
 
-def test_a_request_brings_its_own_options(llm, expected):
+def test_generation_request_sets_its_own_options(llm, expected):
     requests = [
         GenerationRequest(prompt, GREEDY, priority=n, cache_salt=str(n), request_id=f"own-{n}")
         for n, prompt in enumerate(PROMPTS)
     ]
-    answers = llm.generate(requests)
-    assert [answer.request_id for answer in answers] == [f"own-{n}" for n in range(len(PROMPTS))]
-    assert [answer.token_ids for answer in answers] == expected
+    outputs = llm.generate(requests)
+    assert [output.request_id for output in outputs] == [f"own-{n}" for n in range(len(PROMPTS))]
+    assert [output.token_ids for output in outputs] == expected
     assert tokens_of(llm.stream(requests[0])) == expected[0]
 
 
@@ -333,12 +333,12 @@ def test_a_request_brings_its_own_options(llm, expected):
         (None, {"prioritty": 1}, "unknown request option 'prioritty': expected one of request_id"),
     ],
 )
-def test_options_beside_a_request_are_refused(sampling, options, message):
+def test_options_in_addition_to_a_generation_request_are_refused(sampling, options, message):
     with pytest.raises(RequestError, match=message):
         as_requests([GenerationRequest([3])], sampling, options)
 
 
-def test_every_option_of_a_request_has_its_kinds_and_types():
+def test_every_request_option_has_a_kind_and_a_type_annotation():
     names = {field.name for field in fields(GenerationRequest)} - {"prompt", "sampling"}
     assert names == set(OPTION_KINDS)
     assert names == RequestOptions.__annotations__.keys() == OptionsOfMany.__annotations__.keys()

@@ -1,4 +1,4 @@
-"""One `LLM` in several threads: calls run one after the other, and no call waits for ever."""
+"""One `LLM` in several threads: calls run one after the other, and no call blocks forever."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ def llm(model):
 
 
 def prompts(thread: int, call: int) -> list[list[int]]:
-    """Some that other threads ask too, and one of this call alone."""
+    """One prompt that other threads also use, and one unique to this call."""
     return [[3 + call % 5, 4, 5], [6 + thread, 7 + call, 8]]
 
 
@@ -46,43 +46,43 @@ def streamed(llm, prompt):
 
 
 @pytest.mark.parametrize("num_calls", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_threads_get_the_answers_of_one_thread(llm, num_calls):
+def test_outputs_in_several_threads_equal_those_of_one_thread(llm, num_calls):
     def calls(thread):
-        requested = [prompts(thread, call) for call in range(num_calls)]
-        return [[a.token_ids for a in llm.generate(some, GREEDY)] for some in requested]
+        batches = [prompts(thread, call) for call in range(num_calls)]
+        return [[o.token_ids for o in llm.generate(batch, GREEDY)] for batch in batches]
 
     expected = [calls(thread) for thread in range(THREADS)]
 
     assert in_threads(calls) == expected
 
 
-def test_streams_generate_and_stats_in_threads_do_not_disturb_each_other(llm):
+def test_concurrent_stream_generate_and_stats_do_not_interfere(llm):
     def calls(thread):
-        made = []
+        results = []
         for call in range(1):
             first, second = prompts(thread, call)
-            made.append(streamed(llm, first))
-            made.extend(answer.token_ids for answer in llm.generate([second], GREEDY))
+            results.append(streamed(llm, first))
+            results.extend(output.token_ids for output in llm.generate([second], GREEDY))
             assert llm.ledger()
             assert llm.stats().num_steps
-        return made
+        return results
 
     expected = [calls(thread) for thread in range(THREADS)]
 
     assert in_threads(calls) == expected
 
 
-def test_a_stream_left_half_way_blocks_no_other_thread(llm):
+def test_partly_read_stream_does_not_block_other_threads(llm):
     stream = llm.stream([3, 4], GREEDY)
     next(stream)
 
-    [answers] = in_threads(lambda _: llm.generate([[5, 6]], GREEDY), 1)
+    [outputs] = in_threads(lambda _: llm.generate([[5, 6]], GREEDY), 1)
 
-    assert answers[0].token_ids
+    assert outputs[0].token_ids
     stream.close()
 
 
-def test_a_stream_may_be_closed_in_another_thread(llm):
+def test_stream_can_be_closed_in_another_thread(llm):
     stream = llm.stream([3, 4], GREEDY)
     next(stream)
 
@@ -113,15 +113,15 @@ def test_a_stream_closed_while_another_thread_generates_is_cancelled(llm):
     assert not llm.engine.has_work
 
 
-def test_generate_may_be_called_inside_the_loop_over_a_stream_and_in_progress(llm):
-    plain = [answer.token_ids for answer in llm.generate([[5, 6]], GREEDY)]
+def test_generate_can_be_called_while_iterating_a_stream_and_in_a_progress_callback(llm):
+    plain = [output.token_ids for output in llm.generate([[5, 6]], GREEDY)]
     inner = []
 
     def progress(stats, deltas):
-        inner.extend(answer.token_ids for answer in llm.generate([[5, 6]], GREEDY))
+        inner.extend(output.token_ids for output in llm.generate([[5, 6]], GREEDY))
 
     for _ in llm.stream([3, 4], GREEDY):
-        inner.extend(answer.token_ids for answer in llm.generate([[5, 6]], GREEDY))
+        inner.extend(output.token_ids for output in llm.generate([[5, 6]], GREEDY))
     llm.generate([[7]], engines.greedy(3), progress=progress)
 
     assert len(inner) > 3
@@ -129,7 +129,7 @@ def test_generate_may_be_called_inside_the_loop_over_a_stream_and_in_progress(ll
 
 
 class Listener:
-    """Does something at the first event, which happens inside a step."""
+    """Calls `work` at the first event, which occurs inside a step."""
 
     def __init__(self, llm, work):
         self.llm, self.work, self.result = llm, work, None
@@ -143,30 +143,30 @@ class Listener:
 
 
 @pytest.mark.parametrize("call", ["generate", "stream", "close"])
-def test_a_call_from_inside_a_step_is_refused(llm, call):
+def test_call_inside_a_step_is_refused(llm, call):
     def work():
-        made = llm.close() if call == "close" else getattr(llm, call)([3, 4])
-        return list(made)
+        results = llm.close() if call == "close" else getattr(llm, call)([3, 4])
+        return list(results)
 
     llm.engine.events.subscribe(listener := Listener(llm, work))
-    answers = llm.generate([[5, 6]], GREEDY)
+    outputs = llm.generate([[5, 6]], GREEDY)
 
     assert "between two steps, got one from inside a step" in str(listener.result)
-    assert answers[0].token_ids
+    assert outputs[0].token_ids
 
 
-def test_numbers_may_be_read_inside_a_step(llm):
+def test_stats_can_be_read_inside_a_step(llm):
     llm.engine.events.subscribe(listener := Listener(llm, llm.stats))
     llm.generate([[5, 6]], GREEDY)
 
     assert listener.result.kv_total_bytes == llm.stats().kv_total_bytes
 
 
-def test_a_stream_that_python_closes_inside_a_step_is_cancelled_after_it(llm):
+def test_stream_garbage_collected_inside_a_step_is_cancelled_after_the_step(llm):
     streams = [llm.stream([3, 4], GREEDY)]
     next(streams[0])
-    streams.append(streams)  # a cycle: only a collection finds it
-    expected = [answer.token_ids for answer in llm.generate([[5, 6]], GREEDY)]
+    streams.append(streams)  # a cycle: only the garbage collector frees it
+    expected = [output.token_ids for output in llm.generate([[5, 6]], GREEDY)]
 
     def collect():
         nonlocal streams
@@ -174,14 +174,14 @@ def test_a_stream_that_python_closes_inside_a_step_is_cancelled_after_it(llm):
         return gc.collect()
 
     llm.engine.events.subscribe(listener := Listener(llm, collect))
-    answers = llm.generate([[7, 8], [5, 6]], GREEDY)
+    outputs = llm.generate([[7, 8], [5, 6]], GREEDY)
 
     assert listener.result
-    assert answers[1].token_ids == expected[0]
+    assert outputs[1].token_ids == expected[0]
     assert not llm.engine.has_work
 
 
-def test_an_engine_that_an_async_llm_runs_is_refused(llm):
+def test_engine_run_by_an_async_llm_is_refused(llm):
     async def main():
         async with AsyncLLM(llm.engine) as running:
             for call in (llm.generate, llm.stream):
@@ -191,6 +191,6 @@ def test_an_engine_that_an_async_llm_runs_is_refused(llm):
                 AsyncLLM(llm.engine)
             return (await running.generate([5, 6], GREEDY)).token_ids
 
-    requested = asyncio.run(main())
+    generated = asyncio.run(main())
 
-    assert requested == llm.generate([[5, 6]], GREEDY)[0].token_ids
+    assert generated == llm.generate([[5, 6]], GREEDY)[0].token_ids

@@ -1,4 +1,4 @@
-"""Metadata of a request: checked when it is made, and found with its output."""
+"""Metadata of a request: validated on construction and attached to its output."""
 
 import asyncio
 from contextlib import closing
@@ -36,7 +36,7 @@ def test_outputs_have_the_metadata_of_their_request(engine):
     assert [request.metadata for request in found] == [METADATA, None]
 
 
-def test_metadata_is_a_copy(engine):
+def test_metadata_is_copied(engine):
     given = dict(METADATA)
     request = GenerationRequest(PROMPT, metadata=given)
     given["user"] = "another"
@@ -54,13 +54,13 @@ def test_metadata_is_a_copy(engine):
         ({"n": "v" * 513}, "got 1 and 513"),
     ],
 )
-def test_what_is_no_metadata_is_refused(given, message):
+def test_invalid_metadata_is_refused(given, message):
     with pytest.raises(RequestError, match=message) as refused:
         GenerationRequest(PROMPT, metadata=given)
 
     assert refused.value.param == "metadata"
 
 
-def test_options_are_checked_when_a_request_is_made():
+def test_request_options_are_validated_on_construction():
     with pytest.raises(RequestError, match="expected priority to be a whole number, got 'high'"):
         GenerationRequest(PROMPT, priority="high")

@@ -1,4 +1,4 @@
-"""Lines of a batch: what is a request, what is an error, and what nobody may drop silently."""
+"""Parsing of batch input lines: requests, errors, and fields that are not supported."""
 
 import json
 
@@ -41,7 +41,7 @@ def outcome(raw: bytes, number: int) -> BatchLine | BatchError:
         return error
 
 
-def test_a_line_says_which_of_its_tokens_stay():
+def test_line_sets_eviction_options():
     line = parse({"prompt": "Hi", "evict": "h2o:cap=512", "record_evictions": True})
 
     assert line.options == {"evict": "h2o:cap=512", "record_evictions": True}
@@ -50,13 +50,13 @@ def test_a_line_says_which_of_its_tokens_stay():
 
 
 @pytest.mark.parametrize("member", [{"evict": 3}, {"record_evictions": "yes"}])
-def test_what_says_so_has_its_type(member):
+def test_eviction_option_of_wrong_type_is_refused(member):
     [name] = member
 
     assert f"expected {name} to be " in str(refusal({"prompt": "Hi", **member}))
 
 
-def test_a_plain_line_is_a_prompt_and_options():
+def test_plain_line_has_prompt_and_options():
     line = parse({"id": "x", "prompt": "Hi", "max_tokens": 5, "stop": ["."], "seed": None})
 
     assert (line.head.number, line.head.kind, line.head.name) == (3, "plain", "x")
@@ -64,23 +64,23 @@ def test_a_plain_line_is_a_prompt_and_options():
     assert line.sampling == {"max_tokens": 5, "stop": ["."]}
 
 
-def test_a_completion_of_openais_format():
+def test_openai_completion_line():
     line = parse(COMPLETION)
 
     assert (line.head.kind, line.head.name, line.prompt) == ("completions", "a", "Hi")
     assert line.sampling == {"max_tokens": 3}
 
 
-@pytest.mark.parametrize(("salt", "read"), [("mine", "mine"), ("", ""), (None, "")])
-def test_a_line_says_with_whom_it_shares_kv(salt, read):
+@pytest.mark.parametrize(("salt", "expected"), [("mine", "mine"), ("", ""), (None, "")])
+def test_line_sets_cache_salt(salt, expected):
     body = COMPLETION["body"] | {"cache_salt": salt}
 
     for line in (parse({"prompt": "Hi", "cache_salt": salt}), parse(COMPLETION | {"body": body})):
-        assert GenerationRequest("Hi", **line.options).cache_salt == read
+        assert GenerationRequest("Hi", **line.options).cache_salt == expected
     assert "expected cache_salt to be a text" in str(refusal({"prompt": "Hi", "cache_salt": ["x"]}))
 
 
-def test_a_line_says_its_place_in_line():
+def test_line_sets_priority_and_deadline():
     body = COMPLETION["body"] | {"priority": 2, "deadline_s": 3}
 
     for line in (parse({"prompt": "Hi", **body}), parse(COMPLETION | {"body": body})):
@@ -91,7 +91,7 @@ def test_a_line_says_its_place_in_line():
             assert f"expected {key} to be a" in str(refusal({"prompt": "Hi", key: value}))
 
 
-def test_a_chat_of_openais_format():
+def test_openai_chat_line():
     line = parse(CHAT)
 
     assert line.head.kind == "chat"
@@ -99,7 +99,7 @@ def test_a_chat_of_openais_format():
     assert line.sampling == {"max_tokens": 4}
 
 
-def test_text_parts_of_a_message_are_joined():
+def test_text_parts_of_a_message_are_concatenated():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
     line = parse({"messages": [{"role": "user", "content": parts}]})
@@ -107,16 +107,16 @@ def test_text_parts_of_a_message_are_joined():
     assert line.messages == [{"role": "user", "content": "ab"}]
 
 
-def test_a_prompt_may_be_token_ids_and_gets_no_prefix():
+def test_token_id_prompt_gets_no_prefix():
     assert parse({"prompt": [1, 2]}, LineFormat(prefix="P")).prompt == [1, 2]
 
 
-def test_a_prefix_stands_before_every_text_prompt():
+def test_prefix_is_prepended_to_text_prompts():
     assert parse({"prompt": "Hi"}, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
     assert parse(COMPLETION, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
 
 
-def test_with_a_prompt_key_lines_are_data_rows():
+def test_prompt_key_expecteds_lines_as_data_rows():
     row = {"question": "Why?", "answer": "So.", "seed": "not an option", "id": 7}
 
     line = parse(row, LineFormat(prompt_key="question"))
@@ -124,17 +124,17 @@ def test_with_a_prompt_key_lines_are_data_rows():
     assert (line.prompt, line.sampling, line.head.name) == ("Why?", {}, "7")
 
 
-def test_a_data_row_without_its_key_is_refused():
+def test_data_row_without_the_prompt_key_is_refused():
     assert "question" in str(refusal({"prompt": "x"}, LineFormat(prompt_key="question")))
 
 
-def test_a_byte_order_mark_may_open_the_file():
+def test_byte_order_mark_is_accepted():
     raw = b"\xef\xbb\xbf" + b'{"prompt": "x"}\n'
 
     assert parse_line(raw, 1, PLAIN).prompt == "x"
 
 
-def test_keys_of_a_logit_bias_become_token_ids():
+def test_logit_bias_keys_are_converted_to_token_ids():
     assert parse({"prompt": "x", "logit_bias": {"7": 1.5}}).sampling == {"logit_bias": {7: 1.5}}
 
 
@@ -156,7 +156,7 @@ def test_keys_of_a_logit_bias_become_token_ids():
         {"evcit": None},
     ],
 )
-def test_members_that_ask_for_nothing_are_accepted(member):
+def test_fields_with_neutral_values_are_accepted(member):
     body = COMPLETION["body"] | member
 
     assert parse(COMPLETION | {"body": body}).sampling == {"max_tokens": 3}
@@ -178,14 +178,14 @@ def test_members_that_ask_for_nothing_are_accepted(member):
         {"messages": [{"role": "user", "content": "x"}]},
     ],
 )
-def test_members_that_would_be_dropped_are_refused_by_name(member):
+def test_unsupported_fields_are_refused_by_name(member):
     error = refusal(COMPLETION | {"body": COMPLETION["body"] | member})
 
     assert next(iter(member)) in str(error)
     assert (error.head.number, error.head.name) == (3, "a")
 
 
-def test_openais_newer_name_goes_first():
+def test_max_completion_tokens_overrides_max_tokens():
     both = {"max_tokens": 5, "max_completion_tokens": 7}
 
     for body in (both, dict(reversed(both.items()))):
@@ -193,22 +193,22 @@ def test_openais_newer_name_goes_first():
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], [[4]]])
-def test_a_completion_may_have_several_prompts(prompts):
+def test_completion_line_can_have_several_prompts(prompts):
     line = parse(COMPLETION | {"body": {"prompt": prompts}})
 
     assert list(line.prompts) == prompts
 
 
 @pytest.mark.parametrize("prompts", [["a", ""], [[1], []], ["a", 5], ["a", [1]], [[1], [True]]])
-def test_each_of_several_prompts_is_checked(prompts):
+def test_each_of_several_prompts_is_validated(prompts):
     assert "expected a prompt" in str(refusal(COMPLETION | {"body": {"prompt": prompts}}))
 
 
-def test_a_plain_line_has_one_prompt():
+def test_plain_line_with_several_prompts_is_refused():
     assert "write one line per prompt" in str(refusal({"prompt": ["a", "b"]}))
 
 
-def test_a_wrong_member_offers_the_nearest():
+def test_unknown_field_suggests_the_nearest():
     assert "max_tokens" in str(refusal({"prompt": "x", "max_token": 1}))
 
 
@@ -243,18 +243,18 @@ def test_a_wrong_member_offers_the_nearest():
         CHAT | {"body": {"prompt": "x"}},
     ],
 )
-def test_what_is_no_request_is_refused_with_its_line(value):
+def test_invalid_request_is_refused_with_its_line_number(value):
     assert refusal(value).head.number == 3
 
 
-def test_an_error_in_a_chat_is_answered_like_a_chat():
+def test_error_in_a_chat_line_is_a_chat_error():
     error = refusal(CHAT | {"body": {"messages": []}})
 
     assert (error.head.kind, error.head.name) == ("chat", "b")
 
 
 @given(raw=st.binary(max_size=60))
-def test_any_bytes_are_a_request_or_a_refusal(raw: bytes):
+def test_any_bytes_parse_or_are_refused(raw: bytes):
     assert outcome(raw, 2).head.number == 2
 
 
@@ -269,7 +269,7 @@ names = st.sampled_from(
 
 
 @given(value=st.dictionaries(names, json_values))
-def test_any_object_is_a_request_or_a_refusal(value: dict):
+def test_any_json_object_parses_or_is_refused(value: dict):
     found = outcome(json.dumps(value).encode(), 3)
 
     assert found.head.number == 3
@@ -277,12 +277,12 @@ def test_any_object_is_a_request_or_a_refusal(value: dict):
         assert (found.prompt is None) != (found.messages is None)
 
 
-def test_a_broken_line_is_placed_within_itself():
+def test_json_error_reports_the_character_position():
     with pytest.raises(BatchError, match=r"not JSON: Expecting value at character 13$"):
         parse_line(b'{"prompt": \n', 7, PLAIN)
 
 
-def test_json_nested_without_end_is_refused():
+def test_deeply_nested_json_is_refused():
     with pytest.raises(BatchError, match="not JSON"):
         parse_line(b"[" * 200_000, 1, PLAIN)
 
@@ -291,7 +291,7 @@ def test_json_nested_without_end_is_refused():
     ("field", "hint"),
     [("top_logprobs", "leave it out"), ("n_probs", "leave it out"), ("max_new_tokens", "max_tok")],
 )
-def test_a_hint_names_only_fields_that_a_batch_reads(field, hint):
+def test_hint_names_only_fields_that_batch_supports(field, hint):
     assert hint in str(refusal({"prompt": "x", field: 3}))
 
 
@@ -309,7 +309,7 @@ def test_do_sample_false_is_temperature_0(members, expected):
 
 
 @pytest.mark.parametrize("members", [{"do_sample": False, "temperature": 0.7}, {"do_sample": 0}])
-def test_do_sample_that_says_two_things_is_refused(members):
+def test_contradictory_do_sample_is_refused(members):
     with pytest.raises(BatchError, match="do_sample"):
         parse({"prompt": "a"} | members)
 
@@ -317,5 +317,5 @@ def test_do_sample_that_says_two_things_is_refused(members):
 @pytest.mark.parametrize(
     ("value", "kind"), [(None, "null"), (True, "true"), (3, "3"), ("x", '"x"'), ([1], "a list")]
 )
-def test_a_line_that_is_no_object_is_named_in_the_words_of_json(value, kind):
+def test_line_that_is_not_an_object_is_named_by_its_json_type(value, kind):
     assert str(refusal(value)).endswith(kind)

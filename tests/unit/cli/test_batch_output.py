@@ -1,4 +1,4 @@
-"""The output file: whole lines, each once, never under another run's name."""
+"""The batch output file: complete lines, each written once, for one run only."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def fill(path: Path, *numbers: int) -> bytes:
     return path.read_bytes()
 
 
-def test_records_are_on_the_disk_after_flush_and_not_before(path: Path):
+def test_records_are_written_to_disk_by_flush(path: Path):
     with start(path) as output:
         output.write([{"line": 1}, {"line": 2}])
         before = path.read_bytes()
@@ -38,14 +38,14 @@ def test_records_are_on_the_disk_after_flush_and_not_before(path: Path):
         assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_a_new_start_knows_what_is_answered(path: Path):
+def test_restart_reads_completed_lines(path: Path):
     fill(path, 3, 1)
 
     with start(path) as output:
         assert output.completed == {1, 3}
 
 
-def test_a_line_cut_anywhere_is_taken_away_and_counts_as_unanswered(path: Path):
+def test_truncated_line_is_removed_and_not_completed(path: Path):
     whole = fill(path, 1, 2, 3)
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
@@ -57,7 +57,7 @@ def test_a_line_cut_anywhere_is_taken_away_and_counts_as_unanswered(path: Path):
         assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:num_whole])
 
 
-def test_what_is_written_after_a_cut_begins_on_a_line_of_its_own(path: Path):
+def test_record_after_a_truncated_line_starts_on_a_new_line(path: Path):
     whole = fill(path, 1, 2)
     path.write_bytes(whole[:-3])
 
@@ -66,7 +66,7 @@ def test_what_is_written_after_a_cut_begins_on_a_line_of_its_own(path: Path):
     assert path.read_bytes() == whole
 
 
-def test_a_run_goes_on_with_the_seed_it_began_with(path: Path):
+def test_restarted_run_keeps_its_first_seed(path: Path):
     fill(path, 1)
     later = RunState(
         input_sha256="abc", input_lines=9, config={"model": "m", "stop": ["a"]}, seed=77
@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_the_seed_it_began_with(path: Path):
         (RunState("abc", 9, {"model": "m"}, 5), "stop"),
     ],
 )
-def test_another_runs_output_is_refused_and_left_alone(path: Path, state, reason):
+def test_output_of_another_run_is_refused_and_unchanged(path: Path, state, reason):
     whole = fill(path, 1)
 
     with pytest.raises(ConfigError, match=reason):
@@ -92,7 +92,7 @@ def test_another_runs_output_is_refused_and_left_alone(path: Path, state, reason
     assert path.read_bytes() == whole
 
 
-def test_overwriting_starts_over_under_the_new_state(path: Path):
+def test_overwrite_replaces_records_and_state(path: Path):
     fill(path, 1)
     other = RunState("other", 2, {}, 1)
 
@@ -104,7 +104,7 @@ def test_overwriting_starts_over_under_the_new_state(path: Path):
         assert output.seed == 1
 
 
-def test_a_file_of_somebody_else_is_refused_and_left_alone(path: Path):
+def test_file_not_written_by_batch_is_refused_and_unchanged(path: Path):
     path.write_text("my notes\n")
 
     with pytest.raises(ConfigError, match="not an output of quire batch"):
@@ -112,7 +112,7 @@ def test_a_file_of_somebody_else_is_refused_and_left_alone(path: Path):
     assert path.read_text() == "my notes\n"
 
 
-def test_an_empty_file_may_be_used(path: Path):
+def test_empty_file_is_accepted(path: Path):
     path.touch()
 
     fill(path, 1)
@@ -122,7 +122,7 @@ def test_an_empty_file_may_be_used(path: Path):
 
 
 @pytest.mark.parametrize("state", ["", "{", "[]", "null", '"x"', "{}"])
-def test_a_damaged_state_is_refused(path: Path, state: str):
+def test_damaged_state_file_is_refused(path: Path, state: str):
     fill(path, 1)
     Path(f"{path}.state").write_text(state)
 
@@ -133,7 +133,7 @@ def test_a_damaged_state_is_refused(path: Path, state: str):
 @pytest.mark.parametrize(
     "line", ["", "{", "[]", "{}", '{"line": 0}', '{"line": 10}', '{"line": 1}', '{"line": "2"}']
 )
-def test_a_line_that_is_no_record_of_a_new_line_is_refused_by_its_number(path: Path, line: str):
+def test_invalid_record_is_refused_with_its_line_number(path: Path, line: str):
     whole = fill(path, 1) + line.encode() + b"\n"
     path.write_bytes(whole)
 
@@ -142,13 +142,13 @@ def test_a_line_that_is_no_record_of_a_new_line_is_refused_by_its_number(path: P
     assert path.read_bytes() == whole
 
 
-def test_two_runs_cannot_write_at_once(path: Path):
+def test_second_concurrent_run_is_refused(path: Path):
     with start(path), pytest.raises(ConfigError, match="another quire batch"):
         start(path)
     start(path).__exit__(None, None, None)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_output_path_that_is_not_a_regular_file_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be written"):
         start(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -157,7 +157,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
         start(Path(os.devnull))
 
 
-def test_a_full_disk_is_an_error_with_a_name_and_keeps_what_was_written(path: Path, monkeypatch):
+def test_full_disk_raises_an_error_and_keeps_written_records(path: Path, monkeypatch):
     whole = fill(path, 1)
     output = start(path)
     output.write([{"line": 2}])
@@ -173,7 +173,7 @@ def test_a_full_disk_is_an_error_with_a_name_and_keeps_what_was_written(path: Pa
     assert path.read_bytes().startswith(whole)
 
 
-def test_records_are_written_when_the_run_ends_by_an_error(path: Path):
+def test_records_are_flushed_when_the_run_ends_with_an_exception(path: Path):
     def fail() -> None:
         with start(path) as output:
             output.write([{"line": 4}])
@@ -185,7 +185,7 @@ def test_records_are_written_when_the_run_ends_by_an_error(path: Path):
         assert output.completed == {4}
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch):
+def test_write_atomically_keeps_the_old_file_on_failure(tmp_path: Path, monkeypatch):
     path = tmp_path / "state"
     write_atomically(path, "old")
 
@@ -201,7 +201,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
 ERRORS = ({"line": 1, "error": None}, {"line": 2, "error": "x"}, {"line": 3, "error": {"code": 1}})
 
 
-def test_records_of_errors_are_known_after_a_new_start_and_while_writing(path: Path):
+def test_failed_lines_are_tracked_while_writing_and_after_restart(path: Path):
     with start(path) as output:
         output.write(ERRORS)
         assert output.failed == {2, 3}
@@ -211,7 +211,7 @@ def test_records_of_errors_are_known_after_a_new_start_and_while_writing(path: P
         assert output.completed == {1, 2, 3}
 
 
-def test_failed_lines_are_dropped_for_another_try_and_the_lock_stays(path: Path):
+def test_retry_drops_failed_lines_and_keeps_the_lock(path: Path):
     with start(path) as output:
         output.write(ERRORS)
 
@@ -225,7 +225,7 @@ def test_failed_lines_are_dropped_for_another_try_and_the_lock_stays(path: Path)
     assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_a_retry_that_cannot_replace_the_file_loses_nothing(path: Path, monkeypatch):
+def test_failed_retry_keeps_the_output_file(path: Path, monkeypatch):
     with start(path) as output:
         output.write(ERRORS)
     before = path.read_bytes()

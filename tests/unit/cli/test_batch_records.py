@@ -1,4 +1,4 @@
-"""What is written for an answer, in both shapes."""
+"""Records of a batch output file, in the plain and in OpenAI's format."""
 
 import json
 from dataclasses import fields, replace
@@ -24,7 +24,7 @@ USAGE = Usage(
 )
 
 
-def answer(**parts: object) -> RequestOutput:
+def output(**changes: object) -> RequestOutput:
     plain: dict = {
         "request_id": "r",
         "prompt_token_ids": (1, 2, 3),
@@ -38,10 +38,10 @@ def answer(**parts: object) -> RequestOutput:
         "prompt_logprobs": None,
         "usage": USAGE,
     }
-    whole = plain | parts
+    values = plain | changes
     names = {field.name for field in fields(Choice)} - {"index"}
-    choice = Choice(index=0, **{name: whole[name] for name in names})
-    return RequestOutput(**{"choices": (choice,)} | whole)
+    choice = Choice(index=0, **{name: values[name] for name in names})
+    return RequestOutput(**{"choices": (choice,)} | values)
 
 
 def line(kind: str = "plain", name: str | None = "a") -> BatchLine:
@@ -50,8 +50,8 @@ def line(kind: str = "plain", name: str | None = "a") -> BatchLine:
     return BatchLine(head=head, prompt=None if messages else "Hi", messages=messages)
 
 
-def test_a_plain_answer():
-    record = output_record(line(), answer(), model="m")
+def test_plain_output_record():
+    record = output_record(line(), output(), model="m")
 
     assert json.loads(json.dumps(record)) == {
         "id": "a",
@@ -72,16 +72,16 @@ def test_a_plain_answer():
     }
 
 
-def test_a_line_without_a_name_is_named_after_its_number():
-    assert output_record(line(name=None), answer(), model="m")["id"] == "line-7"
+def test_line_without_an_id_is_named_by_its_number():
+    assert output_record(line(name=None), output(), model="m")["id"] == "line-7"
 
 
-def test_the_prompt_is_repeated_when_asked_for():
-    assert output_record(line(), answer(), model="m", with_prompt=True)["prompt"] == "Hi"
+def test_record_includes_the_prompt_if_requested():
+    assert output_record(line(), output(), model="m", with_prompt=True)["prompt"] == "Hi"
 
 
-def test_a_completion_is_what_openais_client_reads():
-    record = output_record(line("completions"), answer(), model="m")
+def test_completion_record_parses_with_the_openai_client():
+    record = output_record(line("completions"), output(), model="m")
 
     assert (record["custom_id"], record["error"]) == ("a", None)
     assert record["response"]["status_code"] == 200
@@ -89,8 +89,8 @@ def test_a_completion_is_what_openais_client_reads():
     assert (body.choices[0].text, body.usage.total_tokens) == ("Hello", 5)
 
 
-def test_a_chat_is_what_openais_client_reads():
-    record = output_record(line("chat"), answer(finish_reason="length"), model="m")
+def test_chat_record_parses_with_the_openai_client():
+    record = output_record(line("chat"), output(finish_reason="length"), model="m")
 
     body = ChatCompletion.model_validate(record["response"]["body"], strict=True)
     assert body.choices[0].message.content == "Hello"
@@ -98,15 +98,15 @@ def test_a_chat_is_what_openais_client_reads():
 
 
 @pytest.mark.parametrize("kind", ["plain", "completions", "chat"])
-def test_a_failed_answer_is_an_error_record(kind: str):
-    record = output_record(line(kind), answer(error="broken", finish_reason="error"), model="m")
+def test_failed_output_is_an_error_record(kind: str):
+    record = output_record(line(kind), output(error="broken", finish_reason="error"), model="m")
 
     assert is_error(record)
     assert record == error_record(line(kind).head, "broken")
     assert record["line"] == 7
 
 
-def test_an_error_in_openais_format_has_a_status_and_a_message():
+def test_openai_error_record_has_status_and_message():
     record = error_record(line("chat").head, "no")
 
     assert record["response"]["status_code"] == 400
@@ -114,9 +114,9 @@ def test_an_error_in_openais_format_has_a_status_and_a_message():
     assert record["error"] == {"code": "invalid_request", "message": "no"}
 
 
-def test_the_tally_counts_answers_and_errors():
+def test_tally_counts_outputs_and_errors():
     tally = BatchTally()
-    tally.add(output_record(line(), answer(), model="m"), answer())
+    tally.add(output_record(line(), output(), model="m"), output())
     tally.add(error_record(line().head, "no"), None)
 
     assert (tally.completed, tally.errors) == (2, 1)
@@ -124,13 +124,13 @@ def test_the_tally_counts_answers_and_errors():
     assert tally.finish_reasons == {"stop": 1, "error": 1}
 
 
-def test_answers_to_several_prompts_take_what_the_server_says_they_take():
-    """Of several answers to a prompt the most evicted tokens count, of several prompts the sum."""
+def test_merged_usage_equals_the_servers_usage():
+    """`evicted_tokens` is the maximum over choices of a prompt and the sum over prompts."""
     usages = [
         replace(USAGE, evicted_tokens=evicted, kv_peak_bytes=peak, total_s=total_s)
         for evicted, peak, total_s in ((10, 64, 1.0), (30, 128, 3.0), (0, 32, 2.0))
     ]
-    together = merged([answer(usage=usage) for usage in usages]).usage
+    together = merged([output(usage=usage) for usage in usages]).usage
 
     assert together == Usage(
         prompt_tokens=9,

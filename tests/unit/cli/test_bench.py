@@ -1,4 +1,4 @@
-"""`quire bench`: throughput and latency of a model, as a user measures them."""
+"""`quire bench`: throughput and latency of a model."""
 
 import json
 from typing import Any
@@ -13,8 +13,8 @@ SHAPE = ("--input-len", "24", "--output-len", "4", "--num-iters", "2", "--num-it
 
 
 def bench(*arguments: str) -> dict[str, Any]:
-    requested = ["bench", *arguments, *SMALL, *SHAPE, "--json"]
-    result = CliRunner().invoke(app, requested, catch_exceptions=False)
+    line = ["bench", *arguments, *SMALL, *SHAPE, "--json"]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
@@ -31,7 +31,7 @@ def test_throughput_counts_requests_and_tokens_per_second():
     assert 0 < claims["kv_peak_bytes"] <= claims["kv_total_bytes"] <= 4 << 20
 
 
-def test_latency_holds_percentiles_of_batches():
+def test_latency_reports_percentiles_of_batches():
     run = bench("latency", "quire-tiny", "--batch-size", "2")
 
     claims, totals = run["claims"], [found["total_s"] for found in run["arms"]["rounds"]]
@@ -40,9 +40,9 @@ def test_latency_holds_percentiles_of_batches():
     assert run["config"]["shape"]["requests"] == 2
 
 
-def test_a_length_beyond_the_context_is_refused_in_one_line():
-    requested = ["bench", "throughput", *SMALL, "--input-len", "99999"]
-    result = CliRunner().invoke(app, requested)
+def test_length_beyond_the_context_is_refused():
+    arguments = ["bench", "throughput", *SMALL, "--input-len", "99999"]
+    result = CliRunner().invoke(app, arguments)
 
     assert result.exit_code == 2
     assert "--input-len + --output-len" in result.stderr

@@ -1,4 +1,4 @@
-"""`quire calibrate`: files beside a model, errors of codecs with and without them."""
+"""`quire calibrate`: calibration files of a model, codec errors with and without them."""
 
 import json
 from pathlib import Path
@@ -30,14 +30,14 @@ def result(folder) -> Result:
     )
 
 
-def test_it_writes_a_file_for_each_side_that_needs_constants(result, folder):
+def test_calibrate_writes_a_file_per_side_that_needs_constants(result, folder):
     assert result.exception is None, result.output
     written = sorted(path.name for path in (folder / "quire-kv").iterdir())
 
     assert written == ["key.int4_equalise_1.safetensors", "key.int8_channel.safetensors"]
 
 
-def test_it_says_what_codecs_do_to_a_text_that_gave_no_constants(result):
+def test_calibrate_reports_codec_errors_on_held_out_text(result):
     claims = json.loads(result.output.splitlines()[-1])["claims"]
 
     assert 0 < claims["int4:equalise=1/int8_product_error"] < claims["int4_product_error"] < 0.2
@@ -45,16 +45,16 @@ def test_it_says_what_codecs_do_to_a_text_that_gave_no_constants(result):
     assert claims["int8_channel/int4_value_error"] == claims["int4_value_error"]
 
 
-def test_a_text_of_ones_own(tmp_path):
+def test_calibrate_on_a_text_file(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The keys of a cache have channels that are large in all tokens. " * 20)
 
-    again = quire_calibrate("--text", str(text), "--kv-codec", "int8", "--tokens", "128")
+    result = quire_calibrate("--text", str(text), "--kv-codec", "int8", "--tokens", "128")
 
-    assert again.output.startswith("int8: relative error of query-key products 0.0")
+    assert result.output.startswith("int8: relative error of query-key products 0.0")
 
 
-def test_bad_input_is_refused(tmp_path):
+def test_invalid_input_is_refused(tmp_path):
     missing = quire_calibrate("--text", str(tmp_path / "none.txt"), "--kv-codec", "int8")
     unknown = quire_calibrate("--kv-codec", "int8; int9")
     (tmp_path / "short.txt").write_text("too short")

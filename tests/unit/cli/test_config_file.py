@@ -28,7 +28,7 @@ def read(tmp_path: Path):
         "[kv]\nkv-memory = '3MiB'\n[schedule]\nmax-num-batched-tokens = 7\n[sampling]\nseed = 5",
     ],
 )
-def test_names_may_be_flat_or_in_tables_with_dashes_or_underscores(read, text):
+def test_option_names_are_flat_or_in_tables_with_dashes_or_underscores(read, text):
     assert read(text) == (
         None,
         {"kv_memory": "3MiB", "schedule_max_num_batched_tokens": 7, "sampling_seed": 5},
@@ -44,7 +44,7 @@ def test_names_may_be_flat_or_in_tables_with_dashes_or_underscores(read, text):
         "[kv.offload]\nkv-memory = '1GiB'\n[kv.prefix-cache]\nenable-prefix-caching = false",
     ],
 )
-def test_options_of_a_config_in_a_config_have_a_table_of_their_own_or_their_flag(read, text):
+def test_nested_config_options_are_read_from_their_table_or_flag_name(read, text):
     expected = {"kv_offload_kv_memory": "1GiB", "kv_prefix_cache_enabled": False}
     assert read(text) == (None, expected)
 
@@ -57,17 +57,17 @@ def test_options_of_a_config_in_a_config_have_a_table_of_their_own_or_their_flag
         ("[kv.offload]\nkv_memry = 1", "kv_memory"),
     ],
 )
-def test_an_unknown_name_in_an_inner_table_offers_the_nearest(read, text, nearest):
+def test_unknown_name_in_a_nested_table_suggests_the_nearest(read, text, nearest):
     with pytest.raises(UnknownName, match=nearest):
         read(text)
 
 
-def test_a_file_may_name_the_model_beside_its_table(read):
+def test_model_name_is_read_from_the_top_level(read):
     assert read("model = 'some/folder'") == ("some/folder", {})
     assert read("[model]\ndtype = 'float32'") == (None, {"model_dtype": "float32"})
 
 
-def test_a_table_may_name_the_model(read):
+def test_model_name_is_read_from_the_model_table(read):
     assert read("[model]\nname = 'some/folder'\ndtype = 'float32'") == (
         "some/folder",
         {"model_dtype": "float32"},
@@ -75,7 +75,7 @@ def test_a_table_may_name_the_model(read):
 
 
 @pytest.mark.parametrize("text", ["model = 3", "[model]\nname = 3"])
-def test_a_model_that_is_no_text_is_refused(read, text):
+def test_model_that_is_not_a_string_is_refused(read, text):
     with pytest.raises(ConfigError, match="must be a string, got 3"):
         read(text)
 
@@ -89,7 +89,7 @@ def test_a_model_that_is_no_text_is_refused(read, text):
         ("memory = 1", "kv_memory"),
     ],
 )
-def test_an_unknown_name_offers_the_nearest(read, text, nearest):
+def test_unknown_name_suggests_the_nearest(read, text, nearest):
     with pytest.raises(UnknownName, match=nearest):
         read(text)
 
@@ -109,23 +109,23 @@ def test_an_unknown_name_offers_the_nearest(read, text, nearest):
         "stop = 1",
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_with_its_name(read, text):
+def test_value_of_wrong_type_is_refused_with_its_name(read, text):
     with pytest.raises(ConfigError, match=text.split(" ")[0]):
         read(text)
 
 
-def test_numbers_of_either_kind_are_numbers_and_a_stop_text_is_a_list_of_one(read):
+def test_integer_for_a_float_and_single_stop_string_are_accepted(read):
     _, values = read("temperature = 1\nstop = 'x'\nkv-memory = 4096")
 
     assert values == {"sampling_temperature": 1, "sampling_stop": "x", "kv_memory": 4096}
 
 
-def test_an_option_given_twice_is_refused(read):
+def test_duplicate_option_is_refused(read):
     with pytest.raises(ConfigError, match="twice"):
         read("kv-memory = 1\n[kv]\nmemory = 2")
 
 
-def test_what_is_not_toml_is_refused(read):
+def test_invalid_toml_is_refused(read):
     with pytest.raises(ConfigError, match="not TOML"):
         read("kv-memory: 1")
 
@@ -135,7 +135,7 @@ def test_a_missing_file_is_refused(tmp_path: Path):
         read_config_file(tmp_path / "nowhere.toml")
 
 
-def test_a_small_size_is_refused_as_on_the_command_line(read):
+def test_small_size_without_a_unit_is_refused(read):
     _, values = read("kv-memory = 4")
 
     assert values == {"kv_memory": "4"}

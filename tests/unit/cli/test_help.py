@@ -1,4 +1,4 @@
-"""`--help` shows the common options of a command in groups, `--help-all` every one of them."""
+"""`--help` shows the common options of a command in groups, `--help-all` all options."""
 
 import re
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def flags(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", list(commands()))
-def test_help_is_short_and_says_how_much_more_there_is(command):
+def test_help_is_short_and_reports_the_number_of_hidden_options(command):
     some, every = flags(shown(command, "--help")), flags(shown(command, "--help-all"))
 
     assert len(some) <= MOST_OPTIONS
@@ -56,7 +56,7 @@ def test_help_is_short_and_says_how_much_more_there_is(command):
 
 
 @pytest.mark.parametrize("command", COMMON)
-def test_all_help_lists_every_option_of_the_engine(command):
+def test_help_all_lists_every_engine_option(command):
     listed = flags(shown(command, "--help-all"))
 
     sections = tuple(s for s in SECTIONS if s.name in ("model", "kv", "schedule"))
@@ -64,7 +64,7 @@ def test_all_help_lists_every_option_of_the_engine(command):
 
 
 @pytest.mark.parametrize("found", [o for o in options_of(SECTIONS) if o.choices])
-def test_choices_are_shown_and_another_value_is_refused_with_the_nearest(found):
+def test_choices_are_shown_and_an_invalid_value_suggests_the_nearest(found):
     command = {"trace": "simulate", "machine": "simulate", "server": "serve"}.get(
         found.section, "generate"
     )
@@ -90,16 +90,16 @@ def test_choices_are_shown_and_another_value_is_refused_with_the_nearest(found):
         (TraceName, {AUTO, *formats()}),
     ],
 )
-def test_choices_are_what_is_registered(choices, registered):
+def test_choices_are_the_registered_names(choices, registered):
     assert set(get_args(choices)) == set(registered)
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:12", "cpu", "auto", "cuda"])
-def test_devices_have_numbers(device):
+def test_device_can_have_an_index(device):
     assert MODEL.config(device=device).device == device
 
 
-def test_options_stand_in_groups():
+def test_help_shows_options_in_groups():
     text = shown("serve", "--help")
 
     for title in ("Model", "KV memory", "Offloading", "Prefix caching", "Scheduling", "Server"):

@@ -1,4 +1,4 @@
-"""Policies and codecs come from their registries; doctor's reading of /proc/cpuinfo."""
+"""Listings of registered policies and codecs; the CPU features that `doctor` reads."""
 
 import json
 
@@ -18,7 +18,7 @@ def output_of(*arguments: str) -> str:
     return result.stdout
 
 
-def test_every_registered_policy_is_listed_with_what_it_does_and_its_source():
+def test_every_registered_policy_is_listed_with_summary_and_source():
     rows = {row.name: row for row in policy_rows()}
 
     assert rows.keys() == {"full", *registered()}
@@ -29,7 +29,7 @@ def test_every_registered_policy_is_listed_with_what_it_does_and_its_source():
         assert row.scope in ("lane", "layer")
 
 
-def test_every_registered_budget_is_listed_with_when_it_looks():
+def test_every_registered_budget_is_listed_with_when_it_needs_statistics():
     rows = {row.name: row for row in budget_rows()}
 
     assert rows.keys() == registered_budgets().keys()
@@ -44,7 +44,7 @@ def test_every_registered_budget_is_listed_with_when_it_looks():
     assert rows["squeeze"].statistics == ("residual_similarity",)
 
 
-def test_options_are_listed_with_their_defaults_and_rules_by_name():
+def test_policy_options_are_listed_with_defaults():
     rows = {row.name: row for row in policy_rows()}
 
     assert rows["recent"].options == {"sinks": 0}
@@ -57,18 +57,18 @@ def test_options_are_listed_with_their_defaults_and_rules_by_name():
     assert "\n  total: not bounded: a lane may retain all tokens\n" in shown
 
 
-def test_the_list_for_programs_has_rules_and_budgets():
-    answer = json.loads(output_of("policies", "--json"))
+def test_json_listing_has_policies_and_budgets():
+    listing = json.loads(output_of("policies", "--json"))
 
-    rules = {row["name"]: row for row in answer["policies"]}
-    budgets = {row["name"]: row for row in answer["budgets"]}
+    rules = {row["name"]: row for row in listing["policies"]}
+    budgets = {row["name"]: row for row in listing["budgets"]}
     assert rules["tova"]["scope"] == "layer"
     assert rules["tova"]["statistics"] == ["query_ring.1"]
     assert budgets["pyramid"]["options"] == {"beta": 20, "rounding": "largest_fractions"}
     assert budgets["pyramid"]["needs"] == "never"
 
 
-def test_every_codec_is_listed_with_its_bytes():
+def test_every_codec_is_listed_with_its_bytes_per_vector():
     rows = {row["name"]: row for row in codec_rows()}
 
     assert rows.keys() == CODECS.keys()
@@ -77,14 +77,14 @@ def test_every_codec_is_listed_with_its_bytes():
 
 
 @pytest.mark.parametrize(("command", "first"), [("policies", "full"), ("codecs", "float32")])
-def test_lists_are_one_json_object_when_asked(command: str, first: str):
-    answer = json.loads(output_of(command, "--json"))
+def test_json_listing_is_one_object(command: str, first: str):
+    listing = json.loads(output_of(command, "--json"))
 
-    assert answer["name"] == command
-    assert answer[command][0]["name"] == first
+    assert listing["name"] == command
+    assert listing[command][0]["name"] == first
 
 
-def test_cpu_features_are_read_from_either_kind_of_machine():
+def test_cpu_features_are_read_on_x86_and_arm():
     assert cpu_features("model name: x\nflags\t: fpu avx2 amx_tile avx512f\n") == [
         "avx2",
         "avx512f",

@@ -1,4 +1,4 @@
-"""The command line as a whole: quick to start, one line for an error, exit codes."""
+"""The whole command line: fast start, one-line errors, exit codes."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "eval gate", "bench throughput", "bench latency"])
-def test_every_command_explains_itself(name: str):
+def test_every_command_has_help(name: str):
     result = quire(*name.split(), "--help")
 
     assert result.exit_code == 0
@@ -74,13 +74,13 @@ def test_the_version_is_shown():
     assert quire("--version").stdout == f"quire {__version__}\n"
 
 
-def test_an_error_is_one_line_on_standard_error(failing):
-    failing(QuireError("the answer is no"))
+def test_error_is_one_line_on_standard_error(failing):
+    failing(QuireError("the request is refused"))
 
     result = quire("generate", "--prompt", "x")
 
     assert result.exit_code == 2
-    assert result.stderr == "error: the answer is no\n"
+    assert result.stderr == "error: the request is refused\n"
     assert result.stdout == ""
 
 
@@ -88,17 +88,17 @@ def test_an_error_is_one_line_on_standard_error(failing):
     "arguments",
     [("-v", "generate", "-p", "x"), ("generate", "-p", "x", "-v"), ("eval", "gate", "-v")],
 )
-def test_verbose_shows_the_traceback_too(failing, arguments):
-    failing(QuireError("the answer is no"))
+def test_verbose_shows_the_traceback(failing, arguments):
+    failing(QuireError("the request is refused"))
 
     result = quire(*arguments)
 
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
-    assert result.stderr.endswith("error: the answer is no\n")
+    assert result.stderr.endswith("error: the request is refused\n")
 
 
-def test_an_interrupt_ends_cleanly_with_130(failing):
+def test_interrupt_exits_with_130(failing):
     failing(KeyboardInterrupt())
 
     result = quire("generate", "--prompt", "x")
@@ -107,7 +107,7 @@ def test_an_interrupt_ends_cleanly_with_130(failing):
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "message"),
     [
         (OSError(28, "No space left on device"), "standard output, a file or a socket cannot be"),
         (OSError(28, "No space left on device", "out.csv"), "out.csv cannot be used: No space"),
@@ -115,7 +115,7 @@ def test_an_interrupt_ends_cleanly_with_130(failing):
         (np_error(), "needs more memory than is available: Unable to allocate"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(failing, error, says):
+def test_operating_system_error_is_one_line(failing, error, message):
     failing(error)
 
     result = quire("generate", "--prompt", "x")
@@ -123,11 +123,11 @@ def test_what_the_system_refuses_is_one_line(failing, error, says):
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_standard_output_is_one_line():
+def test_full_standard_output_is_one_error_line():
     code = "from quire.cli.main import run; run()"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -139,24 +139,24 @@ def test_a_full_standard_output_is_one_line():
     assert done.stderr.count("\n") == 1
 
 
-def test_a_bug_is_not_hidden(failing):
+def test_unexpected_exception_is_not_caught(failing):
     failing(ZeroDivisionError("a bug"))
 
     assert isinstance(quire("generate", "--prompt", "x").exception, ZeroDivisionError)
 
 
-def test_an_unknown_option_offers_the_nearest():
+def test_unknown_option_suggests_the_nearest():
     result = quire("generate", "--kv-memry", "1MiB")
 
     assert result.exit_code == 2
     assert "--kv-memory" in result.stderr
 
 
-def test_an_unknown_command_is_refused():
+def test_unknown_command_is_refused():
     assert quire("generte").exit_code == 2
 
 
-def test_a_number_that_is_none_is_refused():
+def test_non_numeric_value_of_a_numeric_option_is_refused():
     result = quire("generate", "--max-tokens", "many")
 
     assert result.exit_code == 2
@@ -171,7 +171,7 @@ def test_a_number_that_is_none_is_refused():
         ("bench", "throughput", ""),
     ],
 )
-def test_an_empty_model_name_is_not_the_default(failing, arguments):
+def test_empty_model_name_is_refused(failing, arguments):
     failing(AssertionError("a model was loaded"))
 
     result = quire(*arguments)
@@ -186,7 +186,7 @@ def test_an_empty_model_name_is_not_the_default(failing, arguments):
     "command",
     [("generate", "-p", "x"), ("calibrate", "quire-tiny"), ("bench", "throughput")],
 )
-def test_more_threads_than_a_machine_can_run_are_refused(command, threads):
+def test_thread_count_out_of_range_is_refused(command, threads):
     result = quire(*command, "--threads", threads)
 
     assert result.exit_code == 2
@@ -203,7 +203,7 @@ def test_more_threads_than_a_machine_can_run_are_refused(command, threads):
         (["--prompt", ""], "prompt is empty"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_loaded(failing, arguments, message):
+def test_invalid_options_are_refused_before_a_model_is_loaded(failing, arguments, message):
     failing(AssertionError("a model was loaded"))
 
     result = quire("generate", *arguments)
@@ -213,7 +213,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(failing, arguments, 
     assert message in result.stderr
 
 
-def test_paragraphs_of_help_are_on_one_line():
+def test_help_paragraphs_are_joined_to_one_line():
     assert reflowed("One\n    two.\n\n    Three\n    four.") == "One two.\n\nThree four."
 
 
@@ -242,7 +242,7 @@ def test_the_entry_point_is_installed():
         ("--colour", "unknown option '--colour'; see quire --help"),
     ],
 )
-def test_a_command_line_that_cannot_be_read_is_one_line(line, message):
+def test_invalid_command_line_prints_one_error_line(line, message):
     result = quire(*line.split())
 
     assert result.exit_code == 2
@@ -251,7 +251,7 @@ def test_a_command_line_that_cannot_be_read_is_one_line(line, message):
     assert message in result.output
 
 
-def test_a_group_without_a_command_shows_its_help():
+def test_command_group_without_a_command_shows_its_help():
     result = quire("bench")
 
     assert "Usage" in result.output
@@ -268,7 +268,7 @@ def test_the_package_runs_as_a_module():
 
 @pytest.mark.parametrize("size", ["4", "1023"])
 @pytest.mark.parametrize("option", ["--swap-space", "--kv-memory", "--weights-memory"])
-def test_a_small_size_without_a_unit_is_refused_with_the_units(option, size):
+def test_small_size_without_a_unit_is_refused_with_a_hint(option, size):
     result = quire("generate", "quire-tiny", "x", option, size)
 
     assert result.exit_code == 2
@@ -276,7 +276,7 @@ def test_a_small_size_without_a_unit_is_refused_with_the_units(option, size):
     assert f"write {size}GiB" in result.output
 
 
-SIZES_OF_A_PLAN = (
+PLAN_SIZE_OPTIONS = (
     *("--memory", "--kv-memory", "--weights-memory", "--disk-kv-memory", "--headroom"),
     "--activation-peak",
 )
@@ -284,9 +284,9 @@ SIZES_OF_A_PLAN = (
 
 @pytest.mark.parametrize("size", ["4", "-1GiB", "nan"])
 @pytest.mark.parametrize(
-    "line", [*(f"plan {name}" for name in SIZES_OF_A_PLAN), "kv-store --memory"]
+    "line", [*(f"plan {name}" for name in PLAN_SIZE_OPTIONS), "kv-store --memory"]
 )
-def test_a_wrong_size_is_refused_with_its_option(line, size):
+def test_invalid_size_is_refused_with_its_option_name(line, size):
     result = quire(*line.split(), size)
 
     assert result.exit_code == 2
@@ -294,19 +294,19 @@ def test_a_wrong_size_is_refused_with_its_option(line, size):
     assert f"'{size}'" in result.output
 
 
-def test_a_page_of_no_tokens_is_refused_by_the_name_of_the_flag():
+def test_zero_block_size_is_refused_by_flag_name():
     assert "(--block-size)" in quire("generate", "quire-tiny", "x", "--block-size", "0").output
     assert "--block-size" in quire("plan", "quire-tiny", "--kv-memory", "4KiB").output
 
 
-def test_what_is_missing_of_a_batch_is_named(tmp_path):
+def test_missing_batch_arguments_are_named(tmp_path):
     assert "OUTPUT is missing" in quire("batch", "quire-tiny", "in.jsonl").output
     assert "OUTPUT is missing" in quire("batch", str(tmp_path), "in.jsonl").output
     assert "name the model first" in quire("batch", "in.jsonl", "out.jsonl").output
 
 
 @pytest.mark.parametrize("folder", [".", "/"])
-def test_a_batch_into_a_folder_is_refused(tmp_path, folder):
+def test_batch_output_that_is_a_folder_is_refused(tmp_path, folder):
     source = tmp_path / "in.jsonl"
     source.write_text("{}")
 

@@ -1,4 +1,4 @@
-"""Options come from the config dataclasses, with their help and defaults."""
+"""Command-line options are derived from the config dataclasses, with help and defaults."""
 
 from dataclasses import fields
 
@@ -20,7 +20,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @pytest.mark.parametrize("found", options_of(SECTIONS), ids=lambda found: found.flag)
-def test_every_option_has_help_and_a_kind_the_command_line_can_read(found):
+def test_every_option_has_help_and_a_supported_type(found):
     assert len(found.help) > 10
     assert "\n" not in found.help
     assert found.kind in (str, int, float, bool, list[str])
@@ -33,7 +33,7 @@ def test_no_two_options_share_a_flag():
 
 
 @pytest.mark.parametrize(("section", "config"), [(KV, KVConfig), (SCHEDULE, ScheduleConfig)])
-def test_every_field_of_the_engines_configs_is_an_option(section, config):
+def test_every_engine_config_field_is_an_option(section, config):
     inside = dict(configs_of(section))
     listed = [found.path for found in section.options()]
 
@@ -43,21 +43,21 @@ def test_every_field_of_the_engines_configs_is_an_option(section, config):
     assert inside[section.name,] is config
 
 
-def test_defaults_are_those_of_the_fields():
+def test_option_defaults_are_the_field_defaults():
     for section in SECTIONS:
         plain = section.config()
         for found in section.options():
             assert section.build({found.path: found.default}) == plain
 
 
-def test_a_command_may_have_a_default_of_its_own():
+def test_command_can_override_a_default():
     own = {found.flag: found.default for found in options_of((SAMPLING,), {"max-tokens": 99})}
 
     assert own["max-tokens"] == 99
     assert own["min-tokens"] == 0
 
 
-def test_flags_follow_the_metadata_and_else_the_field():
+def test_flag_is_taken_from_metadata_or_the_field_name():
     flags = {found.name: found.flag for found in options_of((MODEL, KV))}
 
     assert flags["memory"] == "kv-memory"
@@ -65,13 +65,13 @@ def test_flags_follow_the_metadata_and_else_the_field():
     assert flags["trust_remote_code"] == "trust-remote-code"
 
 
-def test_a_size_may_be_a_number_or_a_text():
+def test_size_options_are_marked():
     sized = {found.name for found in options_of((KV,)) if found.sized}
 
     assert sized == {"memory", "swap_space", "kv_memory", "disk_memory", "scratch"}
 
 
-def test_configs_in_a_config_are_built_of_the_paths_of_their_options():
+def test_nested_configs_are_built_from_option_paths():
     paths = {found.flag: found.path for found in options_of((KV,))}
     values = {paths["kv-offload-recompute"]: "0.5", paths["enable-prefix-caching"]: False}
 
@@ -82,7 +82,7 @@ def test_configs_in_a_config_are_built_of_the_paths_of_their_options():
     assert config == KVConfig(swap_space=1024, offload=offload, prefix_cache=prefix_cache)
 
 
-def test_help_of_sampling_options_is_that_of_their_docstring():
+def test_sampling_option_help_is_the_docstring():
     documented = documented_attributes(SamplingParams.__doc__)
 
     assert documented["min_p"].startswith("exclude tokens below this fraction")
@@ -90,5 +90,5 @@ def test_help_of_sampling_options_is_that_of_their_docstring():
     assert list(documented) == [field.name for field in fields(SamplingParams)]
 
 
-def test_a_docstring_without_attributes_documents_nothing():
+def test_docstring_without_attributes_gives_no_help():
     assert documented_attributes("One line.") == {}

@@ -1,4 +1,4 @@
-"""`quire plan`: the report, what is printed, the JSON, and bad input."""
+"""`quire plan`: the report, printed text, JSON, and invalid input."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_kv_gets_what_is_left_of_the_memory(folder: Path):
+def test_kv_memory_is_the_remainder_of_device_memory(folder: Path):
     report = plan_report(
         folder,
         PlanOptions(
@@ -64,7 +64,7 @@ def test_pages_and_sequences_follow_from_the_kv_memory(folder: Path):
     assert report.capacity.limit == "memory"
 
 
-def test_an_int8_cache_holds_more_sequences_than_an_fp16_one(folder: Path):
+def test_smaller_codecs_hold_more_sequences(folder: Path):
     def sequences(codec: str) -> int:
         options = PlanOptions(kv_memory_bytes=1 << 20, sequence_tokens=64, kv_codec=codec)
         return plan_report(folder, options).capacity.sequences
@@ -74,15 +74,15 @@ def test_an_int8_cache_holds_more_sequences_than_an_fp16_one(folder: Path):
     assert sequences("int8") < sequences("int8/int4") < sequences("int4")
 
 
-def test_scales_are_counted_in_the_bytes_of_a_token(folder: Path):
-    """16 numbers in int4: 8 bytes, and 4 of scale and zero; 2 sides, 4 layers, 2 heads."""
+def test_kv_bytes_per_token_include_scales(folder: Path):
+    """16 elements in int4: 8 bytes, and 4 of scale and zero; K and V, 4 layers, 2 heads."""
     report = plan_report(folder, PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int4"))
 
     assert report.kv_bytes_per_token == 2 * 4 * 2 * (8 + 4)
 
 
-def test_plain_layers_are_counted_as_plain(folder: Path):
-    """Two layers of four in int8, 16 numbers and a scale; two in float16."""
+def test_kv_bytes_per_token_count_plain_layers_unquantized(folder: Path):
+    """Two layers of four in int8, 16 elements and a scale; two in float16."""
     options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int8+plain_layers=1+sinks=4")
     report = plan_report(folder, options)
 
@@ -90,48 +90,48 @@ def test_plain_layers_are_counted_as_plain(folder: Path):
     assert report.step.kv_read_bytes == report.batch * 512 * report.kv_bytes_per_token
 
 
-def test_records_of_important_tokens_are_counted_for_every_sequence(folder: Path):
-    """In four layers 16 records of a key and a value of 2 heads: 16 numbers, a scale each."""
+def test_promoted_token_records_are_counted_for_every_sequence(folder: Path):
+    """In four layers 16 records of a key and a value of 2 heads: 16 elements, a scale each."""
     plain, mixed = (
         plan_report(folder, PlanOptions(kv_memory_bytes=1 << 20, kv_codec=f"int4+residual=8{more}"))
         for more in ("", "+promoted=16:int8")
     )
     slot_bytes, page_bytes = 2 * 2 * (8 + 4), 16 * 2 * 2 * 12
-    assert mixed.capacity.page_bytes == page_bytes + 16 * 4  # tokens that can leave have positions
+    assert mixed.capacity.page_bytes == page_bytes + 16 * 4  # evictable tokens have positions
     assert plain.capacity.page_bytes == page_bytes
-    kept_bytes, records_bytes = 8 * 2 * 2 * 32, 16 * (2 * 2 * (16 + 2) + 4)
+    window_bytes, records_bytes = 8 * 2 * 2 * 32, 16 * (2 * 2 * (16 + 2) + 4)
 
-    def needed(page: int, beside: int) -> int:
-        return 4 * (32 * page + beside)
+    def needed(page: int, extra: int) -> int:
+        return 4 * (32 * page + extra)
 
-    assert plain.capacity.sequences == (1 << 20) // needed(page_bytes, kept_bytes)
+    assert plain.capacity.sequences == (1 << 20) // needed(page_bytes, window_bytes)
     assert mixed.capacity.sequences == (1 << 20) // needed(
-        page_bytes + 64, kept_bytes + records_bytes
+        page_bytes + 64, window_bytes + records_bytes
     )
     assert mixed.capacity.sequences < plain.capacity.sequences
     assert mixed.kv_bytes_per_token == plain.kv_bytes_per_token == 4 * slot_bytes
 
 
-def test_the_bytes_of_a_token_are_whole_where_those_of_a_number_are_not(folder: Path):
-    """Channels of a page of 3 tokens: a third of a scale and a zero for each number."""
+def test_kv_bytes_per_token_are_rounded_up_to_an_integer(folder: Path):
+    """Channels of a page of 3 tokens: a third of a scale and a zero for each element."""
     options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int4_page", page_tokens=3)
 
     expected = 2 * 4 * 2 * (8 + 16 * 4 / 3)
     assert plan_report(folder, options).kv_bytes_per_token == -(-expected // 1)
 
 
-def test_the_default_length_is_the_context_of_a_short_model(folder: Path):
+def test_default_sequence_length_is_the_model_context(folder: Path):
     assert plan_report(folder).capacity.sequence_tokens == 512
 
 
-def test_an_unnamed_dtype_is_float32(folder: Path):
+def test_missing_dtype_is_float32(folder: Path):
     config = {key: value for key, value in TINY.items() if key != "torch_dtype"}
     (folder / "config.json").write_text(json.dumps(config))
 
     assert plan_report(folder).dtype == "float32"
 
 
-def test_the_packaged_model_is_the_default_and_everything_is_printed():
+def test_default_model_is_quire_tiny_and_all_sections_are_printed():
     result = quire_plan("--memory", "1GiB", "--workload", "512,64,8")
 
     assert result.exit_code == 0, result.output
@@ -144,8 +144,8 @@ def bar_of(result: Result) -> str:
     return next(line for line in result.output.splitlines() if line.startswith("["))
 
 
-def test_the_bar_is_in_proportion(folder: Path):
-    """64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half, give or take rounding, headroom."""
+def test_memory_bar_is_proportional(folder: Path):
+    """64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half (up to rounding) headroom."""
     result = quire_plan(
         str(folder), "--memory", "2MiB", "--headroom", "1MiB", "--kv-memory", "512KiB",
         "--activation-peak", "1B",
@@ -158,23 +158,23 @@ def test_the_bar_is_in_proportion(folder: Path):
     assert abs(bar.count("H") - 32) <= 2
 
 
-def test_the_last_line_is_one_json_object_with_the_whole_envelope(folder: Path):
+def test_last_line_is_one_json_object_with_the_envelope(folder: Path):
     result = quire_plan(str(folder), "--memory", "1GiB", "--workload", "64,8,4", "--json")
-    answer = json.loads(result.stdout.splitlines()[-1])
+    report = json.loads(result.stdout.splitlines()[-1])
 
-    assert list(answer) == [
+    assert list(report) == [
         "name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds",
     ]  # fmt: skip
-    assert answer["name"] == "plan"
-    assert answer["claims"]["kv_bytes_per_token"] == 512
-    assert all(isinstance(value, int | float) for value in answer["claims"].values())
-    assert answer["arms"]["memory"]["total_bytes"] == 1 << 30
-    assert answer["arms"]["workload"]["impact"] == "low"
-    assert answer["config"]["dtype"] == "float16"
-    assert answer["config"]["workload"] == {"input_tokens": 64, "output_tokens": 8, "batch": 4}
+    assert report["name"] == "plan"
+    assert report["claims"]["kv_bytes_per_token"] == 512
+    assert all(isinstance(value, int | float) for value in report["claims"].values())
+    assert report["arms"]["memory"]["total_bytes"] == 1 << 30
+    assert report["arms"]["workload"]["impact"] == "low"
+    assert report["config"]["dtype"] == "float16"
+    assert report["config"]["workload"] == {"input_tokens": 64, "output_tokens": 8, "batch": 4}
 
 
-def test_a_model_the_engine_refuses_is_not_planned(tmp_path: Path):
+def test_unsupported_model_is_refused(tmp_path: Path):
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
@@ -184,7 +184,7 @@ def test_a_model_the_engine_refuses_is_not_planned(tmp_path: Path):
     assert "deepseek_v3 is not supported: its attention caches one latent vector" in result.stderr
 
 
-def test_the_largest_step_is_the_engines_where_nothing_is_said():
+def test_default_max_num_batched_tokens_is_that_of_the_engine():
     assert PlanOptions().max_num_batched_tokens == ScheduleConfig().max_num_batched_tokens
     assert quire_plan("--memory", "1GiB").output == (
         quire_plan(
@@ -221,7 +221,7 @@ def test_the_largest_step_is_the_engines_where_nothing_is_said():
         (("--workload=-1,2,3",), "expected input tokens"),
     ],
 )
-def test_bad_options_end_with_one_line_that_says_what_was_expected(
+def test_invalid_options_print_one_line_with_the_expected_value(
     folder: Path, arguments: tuple[str, ...], message: str
 ):
     result = quire_plan(str(folder), *arguments)
@@ -232,7 +232,7 @@ def test_bad_options_end_with_one_line_that_says_what_was_expected(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_folder_that_is_no_model_ends_likewise(tmp_path: Path):
+def test_folder_without_a_model_prints_one_error(tmp_path: Path):
     missing = quire_plan(str(tmp_path / "nowhere"))
     empty = quire_plan(str(tmp_path))
 
@@ -241,7 +241,7 @@ def test_a_folder_that_is_no_model_ends_likewise(tmp_path: Path):
     assert "has no config.json" in empty.stderr
 
 
-def test_a_hub_name_is_planned_from_its_config_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hub_model_is_planned_from_its_config_only(folder: Path, monkeypatch: pytest.MonkeyPatch):
     fetched: dict[str, list[str]] = {}
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
@@ -257,7 +257,7 @@ def test_a_hub_name_is_planned_from_its_config_alone(folder: Path, monkeypatch: 
     assert fetched == {"org/model": ["config.json"]}
 
 
-def test_a_hub_that_cannot_be_reached_ends_likewise(monkeypatch: pytest.MonkeyPatch):
+def test_unreachable_hub_prints_one_error(monkeypatch: pytest.MonkeyPatch):
     def offline(*_: object, **__: object) -> str:
         raise OSError("cannot reach the hub")
 
@@ -270,20 +270,20 @@ def test_a_hub_that_cannot_be_reached_ends_likewise(monkeypatch: pytest.MonkeyPa
     assert result.stderr.count("\n") == 1
 
 
-def test_a_config_without_a_key_ends_with_its_name(folder: Path):
+def test_missing_config_key_is_named(folder: Path):
     (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
 
     assert "num_hidden_layers" in quire_plan(str(folder)).stderr
 
 
-def test_a_dtype_that_is_not_a_name_is_refused(folder: Path):
+def test_dtype_that_is_not_a_string_is_refused(folder: Path):
     (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": 16}))
 
     with pytest.raises(ModelError, match="'torch_dtype' is 16"):
         plan_report(folder)
 
 
-def test_a_workload_is_three_numbers():
+def test_workload_has_three_numbers():
     assert parse_workload("10, 20,30") == Workload(input_tokens=10, output_tokens=20, batch=30)
     with pytest.raises(ConfigError):
         parse_workload("10;20;30")

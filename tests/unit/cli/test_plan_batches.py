@@ -1,4 +1,4 @@
-"""`quire plan --maximize-batch`: batches, bytes, predictions from stored rates, and bad input."""
+"""`quire plan --maximize-batch`: batches, bytes, predictions from stored rates, invalid input."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's own measurements."""
+    """An empty cache: no stored measurements."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "quire" / "ceilings.json"
 
@@ -63,7 +63,7 @@ def quire_plan(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def requested(folder: Path, *more: str) -> list[str]:
+def arguments_of(folder: Path, *more: str) -> list[str]:
     lengths = ("--maximize-batch", "3584,512", "--kv-memory", "96MiB", "--cap", "896")
     return [str(folder), *lengths, "--memory", "4GiB", "--json", *more]
 
@@ -89,16 +89,16 @@ def store(path: Path, rates: dict[str, StepRates]) -> None:
     write_ceilings(ceilings, path)
 
 
-def test_batches_and_bytes_are_those_of_the_pages(folder: Path):
+def test_batches_and_row_bytes_follow_from_page_sizes(folder: Path):
     """96 MiB are 8,192 tokens of 12,288 B; 48 lanes of one head, 12 of a layer.
 
     full       4,095 tokens: 256 pages of 16,384 B in 12 lanes
     decode     3,584 tokens: 224 pages of 4,224 B (64 B of positions, in whole vectors) and of 64 B
                of attention sums in 48 lanes
-    extreme    224 layer pages of 16,512 B in 12 lanes: all heads keep the newest token
+    extreme    224 layer pages of 16,512 B in 12 lanes: all heads retain the newest token
     both       896 tokens: 56 pages in 48 lanes, 8.7 times
     """
-    claims = last_line(quire_plan(*requested(folder)))["claims"]
+    claims = last_line(quire_plan(*arguments_of(folder)))["claims"]
 
     assert [claims[f"{arm}_batch"] for arm in ARMS] == [2, 2, 2, 8]
     assert [claims[f"{arm}_row_bytes"] for arm in ARMS] == [
@@ -109,11 +109,11 @@ def test_batches_and_bytes_are_those_of_the_pages(folder: Path):
     ]
 
 
-def test_records_are_counted_where_a_rule_scores_tokens(folder: Path):
-    """8 records of a head in 48 lanes: key and value of 64 numbers and a scale, a position."""
+def test_promoted_records_are_counted_for_rules_that_score_tokens(folder: Path):
+    """8 records of a head in 48 lanes: key and value of 64 elements and a scale, a position."""
     codec = "int4+residual=64"
     plain, mixed = (
-        last_line(quire_plan(*requested(folder, "--kv-codec", codec + more)))["claims"]
+        last_line(quire_plan(*arguments_of(folder, "--kv-codec", codec + more)))["claims"]
         for more in ("", "+promoted=8:int8")
     )
     record_bytes = 2 * (64 + 2) + 4
@@ -124,15 +124,15 @@ def test_records_are_counted_where_a_rule_scores_tokens(folder: Path):
 
 
 @pytest.mark.parametrize(("rows", "batches"), [(1, [1, 1, 1, 4]), (4, [4, 4, 4, 17])])
-def test_the_pool_holds_as_many_whole_prompts_as_rows_of_full_kv(folder: Path, rows, batches):
-    """At a pool of b x 4,096 tokens ED and FKV have a batch of b; so have the paper's arms."""
-    run = last_line(quire_plan(*requested(folder, "--kv-memory", f"{rows * 48}MiB")))
+def test_batch_of_full_kv_is_the_number_of_full_rows_in_the_pool(folder: Path, rows, batches):
+    """At a pool of b x 4,096 tokens ED and FKV have a batch of b, as in the paper."""
+    run = last_line(quire_plan(*arguments_of(folder, "--kv-memory", f"{rows * 48}MiB")))
 
     assert [run["claims"][f"{arm}_batch"] for arm in ARMS] == batches
 
 
-def test_without_measurements_none_are_given_and_it_is_said(folder: Path):
-    result = quire_plan(*requested(folder))
+def test_without_measurements_rates_are_reported_as_missing(folder: Path):
+    result = quire_plan(*arguments_of(folder))
     run = last_line(result)
 
     assert not any(name.endswith("tokens_per_s") for name in run["claims"])
@@ -141,13 +141,13 @@ def test_without_measurements_none_are_given_and_it_is_said(folder: Path):
     assert "unknown" in result.output
 
 
-def test_stored_rates_predict(folder: Path, cache: Path):
-    """Full KV, 2 rows: 7,168 tokens of 0.1 ms; 511 steps of 10 ms and, of each row, 0.5 us a slot.
+def test_throughput_is_predicted_from_stored_rates(folder: Path, cache: Path):
+    """Full KV, 2 rows: 7,168 tokens of 0.1 ms; 511 steps of 10 ms plus 0.5 us per row and slot.
 
-    Slots: 3,585 to 4,095 on the way.
+    A row has 3,585 to 4,095 slots.
     """
     store(cache, {"full": RATES, "recent": RATES, "average": RATES})
-    run = last_line(quire_plan(*requested(folder)))
+    run = last_line(quire_plan(*arguments_of(folder)))
     decode_s = 511 * 0.01 + 2 * 5e-7 * sum(range(3_585, 4_096))
 
     claims = run["claims"]
@@ -157,16 +157,18 @@ def test_stored_rates_predict(folder: Path, cache: Path):
     assert run["arms"]["missing"] == []
 
 
-def test_rules_stand_whole_in_a_narrow_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_eviction_rules_are_not_wrapped_in_a_narrow_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "80")
-    text = quire_plan(*requested(folder, "--evict", "tova")).output
+    text = quire_plan(*arguments_of(folder, "--evict", "tova")).output
 
     assert "\nprefill and decode: --evict 'tova:cap=896,when=prefill_and_decode'\n" in text
 
 
-def test_a_rule_that_was_not_measured_is_named(folder: Path, cache: Path):
+def test_unmeasured_rule_is_named(folder: Path, cache: Path):
     store(cache, {"full": RATES, "recent": RATES})
-    run = last_line(quire_plan(*requested(folder, "--evict", "tova:cap=9")))
+    run = last_line(quire_plan(*arguments_of(folder, "--evict", "tova:cap=9")))
 
     assert "full_tokens_per_s" in run["claims"]
     assert "decode_tokens_per_s" not in run["claims"]
@@ -174,22 +176,24 @@ def test_a_rule_that_was_not_measured_is_named(folder: Path, cache: Path):
     assert "--evict tova`" in missing
 
 
-def test_a_fixed_batch_whose_prompts_fit_needs_no_blocks(folder: Path):
-    run = last_line(quire_plan(*requested(folder, "--batch", "2")))
+def test_fixed_batch_that_fits_memory_needs_no_block_prefill(folder: Path):
+    run = last_line(quire_plan(*arguments_of(folder, "--batch", "2")))
 
     assert run["claims"]["prefill_and_decode_pays"] == 0
     assert "memory suffices" in run["arms"]["verdict"]["reasons"][0]
 
 
-def test_a_prompt_below_the_cap_is_said(folder: Path):
-    run = last_line(quire_plan(*requested(folder, "--maximize-batch", "800,512")))
+def test_prompt_below_the_cap_is_reported(folder: Path):
+    run = last_line(quire_plan(*arguments_of(folder, "--maximize-batch", "800,512")))
 
     assert run["claims"]["prefill_and_decode_pays"] == 0
     assert "within the cap" in run["arms"]["verdict"]["reasons"][0]
 
 
-def test_measured_steps_predict_without_a_profile(monkeypatch: pytest.MonkeyPatch):
-    """Each rule is timed once, whatever its numbers; here a stopwatch that always says the same."""
+def test_throughput_is_predicted_from_measured_steps_without_a_profile(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Each rule is timed once, independent of its parameters; the stopwatch returns a constant."""
     timed = []
 
     def stopwatch(model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int) -> StepRates:
@@ -204,9 +208,9 @@ def test_measured_steps_predict_without_a_profile(monkeypatch: pytest.MonkeyPatc
     assert timed == [{"full"}, {"average"}, {"recent"}]
 
 
-def test_a_wrong_rule_takes_no_time(monkeypatch: pytest.MonkeyPatch):
+def test_invalid_rule_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch):
     def stopwatch(model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int) -> StepRates:
-        raise AssertionError("nothing should be timed")
+        raise AssertionError("no rule should be timed")
 
     monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
     arguments = (
@@ -238,8 +242,8 @@ def test_a_wrong_rule_takes_no_time(monkeypatch: pytest.MonkeyPatch):
         (("--kv-memory", "1KiB"), "hold"),
     ],
 )
-def test_bad_input_is_refused(folder: Path, more, message):
-    result = quire_plan(*requested(folder, *more))
+def test_invalid_input_is_refused(folder: Path, more, message):
+    result = quire_plan(*arguments_of(folder, *more))
 
     assert result.exit_code == 2
     assert message in result.output
@@ -248,20 +252,20 @@ def test_bad_input_is_refused(folder: Path, more, message):
 @pytest.mark.parametrize(
     "alone", [("--evict", "tova:cap=9"), ("--cap", "9"), ("--every", "9"), ("--measure",)]
 )
-def test_options_that_mean_nothing_alone_are_refused(folder: Path, alone):
+def test_batch_options_without_maximize_batch_are_refused(folder: Path, alone):
     result = quire_plan(str(folder), *alone)
 
     assert result.exit_code == 2
     assert "--maximize-batch" in result.output
 
 
-def test_lengths_are_two_numbers():
+def test_maximize_batch_takes_two_lengths():
     assert parse_lengths("3584, 512") == (3_584, 512)
     with pytest.raises(ConfigError):
         parse_lengths("3,4,5")
 
 
-def test_a_plan_of_memory_alone_still_loads_no_torch(folder: Path):
+def test_memory_plan_does_not_load_torch(folder: Path):
     code = (
         "import sys, typer; from typer.testing import CliRunner; from quire.cli.plan import plan;"
         f"app = typer.Typer(); app.command()(plan); r = CliRunner().invoke(app, [{str(folder)!r}]);"
@@ -270,12 +274,12 @@ def test_a_plan_of_memory_alone_still_loads_no_torch(folder: Path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_rules_differ_by_what_they_are_and_not_by_their_numbers():
+def test_steps_key_ignores_cap_and_interval():
     assert steps_key("m", "recent:cap=2,every=1,when=decode") == "m; recent"
     assert steps_key("m", "h2o:recent=9,cap=25%") == "m; h2o:recent=9"
 
 
-def test_stored_rates_come_back(cache: Path):
+def test_stored_rates_are_read_back(cache: Path):
     from quire.plan.ceilings import read_ceilings
 
     rates = replace(RATES, decode=DecodeRates(batch_s=((1, 1.0), (8, 2.0)), evict_slot_s=2.0))

@@ -1,4 +1,4 @@
-"""`quire profile`: quick runs, JSON, wrong options."""
+"""`quire profile`: quick runs, JSON, invalid options."""
 
 import json
 from dataclasses import replace
@@ -32,12 +32,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--quick, smaller still: what it finds is compared with itself."""
+    """A profile smaller than --quick: the measured values are only compared with each other."""
     small = replace(ceilings.QUICK_PROFILE, repeats=2, buffer_bytes=8 << 20)
     monkeypatch.setattr(ceilings, "QUICK_PROFILE", small)
 
 
-def test_a_profile_is_written_and_read_again(tmp_path: Path):
+def test_profile_is_written_and_read_back(tmp_path: Path):
     path = tmp_path / "ceilings.json"
     run = last_line(quire("profile", "--quick", "--output", str(path), "--json"))
 
@@ -50,7 +50,7 @@ def test_a_profile_is_written_and_read_again(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_profile_keeps_the_rates_of_models_measured_before(tmp_path: Path):
+def test_profile_retains_the_rates_of_models_measured_before(tmp_path: Path):
     path = tmp_path / "ceilings.json"
     arguments = ("profile", "--quick", "--output", str(path), "--json")
     first = last_line(quire(*arguments, "quire-tiny"))
@@ -64,35 +64,35 @@ def test_a_profile_keeps_the_rates_of_models_measured_before(tmp_path: Path):
     assert found.copies["cpu"].out.bytes_per_s > 0
 
 
-def test_a_profile_of_a_model_that_is_not_there_measures_nothing(tmp_path: Path):
+def test_profile_of_a_missing_model_fails_before_measuring(tmp_path: Path):
     result = quire("profile", "--quick", str(tmp_path / "none"))
 
     assert result.exit_code != 0
     assert "GB/s" not in result.output
 
 
-def test_rules_without_a_model_are_refused():
+def test_eviction_rule_without_a_model_is_refused():
     result = quire("profile", "--quick", "--evict", "h2o")
 
     assert result.exit_code == 2
     assert "--evict 'h2o' has no effect without a model: " in result.stderr
 
 
-def test_a_quick_profile_takes_no_ones_place(cache: Path):
+def test_quick_profile_does_not_replace_the_stored_profile(cache: Path):
     assert last_line(quire("profile", "--quick", "--json"))["config"]["output"] is None
     assert not cache.exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("kv-store", "--memory", "1MiB", "--host", ""), "use 0.0.0.0 for every address"),
         (("serve", "--host", ""), "0.0.0.0 for all"),
         (("calibrate", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one or more codecs"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(arguments, says):
+def test_empty_option_values_are_refused(arguments, message):
     result = quire(*arguments)
 
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr

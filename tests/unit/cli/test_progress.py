@@ -1,4 +1,4 @@
-"""The live line: seen on a terminal, silent elsewhere, cheap for every step."""
+"""The live progress line: shown on a terminal only, with a bounded refresh rate."""
 
 import io
 import sys
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from quire.cli import progress as module
 from quire.cli.progress import LiveProgress
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -25,41 +24,40 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_how_full_and_how_far(monkeypatch, stats):
+def test_terminal_shows_kv_memory_use_and_completed_requests(monkeypatch, stats):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(module, "_REFRESH_S", 0.0)
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setenv("TERM", "xterm")
 
-    with LiveProgress("batch", 9) as live:
+    with LiveProgress("batch", 9, refresh_s=0.0) as live:
         live.show(2, lambda: stats)
 
     assert "2/9" in screen.getvalue()
     assert "KV memory 40%, 3 running, 5 waiting requests" in screen.getvalue()
 
 
-def test_elsewhere_nothing_is_shown_and_nothing_is_asked(monkeypatch):
-    quiet = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", quiet)
-    requested = []
+def test_without_a_terminal_no_line_is_shown_and_no_stats_are_read(monkeypatch):
+    not_a_terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", not_a_terminal)
+    reads = []
 
     with LiveProgress("batch", 9) as live:
-        live.show(2, lambda: requested.append(1))
+        live.show(2, lambda: reads.append(1))
 
-    assert (quiet.getvalue(), requested) == ("", [])
+    assert (not_a_terminal.getvalue(), reads) == ("", [])
 
 
-def test_the_engine_is_asked_a_few_times_a_second_only(monkeypatch, stats):
+def test_stats_are_read_at_most_a_few_times_per_second(monkeypatch, stats):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    requested = []
+    reads = []
 
     def read() -> EngineStats:
-        requested.append(1)
+        reads.append(1)
         return stats
 
     with LiveProgress("batch", 9) as live:
         for _ in range(1000):
             live.show(2, read)
 
-    assert len(requested) <= 3
+    assert len(reads) <= 3

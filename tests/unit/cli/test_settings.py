@@ -1,4 +1,4 @@
-"""Command line over file over defaults, as a command sees it."""
+"""Settings of a command: the command line overrides the config file, the file the defaults."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,16 +15,16 @@ seen: list[tuple[Settings, str | None]] = []
 
 
 @with_settings(defaults={"max-tokens": 40, "threads": 1})
-def look(
+def show(
     settings: Settings, *, extra: Annotated[str | None, typer.Option(help="Its own.")] = None
 ) -> None:
-    """Look at the settings."""
+    """Record the settings."""
     seen.append((settings, extra))
 
 
 @with_settings(MODEL, KV)
-def look_at_less(settings: Settings) -> None:
-    """Look at fewer settings."""
+def show_fewer(settings: Settings) -> None:
+    """Record fewer settings."""
     seen.append((settings, None))
 
 
@@ -51,8 +51,8 @@ def toml(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_without_arguments_the_defaults_stand():
-    settings = settings_of(look)
+def test_settings_without_arguments_are_the_defaults():
+    settings = settings_of(show)
 
     assert settings.model == "quire-tiny"
     assert settings.kv.memory is None
@@ -61,14 +61,14 @@ def test_without_arguments_the_defaults_stand():
     assert settings.sampling.stop == ()
 
 
-def test_a_command_has_its_own_defaults():
-    settings = settings_of(look)
+def test_command_overrides_defaults():
+    settings = settings_of(show)
 
     assert (settings.sampling.max_tokens, settings.loading.threads) == (40, 1)
 
 
-def test_the_file_wins_over_the_defaults(toml: str):
-    settings = settings_of(look, "--config", toml)
+def test_config_file_overrides_defaults(toml: str):
+    settings = settings_of(show, "--config", toml)
 
     assert settings.model == "from-file"
     assert settings.kv.memory == 3 << 20
@@ -76,9 +76,9 @@ def test_the_file_wins_over_the_defaults(toml: str):
     assert (settings.sampling.max_tokens, settings.sampling.stop) == (7, ("a", "b"))
 
 
-def test_the_command_line_wins_over_the_file_even_with_the_default_value(toml: str):
+def test_command_line_overrides_the_file_even_with_a_default_value(toml: str):
     settings = settings_of(
-        look, "mine", "--config", toml, "--kv-memory", "auto", "--verify", "--max-tokens", "40",
+        show, "mine", "--config", toml, "--kv-memory", "auto", "--verify", "--max-tokens", "40",
         "--stop", "c",
     )  # fmt: skip
 
@@ -88,19 +88,19 @@ def test_the_command_line_wins_over_the_file_even_with_the_default_value(toml: s
     assert (settings.sampling.max_tokens, settings.sampling.stop) == (40, ("c",))
 
 
-def test_a_commands_own_options_come_to_it():
-    run(look, "--extra", "here")
+def test_command_receives_its_own_options():
+    run(show, "--extra", "here")
 
     assert seen[-1][1] == "here"
 
 
-def test_a_command_takes_only_the_sections_it_names():
-    assert settings_of(look_at_less, "m", "--kv-memory", "1MiB").model == "m"
-    assert run(look_at_less, "--max-tokens", "3").exit_code == 2
+def test_command_accepts_only_its_sections():
+    assert settings_of(show_fewer, "m", "--kv-memory", "1MiB").model == "m"
+    assert run(show_fewer, "--max-tokens", "3").exit_code == 2
 
 
-def test_options_of_sections_a_command_lacks_are_left_alone_in_the_file(toml: str):
-    assert settings_of(look_at_less, "--config", toml).kv.memory == 3 << 20
+def test_config_file_options_of_other_sections_are_ignored(toml: str):
+    assert settings_of(show_fewer, "--config", toml).kv.memory == 3 << 20
 
 
 @pytest.mark.parametrize(
@@ -117,27 +117,27 @@ def test_options_of_sections_a_command_lacks_are_left_alone_in_the_file(toml: st
         (["--low-watermark", "nan"], ConfigError),
     ],
 )
-def test_a_value_out_of_range_is_refused_before_anything_is_loaded(arguments, error):
+def test_value_out_of_range_is_refused_before_loading(arguments, error):
     with pytest.raises(error):
-        run(look, *arguments)
+        run(show, *arguments)
     assert not seen
 
 
 def test_negative_threads_are_refused():
     with pytest.raises(ConfigError, match="threads"):
-        settings_of(look, "--threads", "-1").set_threads()
+        settings_of(show, "--threads", "-1").set_threads()
 
 
-def test_settings_become_json_values_without_loss():
-    settings = settings_of(look, "--kv-memory", "2MiB", "--seed", "3")
+def test_settings_as_dict_has_json_values():
+    settings = settings_of(show, "--kv-memory", "2MiB", "--seed", "3")
 
     assert settings.as_dict()["kv"]["memory"] == 2 << 20
     assert settings.as_dict()["sampling"]["seed"] == 3
 
 
-def test_tenants_none_of_which_a_command_could_ask_for_are_refused():
-    settings_of(look, "--tenants", "a; default:weight=2").refuse_other_tenants()
-    settings_of(look).refuse_other_tenants()
+def test_tenants_without_default_are_refused():
+    settings_of(show, "--tenants", "a; default:weight=2").refuse_other_tenants()
+    settings_of(show).refuse_other_tenants()
 
     with pytest.raises(ConfigError, match="--tenants names a, b: add 'default', or"):
-        settings_of(look, "--tenants", "a;b").refuse_other_tenants()
+        settings_of(show, "--tenants", "a;b").refuse_other_tenants()

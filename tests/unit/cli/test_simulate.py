@@ -1,4 +1,4 @@
-"""`quire simulate`: what it prints, its JSON, its files, and bad input."""
+"""`quire simulate`: printed report, JSON, output files, and invalid input."""
 
 import json
 from pathlib import Path
@@ -29,40 +29,40 @@ def last_object(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_last_line_is_one_object_with_the_usual_members(trace: Path):
-    made = last_object(simulate("quire-tiny", "--trace", trace, "--json"))
+def test_last_line_is_one_json_object_with_the_envelope_members(trace: Path):
+    report = last_object(simulate("quire-tiny", "--trace", trace, "--json"))
 
-    assert set(made) == {
+    assert set(report) == {
         *("name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"),
     }
-    assert made["name"] == "simulate"
-    assert made["claims"]["finished"] == 40
-    assert made["config"]["trace"]["file"] == "trace.csv"
-    assert all(isinstance(value, int | float) for value in made["claims"].values())
+    assert report["name"] == "simulate"
+    assert report["claims"]["finished"] == 40
+    assert report["config"]["trace"]["file"] == "trace.csv"
+    assert all(isinstance(value, int | float) for value in report["claims"].values())
 
 
-def test_a_person_reads_percentiles_and_memory(trace: Path):
+def test_text_report_has_percentiles_and_memory(trace: Path):
     shown = simulate("--trace", trace).stdout
 
-    for words in ("40 requests", "time to first token", "p99", "KV memory", "preemptions"):
-        assert words in shown
+    for text in ("40 requests", "time to first token", "p99", "KV memory", "preemptions"):
+        assert text in shown
 
 
-def test_options_of_engine_and_trace_reach_the_run(trace: Path):
+def test_engine_and_trace_options_apply_to_the_run(trace: Path):
     result = simulate(
         *("quire-tiny", "--trace", trace, "--kv-memory", "1MiB", "--max-num-seqs", 3),
         *("--requests", 20, "--max-length", 60, "--length-scale", 0.5, "--json"),
         *("--trace-tenants", "round_robin:a,b", "--machine", "h100", "--request-rate", 100),
     )
-    made = last_object(result)
+    report = last_object(result)
 
-    assert made["claims"]["requests"] + made["claims"]["left_out"] == 20
-    assert made["claims"]["running_peak"] <= 3
-    assert set(made["arms"]["tenants"]) == {"a", "b"}
-    assert made["config"]["machine"]["name"] == "h100"
+    assert report["claims"]["requests"] + report["claims"]["left_out"] == 20
+    assert report["claims"]["running_peak"] <= 3
+    assert set(report["arms"]["tenants"]) == {"a", "b"}
+    assert report["config"]["machine"]["name"] == "h100"
 
 
-def test_an_eviction_rule_bounds_the_memory(trace: Path):
+def test_eviction_rule_bounds_kv_memory(trace: Path):
     common = ("quire-tiny", "--trace", trace, "--no-enable-prefix-caching", "--json")
 
     capped = last_object(simulate(*common, "--evict", "recent:cap=32,every=16"))
@@ -72,21 +72,21 @@ def test_an_eviction_rule_bounds_the_memory(trace: Path):
     assert capped["claims"]["kv_peak_bytes"] < whole["claims"]["kv_peak_bytes"]
 
 
-def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
-    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
     out = tmp_path / "new" / "folder"
 
-    made = last_object(simulate("--trace", trace, "--out", out, "--json"))
+    report = last_object(simulate("--trace", trace, "--out", out, "--json"))
 
     assert sorted(path.name for path in out.iterdir()) == [
         *("queue.svg", "simulate.json", "ttft.svg", "use.svg"),
     ]
-    assert json.loads((out / "simulate.json").read_text()) == made
+    assert json.loads((out / "simulate.json").read_text()) == report
     assert (out / "use.svg").read_text().count("<svg") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("llama-9",), "unknown model shape"),
         (
@@ -98,28 +98,28 @@ def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
         (("--max-length", "1"), "(--max-length): raise it"),
         (("--requests", "0"), "requests of 1 or more"),
         (("--trace-format", "azur"), "did you mean azure"),
-        (("--trace-tenants", "somebody"), "expected tenants as"),
+        (("--trace-tenants", "everyone"), "expected tenants as"),
         (("--efficiency", "2"), "efficiency"),
         (("--kv-codec", "int4+residual=64+promoted=8:int8"), "and eviction is off; use --evict"),
     ],
 )
-def test_bad_options_are_one_line_and_exit_code_2(trace: Path, arguments, says):
+def test_invalid_options_print_one_line_and_exit_with_2(trace: Path, arguments, message):
     result = simulate("--trace", trace, *arguments)
 
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_the_run(trace: Path):
-    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+def test_output_folder_that_cannot_be_created_is_refused_before_the_run(trace: Path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
     result = simulate("--trace", trace, "--out", trace / "inside")
 
     assert result.exit_code == 2
     assert "cannot write" in result.stderr
 
 
-def test_pictures_without_matplotlib_are_refused_before_the_run(trace: Path, monkeypatch):
+def test_plots_without_matplotlib_are_refused_before_the_run(trace: Path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     from quire.cli.out_folder import require_matplotlib
@@ -128,7 +128,7 @@ def test_pictures_without_matplotlib_are_refused_before_the_run(trace: Path, mon
         require_matplotlib("--out")
 
 
-def test_this_machine_must_have_been_profiled(trace: Path, monkeypatch, tmp_path: Path):
+def test_machine_profile_requires_a_stored_profile(trace: Path, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     result = simulate("--trace", trace, "--machine", "profile")
@@ -137,11 +137,11 @@ def test_this_machine_must_have_been_profiled(trace: Path, monkeypatch, tmp_path
     assert "quire profile" in result.stderr
 
 
-def test_what_is_refused_left_out_or_cut_is_said(tmp_path: Path):
-    """quire-tiny has a context of 4,096: one prompt fills it, one answer passes it."""
+def test_refused_skipped_and_truncated_requests_are_reported(tmp_path: Path):
+    """quire-tiny has a context of 4,096: one prompt fills it, one output exceeds it."""
     path = tmp_path / "trace.csv"
     rows = ((4096, 1), (4000, 200), (50, 5), (9000, 1))
-    lines = "\n".join(f"{prompt},{answer}" for prompt, answer in rows)
+    lines = "\n".join(f"{prompt},{output}" for prompt, output in rows)
     path.write_text(f"num_prefill_tokens,num_decode_tokens\n{lines}\n")
 
     shown = simulate("quire-tiny", "--trace", path, "--max-length", 5000).stdout
@@ -150,16 +150,16 @@ def test_what_is_refused_left_out_or_cut_is_said(tmp_path: Path):
     assert "skipped requests (too long): 1; outputs truncated at the context: 1" in shown
 
 
-def test_requests_beyond_the_context_ask_for_no_memory(trace: Path):
-    """`auto` holds what can run: lengths of 10^11 tokens are refused, not reserved for."""
+def test_requests_beyond_the_context_reserve_no_memory(trace: Path):
+    """`auto` sizes the pool for requests that can run: lengths of 10^11 tokens are refused."""
     result = simulate("--trace", trace, "--length-scale", "1e9")
 
     assert result.exit_code == 0
     assert "longer than the context" in result.stdout
 
 
-def test_a_trace_of_which_nothing_runs_is_shown_too(tmp_path: Path):
-    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+def test_trace_without_runnable_requests_is_reported(tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
     path = tmp_path / "trace.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5000,1\n")
     result = simulate(
@@ -170,7 +170,7 @@ def test_a_trace_of_which_nothing_runs_is_shown_too(tmp_path: Path):
     assert last_object(result)["claims"]["refused_too_long"] == 1
 
 
-def test_fairness_is_said_where_there_are_tenants(trace: Path):
+def test_fairness_is_reported_for_several_tenants(trace: Path):
     shown = simulate(
         *("quire-tiny", "--trace", trace, "--max-num-seqs", 2),
         *("--trace-tenants", "round_robin:a,b"),

@@ -1,4 +1,4 @@
-"""How far decoded numbers may be from the ones encoded: proved on numbers of any size and shape."""
+"""Bounds of codec errors, checked on generated vectors of any magnitude."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from quire.codecs.registry import make_codec
 from quire.layout.codec_names import codec_spec
 
 HEAD_DIM, TOKENS = 16, 8
-ROUNDING = 2**-21  # of float32 arithmetic with a few steps, of the largest number in it
+ROUNDING = 2**-21  # float32 rounding, relative to the largest element
 UNDERFLOW = torch.finfo(torch.float32).smallest_normal
 
 _sizes = st.sampled_from((1e-9, 1e-6, 1e-3, 1.0, 300.0, LARGEST))
@@ -25,7 +25,7 @@ _unit = st.floats(-1, 1, width=32)
 
 @st.composite
 def vectors(draw: st.DrawFn) -> Tensor:
-    """[head, token, head_dim] around an offset: ranges that are small against their numbers too."""
+    """[head, token, head_dim] around an offset; the range may be small relative to the offset."""
     spread, offset = draw(_sizes), draw(_sizes) * draw(st.sampled_from((-1, 0, 1)))
     numbers = draw(arrays(np.float32, (2, TOKENS, HEAD_DIM), elements=_unit))
     return torch.from_numpy(numbers * np.float32(spread) + np.float32(offset)).clamp(
@@ -34,7 +34,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
 
 
 def slack(numbers: Tensor) -> Tensor:
-    """What arithmetic in float32 may add."""
+    """Error bound of the float32 arithmetic."""
     return numbers.abs().amax(dim=-1, keepdim=True) * ROUNDING + UNDERFLOW
 
 
@@ -47,7 +47,7 @@ AFFINE = ("int4", "int4:group=4", "int3", "int3:group=8", "int2", "int2:group=16
 
 @pytest.mark.parametrize("name", AFFINE)
 @given(numbers=vectors())
-def test_grouped_codes_are_half_a_scale_away_at_the_most(name, numbers):
+def test_group_codec_error_is_at_most_half_a_scale(name, numbers):
     codec = make_codec(codec_spec(name), HEAD_DIM)
 
     planes = codec.encode(numbers)
@@ -57,7 +57,7 @@ def test_grouped_codes_are_half_a_scale_away_at_the_most(name, numbers):
 
 
 @given(numbers=vectors())
-def test_int8_is_half_a_scale_away_at_the_most(numbers):
+def test_int8_error_is_at_most_half_a_scale(numbers):
     codec = make_codec(codec_spec("int8"), HEAD_DIM)
 
     codes, scales = codec.encode(numbers)
@@ -70,7 +70,7 @@ def test_int8_is_half_a_scale_away_at_the_most(numbers):
 
 
 @given(numbers=vectors())
-def test_fp8_keeps_four_bits_of_a_number(numbers):
+def test_fp8_has_four_significant_bits(numbers):
     codec = make_codec(codec_spec("fp8"), HEAD_DIM)
 
     planes = codec.encode(numbers)
@@ -83,75 +83,75 @@ def test_fp8_keeps_four_bits_of_a_number(numbers):
 
 @pytest.mark.parametrize("name", ["int4_page", "int2_page"])
 @given(numbers=vectors())
-def test_a_channel_of_a_page_is_half_its_scale_away_at_the_most(name, numbers):
+def test_page_codec_error_is_at_most_half_a_channel_scale(name, numbers):
     codec = make_codec(codec_spec(name), HEAD_DIM)
 
     planes = codec.encode(numbers)
 
     error = (codec.decode(planes) - numbers).abs()
-    room = numbers.abs().amax(dim=-2, keepdim=True) * ROUNDING + UNDERFLOW
-    assert (error <= planes[1].float() / 2 + room).all()
+    bound = numbers.abs().amax(dim=-2, keepdim=True) * ROUNDING + UNDERFLOW
+    assert (error <= planes[1].float() / 2 + bound).all()
 
 
 @given(numbers=vectors(), percent=st.sampled_from((1, 10, 50)))
-def test_outliers_are_rounded_to_float16_and_the_others_as_if_these_were_not_there(
-    numbers, percent
-):
+def test_outliers_are_float16_and_excluded_from_the_scales(numbers, percent):
     codec = make_codec(codec_spec(f"int4_outliers:group=8,percent={percent}"), HEAD_DIM)
 
     planes = codec.encode(numbers)
 
     _, scales, _, index, _ = planes
-    taken = torch.zeros(numbers.shape, dtype=torch.bool).scatter(-1, index.long(), value=True)
+    outliers = torch.zeros(numbers.shape, dtype=torch.bool).scatter(-1, index.long(), value=True)
     error = (codec.decode(planes) - numbers).abs()
-    assert (error[taken] <= numbers.abs()[taken] * 2**-11 + 2**-25).all()
-    assert (error <= by_channel(scales) / 2 + slack(numbers))[~taken].all()
-    assert_largest_are_taken(numbers, taken)
-    assert_scales_are_of_the_others(numbers, taken, scales)
+    assert (error[outliers] <= numbers.abs()[outliers] * 2**-11 + 2**-25).all()
+    assert (error <= by_channel(scales) / 2 + slack(numbers))[~outliers].all()
+    assert_largest_are_outliers(numbers, outliers)
+    assert_scales_exclude_outliers(numbers, outliers, scales)
 
 
-def assert_largest_are_taken(numbers: Tensor, taken: Tensor) -> None:
+def assert_largest_are_outliers(numbers: Tensor, outliers: Tensor) -> None:
     sizes = numbers.abs()
-    least_taken = sizes.masked_fill(~taken, torch.inf).amin(dim=-1)
-    most_left = sizes.masked_fill(taken, -torch.inf).amax(dim=-1)
-    assert (least_taken >= most_left).all()
+    smallest_outlier = sizes.masked_fill(~outliers, torch.inf).amin(dim=-1)
+    largest_other = sizes.masked_fill(outliers, -torch.inf).amax(dim=-1)
+    assert (smallest_outlier >= largest_other).all()
 
 
-def assert_scales_are_of_the_others(numbers: Tensor, taken: Tensor, scales: Tensor) -> None:
-    groups, apart = (x.unflatten(-1, (-1, 8)) for x in (numbers, taken))
-    low = groups.masked_fill(apart, torch.inf).amin(dim=-1)
-    high = groups.masked_fill(apart, -torch.inf).amax(dim=-1)
-    reach = torch.where(apart.all(dim=-1), 0.0, high - low + low.abs() * 2**-10 + 2**-24)
-    assert (scales.float() <= reach / 15 * (1 + 2**-10) + 2**-24).all()
+def assert_scales_exclude_outliers(numbers: Tensor, outliers: Tensor, scales: Tensor) -> None:
+    groups, excluded = (x.unflatten(-1, (-1, 8)) for x in (numbers, outliers))
+    low = groups.masked_fill(excluded, torch.inf).amin(dim=-1)
+    high = groups.masked_fill(excluded, -torch.inf).amax(dim=-1)
+    value_range = torch.where(excluded.all(dim=-1), 0.0, high - low + low.abs() * 2**-10 + 2**-24)
+    assert (scales.float() <= value_range / 15 * (1 + 2**-10) + 2**-24).all()
 
 
 @pytest.mark.parametrize("name", ["int4_hadamard", "int3_hadamard:group=8"])
 @given(numbers=vectors())
-def test_a_rotated_vector_keeps_its_length_and_is_as_near_as_said(name, numbers):
+def test_hadamard_codec_preserves_the_norm_and_bounds_the_error(name, numbers):
     numbers = numbers / 4  # a rotated vector of the largest numbers would be beyond float16
     codec = make_codec(codec_spec(name), HEAD_DIM)
 
     planes = codec.encode(numbers)
 
     decoded, length = codec.decode(planes), numbers.norm(dim=-1)
-    half = 2**-10 * (length + decoded.norm(dim=-1)) + 2**-24 * 16 * HEAD_DIM  # of scales and zeros
+    half = (
+        2**-10 * (length + decoded.norm(dim=-1)) + 2**-24 * 16 * HEAD_DIM
+    )  # float16 scales and zeros
     found = (decoded - numbers).norm(dim=-1)
     assert ((decoded.norm(dim=-1) - length).abs() <= HEAD_DIM * half)[length > 1e-3].all()
     scale = planes[1].float().amax(dim=-1)
     assert (found <= 2 * HEAD_DIM**0.5 / 2 * 2 * scale + HEAD_DIM * half).all()
 
 
-def test_a_rotation_turned_twice_is_none_and_keeps_lengths():
+def test_rotation_is_an_involution_and_preserves_norms():
     for head_dim in (8, 80, 96, 128):
-        made = torch.randn(5, head_dim, generator=torch.Generator().manual_seed(head_dim))
+        vectors_ = torch.randn(5, head_dim, generator=torch.Generator().manual_seed(head_dim))
 
-        turned = rotate(made)
+        rotated = rotate(vectors_)
 
-        assert torch.allclose(turned.norm(dim=-1), made.norm(dim=-1), atol=1e-5)
-        assert torch.allclose(rotate(turned), made, atol=1e-5)
+        assert torch.allclose(rotated.norm(dim=-1), vectors_.norm(dim=-1), atol=1e-5)
+        assert torch.allclose(rotate(rotated), vectors_, atol=1e-5)
 
 
-def test_a_rotation_mixes_blocks_of_the_largest_power_of_two_that_divides():
+def test_rotation_block_is_the_largest_power_of_two_divisor():
     """head_dim 80 is 5 blocks of 16; the first row of Sylvester's matrix is all ones."""
     single = torch.zeros(80)
     single[16] = 4.0
@@ -160,16 +160,16 @@ def test_a_rotation_mixes_blocks_of_the_largest_power_of_two_that_divides():
 
 
 @given(numbers=vectors())
-def test_measured_channels_are_half_a_scale_away_where_they_were_measured(numbers):
+def test_calibrated_channel_error_is_at_most_half_a_scale(numbers):
     codec = make_codec(codec_spec("int8_channel"), HEAD_DIM).calibrated(numbers)
 
     decoded = codec.decode(codec.encode(numbers))
 
-    room = codec.constant("scale") / 2 + numbers.abs() * ROUNDING + UNDERFLOW
-    assert ((decoded - numbers).abs() <= room).all()
+    bound = codec.constant("scale") / 2 + numbers.abs() * ROUNDING + UNDERFLOW
+    assert ((decoded - numbers).abs() <= bound).all()
 
 
-def test_measured_channels_saturate_beyond():
+def test_calibrated_channels_saturate_outside_the_range():
     codec = make_codec(codec_spec("int8_channel"), 1).calibrated(torch.tensor([[[2.0]]]))
 
     decoded = codec.decode(codec.encode(torch.tensor([[[1.0], [5.0], [-9.0]]])))
@@ -179,18 +179,18 @@ def test_measured_channels_saturate_beyond():
 
 @pytest.mark.parametrize("name", ["kvquant4", "kvquant3:percent=10"])
 @given(numbers=vectors())
-def test_the_nearest_entry_of_the_codebook_is_taken(name, numbers):
+def test_nearest_codebook_entry_is_used(name, numbers):
     codec = make_codec(codec_spec(name), HEAD_DIM).calibrated(numbers)
 
     packed, index, values = codec.encode(numbers)
 
     low, high, book = (codec.constant(n) for n in ("low", "high", "codebook"))
     half = (high - low) / 2
-    all_places = (book * half[..., None]) + ((high + low) / 2)[..., None]
-    nearest = (all_places - numbers[..., None]).abs().amin(dim=-1)
-    taken = torch.zeros(numbers.shape, dtype=torch.bool).scatter(-1, index.long(), value=True)
+    entries = (book * half[..., None]) + ((high + low) / 2)[..., None]
+    nearest = (entries - numbers[..., None]).abs().amin(dim=-1)
+    outliers = torch.zeros(numbers.shape, dtype=torch.bool).scatter(-1, index.long(), value=True)
     error = (codec.decode((packed, index, values)) - numbers).abs()
-    assert (error <= nearest + slack(numbers) + half * 2**-20)[~taken].all()
+    assert (error <= nearest + slack(numbers) + half * 2**-20)[~outliers].all()
     assert unpack(packed, codec.spec.code_bits).max() < len(book)
 
 
@@ -201,7 +201,7 @@ def test_the_nearest_entry_of_the_codebook_is_taken(name, numbers):
 @example(-5e-8)
 @example(LARGEST)
 @example(1e-40)
-def test_float16_is_rounded_to_the_next_one_below_or_above(number):
+def test_half_below_and_half_above_are_neighbouring_float16_values(number):
     given_number = torch.tensor([number])
 
     below, above = half_below(given_number), half_above(given_number)
@@ -215,7 +215,7 @@ def test_float16_is_rounded_to_the_next_one_below_or_above(number):
     )
 
 
-# ---- by hand -------------------------------------------------------------------------------------
+# ---- values computed by hand ---------------------------------------------------------------------
 
 
 def int4_of(numbers: list[float]) -> tuple[Codec, tuple[Tensor, ...]]:
@@ -223,8 +223,8 @@ def int4_of(numbers: list[float]) -> tuple[Codec, tuple[Tensor, ...]]:
     return codec, codec.encode(torch.tensor([numbers]))
 
 
-def test_codes_by_hand_half_to_even():
-    """min 0, max 30: scale 2; 1 / 2 and 5 / 2 lie between two codes and go to the even one."""
+def test_int4_codes_round_half_to_even():
+    """min 0, max 30: scale 2; 1 / 2 and 5 / 2 are ties and round to the even code."""
     codec, (packed, scales, zeros) = int4_of([0.0, 1.0, 5.0, 30.0])
 
     assert (scales.item(), zeros.item()) == (2.0, 0.0)
@@ -232,30 +232,30 @@ def test_codes_by_hand_half_to_even():
     assert codec.decode((packed, scales, zeros)).tolist() == [[0.0, 0.0, 4.0, 30.0]]
 
 
-def test_a_constant_group_has_scale_0_and_codes_0():
+def test_constant_group_has_scale_0_and_codes_0():
     codec, (packed, scales, zeros) = int4_of([0.5] * 4)
 
     assert (scales.item(), zeros.item(), packed.any().item()) == (0.0, 0.5, False)
     assert codec.decode((packed, scales, zeros)).tolist() == [[0.5] * 4]
 
 
-def test_a_zero_that_float16_cannot_hold_is_rounded_down_and_the_scale_reaches_up():
-    """1000.1 lies between 1000 and 1000.5: rounding to the nearest would keep the bound here, and
-    1000.4 would be encoded from above its zero."""
+def test_inexact_zero_is_rounded_down_and_its_scale_up():
+    """1000.1 is between 1000 and 1000.5; rounding the zero to the nearest could exceed the smallest
+    element."""
     _, (_, scales, zeros) = int4_of([1000.4, 1000.45])
 
     assert zeros.item() == 1000.0
     assert 0.45 / 15 <= scales.item() <= 0.45 / 15 * (1 + 2**-10)
 
 
-def test_of_outliers_equally_large_those_of_lower_channels_are_taken():
+def test_outlier_ties_select_lower_channels():
     codec = make_codec(codec_spec("int4_outliers:percent=50"), 8)
     numbers = torch.tensor([[1.0, -2.0, 2.0, 2.0, -2.0, 2.0, 0.0, -2.0]])
 
     assert largest(numbers, codec).tolist() == [[1, 2, 3, 4]]
 
 
-def test_one_large_channel_does_not_cost_the_others_their_digits():
+def test_outlier_channel_does_not_increase_the_error_of_others():
     numbers = torch.linspace(-1, 1, 16)[None]
     numbers[0, 5] = 100.0
     errors = {}

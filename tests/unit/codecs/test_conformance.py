@@ -1,7 +1,7 @@
-"""What every codec keeps to, over the registry: a new one is here by being there.
+"""Properties of every registered codec: shapes, bytes, finite outputs, independence of vectors.
 
-Bounds of errors are in test_bounds.py; these are shapes, bytes, finite numbers, and that a vector
-is encoded by itself (or a page, where a codec works on whole pages).
+A vector (or a page, for codecs of whole pages) is encoded independently of the other vectors.
+Bounds of errors are in test_bounds.py.
 """
 
 import pytest
@@ -16,18 +16,18 @@ from quire.layout.codec_names import CODECS, codec_spec
 HEADS, TOKENS = 3, 32
 HEAD_DIMS = (8, 64, 80, 128)
 
-LOST = {2: 0.8, 3: 0.3, 4: 0.15, 8: 0.03, 16: 0.002, 32: 0.0001}
-"""Share of a vector's length that codes of so many bits may lose here."""
+MAX_ERROR = {2: 0.8, 3: 0.3, 4: 0.15, 8: 0.03, 16: 0.002, 32: 0.0001}
+"""Largest relative error (norm) of a vector, by the bits of a code."""
 
 every_codec = pytest.mark.parametrize("name", sorted(CODECS))
 every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 
 
 def vectors_of(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers with a channel that is large in all vectors, as keys have."""
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    made[..., shape[-1] // 3] *= 8
-    return made
+    """Random vectors with one channel that is large in all of them, as in keys."""
+    vectors = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    vectors[..., shape[-1] // 3] *= 8
+    return vectors
 
 
 def codec_of(name: str, head_dim: int) -> Codec:
@@ -35,13 +35,13 @@ def codec_of(name: str, head_dim: int) -> Codec:
     return codec.calibrated(vectors_of(HEADS, 200, head_dim, seed=9))
 
 
-def test_every_codec_with_bytes_can_encode():
+def test_every_named_codec_is_registered():
     assert registered().keys() == CODECS.keys()
 
 
 @every_codec
 @every_head_dim
-def test_planes_are_those_that_its_bytes_are_counted_of(name, head_dim):
+def test_encoded_planes_match_the_declared_shapes_and_bytes(name, head_dim):
     codec, vectors = codec_of(name, head_dim), vectors_of(2, HEADS, TOKENS, head_dim)
 
     planes, declared = codec.encode(vectors), codec.spec.planes(head_dim)
@@ -56,41 +56,40 @@ def test_planes_are_those_that_its_bytes_are_counted_of(name, head_dim):
 
 @every_codec
 @every_head_dim
-def test_what_comes_back_is_near(name, head_dim):
+def test_decoded_vectors_are_close_to_the_input(name, head_dim):
     codec, vectors = codec_of(name, head_dim), vectors_of(2, HEADS, TOKENS, head_dim)
 
     decoded = codec.decode(codec.encode(vectors))
 
     assert decoded.dtype == torch.float32
     assert decoded.shape == vectors.shape
-    assert (decoded - vectors).norm() < LOST[codec.spec.code_bits] * vectors.norm()
+    assert (decoded - vectors).norm() < MAX_ERROR[codec.spec.code_bits] * vectors.norm()
 
 
 @pytest.mark.parametrize("better", ["int4_outliers", "int4_hadamard", "int4_page", "kvquant4"])
-def test_what_a_large_channel_does_to_its_group_is_what_codecs_are_for(better):
-    vectors, lost = vectors_of(2, HEADS, TOKENS, 64), {}
+def test_outlier_codecs_reduce_the_error_of_a_large_channel(better):
+    vectors, errors = vectors_of(2, HEADS, TOKENS, 64), {}
     for name in ("int4", better):
         codec = codec_of(name, 64)
-        lost[name] = (codec.decode(codec.encode(vectors)) - vectors).norm()
+        errors[name] = (codec.decode(codec.encode(vectors)) - vectors).norm()
 
-    assert lost[better] < 0.7 * lost["int4"]
+    assert errors[better] < 0.7 * errors["int4"]
 
 
 @every_codec
-def test_companions_change_no_bit(name):
+def test_encoding_of_a_vector_is_independent_of_other_vectors(name):
     codec, vectors = codec_of(name, 64), vectors_of(4, HEADS, TOKENS, 64)
-    alone = codec.spec.per_page or slice(5, 6)
-    tokens = slice(None) if codec.spec.per_page else alone
+    tokens = slice(None) if codec.spec.per_page else slice(5, 6)
 
     together = codec.encode(vectors)
     single = codec.encode(vectors[2:3, :, tokens])
 
-    for whole, part in zip(together, single, strict=True):
-        assert torch.equal(whole[2:3, :, tokens if whole.shape[2] > 1 else slice(None)], part)
+    for batched, alone in zip(together, single, strict=True):
+        assert torch.equal(batched[2:3, :, tokens if batched.shape[2] > 1 else slice(None)], alone)
 
 
 @every_codec
-def test_what_decodes_needs_no_companions_either(name):
+def test_decoding_of_a_vector_is_independent_of_other_vectors(name):
     codec = codec_of(name, 64)
     planes = codec.encode(vectors_of(4, HEADS, TOKENS, 64))
 
@@ -104,7 +103,7 @@ def test_what_decodes_needs_no_companions_either(name):
     "number",
     [0.0, -0.0, 1.0, -3.7, 1e-4, 1e-7, 6e-8, 1e-20, -1e-40, 1000.1, 60000.0, -65504.0],
 )
-def test_the_same_number_everywhere_comes_back(name, number):
+def test_constant_vectors_are_decoded_within_tolerance(name, number):
     """No division by an empty range; float16 next to codes rounds to 2 ** -11 or 2 ** -24."""
     codec = codec_of(name, 64)
     calibrated_for_others = bool(codec.constants)
@@ -113,15 +112,15 @@ def test_the_same_number_everywhere_comes_back(name, number):
 
     assert decoded.isfinite().all()
     if not calibrated_for_others and "hadamard" not in name:
-        few_digits = 1 / 16 if name == "fp8" else 2**-7  # of bfloat16, and of half a scale of int8
-        assert (decoded - number).abs().max() <= max(few_digits * abs(number), 2**-24)
+        relative = 1 / 16 if name == "fp8" else 2**-7  # bfloat16, or half a scale of int8
+        assert (decoded - number).abs().max() <= max(relative * abs(number), 2**-24)
 
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extreme_numbers_decode_to_finite_ones(name, dtype):
+def test_extreme_values_decode_to_finite_values(name, dtype):
     if CODECS[name].is_plain:
-        pytest.skip("keeps what it is given")
+        pytest.skip("stores its input unchanged")
     codec, largest = codec_of(name, 64), torch.finfo(dtype).max
     vectors = vectors_of(1, HEADS, TOKENS, 64)
     vectors[0, 0, 3, 5], vectors[0, 1, 4, 6] = torch.inf, -torch.inf
@@ -135,7 +134,7 @@ def test_extreme_numbers_decode_to_finite_ones(name, dtype):
 
 
 @every_codec
-def test_nan_stays_nan_in_its_vector_and_reaches_no_other(name):
+def test_nan_is_confined_to_its_vector(name):
     codec, vectors = codec_of(name, 64), vectors_of(2, HEADS, TOKENS, 64)
     clean = codec.decode(codec.encode(vectors))
     vectors[1, 2, 7, 11] = torch.nan
@@ -149,7 +148,7 @@ def test_nan_stays_nan_in_its_vector_and_reaches_no_other(name):
 
 
 @every_codec
-def test_no_vectors_are_no_planes(name):
+def test_empty_input_is_encoded(name):
     codec = codec_of(name, 64)
     if codec.spec.per_page:
         pytest.skip("a page has tokens")
@@ -160,8 +159,8 @@ def test_no_vectors_are_no_planes(name):
 
 
 @every_codec
-def test_a_half_precision_vector_is_encoded_as_its_numbers_are(name):
-    """The arithmetic is in float32 whatever the model computes in."""
+def test_half_precision_vectors_encode_like_float32(name):
+    """The arithmetic is in float32 for every model dtype."""
     codec, vectors = codec_of(name, 64), vectors_of(1, HEADS, TOKENS, 64).bfloat16()
 
     for given, widened in zip(codec.encode(vectors), codec.encode(vectors.float()), strict=True):
@@ -169,17 +168,17 @@ def test_a_half_precision_vector_is_encoded_as_its_numbers_are(name):
 
 
 @pytest.mark.parametrize("name", [name for name, spec in CODECS.items() if spec.constants])
-def test_a_codec_that_was_not_measured_says_what_it_needs(name):
+def test_uncalibrated_codec_names_the_missing_constant(name):
     with pytest.raises(ConfigError, match=r"needs the constant '\w+', measured for each layer"):
         make_codec(CODECS[name], 64).encode(vectors_of(HEADS, 2, 64))
 
 
-def test_a_name_without_bytes_cannot_be_registered():
+def test_codec_without_a_spec_cannot_be_registered():
     with pytest.raises(ConfigError, match=r"'int5' is not in quire\.layout\.codec_names"):
         register("int5")(registered()["int8"])
 
 
-def test_a_name_that_is_taken_cannot_be_registered():
+def test_duplicate_codec_name_cannot_be_registered():
     class Other(Codec):
         pass
 
@@ -187,7 +186,7 @@ def test_a_name_that_is_taken_cannot_be_registered():
         register("int8")(Other)
 
 
-def test_fp8_says_what_a_build_of_torch_lacks(monkeypatch):
+def test_fp8_reports_missing_torch_support(monkeypatch):
     cpu = torch.device("cpu")
     assert registered()["fp8"].why_not(cpu) is None
 

@@ -1,4 +1,4 @@
-"""Packing loses nothing and stands as the module says."""
+"""Packing of codes is lossless and has the documented layout."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from quire.codecs.packing import pack, unpack
 
 
-@given(bits=st.sampled_from((2, 3, 4, 8)), eights=st.integers(1, 20), seed=st.integers(0, 99))
-def test_what_is_packed_comes_back(bits, eights, seed):
+@given(bits=st.sampled_from((2, 3, 4, 8)), num_groups=st.integers(1, 20), seed=st.integers(0, 99))
+def test_unpack_inverts_pack(bits, num_groups, seed):
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(1 << bits, (2, 3, 8 * eights), generator=generator).to(torch.uint8)
+    codes = torch.randint(1 << bits, (2, 3, 8 * num_groups), generator=generator).to(torch.uint8)
 
     packed = pack(codes, bits)
 
-    assert packed.shape == (2, 3, bits * eights)
+    assert packed.shape == (2, 3, bits * num_groups)
     assert packed.dtype == torch.uint8
     assert torch.equal(unpack(packed, bits), codes)
 
@@ -33,5 +33,5 @@ def test_what_is_packed_comes_back(bits, eights, seed):
         ),
     ],
 )
-def test_bytes_by_hand(bits, codes, packed):
+def test_packed_bytes_have_the_documented_layout(bits, codes, packed):
     assert pack(torch.tensor(codes, dtype=torch.uint8), bits).tolist() == packed

@@ -1,4 +1,4 @@
-"""Sizes, fractions and codecs of a KV memory are parsed once, when it is configured."""
+"""Sizes, fractions and codecs of `KVConfig` are parsed once, on construction."""
 
 from dataclasses import replace
 
@@ -31,12 +31,12 @@ def test_fractions_are_numbers_and_auto_is_none():
     assert OffloadConfig().recompute is OffloadConfig().cpu_attention is None
 
 
-def test_the_codec_of_activations_is_found_once():
+def test_activation_codec_is_parsed_on_construction():
     assert OffloadConfig().activation_codec is None
     assert OffloadConfig(activation_codec="int8").activation_codec == codec_spec("int8")
 
 
-def test_a_config_can_be_made_of_what_another_holds():
+def test_config_can_be_replaced_with_parsed_values():
     config = KVConfig(
         memory="3MiB",
         offload=OffloadConfig(recompute="0.5", activation_codec="int8"),
@@ -48,7 +48,7 @@ def test_a_config_can_be_made_of_what_another_holds():
     assert replace(config) == config
 
 
-def test_a_config_becomes_json_values():
+def test_option_values_are_json_values():
     values = option_values(KVConfig(memory="1KiB", offload=OffloadConfig(activation_codec="int8")))
 
     assert (values["memory"], values["offload"]["activation_codec"]) == (1024, "int8")
@@ -57,7 +57,7 @@ def test_a_config_becomes_json_values():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"memory": "lots"}, ConfigError, "--kv-memory: 'lots' is not a size: .*, or auto"),
         ({"memory": 1.5}, ConfigError, "--kv-memory: 1.5 is not a size"),
@@ -71,22 +71,22 @@ def test_a_config_becomes_json_values():
         ({"offload_activation_codec": 8}, ConfigError, "--kv-offload-activation-codec: expected"),
     ],
 )
-def test_what_cannot_be_parsed_is_refused_by_the_name_of_its_option(options, error, said):
-    with pytest.raises(error, match=said):
+def test_invalid_value_is_refused_with_its_option_name(options, error, message):
+    with pytest.raises(error, match=message):
         kv_config(**options)
 
 
 @pytest.mark.parametrize("options", [{"offload": {"kv_memory": 1}}, {"prefix_cache": False}])
-def test_a_config_in_a_config_is_one(options):
+def test_nested_config_of_wrong_type_is_refused(options):
     [name] = options
     with pytest.raises(ConfigError, match=f"expected {name} to be .*Config, got"):
         KVConfig(**options)
 
 
-def test_recompute_and_cpu_attention_share_what_is_offloaded():
+def test_recompute_and_cpu_attention_fractions_sum_to_at_most_one():
     with pytest.raises(ConfigError, match="of at most 1, got"):
         OffloadConfig(recompute=0.5, cpu_attention=0.6)
 
 
-def test_the_prefix_cache_is_on_and_in_the_kv_memory_alone_by_default():
+def test_prefix_cache_is_enabled_without_a_disk_tier_by_default():
     assert KVConfig().prefix_cache == PrefixCacheConfig(enabled=True, disk_memory=0)

@@ -1,4 +1,4 @@
-"""Sampling options: what is refused, and how what was not said is filled in."""
+"""Sampling options: validation, and defaults for unset options."""
 
 import pickle
 from dataclasses import dataclass
@@ -77,19 +77,19 @@ class Defaults:
     ],
     ids=str,
 )
-def test_a_wrong_option_is_refused_by_name(options):
+def test_invalid_option_is_refused_by_name(options):
     with pytest.raises(RequestError, match="|".join(options)):
         SamplingParams(**options)
 
 
-def test_a_refusal_says_what_was_expected_and_what_was_got():
+def test_error_names_the_expected_and_the_given_value():
     with pytest.raises(RequestError) as refusal:
         SamplingParams(top_p=1.5)
 
     assert str(refusal.value) == "top_p must be a finite number in (0, 1], got 1.5"
 
 
-def test_lists_and_single_stops_become_tuples():
+def test_lists_and_a_single_stop_string_become_tuples():
     params = SamplingParams(
         stop="END", stop_token_ids=[3, 4], bad_token_ids=[[1], [2, 3]], allowed_token_ids={7}
     )
@@ -100,7 +100,7 @@ def test_lists_and_single_stops_become_tuples():
     assert params.allowed_token_ids == (7,)
 
 
-def test_numpy_numbers_become_plain_ones():
+def test_numpy_numbers_become_python_numbers():
     params = SamplingParams(max_tokens=np.int64(8), temperature=np.float32(0.5), top_p=1)
 
     assert (type(params.max_tokens), type(params.temperature), type(params.top_p)) == (
@@ -110,7 +110,7 @@ def test_numpy_numbers_become_plain_ones():
     )
 
 
-def test_a_later_change_of_the_caller_changes_nothing():
+def test_logit_bias_is_copied():
     bias = {1: 2.0}
     params = SamplingParams(logit_bias=bias)
 
@@ -119,7 +119,7 @@ def test_a_later_change_of_the_caller_changes_nothing():
     assert params.logit_bias == {1: 2.0}
 
 
-def test_equal_options_are_one_key_and_survive_pickling():
+def test_equal_options_hash_equal_and_can_be_pickled():
     first = SamplingParams(logit_bias={1: 2.0}, stop="x")
     second = SamplingParams(logit_bias={1: 2}, stop=["x"])
 
@@ -127,11 +127,11 @@ def test_equal_options_are_one_key_and_survive_pickling():
     assert pickle.loads(pickle.dumps(first)) == first
 
 
-def test_prompt_scoring_may_generate_nothing():
+def test_max_tokens_zero_is_accepted_with_prompt_logprobs():
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
 
 
-def test_what_was_not_said_comes_from_the_model():
+def test_unset_options_are_resolved_from_the_model_defaults():
     defaults = Defaults(temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.05)
 
     resolved = SamplingParams(top_p=0.5, max_tokens=9).resolve(defaults)
@@ -141,7 +141,7 @@ def test_what_was_not_said_comes_from_the_model():
     )
 
 
-def test_what_nobody_said_is_neutral_and_greedy():
+def test_options_without_any_default_are_neutral_and_greedy():
     resolved = SamplingParams().resolve(Defaults())
 
     assert resolved == SamplingParams(
@@ -151,14 +151,14 @@ def test_what_nobody_said_is_neutral_and_greedy():
     assert not resolved.edits_logits
 
 
-def test_a_said_zero_is_not_overwritten_by_the_model():
+def test_explicit_zero_overrides_the_model_default():
     resolved = SamplingParams(temperature=0, top_k=0).resolve(Defaults(temperature=1.0, top_k=50))
 
     assert (resolved.temperature, resolved.top_k) == (0.0, 0)
 
 
 @pytest.mark.parametrize("temperature", [None, 0, 1e-6])
-def test_no_temperature_or_almost_none_is_greedy(temperature):
+def test_unset_or_near_zero_temperature_is_greedy(temperature):
     assert SamplingParams(temperature=temperature).greedy
     assert not SamplingParams(temperature=1e-4).greedy
 
@@ -191,7 +191,7 @@ def test_masks_biases_and_penalties_edit_the_logits(option):
     ],
     ids=str,
 )
-def test_a_token_outside_the_vocabulary_is_refused(options):
+def test_token_id_outside_the_vocabulary_is_refused(options):
     params = SamplingParams(**options)
 
     params.validate_for(11)

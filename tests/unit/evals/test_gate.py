@@ -1,4 +1,4 @@
-"""The gate with models made of a few lines: one that reads, one that forgets, one that knows."""
+"""The recall gate with stub models: perfect recall, no recall, recall without its cache."""
 
 import re
 
@@ -19,22 +19,22 @@ from quire.evals.tasks import rough_measure
 CASES = (GateCase(task="lines", tokens=200, n=10), GateCase(task="niah", tokens=300, n=5))
 
 
-def look_up(text):
-    """The value that follows the asked key in the text, as a perfect reader answers."""
+def recall(text):
+    """Return the value of the queried key in the text, as a model with perfect recall does."""
     key = re.findall(r"[a-z]+-[a-z]+", text)[-1]
     found = re.search(rf"{key}(?:: <| is: )(\d+)", text)
     return found.group(1) if found else "0"
 
 
 class Reader:
-    """Answers from what the eviction text leaves of the prompt; remembers how it was asked."""
+    """Stub model that recalls from the tokens retained by the eviction rule; records its calls."""
 
     def __init__(self):
         self.calls = []
 
     def __call__(self, prompts, evict, max_tokens):
         self.calls.append((len(prompts), evict, max_tokens))
-        return [look_up(self.visible(prompt, evict)) + "> and more" for prompt in prompts]
+        return [recall(self.visible(prompt, evict)) + "> and more" for prompt in prompts]
 
     def visible(self, prompt, evict):
         if evict == "full":
@@ -43,7 +43,7 @@ class Reader:
         return prompt[-3 * cap :]
 
 
-def test_a_model_that_reads_its_cache_passes():
+def test_model_that_recalls_from_its_cache_passes():
     report = run_gate(Reader(), measure=rough_measure, cases=CASES)
 
     assert report.passed
@@ -66,7 +66,7 @@ def test_a_model_that_cannot_recall_fails():
     assert report.claims()["lines_200_full"] == 0.0
 
 
-def test_a_model_that_answers_without_its_cache_fails():
+def test_model_that_recalls_evicted_tokens_fails():
     class Oracle(Reader):
         def visible(self, prompt, evict):
             return prompt
@@ -81,18 +81,18 @@ def test_a_model_that_answers_without_its_cache_fails():
 def test_one_failing_case_fails_the_gate():
     reader = Reader()
 
-    def answer(prompts, evict, max_tokens):
+    def generate(prompts, evict, max_tokens):
         if "magic" in prompts[0]:
-            return ["no idea"] * len(prompts)
+            return ["unknown"] * len(prompts)
         return reader(prompts, evict, max_tokens)
 
-    report = run_gate(answer, measure=rough_measure, cases=CASES)
+    report = run_gate(generate, measure=rough_measure, cases=CASES)
 
     assert [verdict.passed for verdict in report.verdicts] == [True, False]
     assert not report.passed
 
 
-def test_the_evicted_bar_looks_at_old_records_only():
+def test_evicted_accuracy_counts_old_records_only():
     rows = run_gate(Reader(), measure=rough_measure, cases=CASES).rows
     recent = {row.depth: row.accuracy for row in rows if (row.task, row.arm) == ("lines", "recent")}
 
@@ -100,7 +100,7 @@ def test_the_evicted_bar_looks_at_old_records_only():
     assert recent[0.75] == recent[1.0] == 1.0
 
 
-def test_a_case_is_asked_once_for_each_arm_with_all_prompts():
+def test_each_case_runs_once_per_arm_with_all_prompts():
     reader = Reader()
     evaluate(CASES, GATE_ARMS, reader, measure=rough_measure)
 
@@ -112,14 +112,14 @@ def test_a_case_is_asked_once_for_each_arm_with_all_prompts():
     ]
 
 
-def test_the_answer_may_be_as_long_as_the_longest_expected():
+def test_max_tokens_is_the_longest_expected_answer():
     reader = Reader()
     evaluate(CASES[:1], GATE_ARMS, reader, measure=len)
 
     assert {call[2] for call in reader.calls} == {5}
 
 
-def test_an_arm_is_any_policy_text():
+def test_arm_can_be_any_policy_text():
     reader = Reader()
     rows = evaluate(
         CASES[:1],
@@ -134,20 +134,20 @@ def test_an_arm_is_any_policy_text():
     assert [row.requested for row in rows] == [2] * 5
 
 
-def test_prompts_begin_a_document_and_fit_the_case():
+def test_prompts_start_a_document_and_fit_the_case():
     for question in questions(CASES[0], measure=rough_measure):
         assert question.prompt.startswith("<|doc|>")
         assert rough_measure(question.prompt.removeprefix("<|doc|>")) <= 200
 
 
-def test_a_seed_names_the_prompts():
+def test_seed_determines_the_prompts():
     first = questions(CASES[1], measure=rough_measure)
 
     assert questions(CASES[1], measure=rough_measure) == first
     assert questions(CASES[1], measure=rough_measure, seed=2) != first
 
 
-def test_the_gate_asks_for_recall_at_every_published_length():
+def test_gate_cases_are_the_published_lengths():
     assert {(case.task, case.tokens) for case in GATE_CASES} == {
         ("lines", 512),
         ("kv", 512),
@@ -162,6 +162,6 @@ def test_too_few_prompts_are_refused():
         GateCase(task="lines", tokens=200, n=4)
 
 
-def test_an_unknown_task_is_refused_when_it_is_asked():
+def test_unknown_task_is_refused():
     with pytest.raises(UnknownName):
         questions(GateCase(task="line", tokens=200, n=5), measure=rough_measure)

@@ -1,4 +1,4 @@
-"""Prompts are made and counted without a model library."""
+"""Evaluation prompts are generated and measured without importing torch."""
 
 import subprocess
 import sys

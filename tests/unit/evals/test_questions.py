@@ -1,4 +1,4 @@
-"""Prompts of all tasks at one length."""
+"""Prompts of all tasks at a fixed length."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from quire.evals.tasks import names, rough_measure
 
 
 @pytest.mark.parametrize("task", names())
-def test_no_prompt_with_its_answer_is_longer_than_asked_for(task: str):
+def test_prompt_and_answer_fit_the_requested_length(task: str):
     found = make_questions(task, 200, 10, measure=rough_measure)
 
     assert [question.depth for question in found] == [*DEPTHS, *DEPTHS]
@@ -19,6 +19,6 @@ def test_no_prompt_with_its_answer_is_longer_than_asked_for(task: str):
     assert found[:3] == make_questions(task, 200, 3, measure=rough_measure)
 
 
-def test_a_length_that_nothing_fits_into_is_refused():
+def test_too_small_length_is_refused():
     with pytest.raises(ConfigError, match="'niah' fits into 20 tokens"):
         make_questions("niah", 20, 1, measure=rough_measure)

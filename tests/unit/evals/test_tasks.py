@@ -1,4 +1,4 @@
-"""Task texts are a contract: scores that were published are about these very prompts."""
+"""Task texts are fixed by their seeds: published scores refer to exactly these prompts."""
 
 import hashlib
 import importlib.util
@@ -42,12 +42,12 @@ def fingerprint(name):
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_text_of_a_seed_never_changes(name):
+def test_task_text_of_a_seed_is_pinned(name):
     assert fingerprint(name) == PINNED[name]
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_task_is_made_from_its_seed_alone(name):
+def test_task_depends_only_on_its_seed(name):
     random.seed(1)
     first = make(name, 7, 200)
     random.seed(2)
@@ -57,9 +57,9 @@ def test_a_task_is_made_from_its_seed_alone(name):
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_texts_equal_the_generators_that_made_the_published_tables(name, monkeypatch):
+def test_task_texts_equal_those_of_the_published_generators(name, monkeypatch):
     if not FIRST_GENERATORS.exists():
-        pytest.skip("the first generators are not beside this checkout")
+        pytest.skip("the first generators are not available")
     spec = importlib.util.spec_from_file_location("first_tasks", FIRST_GENERATORS)
     first = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "first_tasks", first)
@@ -79,7 +79,7 @@ def test_the_texts_equal_the_generators_that_made_the_published_tables(name, mon
 
 
 @pytest.mark.parametrize("name", BURIED)
-def test_the_answer_stands_in_the_context(name):
+def test_answer_occurs_in_the_context(name):
     for seed in range(10):
         task = make(name, seed, 300, depth=0.5)
 
@@ -88,20 +88,20 @@ def test_the_answer_stands_in_the_context(name):
 
 
 @pytest.mark.parametrize("name", [name for name in PLACED if name != "variables"])
-def test_depth_orders_the_place_of_the_asked_record(name):
-    places = []
+def test_depth_sets_the_position_of_the_queried_record(name):
+    starts = []
     for depth in (0.0, 0.5, 1.0):
         task = make(name, 3, 500, depth=depth)
-        places.append(task.context.index(task.queries[0].answer.strip()) / len(task.context))
+        starts.append(task.context.index(task.queries[0].answer.strip()) / len(task.context))
 
         assert task.queries[0].depth == pytest.approx(depth, abs=0.05)
-    assert places == sorted(places)
-    assert places[0] < 0.2
-    assert places[2] > 0.8
+    assert starts == sorted(starts)
+    assert starts[0] < 0.2
+    assert starts[2] > 0.8
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "arithmetic"])
-def test_an_evaluation_fills_its_length_and_never_passes_it(name):
+def test_evaluation_prompt_fills_but_never_exceeds_its_length(name):
     for tokens in (128, 512):
         lengths = [rough_measure(make(name, seed, tokens).prompt()) for seed in range(9)]
 
@@ -109,7 +109,7 @@ def test_an_evaluation_fills_its_length_and_never_passes_it(name):
         assert min(lengths) >= 0.65 * tokens
 
 
-def test_training_and_evaluation_ask_for_different_words():
+def test_training_and_evaluation_words_are_disjoint():
     for kind in ("adjective", "noun", "name", "place"):
         train, held_out = set(vocabulary(kind, "train")), set(vocabulary(kind, "eval"))
 
@@ -119,16 +119,16 @@ def test_training_and_evaluation_ask_for_different_words():
         assert not set(class_words(name, "train")) & set(class_words(name, "eval"))
 
 
-def test_training_and_evaluation_ask_for_different_sums():
-    requested = {
+def test_training_and_evaluation_sums_are_disjoint():
+    questions = {
         split: {make("arithmetic", seed, 80, split=split).queries[0].question for seed in range(99)}
         for split in ("train", "eval")
     }
 
-    assert not requested["train"] & requested["eval"]
+    assert not questions["train"] & questions["eval"]
 
 
-def test_a_label_question_cannot_be_copied_from_the_prompt():
+def test_label_question_does_not_occur_in_the_prompt():
     for seed in range(20):
         task = make("labels", seed, 200)
 
@@ -136,7 +136,7 @@ def test_a_label_question_cannot_be_copied_from_the_prompt():
         assert task.chance == 0.25
 
 
-def test_a_training_task_weighs_every_answer():
+def test_training_task_weights_every_answer():
     task = make("kv", 0, 300, split="train", queries=None)
     weights = [weight for _, weight in task.training_spans()]
 
@@ -144,7 +144,7 @@ def test_a_training_task_weighs_every_answer():
     assert weights.count(1.0) == len(task.queries)
 
 
-def test_hops_choose_direct_and_indirect_variables():
+def test_hops_select_direct_or_indirect_variables():
     for seed in range(10):
         direct, indirect = (make("variables", seed, 300, hops=hops) for hops in (0, 1))
         name = direct.queries[0].question.split()[2]
@@ -154,7 +154,7 @@ def test_hops_choose_direct_and_indirect_variables():
         assert f"VAR {other} = {indirect.queries[0].answer}\n" not in indirect.context
 
 
-def test_worked_sums_are_right():
+def test_arithmetic_answers_are_correct():
     for seed in range(30):
         answer = make("arithmetic", seed, 60, digits=2, steps=True).queries[0].answer
         question = make("arithmetic", seed, 60, digits=2, steps=True).queries[0].question
@@ -164,7 +164,7 @@ def test_worked_sums_are_right():
         assert answer.endswith(str(total))
 
 
-def test_an_unknown_task_names_the_nearest():
+def test_unknown_task_suggests_the_nearest():
     with pytest.raises(UnknownName, match="did you mean lines"):
         make("line", 0, 100)
 
@@ -176,7 +176,7 @@ def test_an_unknown_option_is_refused():
         build("labels", random.Random(0), Setting(tokens=100), needles=2)
 
 
-@pytest.mark.parametrize("wrong", [{"depth": 1.5}, {"depth": -0.1}, {"tokens": 0}])
-def test_a_setting_out_of_range_is_refused(wrong):
+@pytest.mark.parametrize("options", [{"depth": 1.5}, {"depth": -0.1}, {"tokens": 0}])
+def test_setting_out_of_range_is_refused(options):
     with pytest.raises(ConfigError, match="expected"):
-        Setting(**{"tokens": 100, **wrong})
+        Setting(**{"tokens": 100, **options})

@@ -1,4 +1,4 @@
-"""What a QuireCache refuses, and what it says about itself."""
+"""`QuireCache`: refused arguments, and reported properties."""
 
 import copy
 
@@ -25,18 +25,18 @@ def model():
 
 @pytest.fixture
 def cache(model):
-    with QuireCache(model) as made:
-        yield made
+    with QuireCache(model) as cache:
+        yield cache
 
 
-def test_an_empty_cache_holds_nothing(cache) -> None:
+def test_empty_cache_uses_no_memory(cache) -> None:
     assert (cache.kv_used_bytes, cache.kv_peak_bytes, cache.batch_size) == (0, 0, -1)
     assert cache.get_seq_length() == 0
     with pytest.raises(RequestError, match="empty"):
         cache.retained_positions(0, 0)
 
 
-def test_a_reset_cache_takes_another_batch(model, cache) -> None:
+def test_reset_cache_accepts_another_batch(model, cache) -> None:
     expected = model(IDS).logits
     model(IDS.repeat(2, 1), past_key_values=cache)
     cache.reset()
@@ -48,7 +48,7 @@ def test_a_reset_cache_takes_another_batch(model, cache) -> None:
     assert model(IDS.repeat(5, 1), past_key_values=cache).logits.shape[0] == 5
 
 
-def test_positions_are_given_by_the_cache_or_must_agree(model, cache) -> None:
+def test_positions_must_continue_the_cached_ones(model, cache) -> None:
     first = model(IDS[:, :30], past_key_values=cache, position_ids=torch.arange(30)[None])
     assert first.past_key_values is cache
 
@@ -56,21 +56,21 @@ def test_positions_are_given_by_the_cache_or_must_agree(model, cache) -> None:
         model(IDS[:, 30:], past_key_values=cache, position_ids=torch.arange(10)[None])
 
 
-def test_a_tuple_comes_back_where_one_is_asked_for(model, cache) -> None:
-    logits, same = model(IDS, past_key_values=cache, return_dict=False, logits_to_keep=1)
+def test_return_dict_false_returns_a_tuple(model, cache) -> None:
+    logits, returned = model(IDS, past_key_values=cache, return_dict=False, logits_to_keep=1)
 
     assert logits.shape == (1, 1, zoo.VOCAB_SIZE)
-    assert same is cache
+    assert returned is cache
 
 
-def test_arguments_may_be_given_by_place(model, cache) -> None:
+def test_forward_accepts_positional_arguments(model, cache) -> None:
     out = model(IDS, torch.ones_like(IDS), None, cache)
 
     assert out.past_key_values is cache
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"use_cache": False}, "exclude each other"),
         ({"output_attentions": True}, "output_attentions=True is not supported"),
@@ -80,24 +80,24 @@ def test_arguments_may_be_given_by_place(model, cache) -> None:
         ({"input_ids": IDS[0]}, r"\[rows, columns\]"),
     ],
 )
-def test_what_pages_cannot_answer_is_refused(model, cache, options, says) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_unsupported_forward_options_are_refused(model, cache, options, message) -> None:
+    with pytest.raises(RequestError, match=message):
         model(**{"input_ids": IDS, "past_key_values": cache, **options})
 
 
-def test_another_number_of_rows_is_refused(model, cache) -> None:
+def test_different_batch_size_is_refused(model, cache) -> None:
     model(IDS, past_key_values=cache)
 
     with pytest.raises(RequestError, match="holds 1 rows, the batch has 2"):
         model(IDS.repeat(2, 1), past_key_values=cache)
 
 
-def test_another_model_is_refused(cache) -> None:
+def test_cache_of_another_model_is_refused(cache) -> None:
     with pytest.raises(ConfigError, match="of the model it was made for"):
         zoo.build("llama")(IDS, past_key_values=cache)
 
 
-def test_a_closed_cache_says_so(model) -> None:
+def test_closed_cache_is_refused(model) -> None:
     cache = QuireCache(model)
     model(IDS, past_key_values=cache)
     cache.close()
@@ -109,7 +109,7 @@ def test_a_closed_cache_says_so(model) -> None:
         model(IDS, past_key_values=cache)
 
 
-def test_tokens_do_not_come_back(model, cache) -> None:
+def test_crop_assisted_decoding_and_copy_are_refused(model, cache) -> None:
     with pytest.raises(UnsoundCombination, match="assisted decoding"):
         cache.crop(3)
     with pytest.raises(UnsoundCombination, match="assisted decoding"):
@@ -125,7 +125,7 @@ def test_tokens_do_not_come_back(model, cache) -> None:
         copy.deepcopy(cache)
 
 
-def test_a_memory_that_is_too_small_says_how_many_bytes(model) -> None:
+def test_too_small_memory_is_refused_with_the_needed_bytes(model) -> None:
     with pytest.raises(ConfigError, match=r"4,096 B, but one token in each of 1 row"):
         QuireCache(model, memory=4096, page_tokens=64).answer({"input_ids": IDS})
     with QuireCache(model, memory=8192, page_tokens=4) as cache:
@@ -140,7 +140,7 @@ def test_a_memory_that_is_too_small_says_how_many_bytes(model) -> None:
         QuireCache(model, memory="900TiB").answer({"input_ids": IDS})
 
 
-def test_sequences_longer_than_was_said_are_refused(model) -> None:
+def test_sequence_longer_than_max_tokens_is_refused(model) -> None:
     cache = QuireCache(model, max_tokens=39)
 
     with pytest.raises(RequestError, match="max_tokens=39"):
@@ -149,20 +149,20 @@ def test_sequences_longer_than_was_said_are_refused(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"policy": "h3o", "budget": 64}, UnknownName, "did you mean h2o"),
         ({"policy": "recent:sinks=30", "budget": 36, "every": 8}, ConfigError, "needs 31"),
         ({"policy": "recent", "budget": "1KiB", "every": 8}, ConfigError, "cap"),
     ],
 )
-def test_mistakes_of_a_rule_are_refused(model, options, error, says) -> None:
-    with pytest.raises(error, match=says), QuireCache(model, **options) as cache:
+def test_invalid_eviction_rule_is_refused(model, options, error, message) -> None:
+    with pytest.raises(error, match=message), QuireCache(model, **options) as cache:
         model(IDS, past_key_values=cache)
 
 
 @torch.inference_mode()
-def test_inference_mode_and_gradients_do_not_matter(model) -> None:
+def test_cache_works_with_and_without_inference_mode(model) -> None:
     cache = QuireCache(model)
     first = model(IDS[:, :20], past_key_values=cache).logits
     with torch.inference_mode(mode=False):

@@ -1,4 +1,4 @@
-"""A policy, a budget and a schedule beside a model make one policy text."""
+"""A policy, a budget and a schedule of a `QuireCache` form one policy text."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from quire.hf.evicting import make_rule, refuse_rerotation
         (("recent:cap=100", None, None, None), "recent:cap=100"),
     ],
 )
-def test_the_parts_become_options(given, text) -> None:
+def test_budget_and_schedule_become_policy_options(given, text) -> None:
     assert make_rule(*given).text == text
 
 
@@ -31,14 +31,12 @@ def test_the_parts_become_options(given, text) -> None:
         ("full", 0.0, "full"),
     ],
 )
-def test_a_compression_ratio_is_the_fraction_of_the_prompt_that_is_removed(
-    policy, ratio, text
-) -> None:
+def test_compression_ratio_is_the_evicted_fraction_of_the_prompt(policy, ratio, text) -> None:
     assert make_rule(policy, None, None, None, ratio).text == text
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7, 0.9])
-def test_a_compression_ratio_does_not_round_a_whole_number_of_tokens_down(ratio) -> None:
+def test_compression_ratio_keeps_exact_token_counts(ratio) -> None:
     cap = make_rule("recent", None, None, None, ratio).cap
     sizes = {"page_tokens": 16, "page_bytes": 1, "fixed_bytes": 0}
 
@@ -46,7 +44,7 @@ def test_a_compression_ratio_does_not_round_a_whole_number_of_tokens_down(ratio)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "says"),
+    ("given", "error", "message"),
     [
         (("recent", None, None, None, 1.0), ConfigError, "at least 0 and below 1, got 1.0"),
         (("recent", None, None, None, -0.1), ConfigError, "below 1, got -0.1"),
@@ -58,8 +56,8 @@ def test_a_compression_ratio_does_not_round_a_whole_number_of_tokens_down(ratio)
         (("recnt", None, None, None, 0.0), UnknownName, "did you mean recent"),
     ],
 )
-def test_a_wrong_compression_ratio_is_refused(given, error, says) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_compression_ratio_is_refused(given, error, message) -> None:
+    with pytest.raises(error, match=message):
         make_rule(*given)
 
 
@@ -68,7 +66,7 @@ def test_full_needs_no_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "says"),
+    ("given", "error", "message"),
     [
         (("recnt", 512, None, None), UnknownName, "did you mean recent"),
         (("recent", 512, "now", None), UnknownName, "schedule 'now'"),
@@ -82,12 +80,12 @@ def test_full_needs_no_budget() -> None:
         ((7, 64, None, None), ConfigError, "expected policy to be a text such as"),
     ],
 )
-def test_mistakes_are_refused_by_name(given, error, says) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_options_are_refused_by_name(given, error, message) -> None:
+    with pytest.raises(error, match=message):
         make_rule(*given)
 
 
-def test_streams_are_not_for_transformers_which_turns_keys_itself() -> None:
+def test_rerotating_policy_is_refused_because_transformers_caches_rotated_keys() -> None:
     refuse_rerotation(make_rule("sinks", 100, None, None))
     refuse_rerotation(make_rule("full", None, None, None))
     with pytest.raises(UnsoundCombination, match=r"keys before RoPE.*quire.LLM, or 'sinks'"):

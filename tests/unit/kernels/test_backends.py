@@ -1,4 +1,4 @@
-"""Every backend equals the reference, with and without column sums, whatever free slots hold."""
+"""Every backend equals the reference, with and without column sums and NaN in free slots."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ any_native = pytest.mark.parametrize("backend", NATIVE.values(), ids=NATIVE)
 
 @st.composite
 def steps(draw, dtype=torch.float32):
-    """Decode rows and chunks, lanes of one row equally full or not."""
+    """Decode rows and chunks; the lanes of a row may have different lengths."""
     ones = draw(st.sampled_from([0, 1, 2, 3, 9]))
     chunks = draw(st.lists(st.sampled_from([2, 5, 16, 17, 30, 70]), max_size=2))
     tokens = [1] * ones + chunks or [1]
@@ -96,7 +96,7 @@ def test_bfloat16_stays_near_the_reference(backend, lanes, group, softcap):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tokens", [[1, 1, 1], [40, 17, 100]])
 def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_dim, tokens):
-    """The reference computes in float32 on the same stored numbers; prints the error's spread."""
+    """The reference computes in float32 on the same stored values; prints error quantiles."""
     lanes = Lanes(
         tokens=tokens,
         slots=[[300], [17], [128]],
@@ -121,27 +121,27 @@ def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_di
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 33, 300])
-def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(backend, tokens, lanes, dtype):
+def test_write_puts_keys_and_values_in_their_slots_only(backend, tokens, lanes, dtype):
     heads, head_dim, page_tokens, num_pages = 2, 40, 16, 1000
     generator = torch.Generator().manual_seed(tokens)
     arena = torch.zeros(num_pages, 2, heads, page_tokens, head_dim, dtype=dtype)
-    places = torch.randperm(num_pages * page_tokens, generator=generator)[: tokens * lanes]
-    pages, offsets = (x.view(tokens, lanes) for x in (places // page_tokens, places % page_tokens))
-    # as models give them: heads first in memory
+    slots = torch.randperm(num_pages * page_tokens, generator=generator)[: tokens * lanes]
+    pages, offsets = (x.view(tokens, lanes) for x in (slots // page_tokens, slots % page_tokens))
+    # the layout of models: heads first in memory
     fresh = torch.randn(2, lanes * heads, tokens, head_dim, generator=generator).to(dtype)
     key, value = fresh.transpose(1, 2)
     backend.write(NewSlots(arena[:, 0], arena[:, 1], pages, offsets), key, value)
 
-    for which, numbers in ((0, key), (1, value)):
-        written = arena[pages, which, :, offsets].reshape(numbers.shape)
-        assert torch.equal(written, numbers)
+    for plane, vectors in ((0, key), (1, value)):
+        written = arena[pages, plane, :, offsets].reshape(vectors.shape)
+        assert torch.equal(written, vectors)
     live = (arena != 0).any(dim=-1).any(dim=2).any(dim=1)
     assert int(live.sum()) == tokens * lanes
 
 
 @any_native
 @pytest.mark.parametrize("slots", [4096, 4097, 9000])
-def test_a_long_row_is_split_and_merged(backend, slots):
+def test_long_rows_are_split_and_merged(backend, slots):
     lanes = Lanes(
         tokens=[1, 1],
         slots=[[slots, slots - 4090], [5, 3]],
@@ -161,7 +161,7 @@ def test_a_long_row_is_split_and_merged(backend, slots):
 
 @any_native
 @pytest.mark.parametrize("slots", [11901, 11902])
-def test_columns_are_summed_in_one_block_or_computed_again(backend, slots):
+def test_column_sums_in_one_block_or_recomputed(backend, slots):
     """17 query vectors: (17 + 5) x (11,900 + 15) logits are below 2 ** 18, one slot more above."""
     lanes = Lanes(
         tokens=[17, 40],
@@ -181,8 +181,8 @@ def test_columns_are_summed_in_one_block_or_computed_again(backend, slots):
 
 
 @any_native
-def test_a_row_is_judged_alone(backend):
-    """Neither the other rows nor the number of threads move a bit of its output."""
+def test_output_of_a_row_is_batch_invariant(backend):
+    """Its output is bitwise independent of the other rows and of the number of threads."""
     shape = {"heads": 2, "head_dim": 64, "page_tokens": 16, "dtype": torch.bfloat16}
     slots, tokens = [[9000], [1200], [700]], [1, 1, 600]
     lanes, math = Lanes(tokens=tokens, slots=slots, **shape), AttentionMath(scale=0.125)
@@ -204,8 +204,8 @@ def test_a_row_is_judged_alone(backend):
 
 
 @any_native
-def test_a_table_row_and_a_lane_further_on_are_found(backend):
-    """Rows of the step are any rows of the table, lanes of the layer any lanes of the group."""
+def test_attention_with_table_row_and_lane_offsets(backend):
+    """Step rows map to any table rows, and layer lanes to any lanes of the group."""
     lanes = Lanes(
         tokens=[1, 20],
         slots=[[50, 40], [33, 33]],
@@ -217,10 +217,10 @@ def test_a_table_row_and_a_lane_further_on_are_found(backend):
     query, math = lanes.query(2), AttentionMath(scale=0.2)
     expected = lanes.attend(backend, query, math)
     _, count, columns = lanes.table.shape
-    wide = torch.full((7, count + 3, columns), -1, dtype=torch.int32)
-    wide[torch.tensor([5, 2]), 2 : 2 + count] = lanes.table
-    lanes.table = wide[torch.tensor([5, 2]), 2 : 2 + count]
-    lanes.pages = replace(lanes.pages, table=wide, rows=torch.tensor([5, 2]), first_lane=2)
+    large = torch.full((7, count + 3, columns), -1, dtype=torch.int32)
+    large[torch.tensor([5, 2]), 2 : 2 + count] = lanes.table
+    lanes.table = large[torch.tensor([5, 2]), 2 : 2 + count]
+    lanes.pages = replace(lanes.pages, table=large, rows=torch.tensor([5, 2]), first_lane=2)
 
     assert torch.equal(lanes.attend(backend, query, math), expected)
 
@@ -238,7 +238,7 @@ def test_a_table_row_and_a_lane_further_on_are_found(backend):
         (lambda pages: replace(pages, key=unaligned(pages.key)), "not aligned to their item size"),
     ],
 )
-def test_tensors_that_c_cannot_read_go_to_torch_with_a_notice(change, reason, caplog):
+def test_unsupported_tensors_fall_back_to_torch_with_one_warning(change, reason, caplog):
     lanes = Lanes(
         tokens=[1, 20],
         slots=[[50], [33]],
@@ -259,13 +259,13 @@ def test_tensors_that_c_cannot_read_go_to_torch_with_a_notice(change, reason, ca
 
     assert reasons == ["attended", "attended"]
     assert expected.isfinite().all()
-    assert len(caplog.records) == 1  # said once
+    assert len(caplog.records) == 1  # logged once
     assert reason in caplog.text
 
 
 @any_native
-def test_a_plan_asked_with_another_dtype_makes_itself_ready_anew(backend):
-    """Two layers of one plan with other tensors than the first: nothing is taken for granted."""
+def test_plan_is_prepared_again_for_another_dtype(backend):
+    """Later layers of one plan may have tensors of another dtype than the first."""
     shape = {
         "tokens": [1, 20],
         "slots": [[50], [33]],
@@ -273,18 +273,18 @@ def test_a_plan_asked_with_another_dtype_makes_itself_ready_anew(backend):
         "head_dim": 32,
         "page_tokens": 16,
     }
-    wide = Lanes(**shape, dtype=torch.float32)
-    narrow = Lanes(**shape, dtype=torch.bfloat16)
+    full = Lanes(**shape, dtype=torch.float32)
+    half = Lanes(**shape, dtype=torch.bfloat16)
     math = AttentionMath(scale=0.2)
-    plan = backend.plan(StepShape.of(wide.tokens), LaneSlots(wide.slots, None), 16, 256)
-    for lanes in (wide, narrow, wide):
+    plan = backend.plan(StepShape.of(full.tokens), LaneSlots(full.slots, None), 16, 256)
+    for lanes in (full, half, full):
         query = lanes.query(2)
         got = backend.attend(plan, lanes.pages, math, query, lanes.fresh())
         assert torch.equal(got, lanes.attend(backend, query, math))
 
 
 @any_native
-def test_column_sums_too_small_for_the_step_are_a_mistake(backend):
+def test_too_small_column_sums_are_refused(backend):
     lanes = Lanes(
         tokens=[1], slots=[[50]], heads=1, head_dim=32, page_tokens=16, dtype=torch.float32
     )
@@ -295,17 +295,17 @@ def test_column_sums_too_small_for_the_step_are_a_mistake(backend):
 
 @any_native
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (2, 32)])
-def test_keys_that_do_not_fit_the_pages_are_not_written_by_c(backend, heads, head_dim):
-    """Half of the heads, or half of each vector: C would read beyond them; torch refuses."""
+def test_keys_that_do_not_fit_the_pages_are_refused(backend, heads, head_dim):
+    """Half of the heads or half of each vector: C would read out of bounds; torch raises."""
     arena = torch.zeros(4, 2, 2, 16, 64)
-    place = torch.zeros(3, 1, dtype=torch.int64)
+    indices = torch.zeros(3, 1, dtype=torch.int64)
     fresh = torch.ones(3, heads, head_dim)
     with pytest.raises((RuntimeError, IndexError)):
-        backend.write(NewSlots(arena[:, 0], arena[:, 1], place, place), fresh, fresh)
+        backend.write(NewSlots(arena[:, 0], arena[:, 1], indices, indices), fresh, fresh)
 
 
 class Recording(GatheredAttention):
-    """Notes that it was asked, and answers nothing: foreign tensors need not be its kind either."""
+    """Records calls and returns the query: it need not support the tensors."""
 
     def __init__(self, notes):
         super().__init__(CPU)
@@ -317,7 +317,7 @@ class Recording(GatheredAttention):
 
 
 def unaligned(plane):
-    """A plane of the same shape, one byte off the boundary of its numbers."""
+    """A plane of the same shape, one byte off its alignment."""
     num_bytes = plane.untyped_storage().nbytes()
     raw = np.zeros(num_bytes + 4, dtype=np.uint8)[1 : 1 + num_bytes]
     return torch.from_numpy(raw.view(np.float32)).as_strided(plane.shape, plane.stride())

@@ -1,4 +1,4 @@
-"""Slots copied onto others: every backend does what one vector at a time would do."""
+"""Slots moved in pages: every backend equals copying one vector at a time."""
 
 from dataclasses import replace
 
@@ -24,12 +24,12 @@ BACKENDS = {
 }
 if isinstance(LIBRARY, NativeLibrary):
     BACKENDS["native"] = NativeAttention(LIBRARY, GatheredAttention(CPU))
-    alone = replace(LIBRARY, parallel_for=None)
-    BACKENDS["native, one thread"] = NativeAttention(alone, GatheredAttention(CPU))
+    one_thread = replace(LIBRARY, parallel_for=None)
+    BACKENDS["native, one thread"] = NativeAttention(one_thread, GatheredAttention(CPU))
 
 
 def planes_of(pages, heads, tokens, dim, dtype):
-    """Keys, values and positions of pages, something else at the end of each."""
+    """Keys, values and positions of pages, with other data at the end of each page."""
     arena = torch.arange(pages * (2 * heads * tokens * dim + tokens + 8))
     arena = arena.view(pages, -1).to(dtype)
     size = heads * tokens * dim
@@ -39,13 +39,13 @@ def planes_of(pages, heads, tokens, dim, dtype):
 
 
 def moves_of(planes, num_moves, seed):
-    """Distinct targets; sources anywhere, targets among them."""
+    """Distinct targets; sources may be any slots, including targets."""
     pages, _, tokens, _ = planes[0].shape
     rng = np.random.default_rng(seed)
     target = rng.permutation(pages * tokens)[:num_moves]
     source = rng.permutation(pages * tokens)[:num_moves]
-    places = (torch.from_numpy(part) for ends in (source, target) for part in divmod(ends, tokens))
-    from_page, from_offset, to_page, to_offset = places
+    indices = (torch.from_numpy(part) for ends in (source, target) for part in divmod(ends, tokens))
+    from_page, from_offset, to_page, to_offset = indices
     return MovedSlots(planes, (from_page, from_offset), (to_page, to_offset))
 
 
@@ -59,7 +59,7 @@ def moves_of(planes, num_moves, seed):
     share=st.floats(0, 1),
     seed=st.integers(0, 1000),
 )
-def test_all_slots_are_read_before_any_is_written(
+def test_all_slots_are_read_before_any_slot_is_written(
     backend, pages, heads, tokens, dim, dtype, share, seed
 ):
     arena, planes = planes_of(pages, heads, tokens, dim, dtype)
@@ -78,12 +78,12 @@ def test_all_slots_are_read_before_any_is_written(
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_moves_for_several_threads(backend):
-    """More than one thread takes: a ring of slots, each onto the next."""
+def test_moves_in_several_threads(backend):
+    """Enough moves for several threads: a ring of slots, each moved to the next."""
     _, planes = planes_of(200, 2, 16, 8, torch.float32)
     slots = torch.arange(200 * 16)
-    onto = slots.roll(-1)
-    ends = ((slots // 16, slots % 16), (onto // 16, onto % 16))
+    targets = slots.roll(-1)
+    ends = ((slots // 16, slots % 16), (targets // 16, targets % 16))
     before = [plane.clone() for plane in planes]
     backend.move(MovedSlots(planes, *ends))
 
@@ -93,15 +93,15 @@ def test_moves_for_several_threads(backend):
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="the C extension is not built")
-def test_planes_that_c_cannot_read_go_to_torch():
+def test_unsupported_planes_fall_back_to_torch():
     _, planes = planes_of(4, 2, 8, 6, torch.float32)
-    turned = tuple(plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in planes)
-    moves = replace(moves_of(planes, 20, seed=1), planes=turned)
-    expected = [plane.clone() for plane in turned]
+    strided = tuple(plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in planes)
+    moves = replace(moves_of(planes, 20, seed=1), planes=strided)
+    expected = [plane.clone() for plane in strided]
     ReferenceAttention().move(replace(moves, planes=tuple(expected)))
     BACKENDS["native"].move(moves)
 
-    assert all(map(torch.equal, turned, expected))
+    assert all(map(torch.equal, strided, expected))
 
 
 def planes_like(arena, planes):

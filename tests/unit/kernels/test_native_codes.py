@@ -1,4 +1,4 @@
-"""Attention in C over codes equals attention over what they decode to, whatever free slots hold."""
+"""Attention in C over quantized pages equals attention over the decoded vectors."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from support.lanes import Lanes
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()
-PATHS_HERE = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+SUPPORTED_PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 CODECS = (
     "int8",
     "int4:group=8",
@@ -44,17 +44,17 @@ DIMS = {
     codec: [d for d in (8, 20, 32, 64, 80, 96, 128, 256, 512) if fits(codec, d)] for codec in CODECS
 }
 
-pytestmark = pytest.mark.skipif(not PATHS_HERE, reason="the C extension is not built")
+pytestmark = pytest.mark.skipif(not SUPPORTED_PATHS, reason="the C extension is not built")
 
 
 class Refusing(GatheredAttention):
-    """Where it attends, C did not."""
+    """Fails if attention falls back to torch."""
 
     def __init__(self):
         super().__init__(CPU)
 
     def attend(self, plan, pages, math, query, fresh, *, column_sums=None):
-        raise AssertionError("left to torch")
+        raise AssertionError("fell back to torch")
 
 
 def native(path, gathered=None):
@@ -63,11 +63,11 @@ def native(path, gathered=None):
 
 def on_codes(backend, lanes, pages, query, math):
     """Output and column sums over pages of codes."""
-    twin = object.__new__(Lanes)
-    twin.__dict__ |= lanes.__dict__ | {"pages": pages}
-    nothing = torch.full((len(query), 0, 0), torch.nan)
-    twin.fresh = lambda: (nothing, nothing)
-    return twin.attend_with_sums(backend, query, math)
+    coded = object.__new__(Lanes)
+    coded.__dict__ |= lanes.__dict__ | {"pages": pages}
+    empty = torch.full((len(query), 0, 0), torch.nan)
+    coded.fresh = lambda: (empty, empty)
+    return coded.attend_with_sums(backend, query, math)
 
 
 @st.composite
@@ -94,14 +94,16 @@ def cases(draw):
     return lanes, codec
 
 
-@pytest.mark.parametrize("path", PATHS_HERE, ids=[PATHS[path] for path in PATHS_HERE])
+@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])
 @given(
     case=cases(),
     group=st.sampled_from([1, 2, 3, 4, 7, 9]),
     softcap=st.sampled_from([None, 2.0]),
     with_sinks=st.booleans(),
 )
-def test_codes_give_what_their_numbers_give(path, case, group, softcap, with_sinks):
+def test_attention_over_codes_equals_attention_over_decoded_vectors(
+    path, case, group, softcap, with_sinks
+):
     lanes, codec = case
     query = lanes.query(group)
     pages = coded_twin(lanes, codec)
@@ -116,7 +118,7 @@ def test_codes_give_what_their_numbers_give(path, case, group, softcap, with_sin
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("tokens", [[1, 1, 1], [40]])
-def test_c_reads_them_itself(codec, tokens):
+def test_c_attention_over_codes_does_not_fall_back_to_torch(codec, tokens):
     if LIBRARY.path == 0 and tokens != [1, 1, 1]:
         pytest.skip("chunks are left to torch without vector instructions")
     lanes = Lanes(
@@ -137,7 +139,7 @@ def test_c_reads_them_itself(codec, tokens):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int8/bfloat16"])
 @pytest.mark.parametrize("tokens", [[1, 1], [40, 33]])
-def test_queries_in_half_precision(codec, tokens):
+def test_attention_over_codes_with_half_precision_queries(codec, tokens):
     lanes = Lanes(
         tokens=tokens,
         slots=[[300], [77]],
@@ -156,15 +158,15 @@ def test_queries_in_half_precision(codec, tokens):
     torch.testing.assert_close(sums, expected_sums, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("path", PATHS_HERE, ids=[PATHS[path] for path in PATHS_HERE])
+@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])
 @given(
     case=cases(),
     group=st.sampled_from([1, 2, 3, 4, 7, 9]),
     softcap=st.sampled_from([None, 2.0]),
     sharpness=st.sampled_from([0.01, 1.0, 8.0]),
 )
-def test_walks_with_queries_in_half_precision(path, case, group, softcap, sharpness):
-    """Products may be made in integers: columns are those of the numbers, outputs are rounded."""
+def test_decoding_over_codes_with_half_precision_queries(path, case, group, softcap, sharpness):
+    """Products may be computed in integers: column sums are exact, outputs are rounded."""
     lanes, codec = case
     assume(lanes.tokens.max() == 1)
     query = (lanes.query(group) * sharpness).bfloat16()
@@ -173,19 +175,19 @@ def test_walks_with_queries_in_half_precision(path, case, group, softcap, sharpn
     expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query.float(), math)
     got, sums = on_codes(native(path), lanes, pages, query, math)
 
-    # an output that is near 0 because its terms cancel keeps the rounding of the terms
+    # an output near 0 whose terms cancel has the rounding error of its terms
     torch.testing.assert_close(got.float(), expected, atol=4e-4, rtol=2**-8)
     torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("path", PATHS_HERE, ids=[PATHS[path] for path in PATHS_HERE])
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
-def test_a_query_that_is_not_finite_gives_nothing_finite(path, odd):
+@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_non_finite_query_gives_a_non_finite_output_in_its_head_only(path, value):
     lanes = Lanes(
         tokens=[1], slots=[[70]], heads=1, head_dim=64, page_tokens=16, dtype=torch.float32
     )
     query = lanes.query(2).bfloat16()
-    query[0, 1, 5] = odd
+    query[0, 1, 5] = value
     pages = coded_twin(lanes, "int8")
     got, _ = on_codes(native(path), lanes, pages, query, AttentionMath(scale=0.125))
 
@@ -194,8 +196,8 @@ def test_a_query_that_is_not_finite_gives_nothing_finite(path, odd):
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int4_outliers"])
-def test_a_row_is_judged_alone(codec):
-    """Neither the other rows nor the number of threads move a bit of its output."""
+def test_output_of_a_row_is_batch_invariant(codec):
+    """Its output is bitwise independent of the other rows and of the number of threads."""
     shape = {"heads": 4, "head_dim": 64, "page_tokens": 16, "dtype": torch.float32}
     slots, tokens = [[9000], [1200], [700]], [1, 1, 60]
     lanes, math = Lanes(tokens=tokens, slots=slots, **shape), AttentionMath(scale=0.125)
@@ -214,14 +216,16 @@ def test_a_row_is_judged_alone(codec):
         alone = Lanes(tokens=tokens[row : row + 1], slots=slots[row : row + 1], **shape)
         alone.table = lanes.table[row : row + 1]
         part = slice(first, first + tokens[row])
-        own = replace(pages, rows=torch.tensor([row]))
-        assert torch.equal(on_codes(backend, alone, own, query[part], math)[0], together[part])
+        row_pages = replace(pages, rows=torch.tensor([row]))
+        assert torch.equal(
+            on_codes(backend, alone, row_pages, query[part], math)[0], together[part]
+        )
 
 
-def test_codes_with_measured_constants_are_left_to_torch():
-    measured = replace(codec_spec("int4"), constants=("equal",))
+def test_codecs_with_calibrated_constants_fall_back_to_torch():
+    calibrated = replace(codec_spec("int4"), constants=("equal",))
 
-    assert "does not read int4" in str(why_not(measured, 128))
+    assert "does not read int4" in str(why_not(calibrated, 128))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +239,7 @@ def test_codes_with_measured_constants_are_left_to_torch():
         ("bfloat16", 128, None),
     ],
 )
-def test_what_c_does_not_read_has_a_reason(codec, head_dim, reason):
+def test_why_not_gives_the_reason_for_unsupported_codecs(codec, head_dim, reason):
     found = why_not(codec_spec(codec), head_dim)
 
     assert found is None if reason is None else reason in found

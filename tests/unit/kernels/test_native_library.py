@@ -1,4 +1,4 @@
-"""A library that is damaged, foreign or wrong is a reason and a fallback, never a crash."""
+"""A damaged, foreign or wrong native library gives a reason and a fallback, never a crash."""
 
 import ctypes
 import hashlib
@@ -38,7 +38,7 @@ for name in sys.argv[1:]:
 
 
 def put(path: Path, content: bytes, *, digest_of: bytes | None, machine: str | None = None) -> Path:
-    """Write a library and, unless it is None, a digest beside it."""
+    """Write a library and, unless it is None, its digest file."""
     path.write_bytes(content)
     if digest_of is not None:
         built = {
@@ -50,7 +50,7 @@ def put(path: Path, content: bytes, *, digest_of: bytes | None, machine: str | N
 
 
 def damage(folder: Path) -> list[Path]:
-    """The library this code was built with, in every state that is not its own."""
+    """Write the built library intact and in every damaged or foreign form."""
     whole = BUILT.read_bytes()
     flipped, other_machine = bytearray(whole), bytearray(whole)
     flipped[len(whole) // 2] ^= 1
@@ -71,7 +71,7 @@ def damage(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def reasons(tmp_path_factory):
-    """What loading each of them said, in a process that a crash would end."""
+    """The reason of each library, loaded in a separate process that may crash."""
     names = [str(path) for path in damage(tmp_path_factory.mktemp("libraries"))]
     ran = subprocess.run(
         [sys.executable, "-c", LOAD_ALL, *names], capture_output=True, text=True, cwd=ROOT
@@ -82,7 +82,7 @@ def reasons(tmp_path_factory):
 
 @needs_library
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("truncated", "truncated or altered"),
         ("empty", "truncated or altered"),
@@ -94,23 +94,23 @@ def reasons(tmp_path_factory):
         ("missing", "cannot be read"),
     ],
 )
-def test_an_unfit_library_is_a_reason_that_says_what_to_do(reasons, name, says):
+def test_unfit_library_gives_a_reason_with_advice(reasons, name, message):
     if name in ("text", "foreign") and not sys.platform.startswith("linux"):
         pytest.skip("headers are compared on Linux only")
 
-    assert says in reasons[name]
+    assert message in reasons[name]
     assert "reinstall Quire" in reasons[name]
 
 
 @needs_library
-def test_the_same_library_with_its_digest_elsewhere_is_loaded(reasons):
+def test_intact_library_in_another_folder_is_loaded(reasons):
     """The control: otherwise the cases above could be refused for another reason."""
     assert reasons["whole"] is None
 
 
 @needs_library
 @pytest.mark.parametrize("digest", ["", "[]", "{}", '{"sha256": 1}', "\0"])
-def test_a_digest_that_says_nothing_is_unfit(tmp_path, digest):
+def test_invalid_digest_file_is_unfit(tmp_path, digest):
     library = put(tmp_path / "a.so", b"anything", digest_of=None)
     library.with_name("a.so.json").write_text(digest)
 
@@ -120,8 +120,8 @@ def test_a_digest_that_says_nothing_is_unfit(tmp_path, digest):
 # ---- the self-test -----------------------------------------------------------------------------
 
 
-def lying(library: NativeLibrary, from_path: int) -> NativeLibrary:
-    """The library with the first numbers of its output cleared on paths from `from_path` on."""
+def corrupted(library: NativeLibrary, from_path: int) -> NativeLibrary:
+    """The library with the start of its output cleared on paths from `from_path` on."""
 
     def attend(args, parallel_for, num_threads):
         failed = library.attend(args, parallel_for, num_threads)
@@ -133,15 +133,15 @@ def lying(library: NativeLibrary, from_path: int) -> NativeLibrary:
 
 
 @needs_library
-def test_the_library_keeps_its_path_where_its_numbers_are_right():
+def test_library_keeps_its_path_if_the_self_test_passes():
     assert self_test.on_right_path(LIBRARY).path == LIBRARY.path
 
 
 @needs_library
-def test_a_path_with_wrong_numbers_is_left_for_the_next_with_a_notice(caplog):
+def test_failing_path_falls_back_to_the_next_with_a_warning(caplog):
     if LIBRARY.path == 0:
         pytest.skip("this CPU has one path only")
-    found = self_test.on_right_path(lying(LIBRARY, LIBRARY.path))
+    found = self_test.on_right_path(corrupted(LIBRARY, LIBRARY.path))
 
     assert found.path == LIBRARY.path - 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -149,16 +149,16 @@ def test_a_path_with_wrong_numbers_is_left_for_the_next_with_a_notice(caplog):
 
 
 @needs_library
-def test_a_library_with_wrong_numbers_on_every_path_is_not_used():
-    assert "wrong numbers" in self_test.on_right_path(lying(LIBRARY, 0)).reason
+def test_library_failing_on_every_path_is_not_used():
+    assert "wrong numbers" in self_test.on_right_path(corrupted(LIBRARY, 0)).reason
 
 
 @needs_library
 @pytest.mark.parametrize("from_path", sorted({0, getattr(LIBRARY, "path", 0)}))
-def test_a_path_that_counts_looks_wrongly_is_not_used(from_path):
+def test_path_with_wrong_attention_statistics_is_not_used(from_path):
     def tally(args, parallel_for):
         failed = LIBRARY.tally(args, parallel_for)
-        if args._obj.path >= from_path and args._obj.count == 2:  # of queries that looked little
+        if args._obj.path >= from_path and args._obj.count == 2:  # the measure LOW
             ctypes.memset(args._obj.numbers, 0, args._obj.page_bytes)
         return failed
 
@@ -177,7 +177,7 @@ def build(folder: Path, compiler: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
-def test_a_build_that_fails_is_a_notice(tmp_path):
+def test_failed_build_prints_a_notice(tmp_path):
     ran = build(tmp_path, "false")
 
     assert ran.returncode == 0, ran.stderr
@@ -185,25 +185,25 @@ def test_a_build_that_fails_is_a_notice(tmp_path):
     assert not list(tmp_path.rglob("_attention*"))
 
 
-def test_a_build_in_place_that_fails_leaves_no_earlier_library(tmp_path):
-    """What an earlier build left must not pass for the result of this one."""
+def test_failed_in_place_build_removes_the_earlier_library(tmp_path):
+    """A library of an earlier build must not be taken for the result of this build."""
     source = Path("src/quire/kernels/native")
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / source, tmp_path / source)
-    left = tmp_path / source / f"_attention{SUFFIX}"
-    left.write_bytes(b"from long ago")
+    stale = tmp_path / source / f"_attention{SUFFIX}"
+    stale.write_bytes(b"an earlier build")
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     environment = os.environ | {"CC": "false"}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
 
     assert "Quire will attend with torch alone" in ran.stdout + ran.stderr
-    assert not list(left.parent.glob("_attention*"))
+    assert not list(stale.parent.glob("_attention*"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_a_build_writes_what_the_loader_compares(tmp_path):
+def test_build_writes_the_digest_that_the_loader_checks(tmp_path):
     ran = build(tmp_path, "cc")
     [library] = tmp_path.rglob(f"_attention{SUFFIX}")
 

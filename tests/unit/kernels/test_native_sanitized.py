@@ -1,4 +1,4 @@
-"""The C source under the address and undefined-behaviour sanitizers, without Python in between."""
+"""The C source under the address and undefined-behaviour sanitizers, called from a C program."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ HARNESS = Path(__file__).parents[2] / "native" / "harness.c"
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-def test_no_byte_outside_its_memory_is_touched(tmp_path):
+def test_c_kernels_access_no_memory_out_of_bounds(tmp_path):
     program = tmp_path / "harness"
     flags = ["-O1", "-std=c11", "-Wall", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     build = ["gcc", *flags, f"-I{SOURCE}", str(HARNESS), "-o", str(program), "-lm"]

@@ -1,4 +1,4 @@
-"""Attention of single tokens: a chunk has the bits that its tokens have one after the other."""
+"""Attention one token at a time: a chunk is bitwise equal to its tokens processed singly."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def backend_of(path: int) -> NativeAttention:
 
 
 def pages_of(rows: int, dtype: torch.dtype) -> LayerPages:
-    """Filled pages, each row's one after the other."""
+    """Filled pages; the pages of a row are consecutive."""
     shape = (rows * 8, KV_HEADS, PAGE, DIM)
     return LayerPages(
         key=torch.randn(shape).to(dtype),
@@ -38,7 +38,7 @@ def pages_of(rows: int, dtype: torch.dtype) -> LayerPages:
 
 
 def attend(backend, pages, query, tokens, slots, window, softcap=None):
-    """Rows with so many new tokens, the last of so many slots."""
+    """Attend rows with `tokens` new tokens in the last of `slots` slots."""
     step = StepShape.of(np.array(tokens, dtype=np.int32))
     lanes = LaneSlots(np.array(slots, dtype=np.int32)[:, None], window)
     plan = backend.plan(step, lanes, PAGE, 1)
@@ -46,13 +46,13 @@ def attend(backend, pages, query, tokens, slots, window, softcap=None):
     return backend.attend(plan, pages, math, query, (query, query))
 
 
-PATHS_HERE = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+SUPPORTED_PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("path", PATHS_HERE, ids=lambda path: PATHS[path])
-def test_a_chunk_is_its_tokens_one_after_the_other(path, dtype, window):
+@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=lambda path: PATHS[path])
+def test_chunk_is_bitwise_equal_to_single_tokens(path, dtype, window):
     backend, pages = backend_of(path), pages_of(2, dtype)
     query = torch.randn(60, HEADS, DIM).to(dtype)
     whole = attend(backend, pages, query, [1, 59], [77, 100], window, softcap=30.0)
@@ -61,12 +61,14 @@ def test_a_chunk_is_its_tokens_one_after_the_other(path, dtype, window):
         row = min(token, 1)
         alone = replace(pages, rows=torch.tensor([row]))
         slots = 77 if token == 0 else 41 + token
-        one = attend(backend, alone, query[token : token + 1], [1], [slots], window, softcap=30.0)
-        assert torch.equal(one[0], whole[token])
+        single = attend(
+            backend, alone, query[token : token + 1], [1], [slots], window, softcap=30.0
+        )
+        assert torch.equal(single[0], whole[token])
 
 
-@pytest.mark.parametrize("path", PATHS_HERE, ids=lambda path: PATHS[path])
-def test_it_is_the_attention_that_chunks_have(path):
+@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=lambda path: PATHS[path])
+def test_one_by_one_attention_is_close_to_chunked_attention(path):
     pages, query = pages_of(1, torch.float32), torch.randn(50, HEADS, DIM)
     chunked = NativeAttention(replace(LIBRARY, path=path), GatheredAttention(torch.device("cpu")))
 
@@ -75,7 +77,7 @@ def test_it_is_the_attention_that_chunks_have(path):
     assert torch.allclose(found, attend(chunked, pages, query, [50], [90], None), atol=1e-5)
 
 
-def test_column_sums_are_not_given():
+def test_column_sums_are_refused():
     backend, pages = backend_of(LIBRARY.path), pages_of(1, torch.float32)
     plan = backend.plan(
         StepShape.of(np.array([2], dtype=np.int32)),

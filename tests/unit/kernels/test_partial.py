@@ -1,4 +1,4 @@
-"""Attention in parts, merged: what attention over everything is, within 1e-5."""
+"""Attention over parts of the keys, merged, equals attention over all keys within 1e-5."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ def drawn(tokens: int, seed: int = 0):
     query = normal(BATCH, HEADS, QUERIES, HEAD_DIM) * 3
     key, value = (normal(BATCH, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
     seen = torch.rand(BATCH, 1, QUERIES, tokens, generator=generator) < 0.7
-    seen[..., 0] = True  # no query without any
+    seen[..., 0] = True  # every query attends to a key
     return query, key, value, seen
 
 
@@ -41,8 +41,8 @@ def parts_of(query, key, value, seen, math, borders):
     softcap=st.sampled_from([None, 2.0]),
     has_sinks=st.booleans(),
 )
-def test_parts_come_to_the_whole_wherever_they_are_cut(seed, borders, softcap, has_sinks):
-    """Empty parts, and parts of which some query sees nothing, among them."""
+def test_merged_parts_equal_full_attention_for_any_split(seed, borders, softcap, has_sinks):
+    """Includes empty parts and parts that are fully masked for some query."""
     query, key, value, seen = drawn(40, seed)
     sinks = torch.linspace(-2, 3, HEADS) if has_sinks else None
     math = AttentionMath(0.4, softcap, sinks)
@@ -56,7 +56,7 @@ def test_parts_come_to_the_whole_wherever_they_are_cut(seed, borders, softcap, h
     torch.testing.assert_close(together.out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_query_that_sees_nothing_gets_nothing():
+def test_fully_masked_query_has_zero_output():
     query, key, value, seen = drawn(5)
     none = torch.zeros_like(seen)
     math = AttentionMath(1.0)
@@ -73,14 +73,14 @@ def test_a_query_that_sees_nothing_gets_nothing():
 
 
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
-def test_logits_far_from_zero_neither_overflow_nor_vanish(shift):
-    """By hand: two parts of one token each whose logits differ by log 3 are weighted 1 to 3."""
-    one, three = (
+def test_large_logits_neither_overflow_nor_underflow(shift):
+    """Two parts of one token each, logits that differ by log 3: the weights are 1 to 3."""
+    low, high = (
         torch.full((1, 1, 1), shift),
         torch.full((1, 1, 1), shift) + torch.log(torch.tensor(3.0)),
     )
     found = merge(
-        [Partial(torch.full((1, 1, 1, 1), 8.0), one), Partial(torch.zeros(1, 1, 1, 1), three)]
+        [Partial(torch.full((1, 1, 1, 1), 8.0), low), Partial(torch.zeros(1, 1, 1, 1), high)]
     )
 
     assert float(found.out) == pytest.approx(2.0, rel=1e-4)

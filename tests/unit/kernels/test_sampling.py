@@ -1,4 +1,4 @@
-"""The steps between logits and token, against Transformers and against arithmetic."""
+"""Sampling operations, compared with Transformers and with direct computation."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def column(value):
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
-def test_repetition_penalty_is_that_of_transformers(logits, history, penalty):
+def test_repetition_penalty_equals_transformers(logits, history, penalty):
     expected = reference.RepetitionPenaltyLogitsProcessor(penalty)(history, logits)
 
     seen = sampling.count_tokens(*pairs(history), ROWS, VOCAB) > 0
@@ -40,7 +40,7 @@ def test_repetition_penalty_is_that_of_transformers(logits, history, penalty):
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 2.5])
-def test_temperature_is_that_of_transformers(logits, history, temperature):
+def test_temperature_equals_transformers(logits, history, temperature):
     expected = reference.TemperatureLogitsWarper(temperature)(history, logits)
 
     got = sampling.apply_temperature(logits, column(temperature))
@@ -49,7 +49,7 @@ def test_temperature_is_that_of_transformers(logits, history, temperature):
 
 
 @pytest.mark.parametrize("count", [1, 5, VOCAB, 10 * VOCAB])
-def test_top_k_is_that_of_transformers(logits, history, count):
+def test_top_k_equals_transformers(logits, history, count):
     expected = reference.TopKLogitsWarper(count)(history, logits)
 
     got = sampling.keep_top_k(logits, column(count))
@@ -59,7 +59,7 @@ def test_top_k_is_that_of_transformers(logits, history, count):
 
 @pytest.mark.parametrize("mass", [1e-6, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("first_width", [1, 16, 1024])
-def test_top_p_is_that_of_transformers(logits, history, mass, first_width, monkeypatch):
+def test_top_p_equals_transformers(logits, history, mass, first_width, monkeypatch):
     monkeypatch.setattr(sampling, "FIRST_TOP_P_WIDTH", first_width)
     expected = reference.TopPLogitsWarper(mass)(history, logits)
 
@@ -69,7 +69,7 @@ def test_top_p_is_that_of_transformers(logits, history, mass, first_width, monke
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
-def test_min_p_is_that_of_transformers(logits, history, share):
+def test_min_p_equals_transformers(logits, history, share):
     expected = reference.MinPLogitsWarper(share)(history, logits)
 
     got = sampling.keep_min_p(logits, column(share))
@@ -77,7 +77,7 @@ def test_min_p_is_that_of_transformers(logits, history, share):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_the_penalties_of_the_output_follow_the_formula_of_openai(logits):
+def test_presence_and_frequency_penalties_follow_openais_formula(logits):
     history = torch.tensor([[4, 4, 9]]).expand(ROWS, -1)
     counts = sampling.count_tokens(*pairs(history), ROWS, VOCAB)
 
@@ -89,7 +89,7 @@ def test_the_penalties_of_the_output_follow_the_formula_of_openai(logits):
     torch.testing.assert_close(got, expected)
 
 
-def test_each_row_has_its_own_numbers(logits):
+def test_each_row_has_its_own_limit(logits):
     counts = torch.tensor([1, 2, 3, 4, 300])
     masses = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
     shares = torch.tensor([0.01, 0.1, 0.2, 0.5, 0.9])
@@ -105,7 +105,7 @@ def test_each_row_has_its_own_numbers(logits):
         assert torch.equal(together, torch.cat(alone))
 
 
-def test_tokens_tied_with_the_last_kept_one_stay_too():
+def test_tokens_tied_with_the_last_retained_token_are_retained():
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0]])
 
     assert sampling.keep_top_k(logits, torch.tensor([2])).isfinite().tolist() == [
@@ -116,14 +116,14 @@ def test_tokens_tied_with_the_last_kept_one_stay_too():
     ]
 
 
-def test_keep_only_limits_the_rows_it_names_and_no_other(logits):
+def test_keep_only_limits_only_the_named_rows(logits):
     got = sampling.keep_only(logits, torch.tensor([1, 1, 3]), torch.tensor([5, 6, 5]))
 
     assert got.isfinite().sum(dim=-1).tolist() == [VOCAB, 2, VOCAB, 1, VOCAB]
     assert torch.equal(got[1, 5:7], logits[1, 5:7])
 
 
-def test_a_bias_does_not_bring_a_banned_token_back(logits):
+def test_bias_does_not_unban_a_token(logits):
     row_ids, token_ids = torch.tensor([0, 2]), torch.tensor([3, 4])
     banned = sampling.ban(logits, row_ids, token_ids)
 
@@ -133,13 +133,13 @@ def test_a_bias_does_not_bring_a_banned_token_back(logits):
     assert got.isinf().nonzero().tolist() == [[0, 3], [2, 4]]
 
 
-def test_no_step_writes_into_its_argument(logits):
+def test_sampling_operations_do_not_modify_their_input(logits):
     before = logits.clone()
-    some = torch.tensor([0]), torch.tensor([1])
+    arguments = torch.tensor([0]), torch.tensor([1])
 
-    sampling.ban(logits, *some)
-    sampling.keep_only(logits, *some)
-    sampling.add_bias(logits, *some, torch.tensor([1.0]))
+    sampling.ban(logits, *arguments)
+    sampling.keep_only(logits, *arguments)
+    sampling.add_bias(logits, *arguments, torch.tensor([1.0]))
     sampling.keep_top_k(logits, column(2))
     sampling.keep_top_p(logits, column(0.5))
     sampling.keep_min_p(logits, column(0.5))
@@ -147,7 +147,7 @@ def test_no_step_writes_into_its_argument(logits):
     assert torch.equal(logits, before)
 
 
-def test_a_draw_inverts_the_distribution_in_the_order_of_ids():
+def test_draw_inverts_the_cumulative_distribution_in_id_order():
     shares = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
     uniforms = [0.0, 0.249, 0.251, 0.749, 0.751, 1 - 2**-53]
 
@@ -160,7 +160,7 @@ def test_a_draw_inverts_the_distribution_in_the_order_of_ids():
 
 
 @pytest.mark.parametrize("edge", [0.0, 1 - 2**-53])
-def test_a_draw_never_takes_a_banned_token(logits, edge):
+def test_draw_never_returns_a_banned_token(logits, edge):
     narrowed = sampling.keep_top_k(logits, column(3))
 
     drawn = sampling.draw(narrowed, torch.full((ROWS,), edge, dtype=torch.float64))
@@ -168,7 +168,7 @@ def test_a_draw_never_takes_a_banned_token(logits, edge):
     assert narrowed.gather(1, drawn[:, None]).isfinite().all()
 
 
-def test_banned_tokens_move_no_boundary_between_the_others():
+def test_banned_tokens_do_not_change_the_draw():
     few = torch.randn(1, 10, generator=torch.Generator().manual_seed(1))
     many = torch.full((1, 5000), -torch.inf)
     many[:, 400:4400:400] = few

@@ -1,4 +1,4 @@
-"""The adapter against Transformers' own attention, for every architecture of the zoo."""
+"""The adapter equals Transformers' own attention for every test architecture."""
 
 import threading
 
@@ -17,7 +17,7 @@ from support.flat import flat_logits, sequences
 TOLERANCE = 1e-4
 
 
-def own_logits(name: str, prompts: list[Tensor]) -> list[Tensor]:
+def reference_logits(name: str, prompts: list[Tensor]) -> list[Tensor]:
     model = zoo.build(name)
     with torch.inference_mode():
         return [model(prompt.unsqueeze(0)).logits[0] for prompt in prompts]
@@ -30,8 +30,8 @@ def test_ragged_chunked_batches_give_transformers_logits(name: str) -> None:
 
     ours = flat_logits(decoder, prompts, chunk_tokens=[6, 5, 1, 1, 64])
 
-    for mine, theirs in zip(ours, own_logits(name, prompts), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)
+    for actual, expected in zip(ours, reference_logits(name, prompts), strict=True):
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss"])
@@ -43,23 +43,23 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
         )[0]
     decoder, dense, tokens = TransformersDecoder(zoo.build(name)), DenseAttention(), prompt.tolist()
 
-    fed = 0
+    num_processed = 0
     while len(tokens) < len(expected):
-        positions = range(fed, len(tokens))
+        positions = range(num_processed, len(tokens))
         logits = decoder.forward(
-            torch.tensor(tokens[fed:]),
+            torch.tensor(tokens[num_processed:]),
             torch.tensor(positions),
             torch.tensor([len(positions) - 1]),
             dense.batch(["only"] * len(positions), positions),
         )
-        fed = len(tokens)
+        num_processed = len(tokens)
         tokens.append(int(logits.argmax()))
 
     assert tokens == expected.tolist()
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
-def test_windows_reach_attention_as_the_spec_says(name: str) -> None:
+def test_attention_receives_the_windows_of_the_spec(name: str) -> None:
     decoder, recorder = TransformersDecoder(zoo.build(name)), Recorder()
 
     run(decoder, recorder, num_tokens=3)
@@ -71,7 +71,7 @@ def test_windows_reach_attention_as_the_spec_says(name: str) -> None:
     assert zoo.WINDOW_TOKENS in [call.window for call in recorder.calls]
 
 
-def test_softcap_sinks_and_scale_reach_attention() -> None:
+def test_attention_receives_softcap_sinks_and_scale() -> None:
     gemma, gpt_oss = Recorder(), Recorder()
     run(TransformersDecoder(zoo.build("gemma2")), gemma)
     model = zoo.build("gpt_oss")
@@ -83,25 +83,25 @@ def test_softcap_sinks_and_scale_reach_attention() -> None:
     assert torch.equal(gpt_oss.calls[1].sinks, model.model.layers[1].self_attn.sinks)
 
 
-def test_the_head_runs_on_sampled_rows_only() -> None:
+def test_lm_head_runs_on_sampled_rows_only() -> None:
     model = zoo.build("llama")
-    decoder, heads_seen = TransformersDecoder(model), []
-    model.lm_head.register_forward_hook(lambda _, args, __: heads_seen.append(args[0].shape))
+    decoder, head_inputs = TransformersDecoder(model), []
+    model.lm_head.register_forward_hook(lambda _, args, __: head_inputs.append(args[0].shape))
 
     logits = run(decoder, Recorder(), num_tokens=7, sample_rows=[6, 2])
 
-    assert heads_seen == [(1, 2, decoder.spec.hidden_size)]
+    assert head_inputs == [(1, 2, decoder.spec.hidden_size)]
     assert logits.shape == (2, zoo.VOCAB_SIZE)
 
 
-def test_a_batch_may_sample_no_row() -> None:
+def test_batch_without_sampled_rows_has_no_logits() -> None:
     logits = run(TransformersDecoder(zoo.build("llama")), Recorder(), sample_rows=[])
 
     assert logits.shape == (0, zoo.VOCAB_SIZE)
 
 
-def test_a_model_that_cannot_take_rows_is_asked_for_all_and_cut() -> None:
-    model = zoo.build("gemma2")  # its final softcap must survive the detour
+def test_model_without_logits_to_keep_computes_all_rows() -> None:
+    model = zoo.build("gemma2")  # its final softcap must be applied
     whole = TransformersDecoder(zoo.build("gemma2"))
     forward = model.forward
     model.forward = lambda input_ids, position_ids, use_cache, return_dict: forward(
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_take_rows_is_asked_for_all_and_cut() -> None:
     )
 
 
-def test_two_models_in_two_threads_do_not_meet() -> None:
+def test_two_models_in_two_threads_are_independent() -> None:
     prompts = sequences(18, 11, vocab_size=zoo.VOCAB_SIZE)
     names = ("llama", "gemma2")
     decoders = [TransformersDecoder(zoo.build(name)) for name in names]
@@ -137,11 +137,11 @@ def test_two_models_in_two_threads_do_not_meet() -> None:
         thread.join()
 
     for number in range(2):
-        for mine, expected in zip(together[number], alone[number], strict=True):
-            assert torch.equal(mine, expected)
+        for actual, expected in zip(together[number], alone[number], strict=True):
+            assert torch.equal(actual, expected)
 
 
-def test_one_model_in_two_threads_keeps_requests_apart() -> None:
+def test_one_model_in_two_threads_keeps_requests_separate() -> None:
     decoder = TransformersDecoder(zoo.build("llama"))
     prompts = sequences(18, 18, vocab_size=zoo.VOCAB_SIZE)
     alone = [flat_logits(decoder, [prompt], chunk_tokens=[4])[0] for prompt in prompts]
@@ -159,7 +159,7 @@ def test_one_model_in_two_threads_keeps_requests_apart() -> None:
     assert all(torch.equal(together[number], alone[number]) for number in range(2))
 
 
-def test_the_bridge_is_empty_after_a_forward_that_failed() -> None:
+def test_bridge_is_cleared_after_a_failed_forward() -> None:
     model = zoo.build("llama")
     decoder = TransformersDecoder(model)
 
@@ -170,7 +170,7 @@ def test_the_bridge_is_empty_after_a_forward_that_failed() -> None:
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_a_model_belongs_to_one_decoder() -> None:
+def test_model_can_have_one_decoder_only() -> None:
     model = zoo.build("llama")
     TransformersDecoder(model)
 
@@ -186,7 +186,7 @@ def test_a_model_belongs_to_one_decoder() -> None:
         ({"is_causal": False}, "passes is_causal=False"),
     ],
 )
-def test_attention_with_unknown_meaning_is_refused(options: dict[str, object], word: str) -> None:
+def test_unknown_attention_options_are_refused(options: dict[str, object], word: str) -> None:
     model = zoo.build("llama")
     module = model.model.layers[0].self_attn
     TransformersDecoder(model)
@@ -197,7 +197,7 @@ def test_attention_with_unknown_meaning_is_refused(options: dict[str, object], w
         attend_through_bridge(module, states, states, states, None, **options)
 
 
-def test_values_of_another_width_are_refused() -> None:
+def test_values_of_different_width_are_refused() -> None:
     model = zoo.build("llama")
     module = model.model.layers[0].self_attn
     TransformersDecoder(model)
@@ -208,7 +208,7 @@ def test_values_of_another_width_are_refused() -> None:
         attend_through_bridge(module, states, states, states[..., :4], None)
 
 
-def test_a_missing_scale_is_that_of_the_head_dim() -> None:
+def test_default_scale_follows_from_head_dim() -> None:
     model, recorder = zoo.build("llama"), Recorder()
     module = model.model.layers[1].self_attn
     TransformersDecoder(model)

@@ -1,4 +1,4 @@
-"""generation_config.json: end tokens and the sampling of a model's authors."""
+"""generation_config.json: end-of-sequence tokens and default sampling options."""
 
 import json
 import re
@@ -15,23 +15,23 @@ def read(folder: Path, **values: object) -> GenerationDefaults:
     return read_generation_defaults(folder, {"eos_token_id": 7})
 
 
-def test_several_end_tokens_are_kept(tmp_path: Path) -> None:
+def test_several_eos_token_ids_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, eos_token_id=[1, 2]).eos_token_ids == (1, 2)
     assert read(tmp_path, eos_token_id=3).eos_token_ids == (3,)
 
 
-def test_the_config_says_where_to_stop_when_nothing_else_does(tmp_path: Path) -> None:
+def test_eos_token_id_falls_back_to_config_json(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path, {"eos_token_id": 7}).eos_token_ids == (7,)
     assert read_generation_defaults(tmp_path, {}).eos_token_ids == ()
 
 
-def test_greedy_is_temperature_zero(tmp_path: Path) -> None:
+def test_do_sample_false_is_temperature_zero(tmp_path: Path) -> None:
     assert read(tmp_path, do_sample=False, temperature=0.7, top_k=9) == GenerationDefaults(
         eos_token_ids=(7,), temperature=0.0
     )
 
 
-def test_sampling_brings_its_values(tmp_path: Path) -> None:
+def test_do_sample_true_reads_sampling_options(tmp_path: Path) -> None:
     defaults = read(tmp_path, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
 
     assert defaults == GenerationDefaults(
@@ -39,21 +39,21 @@ def test_sampling_brings_its_values(tmp_path: Path) -> None:
     )
 
 
-def test_sampling_without_a_temperature_is_plain_sampling(tmp_path: Path) -> None:
+def test_do_sample_without_temperature_has_temperature_one(tmp_path: Path) -> None:
     assert read(tmp_path, do_sample=True).temperature == 1.0
 
 
-def test_values_that_change_nothing_are_none(tmp_path: Path) -> None:
+def test_neutral_values_are_none(tmp_path: Path) -> None:
     assert read(
         tmp_path, do_sample=True, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
     ) == GenerationDefaults(eos_token_ids=(7,), temperature=1.0)
 
 
-def test_a_temperature_without_do_sample_is_ignored_as_transformers_does(tmp_path: Path) -> None:
+def test_temperature_without_do_sample_is_ignored_as_in_transformers(tmp_path: Path) -> None:
     assert read(tmp_path, temperature=0.9, top_p=0.6) == GenerationDefaults(eos_token_ids=(7,))
 
 
-def test_penalty_and_length_hold_for_greedy_too(tmp_path: Path) -> None:
+def test_penalty_and_max_tokens_apply_to_greedy_decoding(tmp_path: Path) -> None:
     defaults = read(tmp_path, do_sample=False, repetition_penalty=1.1, max_new_tokens=300)
 
     assert (defaults.repetition_penalty, defaults.max_tokens) == (1.1, 300)
@@ -78,18 +78,18 @@ def test_penalty_and_length_hold_for_greedy_too(tmp_path: Path) -> None:
         ("do_sample", "yes", "true or false"),
     ],
 )
-def test_a_value_of_another_kind_names_file_field_expected_and_got(
+def test_invalid_value_names_the_file_field_expected_and_given_value(
     tmp_path: Path, name: str, value: object, expected: str
 ) -> None:
     with pytest.raises(ModelError) as refusal:
         read(tmp_path, **({"do_sample": True} | {name: value}))
 
-    said = re.escape(f"generation_config.json: '{name}' is {value!r}, expected {expected}")
-    assert re.fullmatch(said, str(refusal.value))
+    message = re.escape(f"generation_config.json: '{name}' is {value!r}, expected {expected}")
+    assert re.fullmatch(message, str(refusal.value))
 
 
 @pytest.mark.parametrize("do_sample", [None, False])
-def test_a_wrong_value_that_is_ignored_is_a_warning(
+def test_invalid_ignored_value_is_a_warning(
     tmp_path: Path, do_sample: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     read(tmp_path, do_sample=do_sample, temperature="hot", top_k="many")
@@ -101,7 +101,7 @@ def test_a_wrong_value_that_is_ignored_is_a_warning(
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_end_tokens_beyond_the_vocabulary_are_left_out_with_a_warning(
+def test_eos_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
     tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = {"eos_token_id": [3, 10**9, -1, 255, 256]}
@@ -115,6 +115,6 @@ def test_end_tokens_beyond_the_vocabulary_are_left_out_with_a_warning(
     assert "expected ids from 0 to 255" in record.getMessage()
 
 
-def test_end_tokens_of_the_config_name_their_file(tmp_path: Path) -> None:
+def test_invalid_eos_token_id_names_config_json(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^config.json: 'eos_token_id' is 'x'"):
         read_generation_defaults(tmp_path, {"eos_token_id": "x"})

@@ -1,4 +1,4 @@
-"""Folders into models: what is missing or damaged is said before memory is taken."""
+"""Loading of model folders: missing or damaged files are reported before allocation."""
 
 import json
 import shutil
@@ -28,10 +28,10 @@ def folder(llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
-def test_a_saved_model_comes_back_with_the_same_logits(llama: Path) -> None:
+def test_saved_model_is_loaded_with_equal_logits(llama: Path) -> None:
     prompts = sequences(7, vocab_size=zoo.VOCAB_SIZE)
     with torch.inference_mode():
-        theirs = zoo.build("llama")(prompts[0].unsqueeze(0)).logits[0]
+        expected = zoo.build("llama")(prompts[0].unsqueeze(0)).logits[0]
 
     loaded = load_model(str(llama), device="cpu")
 
@@ -40,11 +40,11 @@ def test_a_saved_model_comes_back_with_the_same_logits(llama: Path) -> None:
     assert loaded.tokenizer is None
     assert loaded.generation.eos_token_ids == (1,)
     assert loaded.weight_bytes >= 4 * loaded.spec.num_parameters
-    (ours,) = flat_logits(loaded.decoder, prompts, chunk_tokens=[4])
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    (actual,) = flat_logits(loaded.decoder, prompts, chunk_tokens=[4])
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-def test_weights_stored_in_a_type_without_pages_are_refused_or_converted(tmp_path: Path) -> None:
+def test_weights_of_an_unsupported_dtype_are_refused_or_converted(tmp_path: Path) -> None:
     zoo.build("llama").double().save_pretrained(tmp_path)
 
     with pytest.raises(UnsupportedModel, match=r"float64; load it with dtype=float32"):
@@ -52,7 +52,7 @@ def test_weights_stored_in_a_type_without_pages_are_refused_or_converted(tmp_pat
     assert load_model(tmp_path, device="cpu", dtype="float32").decoder.dtype == torch.float32
 
 
-def test_the_packaged_model_needs_no_path() -> None:
+def test_packaged_model_is_loaded_by_name() -> None:
     loaded = load_model("quire-tiny", device="cpu")
 
     assert loaded.name == "quire-tiny"
@@ -64,7 +64,7 @@ def test_the_packaged_model_needs_no_path() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "gpt2"])
-def test_weights_in_several_files_are_read(name: str, tmp_path: Path) -> None:
+def test_sharded_weights_are_loaded(name: str, tmp_path: Path) -> None:
     zoo.save(name, tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
 
@@ -82,12 +82,12 @@ def test_weights_in_several_files_are_read(name: str, tmp_path: Path) -> None:
     ("dtype", "expected"),
     [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("auto", torch.float32)],
 )
-def test_the_dtype_can_be_chosen(
+def test_dtype_can_be_selected(
     llama: Path, dtype: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         linear_weights, "multiplies", lambda dtype: True
-    )  # as CPUs that need no copies
+    )  # a CPU with half-precision products
     loaded = load_model(llama, dtype=dtype, device="cpu")
 
     assert loaded.decoder.dtype == expected
@@ -98,17 +98,17 @@ def test_the_dtype_can_be_chosen(
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device here")
 @pytest.mark.gpu
-def test_auto_takes_the_gpu_where_there_is_one(llama: Path) -> None:
+def test_device_auto_selects_the_gpu(llama: Path) -> None:
     assert load_model(llama).decoder.device.type == "cuda"
 
 
-def test_a_dtype_that_does_not_exist_offers_the_nearest(llama: Path) -> None:
+def test_unknown_dtype_suggests_the_nearest(llama: Path) -> None:
     with pytest.raises(UnknownName, match="did you mean bfloat16"):
         load_model(llama, dtype="bfloat")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x"])
-def test_a_device_that_does_not_exist_is_refused(llama: Path, device: str) -> None:
+def test_unknown_device_is_refused(llama: Path, device: str) -> None:
     with pytest.raises(ConfigError, match="use auto, cpu or cuda"):
         load_model(llama, device=device)
 
@@ -130,12 +130,12 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
     return write
 
 
-def _cut_short(folder: Path) -> None:
+def _truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def _pickled(folder: Path) -> None:
+def _rename_to_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -154,14 +154,14 @@ def _edit_config(**changes: object) -> Callable[[Path], None]:
         (_write("config.json", "{"), "not valid JSON"),
         (_write("config.json", "{}"), "no 'model_type'"),
         (_remove("model.safetensors"), "has no weights"),
-        (_cut_short, "model.safetensors is damaged"),
+        (_truncate, "model.safetensors is damaged"),
         (_write("model.safetensors", "not weights at all"), "model.safetensors is damaged"),
         (_write("model.safetensors.index.json", "{}"), "index.json is damaged"),
         (
             _write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'),
             "no model-1.safetensors",
         ),
-        (_pickled, "can run code"),
+        (_rename_to_pickle, "can run code"),
         (_edit_config(num_hidden_layers=3), "no weights of layer 2"),
         (
             _edit_config(intermediate_size=64),
@@ -174,7 +174,7 @@ def _edit_config(**changes: object) -> Callable[[Path], None]:
         (_write("tokenizer.json", "{"), "tokenizer in .* cannot be read"),
     ],
 )
-def test_a_damaged_folder_is_a_clear_error(
+def test_damaged_folder_raises_a_model_error(
     folder: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(folder)
@@ -183,14 +183,14 @@ def test_a_damaged_folder_is_a_clear_error(
         load_model(folder, device="cpu")
 
 
-def test_a_model_type_nobody_knows_is_unsupported(folder: Path) -> None:
+def test_unknown_model_type_is_unsupported(folder: Path) -> None:
     _edit_config(model_type="quantum")(folder)
 
     with pytest.raises(UnsupportedModel, match="does not know 'quantum'"):
         load_model(folder)
 
 
-def test_code_of_a_model_runs_only_when_asked_for(folder: Path) -> None:
+def test_remote_code_runs_only_with_trust_remote_code(folder: Path) -> None:
     _edit_config(model_type="quantum", auto_map={"AutoConfig": "evil.EvilConfig"})(folder)
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
@@ -201,7 +201,7 @@ def test_code_of_a_model_runs_only_when_asked_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c", Path("nowhere")])
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
+def test_missing_folder_is_not_requested_from_the_hub(
     path: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "snapshot_download", pytest.fail)
@@ -210,9 +210,9 @@ def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
         load_model(path)
 
 
-def test_a_hub_name_without_a_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_raises_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: object, **__: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub\nlong story")
+        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub\ndetails")
 
     monkeypatch.setattr(source, "snapshot_download", offline)
 
@@ -220,23 +220,23 @@ def test_a_hub_name_without_a_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPat
         load_model("org/model")
 
 
-def test_a_hub_name_is_fetched_without_pickles(
+def test_hub_model_is_downloaded_without_pickles(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requested: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
-        requested[name] = allow_patterns
+        patterns[name] = allow_patterns
         return str(llama)
 
     monkeypatch.setattr(source, "snapshot_download", download)
 
     assert load_model("org/model", device="cpu", verify=False).name == "org/model"
-    assert "*.safetensors" in requested["org/model"]
-    assert not any(".bin" in pattern for pattern in requested["org/model"])
+    assert "*.safetensors" in patterns["org/model"]
+    assert not any(".bin" in pattern for pattern in patterns["org/model"])
 
 
-def test_a_local_folder_wins_over_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_is_used_before_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(source, "snapshot_download", pytest.fail)
 

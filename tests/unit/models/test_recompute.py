@@ -1,4 +1,4 @@
-"""Keys and values made again from what attention was given: those that were stored, everywhere."""
+"""Keys and values recomputed from attention inputs equal the stored ones in every architecture."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +15,7 @@ FUSED = {"phi3", "phi3_longrope", "gpt2", "gpt_neox"}
 
 
 class Storing:
-    """Dense attention that notes what it was given, and what it was made of."""
+    """Dense attention that records keys, values and the attention inputs of each layer."""
 
     def __init__(self, positions):
         self._batch = DenseAttention().batch([0] * len(positions), positions)
@@ -32,7 +32,7 @@ class Storing:
 
 
 def run(decoder, variant=0):
-    """A sequence that has been read, and its tokens."""
+    """Prefill a sequence; return its tokens and the recording attention."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(2, zoo.VOCAB_SIZE, (TOKENS,), generator=generator)
     storing = Storing(range(TOKENS))
@@ -42,7 +42,7 @@ def run(decoder, variant=0):
 
 
 def post_norm_opt():
-    """As OPT-350m: norms come behind attention, so X is what the layer was given."""
+    """OPT with post-norm as in OPT-350m: X is the input of the layer."""
     config = zoo.ARCHITECTURES["opt"]()
     config.do_layer_norm_before = False
     with torch.random.fork_rng(devices=[]):
@@ -51,25 +51,25 @@ def post_norm_opt():
 
 
 @pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, "opt_post_norm"])
-def test_what_was_stored_is_made_again_wherever_it_stands(name):
-    """Any tokens in any order: eleven of them, backwards, with holes."""
+def test_recomputed_keys_and_values_equal_the_stored_ones(name):
+    """Eleven tokens in reverse order with gaps."""
     decoder = TransformersDecoder(post_norm_opt() if name == "opt_post_norm" else zoo.build(name))
     assert decoder.prepare_recomputation() is None
     tokens, storing = run(decoder)
-    some = torch.arange(TOKENS - 1, 0, -2)
+    subset = torch.arange(TOKENS - 1, 0, -2)
 
     assert sorted(storing.stored) == list(range(decoder.spec.num_layers))
     for layer, (key, value) in storing.stored.items():
-        found = decoder.keys_and_values(layer, storing.inputs[layer][some], some)
-        torch.testing.assert_close(found[0], key[some], atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(found[1], value[some], atol=2e-5, rtol=1e-4)
-    first = decoder.first_layer(tokens[some], some)
+        found = decoder.keys_and_values(layer, storing.inputs[layer][subset], subset)
+        torch.testing.assert_close(found[0], key[subset], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(found[1], value[subset], atol=2e-5, rtol=1e-4)
+    first = decoder.first_layer(tokens[subset], subset)
     for found, stored in zip(first, storing.stored[0], strict=True):
-        torch.testing.assert_close(found, stored[some], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(found, stored[subset], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt"])
-def test_half_precision_is_off_by_its_last_bits_only(name):
+def test_recomputed_half_precision_differs_by_rounding_only(name):
     decoder = TransformersDecoder(zoo.build(name).bfloat16())
     decoder.prepare_recomputation()
     _, storing = run(decoder)
@@ -77,46 +77,46 @@ def test_half_precision_is_off_by_its_last_bits_only(name):
     for layer, (key, value) in storing.stored.items():
         found = decoder.keys_and_values(layer, storing.inputs[layer], torch.arange(TOKENS))
         assert [x.dtype for x in found] == [torch.bfloat16] * 2
-        for made, stored in zip(found, (key, value), strict=True):
-            error = (made.float() - stored.float()).norm() / stored.float().norm()
+        for recomputed, stored in zip(found, (key, value), strict=True):
+            error = (recomputed.float() - stored.float()).norm() / stored.float().norm()
             assert error < 2**-7
 
 
 @pytest.mark.parametrize("variant", [0, 1])
-def test_keys_turn_with_the_frequencies_of_their_request(variant):
+def test_recomputed_keys_use_the_rope_variant_of_their_request(variant):
     decoder = TransformersDecoder(zoo.build("phi3_longrope"))
     decoder.prepare_recomputation()
     _, storing = run(decoder, variant)
     inputs, positions = storing.inputs[1], torch.arange(TOKENS)
 
-    own = decoder.keys_and_values(1, inputs, positions, rope_variant=variant)[0]
+    same = decoder.keys_and_values(1, inputs, positions, rope_variant=variant)[0]
     other = decoder.keys_and_values(1, inputs, positions, rope_variant=1 - variant)[0]
 
-    torch.testing.assert_close(own, storing.stored[1][0], atol=2e-5, rtol=1e-4)
-    assert not torch.allclose(other, own, atol=1e-3)
+    torch.testing.assert_close(same, storing.stored[1][0], atol=2e-5, rtol=1e-4)
+    assert not torch.allclose(other, same, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_queries_are_not_computed_where_they_stand_alone(name):
+def test_recompute_skips_separate_query_projections(name):
     model = zoo.build(name)
     decoder = TransformersDecoder(model)
     decoder.prepare_recomputation()
     _, storing = run(decoder)
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))
-    requested = []
+    projected = []
     for part, module in model.named_modules():
         if part.endswith("q_proj"):
-            module.register_forward_hook(lambda *_: requested.append(1))
+            module.register_forward_hook(lambda *_: projected.append(1))
 
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))
 
-    assert not requested
+    assert not projected
     assert decoder._observing.recomputation.leaves_queries_out == (name not in FUSED)
     run(decoder)
-    assert bool(requested) == (name not in FUSED)
+    assert bool(projected) == (name not in FUSED)
 
 
-def test_an_attention_that_does_not_want_inputs_is_not_shown_any():
+def test_inputs_are_recorded_only_if_attention_wants_them():
     decoder = TransformersDecoder(zoo.build("llama"))
     decoder.prepare_recomputation()
     decoder.prepare_recomputation()
@@ -129,8 +129,8 @@ def test_an_attention_that_does_not_want_inputs_is_not_shown_any():
     assert storing.inputs == dict.fromkeys(range(2))
 
 
-def test_nobody_else_runs_the_model_while_it_gets_ready():
-    """Its layers end at a bridge that belongs to no request then."""
+def test_preparing_recomputation_holds_the_forward_lock():
+    """During preparation the layers end at a bridge of no request."""
     model = zoo.build("llama")
     decoder = TransformersDecoder(model)
     could_run = []
@@ -141,12 +141,12 @@ def test_nobody_else_runs_the_model_while_it_gets_ready():
             decoder._forward_lock.release()
         return got
 
-    def ask(*_) -> None:
+    def try_in_thread(*_) -> None:
         with ThreadPoolExecutor(1) as other:
             could_run.append(other.submit(try_to_run).result())
 
     handles = [
-        module.register_forward_hook(ask)
+        module.register_forward_hook(try_in_thread)
         for part, module in model.named_modules()
         if part.endswith("k_proj")
     ]
@@ -160,7 +160,7 @@ def test_nobody_else_runs_the_model_while_it_gets_ready():
         assert other.submit(try_to_run).result()
 
 
-def test_what_is_ready_runs_one_layer_and_no_more():
+def test_recompute_runs_one_layer_without_a_model_forward():
     model = zoo.build("llama")
     decoder = TransformersDecoder(model)
     decoder.prepare_recomputation()

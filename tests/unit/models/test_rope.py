@@ -1,4 +1,4 @@
-"""Frequencies that depend on a request's length: fixed per request, never per batch."""
+"""RoPE scaling variants that depend on the request length: selected per request, not per batch."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from support.flat import flat_logits, sequences
 SHORT = zoo.LONGROPE_SHORT_TOKENS
 
 
-def own_logits(prompt: Tensor) -> Tensor:
+def reference_logits(prompt: Tensor) -> Tensor:
     with torch.inference_mode():
         return zoo.build("phi3_longrope")(prompt.unsqueeze(0)).logits[0]
 
@@ -24,14 +24,14 @@ def decoder() -> TransformersDecoder:
     return TransformersDecoder(zoo.build("phi3_longrope"))
 
 
-def test_a_request_is_long_only_beyond_the_first_training_length(
+def test_long_variant_starts_beyond_the_original_training_length(
     decoder: TransformersDecoder,
 ) -> None:
     assert decoder.num_rope_variants == 2
     assert [decoder.rope_variant(tokens) for tokens in (1, SHORT, SHORT + 1)] == [0, 0, 1]
 
 
-def test_other_models_have_one_regime() -> None:
+def test_models_without_longrope_have_one_variant() -> None:
     decoder = TransformersDecoder(zoo.build("llama"))
 
     assert decoder.num_rope_variants == 1
@@ -43,17 +43,17 @@ def test_other_models_have_one_regime() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [[7, 1, 64], [64]])
-def test_each_regime_gives_transformers_logits(
+def test_each_variant_gives_transformers_logits(
     decoder: TransformersDecoder, chunk_tokens: list[int]
 ) -> None:
     short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
 
     for prompt, variant in ((short, 0), (long, 1), (short, 0)):
-        (ours,) = flat_logits(decoder, [prompt], chunk_tokens=chunk_tokens, rope_variant=variant)
-        torch.testing.assert_close(ours, own_logits(prompt), atol=1e-4, rtol=0)
+        (actual,) = flat_logits(decoder, [prompt], chunk_tokens=chunk_tokens, rope_variant=variant)
+        torch.testing.assert_close(actual, reference_logits(prompt), atol=1e-4, rtol=0)
 
 
-def test_the_regime_decides_and_not_the_positions_of_the_batch(
+def test_variant_is_independent_of_the_positions_in_the_batch(
     decoder: TransformersDecoder,
 ) -> None:
     (long,) = sequences(2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
@@ -61,12 +61,12 @@ def test_the_regime_decides_and_not_the_positions_of_the_batch(
     (as_short,) = flat_logits(decoder, [long], chunk_tokens=[64], rope_variant=0)
     (as_long,) = flat_logits(decoder, [long[:SHORT]], chunk_tokens=[64], rope_variant=1)
 
-    torch.testing.assert_close(as_short[:SHORT], own_logits(long[:SHORT]), atol=1e-4, rtol=0)
-    torch.testing.assert_close(as_long, own_logits(long)[:SHORT], atol=1e-4, rtol=0)
+    torch.testing.assert_close(as_short[:SHORT], reference_logits(long[:SHORT]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(as_long, reference_logits(long)[:SHORT], atol=1e-4, rtol=0)
     assert (as_short[:SHORT] - as_long).abs().max() > 0.1
 
 
-def test_frequencies_that_change_as_a_request_grows_are_refused() -> None:
+def test_dynamic_rope_scaling_is_refused() -> None:
     config = LlamaConfig(
         **zoo._SHAPE,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
@@ -91,7 +91,7 @@ def test_frequencies_that_change_as_a_request_grows_are_refused() -> None:
     ],
     ids=lambda parameters: parameters["rope_type"],
 )
-def test_static_scaling_is_right(parameters: dict[str, object]) -> None:
+def test_static_rope_scaling_gives_transformers_logits(parameters: dict[str, object]) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         **zoo._SHAPE,
@@ -101,31 +101,31 @@ def test_static_scaling_is_right(parameters: dict[str, object]) -> None:
     model = LlamaForCausalLM(config).eval()
     (prompt,) = sequences(100, vocab_size=zoo.VOCAB_SIZE)
     with torch.inference_mode():
-        theirs = model(prompt.unsqueeze(0)).logits[0]
+        expected = model(prompt.unsqueeze(0)).logits[0]
 
-    (ours,) = flat_logits(TransformersDecoder(model), [prompt], chunk_tokens=[50])
+    (actual,) = flat_logits(TransformersDecoder(model), [prompt], chunk_tokens=[50])
 
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-def test_released_modules_choose_for_themselves_as_before() -> None:
+def test_released_modules_select_their_own_variant_again() -> None:
     model = zoo.build("phi3_longrope")
     rotary = model.model.rotary_emb
-    found = (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling)
+    before = (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling)
     short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
     expected = [model(ids.unsqueeze(0)).logits for ids in (short, long)]
     variants = RopeVariants(model)
     variants.select(1)
-    assert rotary.rope_type != found[0]
+    assert rotary.rope_type != before[0]
 
     variants.release()
 
-    assert (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling) == found
+    assert (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling) == before
     got = [model(ids.unsqueeze(0)).logits for ids in (short, long)]
     assert all(map(torch.equal, got, expected))
 
 
-def test_a_regime_can_be_chosen_again_after_a_release() -> None:
+def test_variant_can_be_selected_again_after_release() -> None:
     model = zoo.build("phi3_longrope")
     variants = RopeVariants(model)
     variants.select(1)

@@ -1,4 +1,4 @@
-"""Models that cannot be right are refused by name or by what they say, before weights."""
+"""Unsupported models are refused by name or config, before weights are read."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from support import zoo
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_a_refusal_names_the_reason_and_the_way_out(model_type: str, tmp_path: Path) -> None:
+def test_refusal_names_the_reason_and_the_alternative(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
 
     with pytest.raises(UnsupportedModel) as refusal:
@@ -56,7 +56,7 @@ def test_no_architecture_of_the_zoo_is_refused(model_type: str) -> None:
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_configs_of_refused_families_are_refused(
+def test_configs_of_unsupported_families_are_refused(
     config: transformers.PreTrainedConfig, word: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=word):
@@ -76,7 +76,7 @@ def test_configs_of_refused_families_are_refused(
         ("layer_types", ["full_attention", "chunked_attention"], "chunked"),
     ],
 )
-def test_a_new_family_is_refused_by_what_its_config_says(
+def test_unknown_family_is_refused_by_config_properties(
     property_name: str, value: object, word: str
 ) -> None:
     config = LlamaConfig(**zoo._SHAPE)
@@ -94,24 +94,24 @@ def test_bidirectional_attention_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["FalconForCausalLM", "GPTJForCausalLM", "CodeGenForCausalLM"])
-def test_a_class_with_attention_of_its_own_is_refused(name: str) -> None:
+def test_class_without_the_attention_interface_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedModel, match="attention interface"):
         refuse_class(getattr(transformers, name))
 
 
-def test_a_class_without_positions_is_refused() -> None:
+def test_class_without_position_ids_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="position_ids"):
         refuse_class(transformers.BartForCausalLM)
 
 
-def test_a_decoder_refuses_what_the_loader_refuses() -> None:
+def test_decoder_refuses_unsupported_models() -> None:
     config = FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
 
     with pytest.raises(UnsupportedModel, match="falcon is not supported"):
         TransformersDecoder(transformers.FalconForCausalLM(config))
 
 
-def test_a_family_is_not_refused_for_an_empty_property() -> None:
+def test_empty_config_property_is_not_refused() -> None:
     config = Qwen3Config(**zoo._SHAPE)
     config.kv_lora_rank = None
 

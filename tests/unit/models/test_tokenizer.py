@@ -1,4 +1,4 @@
-"""Prompts and chats into token ids, with the packaged tokenizer."""
+"""Encoding of prompts and chats with the packaged tokenizer."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return found
 
 
-def test_a_prompt_gets_no_token_its_tokenizer_does_not_add(
+def test_prompt_is_encoded_without_extra_special_tokens(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     token_ids = encode_prompt(tokenizer, "The key is 42.")
@@ -29,7 +29,7 @@ def test_a_prompt_gets_no_token_its_tokenizer_does_not_add(
     assert encode_prompt(tokenizer, "<|doc|>The key is 42.") == [DOC, *token_ids]
 
 
-def test_a_prompt_longer_than_the_context_is_encoded_silently(
+def test_prompt_longer_than_the_context_is_encoded(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     assert len(encode_prompt(tokenizer, "7" * 5000)) == 5000
@@ -40,7 +40,7 @@ def test_an_empty_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
         encode_prompt(tokenizer, "")
 
 
-def test_a_chat_with_the_packaged_model_is_one_document(
+def test_chat_with_the_packaged_model_is_one_document(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     messages = [
@@ -55,14 +55,14 @@ def test_a_chat_with_the_packaged_model_is_one_document(
     ]
 
 
-def test_a_later_turn_begins_with_the_earlier_one(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_later_turn_starts_with_the_earlier_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     first = [{"role": "user", "content": "one "}]
     later = [*first, {"role": "assistant", "content": "two "}, {"role": "user", "content": "x"}]
 
     assert render_chat(tokenizer, later).startswith(render_chat(tokenizer, first) + "two ")
 
 
-def test_a_template_that_writes_the_first_token_does_not_get_it_twice(
+def test_template_with_bos_does_not_duplicate_it(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     tokenizer.chat_template = "<s>{{ messages[0]['content'] }}"
@@ -70,7 +70,7 @@ def test_a_template_that_writes_the_first_token_does_not_get_it_twice(
     assert encode_chat(tokenizer, [{"role": "user", "content": "a"}]).count(0) == 1
 
 
-def test_a_model_without_a_template_cannot_chat(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_without_a_template_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = None
 
     with pytest.raises(RequestError, match="no chat template"):
@@ -86,7 +86,7 @@ def test_a_model_without_a_template_cannot_chat(tokenizer: PreTrainedTokenizerBa
         ("{{ '' }}", [{"role": "user", "content": "a"}], "at least one token"),
     ],
 )
-def test_messages_a_template_refuses_are_an_error_of_the_request(
+def test_messages_refused_by_the_template_raise_a_request_error(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     messages: list[dict[str, str]],
@@ -98,5 +98,5 @@ def test_messages_a_template_refuses_are_an_error_of_the_request(
         encode_chat(tokenizer, messages)
 
 
-def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_none(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None

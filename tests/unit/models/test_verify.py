@@ -1,17 +1,31 @@
-"""The check at load finds attention that differs, and lets every sound model through."""
+"""The check at load detects attention that differs, and accepts every supported model."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from quire.errors import ModelError, UnsupportedModel
-from quire.layout.model import LayerSpec
+from quire.layout.model import LayerSpec, ModelSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
 from quire.models.verify import DenseBatch, compare_with_transformers
 from support import zoo
+
+
+class DecoderWithSpec(TransformersDecoder):
+    """A decoder that reports a model spec that differs from its model."""
+
+    def __init__(self, model: PreTrainedModel, **changes: Any) -> None:
+        super().__init__(model)
+        self.changes = changes
+
+    @property
+    def spec(self) -> ModelSpec:
+        return replace(super().spec, **self.changes)
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
@@ -22,7 +36,7 @@ def test_every_architecture_of_the_zoo_passes(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "forgotten"),
+    ("name", "changes"),
     [
         ("gemma2", {"softcap": None}),
         ("gpt_oss", {"sinks": None}),
@@ -30,29 +44,29 @@ def test_every_architecture_of_the_zoo_passes(name: str, dtype: torch.dtype) -> 
         ("granite", {"scale": 8**-0.5}),
     ],
 )
-def test_what_attention_forgets_is_found(
+def test_wrong_attention_arguments_are_detected(
     name: str,
-    forgotten: dict[str, object],
+    changes: dict[str, object],
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     attend = DenseBatch.attend
 
-    def forgetful(self: DenseBatch, call: bridge.AttentionCall, *states: Tensor) -> Tensor:
-        return attend(self, replace(call, **forgotten), *states)
+    def changed(self: DenseBatch, call: bridge.AttentionCall, *states: Tensor) -> Tensor:
+        return attend(self, replace(call, **changes), *states)
 
-    monkeypatch.setattr(DenseBatch, "attend", forgetful)
+    monkeypatch.setattr(DenseBatch, "attend", changed)
     decoder = TransformersDecoder(zoo.build(name).to(dtype))
 
     with pytest.raises(UnsupportedModel, match="logits differ from Transformers' own on"):
         compare_with_transformers(decoder)
 
 
-def test_positions_that_do_not_reach_the_model_are_found() -> None:
+def test_ignored_positions_are_detected() -> None:
     model = zoo.build("opt")
     decoder = TransformersDecoder(model)
     embed = model.model.decoder.embed_positions
-    embed.register_forward_pre_hook(  # as if the flat batch were one sequence
+    embed.register_forward_pre_hook(  # treats the flat batch as one sequence
         lambda _, args, kwargs: (args, kwargs | {"position_ids": None}), with_kwargs=True
     )
 
@@ -60,24 +74,22 @@ def test_positions_that_do_not_reach_the_model_are_found() -> None:
         compare_with_transformers(decoder)
 
 
-def test_a_window_the_config_does_not_promise_is_found() -> None:
-    decoder = TransformersDecoder(zoo.build("mistral"))
+def test_window_that_differs_from_the_config_is_detected() -> None:
     layers = (LayerSpec(window=8), LayerSpec(window=None))
-    decoder._spec = replace(decoder.spec, layers=layers)
+    decoder = DecoderWithSpec(zoo.build("mistral"), layers=layers)
 
     with pytest.raises(UnsupportedModel, match=r"layer 1 calls .* window 8, .* config has None"):
         compare_with_transformers(decoder)
 
 
-def test_a_layer_too_many_is_found() -> None:
-    decoder = TransformersDecoder(zoo.build("llama"))
-    decoder._spec = replace(decoder.spec, num_layers=3, layers=(LayerSpec(),) * 3)
+def test_missing_attention_layer_is_detected() -> None:
+    decoder = DecoderWithSpec(zoo.build("llama"), num_layers=3, layers=(LayerSpec(),) * 3)
 
     with pytest.raises(UnsupportedModel, match=r"3 layers in order, got calls of layers \[0, 1\]"):
         compare_with_transformers(decoder)
 
 
-def test_logits_that_are_no_numbers_are_found() -> None:
+def test_non_finite_logits_are_detected() -> None:
     model = zoo.build("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(torch.nan)
@@ -86,7 +98,7 @@ def test_logits_that_are_no_numbers_are_found() -> None:
         compare_with_transformers(TransformersDecoder(model))
 
 
-def test_the_model_attends_through_quire_again_after_the_check() -> None:
+def test_model_uses_quire_attention_after_the_check() -> None:
     decoder = TransformersDecoder(zoo.build("llama"))
 
     compare_with_transformers(decoder)

@@ -1,4 +1,4 @@
-"""Where a CPU cannot multiply half precision, layers multiply in float32 and round once."""
+"""On CPUs without half-precision products, layers multiply in float32 and round once."""
 
 import logging
 
@@ -10,28 +10,28 @@ from torch import nn
 from quire.models import linear_weights
 from quire.models.linear_weights import WidenedLinear, widen_linears
 from quire.models.weights import weight_bytes
-from unit.models.test_packing import tiny_llama
+from support.zoo import tiny_llama
 
 
 @pytest.fixture(autouse=True)
 def _no_half_precision(monkeypatch):
-    """Any CPU is one without."""
+    """Treat the CPU as one without half-precision products."""
     monkeypatch.setattr(linear_weights, "multiplies", lambda dtype: dtype == torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_widened_layer_rounds_the_exact_product_once(dtype, bias):
+def test_widened_layer_rounds_the_exact_product_once(dtype, bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 80, bias=bias, dtype=dtype))
-    linear, given = model[0], torch.randn(2, 7, 96).to(dtype)
+    linear, inputs = model[0], torch.randn(2, 7, 96).to(dtype)
     exact = nn.functional.linear(
-        given.double(), linear.weight.double(), linear.bias.double() if bias else None
+        inputs.double(), linear.weight.double(), linear.bias.double() if bias else None
     )
 
     widen_linears(model)
     with torch.inference_mode():
-        out = model(given)
+        out = model(inputs)
 
     assert isinstance(model[0], WidenedLinear)
     assert out.dtype == dtype
@@ -39,23 +39,25 @@ def test_a_widened_layer_rounds_the_exact_product_once(dtype, bias):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_widened_model_answers_as_before_and_its_weight_says_so(tied):
-    plain, wide = tiny_llama(tied=tied), tiny_llama(tied=tied)
-    widen_linears(wide)
+def test_widened_model_has_close_logits_and_counts_its_weight_bytes(tied):
+    plain, widened_model = tiny_llama(tied=tied), tiny_llama(tied=tied)
+    widen_linears(widened_model)
     ids = torch.arange(20)[None]
     with torch.inference_mode():
-        torch.testing.assert_close(wide(ids).logits, plain(ids).logits, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(
+            widened_model(ids).logits, plain(ids).logits, atol=0.02, rtol=0.02
+        )
 
-    widened = [m for m in wide.modules() if isinstance(m, WidenedLinear)]
-    biases = [m.bias.numel() for m in widened if m.bias is not None]
-    numbers = sum(m.weight.numel() for m in widened[:-1]) + sum(biases)
-    head = widened[-1].weight.numel() * (4 if tied else 2)  # the embedding stays where it was
-    assert len(widened) == 2 * 7 + 1
-    assert wide.dtype == plain.dtype == torch.bfloat16
-    assert weight_bytes(wide) == weight_bytes(plain) + 2 * numbers + head
+    layers = [m for m in widened_model.modules() if isinstance(m, WidenedLinear)]
+    biases = [m.bias.numel() for m in layers if m.bias is not None]
+    numbers = sum(m.weight.numel() for m in layers[:-1]) + sum(biases)
+    head = layers[-1].weight.numel() * (4 if tied else 2)  # the embedding is not widened
+    assert len(layers) == 2 * 7 + 1
+    assert widened_model.dtype == plain.dtype == torch.bfloat16
+    assert weight_bytes(widened_model) == weight_bytes(plain) + 2 * numbers + head
 
 
-def test_layers_that_share_a_weight_share_the_wide_one():
+def test_layers_that_share_a_weight_share_the_widened_weight():
     first, second = nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.bfloat16)
     second.weight = first.weight
     model = nn.Sequential(first, second, first)
@@ -66,7 +68,7 @@ def test_layers_that_share_a_weight_share_the_wide_one():
     assert model[0].weight is model[1].weight
 
 
-def test_layers_with_hooks_and_in_float32_are_left_alone():
+def test_hooked_and_float32_layers_are_not_widened():
     hooked = nn.Linear(8, 8, dtype=torch.bfloat16)
     hooked.register_forward_hook(lambda *_: None)
     model = nn.Sequential(hooked, nn.Linear(8, 8))
@@ -76,7 +78,7 @@ def test_layers_with_hooks_and_in_float32_are_left_alone():
     assert not any(isinstance(module, WidenedLinear) for module in model)
 
 
-def test_without_memory_for_it_layers_stay_and_the_log_says_what_that_means(monkeypatch, caplog):
+def test_layers_are_not_widened_without_memory_and_a_warning_is_logged(monkeypatch, caplog):
     short = psutil.virtual_memory()._replace(available=100)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: short)
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16))

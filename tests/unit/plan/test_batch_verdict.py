@@ -1,4 +1,4 @@
-"""When evicting while prompts are read pays, and the rules that are compared."""
+"""Whether eviction during block prefill increases throughput, and the compared eviction rules."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from quire.errors import ConfigError
 from quire.plan.batch_verdict import ARMS, ArmBatch, arm_rules, judge_blocks
 
 
-def judge(rows, *, speeds=(None,) * 4, prompt=3_584, new=512, cap=896, batch=None):
+def verdict_of(rows, *, speeds=(None,) * 4, prompt=3_584, new=512, cap=896, batch=None):
     arms = [
         ArmBatch(arm=arm, rows=n, tokens_per_s=speed)
         for arm, n, speed in zip(ARMS, rows, speeds, strict=True)
@@ -14,8 +14,8 @@ def judge(rows, *, speeds=(None,) * 4, prompt=3_584, new=512, cap=896, batch=Non
     return judge_blocks(arms, cap=cap, prompt_tokens=prompt, new_tokens=new, batch=batch)
 
 
-def test_it_pays_where_it_is_faster():
-    verdict = judge((2, 2, 2, 8), speeds=(30.0, 38.0, 42.0, 80.0))
+def test_block_eviction_pays_if_it_is_faster():
+    verdict = verdict_of((2, 2, 2, 8), speeds=(30.0, 38.0, 42.0, 80.0))
 
     assert verdict.pays is True
     assert any("80 tokens/s" in reason and "1.90" in reason for reason in verdict.reasons)
@@ -23,21 +23,21 @@ def test_it_pays_where_it_is_faster():
 
 
 def test_a_larger_batch_that_is_slower_does_not_pay():
-    assert judge((2, 2, 2, 3), speeds=(30.0, 38.0, 42.0, 41.0)).pays is False
+    assert verdict_of((2, 2, 2, 3), speeds=(30.0, 38.0, 42.0, 41.0)).pays is False
 
 
-def test_without_times_a_larger_batch_is_no_answer():
-    assert judge((2, 2, 2, 8)).pays is None
-    assert judge((2, 2, 2, 8), speeds=(30.0, None, 42.0, 80.0)).pays is None
+def test_verdict_is_unknown_without_measured_speeds():
+    assert verdict_of((2, 2, 2, 8)).pays is None
+    assert verdict_of((2, 2, 2, 8), speeds=(30.0, None, 42.0, 80.0)).pays is None
 
 
-def test_no_larger_batch_does_not_pay():
-    assert judge((2, 4, 4, 4), speeds=(30.0, 38.0, 42.0, 80.0)).pays is False
+def test_equal_batch_does_not_pay():
+    assert verdict_of((2, 4, 4, 4), speeds=(30.0, 38.0, 42.0, 80.0)).pays is False
 
 
-def test_what_holds_no_row_is_not_waited_for():
-    """No other way holds a row: there are no times of theirs."""
-    assert judge((0, 0, 0, 3), speeds=(None, None, None, 9.0)).pays is True
+def test_arms_without_rows_need_no_measured_speed():
+    """No other arm holds a row, so no other arm has a measured speed."""
+    assert verdict_of((0, 0, 0, 3), speeds=(None, None, None, 9.0)).pays is True
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_what_holds_no_row_is_not_waited_for():
         (9, False, "9 rows fit with no variant"),
     ],
 )
-def test_a_fixed_batch_pays_only_where_whole_prompts_do_not_fit(batch, pays, reason):
-    verdict = judge((2, 3, 3, 8), batch=batch)
+def test_fixed_batch_pays_only_if_whole_prompts_do_not_fit(batch, pays, reason):
+    verdict = verdict_of((2, 3, 3, 8), batch=batch)
 
     assert verdict.pays is pays
     assert reason in verdict.reasons[0]
@@ -59,15 +59,15 @@ def test_a_fixed_batch_pays_only_where_whole_prompts_do_not_fit(batch, pays, rea
 @pytest.mark.parametrize(
     ("prompt", "new", "reason"), [(896, 512, "is within the cap"), (385, 512, "nothing is evicted")]
 )
-def test_a_prompt_within_the_cap_does_not_pay(prompt, new, reason):
-    """385 + 512 - 1 = 896 tokens: not one too many."""
-    verdict = judge((9, 9, 9, 12), prompt=prompt, new=new, speeds=(1.0, 1.0, 1.0, 9.0))
+def test_prompt_within_the_cap_does_not_pay(prompt, new, reason):
+    """385 + 512 - 1 = 896 tokens: exactly the cap."""
+    verdict = verdict_of((9, 9, 9, 12), prompt=prompt, new=new, speeds=(1.0, 1.0, 1.0, 9.0))
 
     assert verdict.pays is False
     assert reason in verdict.reasons[0]
 
 
-def test_rules_are_the_asked_one_under_two_schedules_between_full_and_the_extreme():
+def test_arm_rules_are_full_extreme_and_the_given_rule_with_two_schedules():
     assert arm_rules("h2o:recent=8,cap=64,every=4,when=pressure") == {
         "full": "full",
         "decode": "h2o:recent=8,cap=64,every=4,when=decode",
@@ -76,7 +76,7 @@ def test_rules_are_the_asked_one_under_two_schedules_between_full_and_the_extrem
     }
 
 
-def test_a_cap_alone_is_batch_max_and_beside_a_rule_it_takes_the_place_of_its_own():
+def test_cap_alone_selects_average_and_overrides_the_cap_of_a_rule():
     assert arm_rules(cap="25%")["decode"] == "average:cap=25%,when=decode"
     assert arm_rules("tova:cap=9,every=2", cap="7", every=3)["decode"] == (
         "tova:cap=7,every=3,when=decode"
@@ -84,6 +84,6 @@ def test_a_cap_alone_is_batch_max_and_beside_a_rule_it_takes_the_place_of_its_ow
 
 
 @pytest.mark.parametrize("evict", [None, "tova", "full"])
-def test_no_cap_is_refused(evict):
+def test_missing_cap_is_refused(evict):
     with pytest.raises(ConfigError, match="cap=896"):
         arm_rules(evict)

@@ -1,4 +1,4 @@
-"""Pages, sequences that fit, and what limits them."""
+"""Pages, the number of sequences that fit, and the limiting resource."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def model_of(*windows: int | None, **changes: Any) -> ModelSpec:
 PAGE_BYTES = 2 * 2 * 16 * 16 * 2  # K and V, heads, tokens, head_dim, bytes of fp16
 
 
-def test_a_page_holds_keys_and_values_of_all_heads_of_one_layer():
+def test_page_holds_keys_and_values_of_all_heads_of_one_layer():
     layout = layout_for(model_of(None, None), page_tokens=16, codec="float16")
 
     assert [group.page_class.page_bytes for group in layout.groups] == [PAGE_BYTES]
@@ -41,13 +41,13 @@ def test_a_page_holds_keys_and_values_of_all_heads_of_one_layer():
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 3), (16, 3), (17, 6), (160, 30), (161, 33)])
-def test_a_sequence_takes_whole_pages_in_every_layer(tokens: int, pages: int):
+def test_sequence_uses_whole_pages_in_every_layer(tokens: int, pages: int):
     layout = layout_for(model_of(None, None, None), page_tokens=16, codec="float16")
 
     assert sequence_bytes(layout, tokens) == pages * PAGE_BYTES
 
 
-def test_window_layers_stop_growing_at_the_pages_their_window_touches():
+def test_window_layers_are_bounded_by_the_pages_of_their_window():
     """W = 32, pages of 16: 32 tokens that start inside a page touch 3 pages."""
     layout = layout_for(model_of(None, 32, None, 32), page_tokens=16, codec="float16")
 
@@ -61,7 +61,7 @@ def test_window_layers_stop_growing_at_the_pages_their_window_touches():
     st.integers(1, 64),
     st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=4),
 )
-def test_pages_hold_at_least_the_bytes_that_the_model_needs(
+def test_pages_hold_at_least_the_kv_bytes_of_the_model(
     tokens: int, page_tokens: int, windows: list[int | None]
 ):
     model = model_of(*windows)
@@ -87,7 +87,7 @@ def test_sequences_are_counted_in_whole_pages():
     assert fits(30 * PAGE_BYTES, 100, batch=3).limit == "memory"
 
 
-def test_the_longest_sequence_is_limited_by_memory_or_by_the_context():
+def test_longest_sequence_is_limited_by_memory_or_context():
     """30 pages, 15 a layer, hold 240 tokens; 1,000 pages hold more than the context of 1,000."""
     by_memory = fits(30 * PAGE_BYTES, 1)
     by_context = fits(1000 * PAGE_BYTES, 1)
@@ -96,14 +96,14 @@ def test_the_longest_sequence_is_limited_by_memory_or_by_the_context():
     assert (by_context.longest_tokens, by_context.longest_limit) == (1000, "context")
 
 
-def test_nothing_longer_than_the_context_fits():
+def test_no_sequence_longer_than_the_context_fits():
     result = fits(10_000 * PAGE_BYTES, 1001)
 
     assert result.sequences == 0
     assert result.limit == "context"
 
 
-def test_a_pool_without_room_for_one_token_is_refused_with_the_page_size():
+def test_pool_smaller_than_one_token_is_refused_with_the_page_size():
     with pytest.raises(ConfigError, match=r"a page of 2,048 B in each of 2 layers = 4,096 B"):
         fits(2 * 2048 - 1, 1)
 

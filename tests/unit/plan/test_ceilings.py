@@ -1,4 +1,4 @@
-"""Stored ceilings: what is read between the measured points, and files that do not hold here."""
+"""Stored ceilings: interpolation between measured points, and files that cannot be used."""
 
 import json
 from dataclasses import replace
@@ -44,8 +44,8 @@ CEILINGS = Ceilings(
 )
 
 
-def test_a_rate_between_two_measured_ones_follows_the_logarithm_of_rows():
-    """Half way from 8 to 64 rows, on a scale of ratios, are sqrt(8 * 64) = 22.6 rows.
+def test_product_rate_is_interpolated_in_log_rows():
+    """The logarithmic midpoint of 8 and 64 rows is sqrt(8 * 64) = 22.6 rows.
 
     4 rows are two of the three doublings from 1 to 8: 100 + 2/3 * (400 - 100) = 300.
     16 rows are one of the three doublings from 8 to 64: 400 + 1/3 * (900 - 400) = 566.7.
@@ -54,31 +54,31 @@ def test_a_rate_between_two_measured_ones_follows_the_logarithm_of_rows():
     assert CEILINGS.product_rate(16, 8, 8) == pytest.approx(400 + 500 / 3)
 
 
-def test_a_measured_shape_has_its_own_rate_and_beyond_the_ends_it_stays():
+def test_product_rate_of_measured_shapes_and_beyond_the_range():
     assert CEILINGS.product_rate(8, 8, 8) == 400
     assert CEILINGS.product_rate(1000, 8, 8) == 900
     assert CEILINGS.product_rate(1, 8, 800) == 50
 
 
-def test_the_matrix_nearest_in_shape_stands_for_another():
+def test_product_rate_of_an_unmeasured_shape_is_that_of_the_nearest():
     """[8, 200]: ln(200 / 8) = 3.2 from [8, 8], ln(800 / 200) = 1.4 from [8, 800]."""
     assert CEILINGS.product_rate(8, 8, 200) == 50
     assert CEILINGS.product_rate(8, 9, 12) == 400
 
 
-def test_the_peak_is_the_highest_of_a_dtype():
+def test_peak_product_rate_is_the_maximum_of_a_dtype():
     assert CEILINGS.peak_product_rate() == 900
     assert CEILINGS.peak_product_rate("float32") == 7
 
 
-def test_what_was_not_measured_is_refused():
+def test_unmeasured_dtype_is_refused():
     with pytest.raises(ConfigError, match="float16, only in: bfloat16, float32"):
         CEILINGS.peak_product_rate("float16")
     with pytest.raises(ConfigError, match="sizes of 1 or more"):
         CEILINGS.product_rate(0, 8, 8)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path):
+def test_written_ceilings_are_read_back(tmp_path: Path):
     path = tmp_path / "new" / "ceilings.json"
 
     write_ceilings(CEILINGS, path)
@@ -88,11 +88,11 @@ def test_what_is_written_is_read_again(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "field"),
     [({"cpu": "another"}, "cpu"), ({"threads": 1}, "threads"), ({"torch": "3.0"}, "torch")],
 )
-def test_ceilings_of_another_machine_are_not_used_and_the_reason_is_said(
-    tmp_path: Path, changed: dict[str, object], named: str
+def test_ceilings_of_another_machine_are_not_usable_with_a_reason(
+    tmp_path: Path, changed: dict[str, object], field: str
 ):
     path = tmp_path / "ceilings.json"
     write_ceilings(CEILINGS, path)
@@ -100,11 +100,11 @@ def test_ceilings_of_another_machine_are_not_used_and_the_reason_is_said(
     found = read_ceilings(path, replace(HERE, **changed))
 
     assert isinstance(found, NotUsable)
-    assert f"measured with {named} {getattr(HERE, named)}, not {changed[named]}" in found.reason
+    assert f"measured with {field} {getattr(HERE, field)}, not {changed[field]}" in found.reason
     assert "quire profile" in found.reason
 
 
-def test_a_missing_file_is_a_reason_not_an_error(tmp_path: Path):
+def test_missing_file_is_not_usable_with_a_reason(tmp_path: Path):
     found = read_ceilings(tmp_path / "none.json", HERE)
 
     assert isinstance(found, NotUsable)
@@ -122,10 +122,12 @@ def damaged(**changes: object) -> str:
         "products": [],
         "attention_bytes_per_s": {},
     }
-    return json.dumps({key: value for key, value in (stored | changes).items() if value != "gone"})
+    return json.dumps(
+        {key: value for key, value in (stored | changes).items() if value != "absent"}
+    )
 
 
-def test_the_stored_object_as_such_is_fine(tmp_path: Path):
+def test_undamaged_file_is_usable(tmp_path: Path):
     (tmp_path / "c.json").write_text(damaged())
 
     assert isinstance(read_ceilings(tmp_path / "c.json", HERE), Ceilings)
@@ -145,7 +147,7 @@ def test_the_stored_object_as_such_is_fine(tmp_path: Path):
         damaged(read_bytes_per_s=-1.0),
         damaged(read_bytes_per_s=float("nan")),
         damaged(read_bytes_per_s="fast"),
-        damaged(read_bytes_per_s="gone"),
+        damaged(read_bytes_per_s="absent"),
         damaged(copy_of_something=1.0),
         damaged(machine=[]),
         damaged(copies=[]),
@@ -163,7 +165,7 @@ def test_the_stored_object_as_such_is_fine(tmp_path: Path):
         damaged(attention_bytes_per_s=[]),
     ],
 )
-def test_a_damaged_file_is_not_used(tmp_path: Path, text: str):
+def test_damaged_file_is_not_usable(tmp_path: Path, text: str):
     (tmp_path / "c.json").write_text(text)
 
     found = read_ceilings(tmp_path / "c.json", HERE)
@@ -172,22 +174,20 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, text: str):
     assert "not a valid ceilings file" in found.reason
 
 
-def test_bytes_that_are_no_text_are_not_used(tmp_path: Path):
+def test_file_that_is_not_utf8_is_not_usable(tmp_path: Path):
     (tmp_path / "c.json").write_bytes(b"\xff\xfe\x00")
 
     assert isinstance(read_ceilings(tmp_path / "c.json", HERE), NotUsable)
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
+def test_unwritable_path_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(ConfigError, match="cannot write"):
         write_ceilings(CEILINGS, tmp_path / "file" / "c.json")
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_write_keeps_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -201,7 +201,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
     assert read_ceilings(path, HERE) == CEILINGS
 
 
-def test_the_file_lies_in_the_users_cache():
+def test_default_path_is_in_the_user_cache():
     home = Path.home() / ".cache" / "quire" / "ceilings.json"
 
     assert default_path({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/quire/ceilings.json")

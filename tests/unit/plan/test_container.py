@@ -1,4 +1,4 @@
-"""Memory limits of containers, from trees of files as Linux writes them."""
+"""Memory limits of containers, from cgroup file trees as Linux writes them."""
 
 from pathlib import Path
 
@@ -36,53 +36,53 @@ def group(write):
     return put
 
 
-def test_the_limit_of_the_own_group_counts_and_cached_files_do_not(tmp_path, write, group):
+def test_limit_of_the_own_group_applies_without_cached_files(tmp_path, write, group):
     group("a/b", 4 * GIB, 3 * GIB, cached=GIB)
-    own = write("own", "0::/a/b")
+    membership = write("membership", "0::/a/b")
 
-    assert container_free_bytes(tmp_path, own) == 2 * GIB
-    assert container_total_bytes(tmp_path, own) == 4 * GIB
+    assert container_free_bytes(tmp_path, membership) == 2 * GIB
+    assert container_total_bytes(tmp_path, membership) == 4 * GIB
 
 
-def test_the_tightest_group_on_the_way_to_the_root_counts(tmp_path, write, group):
+def test_smallest_limit_up_to_the_root_applies(tmp_path, write, group):
     group("a/b", "max", 0)
     group("a", 2 * GIB, GIB)
     group(".", 8 * GIB, 7 * GIB + 1)
-    own = write("own", "0::/a/b")
+    membership = write("membership", "0::/a/b")
 
-    assert container_free_bytes(tmp_path, own) == GIB - 1
-    assert container_total_bytes(tmp_path, own) == 2 * GIB
+    assert container_free_bytes(tmp_path, membership) == GIB - 1
+    assert container_total_bytes(tmp_path, membership) == 2 * GIB
 
 
-@pytest.mark.parametrize("named", ["/", "/docker/0123", "/../other"])
-def test_inside_a_container_the_root_of_the_mount_is_the_own_group(tmp_path, write, group, named):
+@pytest.mark.parametrize("path", ["/", "/docker/0123", "/../other"])
+def test_mount_root_is_the_own_group_inside_a_container(tmp_path, write, group, path):
     group(".", GIB, 0)
 
-    assert container_free_bytes(tmp_path, write("own", f"0::{named}")) == GIB
+    assert container_free_bytes(tmp_path, write("membership", f"0::{path}")) == GIB
 
 
-def test_version_1_has_other_names(tmp_path, write, group):
+def test_cgroup_version_1_file_names(tmp_path, write, group):
     group("memory/a", 2 * GIB, GIB, cached=1000, version=1)
     group("memory", UNLIMITED_V1, 0, version=1)
-    own = write("own", "12:cpu,cpuacct:/a\n7:memory:/a\n0::/")
+    membership = write("membership", "12:cpu,cpuacct:/a\n7:memory:/a\n0::/")
 
-    assert container_free_bytes(tmp_path, own) == GIB + 1000
+    assert container_free_bytes(tmp_path, membership) == GIB + 1000
 
 
 @pytest.mark.parametrize("limit", ["max", "", "many"])
 def test_no_limit_is_none(tmp_path, write, group, limit):
     group("a", limit, 0)
-    own = write("own", "0::/a")
+    membership = write("membership", "0::/a")
 
-    assert container_free_bytes(tmp_path, own) is None
-    assert container_total_bytes(tmp_path, own) is None
+    assert container_free_bytes(tmp_path, membership) is None
+    assert container_total_bytes(tmp_path, membership) is None
 
 
-def test_without_control_groups_there_is_no_limit(tmp_path):
+def test_without_cgroups_there_is_no_limit(tmp_path):
     assert container_free_bytes(tmp_path, tmp_path / "missing") is None
 
 
-def test_a_group_over_its_limit_has_less_than_nothing_left(tmp_path, write, group):
+def test_group_over_its_limit_has_negative_free_bytes(tmp_path, write, group):
     group("a", GIB, GIB + 5)
 
-    assert container_free_bytes(tmp_path, write("own", "0::/a")) == -5
+    assert container_free_bytes(tmp_path, write("membership", "0::/a")) == -5

@@ -1,4 +1,4 @@
-"""Costs of preemption: formulas against brute force and against published arithmetic."""
+"""Costs of preemption: formulas compared with brute force and with published values."""
 
 import math
 
@@ -54,10 +54,10 @@ RANDOM_COSTS = st.builds(
     ],
     ids=["opt-6.7b", "opt-13b", "llama-3-8b", "llama-3-70b"],
 )
-def test_recomputing_over_swapping_for_four_models_on_three_links(
+def test_ratio_of_recompute_to_swap_for_four_models_on_three_links(
     parameters, kv_kib, a100, h200, small_blocks
 ):
-    """Reading a token again is 2 P / v, moving its KV out and back 2 kv / B: P * B / (v * kv).
+    """Recompute of a token takes 2 P / v, swap-out and swap-in 2 kv / B: P * B / (v * kv).
 
     Llama-3-8B has 6.98e9 parameters without embeddings and 131,072 B of KV a token. At 25 GB/s and
     200 TFLOP/s (A100): 6.98e9 * 25e9 / (200e12 * 131,072) = 6.7. At 55 GB/s and 600 (H200): 4.9.
@@ -78,7 +78,7 @@ def test_recomputing_over_swapping_for_four_models_on_three_links(
         assert choose(costs, holding, host_bytes=kv_bytes).how == cheaper
 
 
-def test_a_swap_costs_its_calls_pieces_and_bytes_both_ways():
+def test_swap_cost_counts_calls_pieces_and_bytes_in_both_directions():
     """(0.01 + 3 * 0.001 + 2e6 / 1e9) * 2 = 0.030."""
     costs = costs_of(call_s=0.01, piece_s=0.001)
 
@@ -87,8 +87,8 @@ def test_a_swap_costs_its_calls_pieces_and_bytes_both_ways():
 
 
 @given(RANDOM_COSTS, st.integers(0, 300), st.integers(0, 300))
-def test_recomputing_is_the_sum_over_its_tokens(costs, cached, more):
-    """Token p sees p + 1 positions: (p + 1)^2 - p^2 = 2 p + 1 of the square."""
+def test_recompute_cost_is_the_sum_over_tokens(costs, cached, more):
+    """Token p attends to p + 1 positions: (p + 1)^2 - p^2 = 2 p + 1 of the square."""
     prefill, tokens = costs.prefill, cached + more
     each = [
         prefill.token_s + prefill.call_s / costs.chunk_tokens + prefill.square_s * (2 * p + 1)
@@ -99,7 +99,7 @@ def test_recomputing_is_the_sum_over_its_tokens(costs, cached, more):
 
 
 @given(RANDOM_COSTS, st.data())
-def test_the_best_split_is_the_cheapest_border(costs, data):
+def test_best_split_is_the_cheapest_page_border(costs, data):
     page = data.draw(st.sampled_from([1, 4, 16]))
     tokens = data.draw(st.integers(1, 40 * page))
     page_bytes = data.draw(st.integers(1, 1 << 20))
@@ -123,10 +123,10 @@ def test_the_best_split_is_the_cheapest_border(costs, data):
     assert hybrid_seconds(costs, holding, found) == pytest.approx(least, rel=1e-9)
 
 
-def test_a_hybrid_reads_cheap_tokens_and_keeps_dear_ones():
+def test_hybrid_recomputes_early_tokens_and_swaps_late_ones():
     """k = 4e-6 s a token both ways, t = 1e-6, a = 1e-9: l = 3e-6 / 2e-9 = 1500, of 4096 tokens.
 
-    Borders are every 16: 1504 costs less than 1488 because 1500 lies nearer to it.
+    Borders are every 16: 1504 costs less than 1488 because it is nearer to 1500.
     """
     costs = costs_of(copy_rate=1e9, token_s=1e-6, square_s=1e-9)
     holding = Holding(tokens=4096, kv_bytes=4096 * 2000, page_tokens=16)
@@ -137,7 +137,7 @@ def test_a_hybrid_reads_cheap_tokens_and_keeps_dear_ones():
     assert choice.reason.startswith("swap 16.38 ms, recompute 20.87 ms, hybrid ")
 
 
-def test_a_host_pool_that_holds_a_part_keeps_the_tail_it_holds():
+def test_hybrid_swaps_the_tail_that_fits_the_swap_space():
     costs = costs_of(copy_rate=1e9, token_s=1e-3)
     holding = Holding(tokens=1024, kv_bytes=1024 * 1000, page_tokens=16)
 
@@ -148,7 +148,7 @@ def test_a_host_pool_that_holds_a_part_keeps_the_tail_it_holds():
 
 
 @given(RANDOM_COSTS, st.data())
-def test_the_choice_is_never_dearer_than_any_way(costs, data):
+def test_choice_is_never_more_expensive_than_swap_or_recompute(costs, data):
     tokens = data.draw(st.integers(1, 2000))
     pages = -(-tokens // 16)
     holding = Holding(
@@ -161,17 +161,17 @@ def test_the_choice_is_never_dearer_than_any_way(costs, data):
 
     choice = choose(costs, holding, host_bytes)
 
-    ways = {"recompute": recompute_seconds(costs, tokens, holding.cached_tokens)}
+    costs_by_choice = {"recompute": recompute_seconds(costs, tokens, holding.cached_tokens)}
     if holding.kv_bytes <= host_bytes:
-        ways["swap"] = swap_seconds(costs, holding.kv_bytes)
-    for way, seconds in ways.items():
+        costs_by_choice["swap"] = swap_seconds(costs, holding.kv_bytes)
+    for name, seconds in costs_by_choice.items():
         assert choice.seconds <= seconds
-        assert choice.how != way or choice.seconds == seconds
+        assert choice.how != name or choice.seconds == seconds
     assert (choice.how == "hybrid") == (choice.keep_from > 0)
-    assert choice.how == "hybrid" or choice.how in ways
+    assert choice.how == "hybrid" or choice.how in costs_by_choice
 
 
-def test_what_costs_the_same_is_swapped_and_what_is_cached_is_not():
+def test_equal_costs_swap_and_cached_tokens_recompute():
     costs = costs_of(copy_rate=2e9, token_s=1e-6)
     kv_bytes = 1000 * 1000
 
@@ -185,11 +185,11 @@ def test_what_costs_the_same_is_swapped_and_what_is_cached_is_not():
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])  # many costs have no break-even
 @given(RANDOM_COSTS, st.floats(1, 1e6))
-def test_from_the_break_even_on_swapping_is_cheaper(costs, bytes_per_token):
+def test_swap_is_cheaper_above_the_break_even_length(costs, bytes_per_token):
     def gain_s(tokens):
         return recompute_seconds(costs, tokens) - swap_seconds(costs, tokens * bytes_per_token)
 
-    def slack_s(tokens):  # both sides are sums of far larger terms: equal up to their last digits
+    def slack_s(tokens):  # both sides are sums of much larger terms: equal up to rounding
         return 1e-9 * (1 + recompute_seconds(costs, tokens))
 
     found = breakeven_tokens(costs, bytes_per_token)
@@ -204,8 +204,8 @@ def test_from_the_break_even_on_swapping_is_cheaper(costs, bytes_per_token):
     assert gain_s(far) > -slack_s(far)
 
 
-def test_break_evens_that_can_be_seen():
-    """1 ms of calls each way and 2 us to move a token, 4 us to read one: 2 ms / 2 us = 1000."""
+def test_break_even_lengths_of_simple_costs():
+    """1 ms per call and 2 us to swap a token, 4 us to prefill it: 2 ms / 2 us = 1000."""
     assert breakeven_tokens(costs_of(call_s=1e-3, token_s=4e-6), 1000) == pytest.approx(1000)
     assert breakeven_tokens(costs_of(token_s=4e-6), 1000) == 0
     assert breakeven_tokens(costs_of(call_s=1e-3, token_s=2e-6), 1000) == math.inf
@@ -229,6 +229,6 @@ def test_break_evens_that_can_be_seen():
     ],
     ids=["rate", "nan", "call", "piece", "token", "square", "chunk", "negative", "cached"],
 )
-def test_numbers_that_cannot_be_are_refused(make, match):
+def test_invalid_rates_and_holdings_are_refused(make, match):
     with pytest.raises(ConfigError, match=match):
         make()

@@ -1,4 +1,4 @@
-"""Rates learned from samples: from a wrong prior, through outliers, after a change."""
+"""Rates learned from samples: with a wrong prior, with outliers, after a change."""
 
 import math
 import random
@@ -21,28 +21,28 @@ def copies(rng, count, *, byte_s=BYTE_S, noise=0.05):
         yield amounts, (CALL_S + byte_s * amounts[1]) * rng.gauss(1, noise)
 
 
-def taught(prior, samples, **options):
+def fitted(prior, samples, **options):
     estimator = RateEstimator(prior, **options)
     for amounts, seconds in samples:
         estimator.add(amounts, seconds)
     return estimator
 
 
-@pytest.mark.parametrize("wrong", [0.02, 0.3, 1.0, 3.0, 50.0])
+@pytest.mark.parametrize("factor", [0.02, 0.3, 1.0, 3.0, 50.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_wrong_prior_is_outweighed_by_samples(wrong, seed):
+def test_samples_outweigh_a_wrong_prior(factor, seed):
     samples = copies(random.Random(seed), 200)
 
-    estimator = taught((CALL_S * wrong, BYTE_S * wrong), samples)
+    estimator = fitted((CALL_S * factor, BYTE_S * factor), samples)
 
     assert estimator.coefficients == pytest.approx((CALL_S, BYTE_S), rel=0.15)
 
 
 @pytest.mark.parametrize("factor", [10.0, 0.1, 1000.0])
-def test_a_sample_far_off_moves_little(factor):
-    """Usual errors are 5 %; the stray one counts as three of them, about 15 %."""
+def test_single_outlier_changes_rates_little(factor):
+    """Usual errors are 5 %; the outlier is limited to three of them, about 15 %."""
     rng = random.Random(1)
-    estimator = taught((CALL_S, BYTE_S), copies(rng, 100))
+    estimator = fitted((CALL_S, BYTE_S), copies(rng, 100))
     amounts = (1, 3e7)
     before = estimator.predict(amounts)
 
@@ -51,23 +51,23 @@ def test_a_sample_far_off_moves_little(factor):
     assert estimator.predict(amounts) == pytest.approx(before, rel=0.05)
 
 
-def test_now_and_then_a_sample_far_off_leaves_the_rates_right():
+def test_occasional_outliers_do_not_bias_rates():
     rng = random.Random(2)
     samples = [
         (amounts, seconds * (10 if i % 20 == 7 else 1))
         for i, (amounts, seconds) in enumerate(copies(rng, 300))
     ]
 
-    estimator = taught((CALL_S, BYTE_S), samples)
+    estimator = fitted((CALL_S, BYTE_S), samples)
 
     assert estimator.predict((1, 3e7)) == pytest.approx(CALL_S + 3e7 * BYTE_S, rel=0.15)
 
 
 @pytest.mark.parametrize("change", [4.0, 0.25])
 @pytest.mark.parametrize("forgetting", [0.95, 0.98])
-def test_a_rate_that_changes_in_mid_run_is_followed(change, forgetting):
+def test_changed_rate_is_followed(change, forgetting):
     rng = random.Random(3)
-    estimator = taught((CALL_S, BYTE_S), copies(rng, 150), forgetting=forgetting)
+    estimator = fitted((CALL_S, BYTE_S), copies(rng, 150), forgetting=forgetting)
     assert estimator.predict((0, 1e8)) == pytest.approx(1e8 * BYTE_S, rel=0.1)
 
     for amounts, seconds in copies(rng, 250, byte_s=BYTE_S * change):
@@ -76,10 +76,10 @@ def test_a_rate_that_changes_in_mid_run_is_followed(change, forgetting):
     assert estimator.predict((0, 1e8)) == pytest.approx(1e8 * BYTE_S * change, rel=0.15)
 
 
-def test_what_is_not_tried_for_long_is_kept():
-    """A thousand large copies say nothing of what a call costs; the next small one is no shock."""
+def test_unobserved_coefficient_is_retained():
+    """A thousand large copies do not identify the cost of a call, which must be retained."""
     rng = random.Random(4)
-    estimator = taught((CALL_S, BYTE_S), copies(rng, 100))
+    estimator = fitted((CALL_S, BYTE_S), copies(rng, 100))
     for _ in range(1000):
         estimator.add((1, 1e9), (CALL_S + BYTE_S * 1e9) * rng.gauss(1, 0.05))
 
@@ -95,7 +95,7 @@ def test_what_is_not_tried_for_long_is_kept():
         max_size=60,
     )
 )
-def test_rates_stay_above_zero_whatever_is_measured(samples):
+def test_rates_stay_positive_for_any_samples(samples):
     estimator = RateEstimator((CALL_S, BYTE_S))
 
     for amount, seconds in samples:
@@ -104,7 +104,7 @@ def test_rates_stay_above_zero_whatever_is_measured(samples):
     assert all(0 < value < math.inf for value in estimator.coefficients)
 
 
-def test_what_took_no_time_teaches_nothing():
+def test_non_positive_times_are_ignored():
     estimator = RateEstimator((CALL_S, BYTE_S))
 
     for seconds in (0.0, -1.0, math.nan, math.inf):
@@ -123,18 +123,18 @@ PRIOR = Costs(
 )
 
 
-def test_costs_begin_with_what_was_stored():
+def test_learned_costs_start_at_the_stored_costs():
     learned = LearnedCosts(PRIOR)
 
     assert learned.costs.chunk_tokens == 256
-    for way in ("out", "back"):
-        stored, known = getattr(PRIOR.copies, way), getattr(learned.costs.copies, way)
+    for direction in ("out", "back"):
+        stored, known = getattr(PRIOR.copies, direction), getattr(learned.costs.copies, direction)
         assert known.seconds(1e6, 3) == pytest.approx(stored.seconds(1e6, 3))
     assert learned.costs.prefill == PRIOR.prefill
 
 
-def test_each_way_and_reading_are_learned_apart():
-    """Out at 4 GB/s, back at 0.5 GB/s, tokens at 30 us with attention of 5 ns a square."""
+def test_swap_out_swap_in_and_prefill_are_learned_separately():
+    """Swap-out 4 GB/s, swap-in 0.5 GB/s, 30 us per token, attention 5 ns per squared position."""
     rng, learned = random.Random(5), LearnedCosts(PRIOR)
     for _ in range(300):
         num_bytes = int(10 ** rng.uniform(5, 8))
@@ -153,10 +153,12 @@ def test_each_way_and_reading_are_learned_apart():
     assert learned.num_samples == 900
 
 
-def test_what_was_stored_as_nothing_is_learned_too():
-    """A fit that cannot go below zero stores zeros; a call then turns out to take 3 ms."""
-    way = CopyRate(bytes_per_s=1e9)
-    prior = Costs(copies=CopyRates(out=way, back=way), prefill=PrefillRates(token_s=1e-5))
+def test_rates_stored_as_zero_are_learned():
+    """A non-negative fit may store zeros; the samples then have a call of 3 ms."""
+    direction = CopyRate(bytes_per_s=1e9)
+    prior = Costs(
+        copies=CopyRates(out=direction, back=direction), prefill=PrefillRates(token_s=1e-5)
+    )
     rng, learned = random.Random(6), LearnedCosts(prior)
     for _ in range(200):
         num_bytes = int(10 ** rng.uniform(5, 8))

@@ -1,4 +1,4 @@
-"""Fits that are never below zero, against a search over a grid and against what made the times."""
+"""Non-negative fits of times, compared with a grid search and with the true coefficients."""
 
 import numpy as np
 import pytest
@@ -9,15 +9,15 @@ from quire.errors import ConfigError
 from quire.plan.fitting import fit_seconds
 
 
-def test_what_made_the_times_is_found():
+def test_fit_recovers_the_true_coefficients():
     amounts = [(1, tokens, tokens**2) for tokens in (10, 50, 200, 1000)]
     seconds = [2e-3 + 1e-5 * tokens + 3e-9 * tokens**2 for tokens in (10, 50, 200, 1000)]
 
     assert fit_seconds(amounts, seconds) == pytest.approx((2e-3, 1e-5, 3e-9))
 
 
-def test_a_call_that_would_cost_less_than_nothing_costs_nothing():
-    """Times 1, 3 for amounts 1, 2: the free fit has a call of -1; best without it is 1.3.
+def test_negative_coefficients_are_fitted_as_zero():
+    """Times 1, 3 for amounts 1, 2: the free fit has a call of -1; without calls b = 1.15.
 
     Relative errors of 1 and 2/3 of the slope b: minimise (b - 1)^2 + (2 b / 3 - 1)^2, so
     b = (1 + 2/3) / (1 + 4/9) = 15/13.
@@ -32,9 +32,9 @@ def test_a_call_that_would_cost_less_than_nothing_costs_nothing():
         max_size=6,
     )
 )
-def test_no_point_of_a_grid_fits_better(samples):
+def test_no_grid_point_has_a_smaller_error(samples):
     amounts = [(first, second) for first, second, _ in samples]
-    seconds = [taken for _, _, taken in samples]
+    seconds = [elapsed_s for _, _, elapsed_s in samples]
     rows = np.array(amounts) / np.array(seconds)[:, None]
 
     def error(point):
@@ -49,7 +49,7 @@ def test_no_point_of_a_grid_fits_better(samples):
     assert all(error(found) <= error(point) + 1e-9 for point in (*grid, *nearby))
 
 
-def test_times_that_are_none_are_refused():
+def test_missing_or_non_positive_times_are_refused():
     for amounts, seconds in (([], []), ([(1, 1)], [0.0]), ([(1, 1), (1, 2)], [1.0, -1.0])):
         with pytest.raises(ConfigError, match="times above 0"):
             fit_seconds(amounts, seconds)

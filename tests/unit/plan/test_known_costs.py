@@ -1,4 +1,4 @@
-"""Costs before anything was measured: stored ones, and what is assumed where there are none."""
+"""Initial preemption costs: stored costs, or assumed costs if none are stored."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,11 +54,11 @@ STORED = Ceilings(
 
 
 def costs(found, **changes):
-    requested = {"dtype": "bfloat16", "device": "cpu", "chunk_tokens": 256} | changes
-    return known_costs(found, MODEL, **requested)
+    options = {"dtype": "bfloat16", "device": "cpu", "chunk_tokens": 256} | changes
+    return known_costs(found, MODEL, **options)
 
 
-def test_what_was_measured_is_used_as_it_was_stored(tmp_path: Path):
+def test_stored_costs_are_used(tmp_path: Path):
     path = tmp_path / "ceilings.json"
     write_ceilings(STORED, path)
 
@@ -69,7 +69,7 @@ def test_what_was_measured_is_used_as_it_was_stored(tmp_path: Path):
     assert known.notice == ""
 
 
-def test_another_machine_is_assumed_slow_and_the_reason_is_said(tmp_path: Path):
+def test_costs_of_another_machine_are_assumed_with_a_notice(tmp_path: Path):
     path = tmp_path / "ceilings.json"
     write_ceilings(STORED, path)
 
@@ -81,13 +81,13 @@ def test_another_machine_is_assumed_slow_and_the_reason_is_said(tmp_path: Path):
     assert "measured with threads 2, not 1: run `quire profile`" in known.notice
 
 
-def test_no_file_is_no_error():
+def test_missing_file_gives_a_notice():
     known = costs(NotUsable("ceilings.json does not exist: run `quire profile`"))
 
     assert "does not exist" in known.notice
 
 
-def test_a_file_from_before_swaps_were_measured_gives_its_products():
+def test_file_without_copy_rates_gives_its_product_rates():
     known = costs(replace(STORED, copies={}, prefill={}))
 
     assert known.costs.copies.out == ASSUMED_COPY
@@ -97,14 +97,14 @@ def test_a_file_from_before_swaps_were_measured_gives_its_products():
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"device": "a card"}], ids=str)
-def test_rates_of_another_dtype_or_device_are_not_taken(changes):
+def test_rates_of_another_dtype_or_device_are_not_used(changes):
     known = costs(STORED, **changes)
 
     assert known.costs.prefill != PREFILL
     assert known.notice
 
 
-def test_assumed_prefill_by_hand():
+def test_assumed_prefill_rates_of_a_small_model():
     """Two layers: q and o 64 x 64, k and v 64 x 32, MLP 3 x 64 x 128: 36,864 weights each.
 
     73,728 weights and 5 norms of 64; 2 FLOP a weight. Attention: 2 * 2 layers * 64 = 256.
@@ -115,7 +115,7 @@ def test_assumed_prefill_by_hand():
     assert rates.square_s == pytest.approx(256 / 1e9)
 
 
-def test_the_key_names_the_shape_the_dtype_and_the_device():
+def test_model_key_names_shape_dtype_and_device():
     key = model_key(MODEL, dtype="bfloat16", device="cpu")
 
     assert key.startswith("llama, 2 layers of 64, ")

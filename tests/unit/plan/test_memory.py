@@ -1,4 +1,4 @@
-"""How memory is divided, and the estimate of activations."""
+"""Division of device memory, and the estimate of the activation peak."""
 
 import pytest
 
@@ -23,7 +23,7 @@ MODEL = ModelSpec(
 )
 
 
-def test_kv_gets_what_weights_activations_and_headroom_leave():
+def test_kv_memory_is_the_remainder_after_weights_activations_and_headroom():
     kv_bytes = auto_kv_memory(1000, 400, 100, 50)
     layout = MemoryLayout(
         total_bytes=1000,
@@ -38,12 +38,12 @@ def test_kv_gets_what_weights_activations_and_headroom_leave():
 
 
 @pytest.mark.parametrize("headroom_bytes", [500, 501, 10_000])
-def test_nothing_left_for_kv_is_an_error_with_the_numbers(headroom_bytes: int):
+def test_no_memory_left_for_kv_is_refused_with_the_sizes(headroom_bytes: int):
     with pytest.raises(ConfigError, match=rf"total 1,000 B.*400 B.*100 B.*{headroom_bytes:,} B"):
         auto_kv_memory(1000, 400, 100, headroom_bytes)
 
 
-def test_a_kv_memory_that_does_not_fit_is_an_error_that_says_what_remains():
+def test_kv_memory_that_does_not_fit_is_refused_with_the_remainder():
     with pytest.raises(ConfigError, match=r"kv_memory=501 B does not fit: 450 B remain of 1000 B"):
         MemoryLayout(
             total_bytes=1000,
@@ -54,8 +54,8 @@ def test_a_kv_memory_that_does_not_fit_is_an_error_that_says_what_remains():
         )
 
 
-def test_the_activation_peak_is_the_worst_of_its_three_moments():
-    """Streams 2*16 values a token; attention 2*(4+2)*4 = 48; gated MLP 3*32 = 96; 2 bytes each.
+def test_activation_peak_is_the_maximum_of_attention_mlp_and_logits():
+    """Residual 2*16 values a token; attention 2*(4+2)*4 = 48; gated MLP 3*32 = 96; 2 bytes each.
 
     10 tokens, no logits: 10 * (32 + 96) * 2 = 2560.
     50 sampled rows: logits 50 * 100 * (2 + 8) = 50,000 > 1920, so 640 + 50,000.
@@ -74,8 +74,8 @@ def test_the_activation_peak_is_the_worst_of_its_three_moments():
     )
 
 
-def test_a_token_activates_only_its_own_experts():
-    """Two experts of 40 and a shared part of 8 are wider than the dense 32: 3 * 88 per token."""
+def test_activation_peak_counts_only_the_experts_per_token():
+    """Two experts of 40 and a shared expert of 8 are wider than the dense 32: 3 * 88 per token."""
     fields = {name: getattr(MODEL, name) for name in MODEL.__dataclass_fields__}
     mixture = MixtureSpec(
         num_layers=2, num_experts=64, experts_per_token=2, expert_size=40, shared_size=8

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of the parts of a step."""
+"""Bytes and FLOPs of the components of a step."""
 
 from typing import Any
 
@@ -35,22 +35,22 @@ def parts_of(model: ModelSpec, rows: list[RowTokens], sampled_rows: int) -> dict
     return {part.name: part for part in parts}
 
 
-def test_a_decode_step_by_hand():
-    """Two sequences with 9 tokens before, 2 B a number, 2 layers.
+def test_decode_step_costs():
+    """Two sequences with 9 cached tokens, 2 B per element, 2 layers.
 
     qkv: 16 x (4 + 2 + 2) * 8 = 1,024 weights a layer; 2,048 in all, 4,096 B; 2 tokens * 2 * 2,048
     = 8,192 FLOPs. Output: 4 * 8 x 16 = 512 a layer: 2,048 B, 4,096 FLOPs. MLP: 3 * 16 * 32 = 1,536
     a layer: 6,144 B, 12,288 FLOPs. Head: 100 * 16 = 1,600: 3,200 B, 6,400 FLOPs. Rest: 5 norms of
-    16 numbers, 160 B, and two rows looked up, 64 B.
+    16 elements, 160 B, and two embedding rows, 64 B.
 
     Attention: a token's K and V are 2 * 2 heads * 8 * 2 B = 64 B a layer. Each sequence reads 10
     slots and writes 1: 11 * 64 * 2 layers * 2 sequences = 2,816 B. 10 pairs, 2 * 8 FLOPs for the
-    weight and as many for the sum, in 4 heads: 10 * 128 * 2 layers * 2 sequences = 5,120 FLOPs.
+    weight and 2 * 8 for the sum, in 4 heads: 10 * 128 * 2 layers * 2 sequences = 5,120 FLOPs.
     """
     parts = parts_of(model_of(), [RowTokens(new=1, before=9)] * 2, 2)
 
-    found = {name: (part.weight_bytes, part.kv_bytes, part.flops) for name, part in parts.items()}
-    assert found == {
+    costs = {name: (part.weight_bytes, part.kv_bytes, part.flops) for name, part in parts.items()}
+    assert costs == {
         "qkv": (4_096, 0, 8_192),
         "attention": (0, 2_816, 5_120),
         "output projection": (2_048, 0, 4_096),
@@ -60,7 +60,7 @@ def test_a_decode_step_by_hand():
     }
 
 
-def test_a_prompts_chunk_by_hand():
+def test_prefill_chunk_costs():
     """4 new tokens after 6: pairs are 7 + 8 + 9 + 10 = 34; slots are 10 read and 4 written.
 
     One row is sampled: the head is 1,600 weights for it. With none sampled it is not read.
@@ -83,7 +83,7 @@ def test_a_prompts_chunk_by_hand():
         (RowTokens(new=5, before=0), 1 + 2 + 3 + 3 + 3, 5 + 5),
     ],
 )
-def test_a_window_of_3_bounds_what_is_seen(row: RowTokens, pairs: int, slots: int):
+def test_sliding_window_bounds_attention_cost(row: RowTokens, pairs: int, slots: int):
     model = model_of(num_layers=1, layers=(LayerSpec(window=3),))
     attention = parts_of(model, [row], 1)["attention"]
 
@@ -91,8 +91,8 @@ def test_a_window_of_3_bounds_what_is_seen(row: RowTokens, pairs: int, slots: in
     assert attention.kv_bytes == slots * 64
 
 
-def test_the_parts_are_what_roofline_counts_for_the_whole_step():
-    """Beside weights and the KV read there: the new slots written, and the rows looked up."""
+def test_parts_sum_to_the_roofline_of_the_step():
+    """In addition to the weights and KV read: the new slots written and the embedding rows."""
     model = model_of()
     step = decode_step(model, batch=3, tokens=50)
     parts = step_parts(model, [RowTokens(new=1, before=49)] * 3, sampled_rows=3)
@@ -101,7 +101,7 @@ def test_the_parts_are_what_roofline_counts_for_the_whole_step():
     assert total_cost(parts).num_bytes == step.read_bytes + written + looked_up
 
 
-def test_a_mixture_multiplies_its_own_experts_and_reads_those_that_are_chosen():
+def test_mixture_multiplies_experts_per_token_and_reads_selected_experts():
     mixture = MixtureSpec(num_layers=2, num_experts=8, experts_per_token=2, expert_size=32)
     model, dense = model_of(mixture=mixture), model_of()
     rows = [RowTokens(new=1, before=9)]
@@ -115,7 +115,7 @@ def test_a_mixture_multiplies_its_own_experts_and_reads_those_that_are_chosen():
     assert many.weight_bytes - mlp.weight_bytes == difference > 0
 
 
-def test_a_floor_is_the_longer_of_reading_and_multiplying():
+def test_floor_is_the_maximum_of_read_and_compute_time():
     part = PartCost(name="x", weight_bytes=60, kv_bytes=40, flops=600)
 
     assert part.intensity == 6
@@ -125,7 +125,7 @@ def test_a_floor_is_the_longer_of_reading_and_multiplying():
         part.floor_s(0.0, 1.0)
 
 
-def test_a_part_without_bytes_has_no_intensity():
+def test_part_without_bytes_has_zero_intensity():
     assert PartCost(name="x", weight_bytes=0, kv_bytes=0, flops=0).intensity == 0
 
 

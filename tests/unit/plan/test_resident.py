@@ -1,4 +1,4 @@
-"""Which layers stay within a budget, and how many batches share those that are brought."""
+"""Layers that stay resident within a budget, and batches that share a pass of offloaded layers."""
 
 import pytest
 from hypothesis import given
@@ -26,8 +26,8 @@ MODEL = ModelSpec.from_config(
     ("budget", "offloaded_layers"),
     [(None, ()), (65, ()), (64, (0, 2, 4)), (54, (0, 1, 3, 4)), (44, (0, 1, 2, 3, 4))],
 )
-def test_as_many_stay_as_fit_beside_two_slots(budget, offloaded_layers):
-    """Six layers of 10 B and 5 B beside them: n brought take 5 + 10 * (6 - n) + 20 B."""
+def test_resident_layers_fill_the_budget_minus_two_slots(budget, offloaded_layers):
+    """Six layers of 10 B and 5 B of other weights: n offloaded use 5 + 10 * (6 - n) + 20 B."""
     found = place_weights([10] * 6, 5, budget)
 
     assert found.offloaded_layers == offloaded_layers
@@ -38,13 +38,13 @@ def test_as_many_stay_as_fit_beside_two_slots(budget, offloaded_layers):
     assert found.total_bytes == 65
 
 
-def test_one_byte_less_than_the_least_is_refused_with_the_least():
+def test_budget_below_the_minimum_is_refused_with_the_minimum():
     assert place_weights([10] * 6, 5, 25).offloaded_layers == (0, 1, 2, 3, 4, 5)
     with pytest.raises(ConfigError, match=r"24 B is too small.* 25 B .*raise --weights-memory"):
         place_weights([10] * 6, 5, 24)
 
 
-def test_two_layers_would_fill_both_slots_and_so_must_stay():
+def test_two_layers_are_not_offloaded_because_the_slots_hold_them():
     with pytest.raises(ConfigError, match=r"at least 25 B"):
         place_weights([10, 10], 5, 24)
     assert not place_weights([10, 10], 5, 25).offloaded_layers
@@ -55,7 +55,7 @@ def test_two_layers_would_fill_both_slots_and_so_must_stay():
     other=st.integers(0, 50),
     budget=st.integers(1, 1200),
 )
-def test_a_budget_is_kept_or_refused_where_no_way_keeps_it(layers, other, budget):
+def test_budget_is_met_or_refused_if_impossible(layers, other, budget):
     try:
         found = place_weights(layers, other, budget)
     except ConfigError:
@@ -69,14 +69,14 @@ def test_a_budget_is_kept_or_refused_where_no_way_keeps_it(layers, other, budget
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_a_shape_is_placed_like_its_layers():
+def test_planned_weights_place_equal_layers():
     total = MODEL.weight_bytes(2)
-    each = MODEL.layer_parameters * 2 // 8
-    found = planned_weights(MODEL, 2, total - each)
+    layer_bytes = MODEL.layer_parameters * 2 // 8
+    found = planned_weights(MODEL, 2, total - layer_bytes)
 
     assert planned_weights(MODEL, 2, None).device_bytes == total
     assert len(found.offloaded_layers) == 3
-    assert found.device_bytes == total - each
+    assert found.device_bytes == total - layer_bytes
     assert found.text.startswith("weights: ")
     assert "3 of 8 layers offloaded through 2 slots" in found.text
 
@@ -84,8 +84,8 @@ def test_a_shape_is_placed_like_its_layers():
 @pytest.mark.parametrize(
     ("copy_s", "batches"), [(0.0, 1), (0.9, 1), (1.0, 1), (1.1, 2), (3.5, 4), (4.0, 4), (99.0, 8)]
 )
-def test_so_many_batches_share_a_pass_as_hide_it_and_no_more(copy_s, batches):
-    """n batches take max(copy / n, 1 s) each: n = copy hides it."""
+def test_best_pass_uses_the_fewest_batches_that_hide_the_copy(copy_s, batches):
+    """n batches take max(copy / n, 1 s) each: n = copy hides the copy."""
     found = best_pass(copy_s=copy_s, batch_s=1.0, batch_tokens=64, most_batches=8)
 
     assert found.batches == batches

@@ -1,4 +1,4 @@
-"""What a decode step reads."""
+"""Bytes read by a decode step."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def model_of(**changes: Any) -> ModelSpec:
     return ModelSpec(**(fields | changes))
 
 
-def test_a_step_reads_the_weights_once_and_every_sequences_kv():
+def test_decode_step_reads_weights_once_and_kv_of_every_sequence():
     """Layer one reads 50 tokens, layer two its window of 10; 2 heads * 4 * K and V * 2 B = 32 B."""
     model = model_of()
     step = decode_step(model, batch=3, tokens=50)
@@ -39,7 +39,7 @@ def test_a_step_reads_the_weights_once_and_every_sequences_kv():
     assert step.kv_share == step.kv_read_bytes / step.read_bytes
 
 
-def test_time_is_bytes_over_rate():
+def test_step_time_is_bytes_divided_by_rate():
     step = decode_step(model_of(), batch=4, tokens=10)
 
     assert step.seconds(1000.0) == step.read_bytes / 1000
@@ -48,14 +48,14 @@ def test_time_is_bytes_over_rate():
         step.seconds(0.0)
 
 
-def test_an_untied_input_embedding_and_position_tables_are_only_looked_up():
+def test_embedding_tables_are_not_read_whole():
     tied, untied = model_of(), model_of(tied_embeddings=False, learned_positions=50)
 
     assert untied.num_parameters > tied.num_parameters
     assert weights_read_bytes(untied, 1, 2) == weights_read_bytes(tied, 1, 2)
 
 
-def test_one_token_reads_its_own_experts_and_many_read_all():
+def test_one_token_reads_its_experts_and_many_tokens_read_all():
     mixture = MixtureSpec(num_layers=2, num_experts=8, experts_per_token=2, expert_size=32)
     model = model_of(mixture=mixture)
 
@@ -68,9 +68,7 @@ def test_one_token_reads_its_own_experts_and_many_read_all():
 
 @pytest.mark.parametrize("experts", [None, 8])
 @pytest.mark.parametrize("tokens", [1, 7, 100, 1000])
-def test_kv_reads_pass_weight_reads_at_the_crossover_and_not_before(
-    experts: int | None, tokens: int
-):
+def test_kv_reads_exceed_weight_reads_from_the_crossover_batch(experts: int | None, tokens: int):
     mixture = experts and MixtureSpec(
         num_layers=2, num_experts=experts, experts_per_token=1, expert_size=64
     )

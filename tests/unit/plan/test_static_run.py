@@ -1,4 +1,4 @@
-"""Steps of a static batch by Batch-Max's algorithms; seconds by hand and at a machine's floor."""
+"""Steps of a static batch by Batch-Max's algorithms, and their time at given rates."""
 
 import pytest
 from hypothesis import given
@@ -38,18 +38,18 @@ LLAMA_125M = ModelSpec.from_config(
 )
 
 
-def brief(spec, prompt, new):
+def steps_of(spec, prompt, new):
     return [(s.new, s.before, s.evicted_from) for s in row_steps(spec, prompt, new)]
 
 
-def test_a_prompt_is_read_up_to_the_cap_and_then_block_by_block():
-    """Algorithm 1 with a cap of 6 and p = 2: 6, then 2 leave before 2 come, the last block is 1.
+def test_prompt_is_prefilled_to_the_cap_and_then_in_blocks():
+    """Algorithm 1 with a cap of 6 and p = 2: 6, then evict 2 and add 2, the last block is 1.
 
-    4 + 1 tokens are held then; one more is decoded before the cap is reached and 2 leave.
+    The row then has 4 + 1 tokens; one more is decoded before 2 are evicted at the cap.
     """
     spec = EvictionSpec(cap=6, every=2, when=PREFILL_AND_DECODE)
 
-    assert brief(spec, 9, 5) == [
+    assert steps_of(spec, 9, 5) == [
         (6, 0, 0),
         (2, 4, 6),
         (1, 4, 6),
@@ -60,41 +60,41 @@ def test_a_prompt_is_read_up_to_the_cap_and_then_block_by_block():
     ]
 
 
-def test_decode_only_reads_the_prompt_whole_and_goes_down_before_the_first_token():
-    """Algorithm 2: the newest token and the next one."""
-    assert brief(EXTREME, 9, 4) == [(9, 0, 0), (1, 1, 9), (1, 1, 2), (1, 1, 2)]
+def test_decode_schedule_prefills_the_whole_prompt_and_evicts_before_decoding():
+    """Algorithm 2: retain the newest token and the next one."""
+    assert steps_of(EXTREME, 9, 4) == [(9, 0, 0), (1, 1, 9), (1, 1, 2), (1, 1, 2)]
 
 
-def test_prefill_end_goes_down_once():
+def test_prefill_end_schedule_evicts_once():
     spec = EvictionSpec(cap=4, every=1, when=PREFILL_END)
 
-    assert brief(spec, 9, 4) == [(9, 0, 0), (1, 4, 9), (1, 5, 0), (1, 6, 0)]
+    assert steps_of(spec, 9, 4) == [(9, 0, 0), (1, 4, 9), (1, 5, 0), (1, 6, 0)]
 
 
-def test_without_a_cap_nothing_leaves():
-    assert brief(KEEP_ALL, 3, 3) == [(3, 0, 0), (1, 3, 0), (1, 4, 0)]
+def test_without_a_cap_no_token_is_evicted():
+    assert steps_of(KEEP_ALL, 3, 3) == [(3, 0, 0), (1, 3, 0), (1, 4, 0)]
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(0, 1), (1, 0)])
-def test_nothing_to_read_or_to_say_is_refused(prompt, new):
+def test_empty_prompt_or_output_is_refused(prompt, new):
     with pytest.raises(ConfigError, match="1 token or more"):
         list(row_steps(KEEP_ALL, prompt, new))
 
 
 @given(
     lengths=st.tuples(st.integers(1, 80), st.integers(1, 80)),
-    numbers=st.tuples(st.integers(2, 40), st.integers(1, 39)),
+    schedule=st.tuples(st.integers(2, 40), st.integers(1, 39)),
     when=st.sampled_from(SCHEDULES),
 )
-def test_every_token_is_processed_once_and_lanes_hold_what_the_spec_says(lengths, numbers, when):
-    (prompt, new), (cap, every) = lengths, numbers
+def test_every_token_is_processed_once_within_the_peak_of_the_spec(lengths, schedule, when):
+    (prompt, new), (cap, every) = lengths, schedule
     spec = EvictionSpec(cap=cap, every=min(every, cap - 1), when=when)
     steps = list(row_steps(spec, prompt, new))
 
     assert sum(step.new for step in steps) == prompt + new - 1
     assert sum(step.decodes for step in steps) == new - 1
     peak = max(step.before + step.new for step in steps)
-    if when == "pressure":  # memory is never short
+    if when == "pressure":  # memory is never full
         assert peak == prompt + new - 1
     else:
         assert peak <= spec.peak_tokens(prompt + new - 1, prompt)
@@ -109,12 +109,12 @@ RATES = StepRates(
 )
 
 
-def test_seconds_are_those_of_the_formula():
+def test_run_time_follows_the_formula():
     """3 rows, cap 6, p = 2, prompt 8, 3 new.
 
     whole block   1 + 3 * (0.1 * 6 + 0.01 * 36)                  3.88
     block         2 + 3 * (0.2 * 2 + 0.02 * (36 - 16))           4.40
-    decode        0.45 + 0.001 * 3 * 5 + 3 * (4 + 0.5 * 6)    21.465, behind an eviction
+    decode        0.45 + 0.001 * 3 * 5 + 3 * (4 + 0.5 * 6)    21.465, after an eviction
     decode        0.45 + 0.001 * 3 * 6                 0.468
     """
     spec = EvictionSpec(cap=6, every=2, when=PREFILL_AND_DECODE)
@@ -126,14 +126,14 @@ def test_seconds_are_those_of_the_formula():
     assert run.tokens_per_s == pytest.approx(9 / (3.88 + 4.40 + 21.465 + 0.468))
 
 
-def test_a_large_batch_decodes_no_faster_than_prompts_are_read():
-    """10 rows: 0.45 + 7 * 0.05 = 0.8 s behind 3, but reading 10 tokens takes 0.1 s each."""
+def test_decode_time_is_at_least_the_prefill_time():
+    """10 rows: 0.45 + 7 * 0.05 = 0.8 s extrapolated, but prefill of 10 tokens takes 0.1 s each."""
     run = run_seconds(RATES, [RowStep(new=1, before=9, decodes=True)], 10)
 
     assert run.decode_s == pytest.approx(1.0 + 0.001 * 10 * 10)
 
 
-def test_no_rows_take_no_steps():
+def test_zero_rows_are_refused():
     with pytest.raises(ConfigError, match="1 row or more"):
         run_seconds(RATES, [], 0)
 
@@ -141,24 +141,24 @@ def test_no_rows_take_no_steps():
 @pytest.mark.parametrize(
     ("rows", "seconds"), [(1, 66), (2, 66), (3, 76), (4, 86), (6, 78), (8, 70), (16, 110)]
 )
-def test_between_measured_batches_lies_a_straight_line(rows, seconds):
+def test_batch_time_is_interpolated_linearly(rows, seconds):
     """2, 4, 8 and 12 rows: 6 take 86 - 16 * 2 / 4, and 16 take 90 + 4 * 20 / 4."""
     rates = DecodeRates(batch_s=((2, 66), (4, 86), (8, 70), (12, 90)))
 
     assert rates.products_s(rows) == pytest.approx(seconds)
 
 
-def test_no_line_falls_behind_the_last_batch():
+def test_extrapolated_batch_time_does_not_decrease():
     assert DecodeRates(batch_s=((2, 86.0), (4, 70.0))).products_s(40) == 70
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(1, 2.0), (4, 2.0), (9, 2.0)])
-def test_one_measured_batch_stands_for_all(rows, seconds):
+def test_single_measured_batch_applies_to_all_batches(rows, seconds):
     assert DecodeRates(batch_s=((4, 2.0),)).products_s(rows) == seconds
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "options",
     [
         {"batch_s": ()},
         {"batch_s": ((1, 0.0),)},
@@ -168,9 +168,9 @@ def test_one_measured_batch_stands_for_all(rows, seconds):
         {"batch_s": ((1, 1.0),), "slot_s": -1.0},
     ],
 )
-def test_rates_that_are_none_are_refused(wrong):
+def test_invalid_rates_are_refused(options):
     with pytest.raises(ConfigError):
-        DecodeRates(**wrong)
+        DecodeRates(**options)
 
 
 # ---- worked arithmetic: 125M, prompts 3,584, 512 new, cap 896, p = 64, pool of 2 x 4,096 tokens
@@ -192,7 +192,7 @@ def test_full_kv_and_decode_only_at_the_floor():
     assert full.decode_s == pytest.approx(511 * (8.41e-3 + 3.97e-3), rel=2e-3)
 
 
-def test_batch_max_at_the_floor_gives_1_9_times_decode_only_and_2_6_times_full_kv():
+def test_batch_max_at_the_floor_is_1_9_times_decode_only_and_2_6_times_full_kv():
     """The pool holds 8 rows of 896 tokens with their statistics: 4 times the rows of ED and FKV.
 
     Blocks of 64 tokens have the rate of products of 64 rows, half of a whole prompt's.

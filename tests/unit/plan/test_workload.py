@@ -1,4 +1,4 @@
-"""Verdicts on workloads; the scenarios of the article are in tests/papers."""
+"""Assessment of workloads; the scenarios of the article are in tests/papers."""
 
 import pytest
 
@@ -25,7 +25,7 @@ MODEL = ModelSpec(
 LAYOUT = layout_for(MODEL, page_tokens=16, codec="float16")
 
 
-def judge(kv_bytes: int, input_tokens: int, output_tokens: int, batch: int) -> Verdict:
+def assess_workload(kv_bytes: int, input_tokens: int, output_tokens: int, batch: int) -> Verdict:
     memory = MemoryLayout(
         total_bytes=kv_bytes + MODEL.weight_bytes(2),
         weights_bytes=MODEL.weight_bytes(2),
@@ -36,11 +36,11 @@ def judge(kv_bytes: int, input_tokens: int, output_tokens: int, batch: int) -> V
     return assess(MODEL, memory, input_tokens, output_tokens, batch)
 
 
-def test_the_figures_are_those_of_whole_pages():
-    each_bytes = sequence_bytes(LAYOUT, 1000)
-    verdict = judge(100 * each_bytes, 500, 500, 20)
+def test_kv_bytes_are_those_of_whole_pages():
+    one_bytes = sequence_bytes(LAYOUT, 1000)
+    verdict = assess_workload(100 * one_bytes, 500, 500, 20)
 
-    assert verdict.kv_bytes == 20 * each_bytes == 20 * 1008 * 131_072
+    assert verdict.kv_bytes == 20 * one_bytes == 20 * 1008 * 131_072
     assert verdict.kv_share == 0.2
     assert verdict.sequences == 100
     assert any("20.0% of the KV memory; 100 of them fit" in reason for reason in verdict.reasons)
@@ -60,30 +60,30 @@ def test_the_figures_are_those_of_whole_pages():
         (60, 10, "critical"),
     ],
 )
-def test_impact_rises_with_the_share_of_memory_and_with_scarcity(
+def test_impact_increases_with_the_memory_share_and_with_scarcity(
     fitting: int, batch: int, impact: str
 ):
     """Levels at 0.32 * (1/6, 1/2, 3/2) and 1; below 150 / 2 fitting sequences memory is scarce."""
-    verdict = judge(fitting * sequence_bytes(LAYOUT, 1000), 500, 500, batch)
+    verdict = assess_workload(fitting * sequence_bytes(LAYOUT, 1000), 500, 500, batch)
 
     assert verdict.impact == impact
     assert verdict.pays == (impact not in ("low", "low-medium"))
 
 
-def test_a_request_that_never_fits_is_critical_even_if_prefill_dominates():
-    verdict = judge(sequence_bytes(LAYOUT, 4000), 5000, 1, 1)
+def test_request_that_never_fits_is_critical():
+    verdict = assess_workload(sequence_bytes(LAYOUT, 4000), 5000, 1, 1)
 
     assert verdict.sequences == 0
     assert verdict.impact == "critical"
 
 
-def test_requests_beyond_the_context_are_said_to_be_refused():
-    verdict = judge(10**12, 8192, 1, 1)
+def test_requests_beyond_the_context_are_reported_as_refused():
+    verdict = assess_workload(10**12, 8192, 1, 1)
 
     assert any("exceed the model's context of 8,192" in reason for reason in verdict.reasons)
 
 
-def test_decode_share_grows_with_output_and_falls_with_input():
+def test_decode_share_increases_with_output_and_decreases_with_input():
     def share(input_tokens: int, output_tokens: int) -> float:
         return decode_share(
             MODEL,
@@ -111,12 +111,12 @@ def test_decode_share_follows_its_formula():
     ) == pytest.approx(decode / (prefill + decode))
 
 
-@pytest.mark.parametrize("given", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
-def test_empty_workloads_are_refused(given: tuple[int, int, int]):
-    with pytest.raises(ConfigError, match=f"workload {','.join(map(str, given))}"):
-        judge(10**9, *given)
+@pytest.mark.parametrize("workload", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_empty_workloads_are_refused(workload: tuple[int, int, int]):
+    with pytest.raises(ConfigError, match=f"workload {','.join(map(str, workload))}"):
+        assess_workload(10**9, *workload)
 
 
 def test_no_kv_memory_is_refused():
     with pytest.raises(ConfigError, match="kv_memory=0 B"):
-        judge(0, 1, 1, 1)
+        assess_workload(0, 1, 1, 1)

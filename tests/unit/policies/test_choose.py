@@ -1,4 +1,4 @@
-"""Kept sets against plain loops: ties, lanes of unequal length, protected slots, whole pieces."""
+"""Retained sets compared with plain loops: ties, ragged lanes, protected slots, whole pieces."""
 
 import pytest
 import torch
@@ -11,25 +11,25 @@ from quire.policies.best import best_and_tied, best_of, best_slots, best_with_to
 from quire.policies.choose import choose_pieces, choose_slots, in_whole_pieces
 from quire.policies.view import KVView
 
-FEW_SCORES = st.sampled_from([-2.5, -1.0, 0.0, 0.25, 3.0])  # so that many are equal
+FEW_SCORES = st.sampled_from([-2.5, -1.0, 0.0, 0.25, 3.0])  # with many ties
 MANY_SCORES = st.floats(-1e6, 1e6, width=32)
 
 
 @st.composite
 def lanes(draw, most_slots: int = 12):
-    """Scores, live and protected slots of some lanes; -1 stands behind a lane's last slot."""
+    """Scores, live and protected slots of some lanes."""
     width = draw(st.integers(1, most_slots))
     scores = draw(st.sampled_from([FEW_SCORES, MANY_SCORES]))
-    made = []
+    drawn = []
     for _ in range(draw(st.integers(1, 4))):
         count = draw(st.integers(0, width))
         score = draw(st.lists(scores, min_size=width, max_size=width))
-        marks = draw(st.lists(st.booleans(), min_size=width, max_size=width))
+        markers = draw(st.lists(st.booleans(), min_size=width, max_size=width))
         live = [slot < count for slot in range(width)]
-        made.append(
-            (score, live, [mark and there for mark, there in zip(marks, live, strict=True)])
+        drawn.append(
+            (score, live, [mark and is_live for mark, is_live in zip(markers, live, strict=True)])
         )
-    return tuple(zip(*made, strict=True))
+    return tuple(zip(*drawn, strict=True))
 
 
 def tensors(lanes):
@@ -37,8 +37,8 @@ def tensors(lanes):
     return torch.tensor(score, dtype=torch.float64), torch.tensor(live), torch.tensor(protected)
 
 
-def plainly_chosen(score, live, protected, keep) -> list[bool]:
-    """One lane: protected first, then by score, the lower place first among equals."""
+def plain_selection(score, live, protected, keep) -> list[bool]:
+    """One lane: protected first, then by score, ties to the lower slot."""
     order = sorted(
         (slot for slot in range(len(score)) if live[slot]),
         key=lambda slot: (not protected[slot], -score[slot], slot),
@@ -47,21 +47,21 @@ def plainly_chosen(score, live, protected, keep) -> list[bool]:
 
 
 @given(st.data(), lanes())
-def test_the_kept_set_is_that_of_a_plain_sort(data, lanes) -> None:
+def test_retained_set_equals_a_plain_sort(data, lanes) -> None:
     _, live, protected = lanes
-    bounds = [(sum(must), sum(there)) for must, there in zip(protected, live, strict=True)]
-    keep = [data.draw(st.integers(*ends)) for ends in bounds]
+    bounds = [(sum(least), sum(most)) for least, most in zip(protected, live, strict=True)]
+    keep = [data.draw(st.integers(*bound)) for bound in bounds]
 
-    kept = choose_slots(*tensors(lanes), torch.tensor(keep))
+    retained = choose_slots(*tensors(lanes), torch.tensor(keep))
 
-    assert kept.tolist() == [
-        plainly_chosen(*lane, number) for *lane, number in zip(*lanes, keep, strict=True)
+    assert retained.tolist() == [
+        plain_selection(*lane, number) for *lane, number in zip(*lanes, keep, strict=True)
     ]
 
 
 @given(st.data(), lanes())
-def test_torch_and_numpy_choose_alike(data, lanes) -> None:
-    """Wanted may be more than are free, or none."""
+def test_torch_and_numpy_select_the_same_slots(data, lanes) -> None:
+    """The wanted number may be zero or exceed the free slots."""
     score, free, _ = tensors(lanes)
     wanted = torch.tensor([data.draw(st.integers(0, free.shape[1])) for _ in free])
 
@@ -71,7 +71,7 @@ def test_torch_and_numpy_choose_alike(data, lanes) -> None:
     assert best.sum(axis=1).tolist() == torch.minimum(wanted, free.sum(dim=1)).tolist()
 
 
-def test_several_lanes_may_share_what_is_free() -> None:
+def test_several_lanes_can_share_free_slots() -> None:
     score = torch.tensor([[[1.0, 5.0, 3.0, 4.0], [5.0, 1.0, 4.0, 4.0]]])
     free, wanted = torch.tensor([[[True, False, True, True]]]), torch.tensor([[2]])
 
@@ -85,95 +85,97 @@ def test_every_precision_is_ranked(dtype: torch.dtype) -> None:
     score = torch.tensor([[3.0, 1.0, 2.0, 4.0]], dtype=dtype)
     live = torch.ones(1, 4, dtype=torch.bool)
 
-    kept = choose_slots(score, live, ~live, torch.tensor([2]))
+    retained = choose_slots(score, live, ~live, torch.tensor([2]))
 
-    assert kept.tolist() == [[True, False, False, True]]
-
-
-def test_lanes_without_slots_keep_none() -> None:
-    none = torch.zeros(2, 0, dtype=torch.bool)
-
-    kept = choose_slots(torch.zeros(2, 0), none, none, torch.tensor([0, 0]))
-
-    assert kept.shape == (2, 0)
+    assert retained.tolist() == [[True, False, False, True]]
 
 
-def test_what_is_not_live_is_never_kept_whatever_stands_there() -> None:
+def test_lanes_without_slots_retain_none() -> None:
+    empty = torch.zeros(2, 0, dtype=torch.bool)
+
+    retained = choose_slots(torch.zeros(2, 0), empty, empty, torch.tensor([0, 0]))
+
+    assert retained.shape == (2, 0)
+
+
+def test_slots_that_are_not_live_are_never_retained() -> None:
     score = torch.tensor([[1.0, torch.nan, torch.inf]])
     live = torch.tensor([[True, False, False]])
 
-    kept = choose_slots(score, live, ~live, torch.tensor([1]))
+    retained = choose_slots(score, live, ~live, torch.tensor([1]))
 
-    assert kept.tolist() == [[True, False, False]]
+    assert retained.tolist() == [[True, False, False]]
 
 
-def test_equals_are_left_to_the_caller_with_their_number() -> None:
+def test_ties_are_returned_with_their_number() -> None:
     score = torch.tensor([[5.0, 2.0, 2.0, 2.0, 1.0]])
     free = torch.ones(1, 5, dtype=torch.bool)
 
-    above, tied, left = best_and_tied(score, free, torch.tensor([3]))
+    above, tied, remaining = best_and_tied(score, free, torch.tensor([3]))
 
     assert above.tolist() == [[True, False, False, False, False]]
     assert tied.tolist() == [[False, True, True, True, False]]
-    assert left.tolist() == [2]
+    assert remaining.tolist() == [2]
 
 
 def plain_pieces(score, live, protected, keep, piece_tokens) -> list[bool]:
-    """One lane, piece by piece: what must stay, then by mean, the lower piece first."""
+    """One lane, piece by piece: protected pieces, then by mean, ties to the lower piece."""
     count = sum(live)
     pieces = [
         list(range(start, min(start + piece_tokens, count)))
         for start in range(0, count, piece_tokens)
     ]
-    must = [p for p in pieces if len(p) < piece_tokens or any(protected[slot] for slot in p)]
-    free = [p for p in pieces if p not in must]
+    protected_pieces = [
+        p for p in pieces if len(p) < piece_tokens or any(protected[slot] for slot in p)
+    ]
+    free = [p for p in pieces if p not in protected_pieces]
     free.sort(key=lambda p: (-sum(score[slot] for slot in p) / piece_tokens, p[0]))
-    room = (keep - sum(map(len, must))) // piece_tokens
-    kept = {slot for piece in [*must, *free[:room]] for slot in piece}
-    return [slot in kept for slot in range(len(score))]
+    num_free = (keep - sum(map(len, protected_pieces))) // piece_tokens
+    retained = {slot for piece in [*protected_pieces, *free[:num_free]] for slot in piece}
+    return [slot in retained for slot in range(len(score))]
 
 
 @given(st.data(), lanes(most_slots=24), st.integers(1, 7))
-def test_whole_pieces_stay_as_a_plain_loop_says(data, lanes, piece_tokens: int) -> None:
+def test_whole_pieces_equal_a_plain_loop(data, lanes, piece_tokens: int) -> None:
     score, live, protected = lanes
     score = tuple([float(round(number)) for number in lane] for lane in score)  # exact means
     lanes = list(zip(score, live, protected, strict=True))
     needed = [sum(plain_pieces(*lane, 0, piece_tokens)) for lane in lanes]
     keep = [
-        data.draw(st.integers(must, max(must, sum(there))))
-        for must, there in zip(needed, live, strict=True)
+        data.draw(st.integers(least, max(least, sum(is_live))))
+        for least, is_live in zip(needed, live, strict=True)
     ]
 
-    kept = choose_pieces(*tensors((score, live, protected)), torch.tensor(keep), piece_tokens)
+    retained = choose_pieces(*tensors((score, live, protected)), torch.tensor(keep), piece_tokens)
 
-    assert kept.tolist() == [
+    assert retained.tolist() == [
         plain_pieces(*lane, number, piece_tokens) for lane, number in zip(lanes, keep, strict=True)
     ]
-    assert (kept.sum(dim=1) <= torch.tensor(keep)).all()
+    assert (retained.sum(dim=1) <= torch.tensor(keep)).all()
 
 
 @given(lanes(most_slots=24), st.integers(1, 7))
-def test_protected_slots_widen_to_whole_pieces_and_the_rest_at_the_end(lanes, piece_tokens) -> None:
+def test_protected_slots_are_extended_to_whole_pieces(lanes, piece_tokens) -> None:
     score, live, protected = tensors(lanes)
-    nothing = torch.zeros_like(score)
+    zeros = torch.zeros_like(score)
     needed = in_whole_pieces(protected, live, piece_tokens)
 
-    kept = choose_pieces(nothing, live, protected, needed.sum(dim=1), piece_tokens)
+    retained = choose_pieces(zeros, live, protected, needed.sum(dim=1), piece_tokens)
 
-    assert kept.equal(needed)
+    assert retained.equal(needed)
 
 
-def test_a_piece_scores_its_mean() -> None:
-    """Means of pairs: 5, 4.5, 1; the single best slot (8) stands in the second."""
+def test_piece_score_is_the_mean_of_its_slots() -> None:
+    """Means of pairs: 5, 4.5, 1; the single best slot (8) is in the second."""
     score = torch.tensor([[5.0, 5.0, 8.0, 1.0, 1.0, 1.0]])
     live = torch.ones(1, 6, dtype=torch.bool)
 
-    kept = choose_pieces(score, live, ~live, torch.tensor([3]), 2)
+    retained = choose_pieces(score, live, ~live, torch.tensor([3]), 2)
 
-    assert kept.tolist() == [[True, True, False, False, False, False]]
+    assert retained.tolist() == [[True, True, False, False, False, False]]
 
 
-def test_more_protected_pieces_than_may_stay_are_refused_with_both_numbers() -> None:
+def test_too_many_protected_pieces_are_refused_with_both_numbers() -> None:
     live = torch.ones(1, 8, dtype=torch.bool)
     protected = torch.zeros_like(live)
     protected[0, [0, 7]] = True
@@ -184,8 +186,8 @@ def test_more_protected_pieces_than_may_stay_are_refused_with_both_numbers() -> 
         choose_pieces(torch.zeros(1, 8), live, protected, torch.tensor([6]), 4)
 
 
-class OfLayer(ScorePolicy):
-    """Scores as they are given; one set for the heads of a layer."""
+class LayerScores(ScorePolicy):
+    """Given scores; one set for the heads of a layer."""
 
     def __init__(self, scores: torch.Tensor) -> None:
         self.scores = scores
@@ -199,16 +201,16 @@ class OfLayer(ScorePolicy):
 
 
 @given(st.lists(FEW_SCORES, min_size=24, max_size=24), st.integers(4, 6), st.integers(1, 3))
-def test_heads_of_a_layer_keep_one_set_by_their_mean_score(
+def test_heads_of_a_layer_retain_one_set_by_their_mean_score(
     scores: list[float], keep: int, piece_tokens: int
 ) -> None:
     by_lane = torch.tensor(scores, dtype=torch.float64).view(4, 6)  # two layers of two heads
     view = KVView(torch.arange(6).expand(4, 6), next_position=6, heads_per_layer=2)
 
-    kept = OfLayer(by_lane).select(view, torch.full((4,), keep), piece_tokens)
+    retained = LayerScores(by_lane).select(view, torch.full((4,), keep), piece_tokens)
 
     for layer in (0, 1):
         mean = by_lane[2 * layer : 2 * layer + 2].mean(dim=0).tolist()
         lane = (mean, [True] * 6, [False] * 6)
         expected = plain_pieces(*lane, keep, piece_tokens)
-        assert kept[2 * layer].tolist() == kept[2 * layer + 1].tolist() == expected
+        assert retained[2 * layer].tolist() == retained[2 * layer + 1].tolist() == expected

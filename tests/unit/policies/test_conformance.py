@@ -1,4 +1,4 @@
-"""What every registered rule promises, with its default options: one suite over the registry."""
+"""Conformance of every registered policy with its default options."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from quire.policies.base import LANE, LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import policy_of, registered
 from quire.policies.view import KVView
-from unit.policies.histories import (
+from support.histories import (
     History,
     Slots,
     changed,
@@ -28,17 +28,19 @@ NAMES = sorted(registered())
 every_rule = pytest.mark.parametrize("name", NAMES)
 
 
-def rules_that(hold: Callable[[EvictionPolicy], object]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [name for name in NAMES if hold(policy_of(name, {}))])
+def rules_that(condition: Callable[[EvictionPolicy], object]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "name", [name for name in NAMES if condition(policy_of(name, {}))]
+    )
 
 
-def asks_queries(policy: EvictionPolicy) -> bool:
+def reads_queries(policy: EvictionPolicy) -> bool:
     return any(isinstance(s, QueryRing | QueryMoments) for s in policy.statistics)
 
 
 @cache
 def history_of(*, ragged: bool) -> History:
-    """Long enough for every rule; a few tokens have left before."""
+    """Long enough for every rule; a few tokens have been evicted before."""
     return make_history(tokens=310, fixed=40, evictions=4, group=2, layers=(1, 2), ragged=ragged)
 
 
@@ -48,59 +50,65 @@ def rule_and_view(name: str) -> tuple[EvictionPolicy, KVView]:
     return policy, history_of(ragged=policy.scope == LANE).view(policy.statistics)
 
 
-def held(view: KVView) -> torch.Tensor:
+def num_slots(view: KVView) -> torch.Tensor:
     return view.num_slots[:, 0]
 
 
-def shares(policy: EvictionPolicy, view: KVView) -> list[torch.Tensor]:
-    """Numbers to keep, from the least that makes sense to all."""
-    least, most = policy.least_cap, int(held(view).min())
+def keep_counts(policy: EvictionPolicy, view: KVView) -> list[torch.Tensor]:
+    """Numbers of tokens to retain, from the least cap to all."""
+    least, most = policy.least_cap, int(num_slots(view).min())
     counts = {least, least + 1, (least + most) // 2, most - 1, most}
-    return [torch.full_like(held(view), count) for count in sorted(counts)] + [held(view)]
+    return [torch.full_like(num_slots(view), count) for count in sorted(counts)] + [num_slots(view)]
 
 
 def reordered(view: KVView, lanes: list[int], layers: tuple[int, ...], heads: int) -> KVView:
-    """The same lanes in another order, or some of them."""
+    """The same lanes in another order, or a subset."""
     assert view.slots is not None
     return changed(
         view,
         positions=view.positions[lanes],
         layers=layers,
         heads_per_layer=heads,
-        statistics={name: taken(view, numbers, lanes) for name, numbers in view.statistics.items()},
+        statistics={
+            name: of_lanes(view, values, lanes) for name, values in view.statistics.items()
+        },
         slots=Slots(view.keys[lanes], view.values[lanes]),
     )
 
 
-def taken(view: KVView, numbers: torch.Tensor, lanes: list[int]) -> torch.Tensor:
-    """Of some lanes, or of all their query heads."""
-    each = len(numbers) // view.positions.shape[0]
-    return numbers.unflatten(0, (-1, each))[lanes].flatten(0, 1)
+def of_lanes(view: KVView, values: torch.Tensor, lanes: list[int]) -> torch.Tensor:
+    """The rows of some lanes or of their query heads."""
+    each = len(values) // view.positions.shape[0]
+    return values.unflatten(0, (-1, each))[lanes].flatten(0, 1)
 
 
 def degenerate(view: KVView, slots: int | None = None) -> KVView:
-    """Nothing tells tokens apart but their positions: equal keys, sums and queries of zeros."""
+    """Tokens that differ in position only: equal keys, zero sums and queries."""
     slots = slots or view.positions.shape[1]
     positions = torch.arange(slots).expand(view.positions.shape[0], slots)
-    made = {}
-    for name, numbers in view.statistics.items():
-        made[name] = torch.zeros_like(numbers)
+    statistics = {}
+    for name, values in view.statistics.items():
+        statistics[name] = torch.zeros_like(values)
         if name.startswith("query_ring"):
-            made[name] = torch.zeros_like(numbers)
-            places = torch.arange(numbers.shape[1])
-            made[name][:, slots % len(places) - 1, -1] = slots  # the last query alone
+            statistics[name] = torch.zeros_like(values)
+            window = torch.arange(values.shape[1])
+            statistics[name][:, slots % len(window) - 1, -1] = slots  # the last query only
         elif name.startswith("query_moments"):
-            made[name] = torch.ones_like(numbers)
-        elif numbers.dim() == 2:
-            made[name] = made[name][:, :slots]
+            statistics[name] = torch.ones_like(values)
+        elif values.dim() == 2:
+            statistics[name] = statistics[name][:, :slots]
     keys = torch.ones(*positions.shape, view.head_dim)
     return changed(
-        view, positions=positions, next_position=slots, statistics=made, slots=Slots(keys, keys)
+        view,
+        positions=positions,
+        next_position=slots,
+        statistics=statistics,
+        slots=Slots(keys, keys),
     )
 
 
 @every_rule
-def test_a_rule_says_what_it_costs_and_what_its_options_mean(name):
+def test_rule_documents_its_cost_and_options(name):
     policy = policy_of(name, {})
     documented = documented_attributes(type(policy).__doc__ or "")
 
@@ -115,19 +123,19 @@ def source_of(policy: EvictionPolicy) -> str:
 
 
 @every_rule
-def test_exactly_as_many_stay_as_are_asked_for(name):
+def test_rule_retains_exactly_the_requested_number(name):
     policy, view = rule_and_view(name)
 
-    for keep in shares(policy, view):
-        kept = policy.select(view, keep)
-        assert kept.sum(dim=1).tolist() == keep.tolist()
-        assert not (kept & ~view.live).any()
+    for keep in keep_counts(policy, view):
+        retained = policy.select(view, keep)
+        assert retained.sum(dim=1).tolist() == keep.tolist()
+        assert not (retained & ~view.live).any()
 
 
 @every_rule
-def test_unequal_numbers_of_lanes_are_kept_too(name):
+def test_rule_retains_a_different_number_per_lane(name):
     policy, view = rule_and_view(name)
-    keep = held(view) - torch.arange(4) * 3
+    keep = num_slots(view) - torch.arange(4) * 3
     if policy.scope == LAYER:
         keep = view.by_layer(keep).amin(dim=1, keepdim=True).expand(-1, 2).flatten()
 
@@ -135,60 +143,60 @@ def test_unequal_numbers_of_lanes_are_kept_too(name):
 
 
 @rules_that(lambda policy: isinstance(policy, ScorePolicy))
-def test_what_is_protected_stays_and_leaves_room_for_one(name):
+def test_protected_slots_are_retained_and_fewer_than_keep(name):
     policy, view = rule_and_view(name)
 
-    for keep in shares(policy, view):
+    for keep in keep_counts(policy, view):
         protected = policy.protected(view, keep)
         assert not (protected & ~policy.select(view, keep)).any()
         assert (protected.sum(dim=1) < keep).all()
 
 
 @rules_that(lambda policy: isinstance(policy, ScorePolicy))
-def test_ties_keep_the_lower_positions(name):
+def test_ties_retain_the_lower_positions(name):
     policy, view = rule_and_view(name)
     same = degenerate(view)
-    keep = torch.full_like(held(same), policy.least_cap + 5)
+    keep = torch.full_like(num_slots(same), policy.least_cap + 5)
     protected = policy.protected(same, keep)
 
-    kept = policy.choose(same, torch.zeros(same.positions.shape), protected, keep)
+    retained = policy.choose(same, torch.zeros(same.positions.shape), protected, keep)
 
     for lane in range(len(keep)):
         free = [p for p in range(same.positions.shape[1]) if not protected[lane, p]]
         lowest = free[: int(keep[lane] - protected[lane].sum())]
-        assert kept[lane].nonzero().flatten().tolist() == sorted(
+        assert retained[lane].nonzero().flatten().tolist() == sorted(
             [*lowest, *protected[lane].nonzero().flatten().tolist()]
         )
 
 
 @every_rule
 @pytest.mark.parametrize("slots", [1, 2, None])
-def test_scores_are_finite_when_nothing_tells_tokens_apart(name, slots):
+def test_scores_of_identical_tokens_are_finite(name, slots):
     policy, view = rule_and_view(name)
     same = degenerate(view, slots)
 
     if isinstance(policy, ScorePolicy):
         assert torch.isfinite(policy.score(same)).all()
-    keep = torch.full_like(held(same), policy.least_cap)
-    if (keep <= held(same)).all():
+    keep = torch.full_like(num_slots(same), policy.least_cap)
+    if (keep <= num_slots(same)).all():
         assert policy.select(same, keep).sum(dim=1).tolist() == keep.tolist()
 
 
 @every_rule
-def test_the_order_of_lanes_does_not_matter(name):
+def test_selection_is_independent_of_the_lane_order(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(held(view), policy.least_cap + 9)
+    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
     lanes = [3, 2, 1, 0]
 
-    kept = policy.select(reordered(view, lanes, (2, 1), 2), keep)
+    retained = policy.select(reordered(view, lanes, (2, 1), 2), keep)
 
-    assert torch.equal(kept, policy.select(view, keep)[lanes])
+    assert torch.equal(retained, policy.select(view, keep)[lanes])
 
 
 @every_rule
-def test_companions_do_not_matter(name):
+def test_selection_is_independent_of_other_lanes(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(held(view), policy.least_cap + 9)
+    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
     together = policy.select(view, keep)
 
     alone = policy.select(reordered(view, [2, 3], (2,), 2), keep[2:])
@@ -196,94 +204,100 @@ def test_companions_do_not_matter(name):
     assert torch.equal(alone, together[2:])
     if policy.scope == LANE:
         for lane in range(4):
-            one = reordered(view, [lane], (view.layers[lane // 2],), 1)
-            assert torch.equal(policy.select(one, keep[:1]), together[lane : lane + 1])
+            single = reordered(view, [lane], (view.layers[lane // 2],), 1)
+            assert torch.equal(policy.select(single, keep[:1]), together[lane : lane + 1])
 
 
 @every_rule
-def test_slots_that_are_not_there_do_not_matter(name):
+def test_selection_is_independent_of_padding(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(held(view), policy.least_cap + 9)
-    more = torch.nn.functional.pad
+    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
+    pad = torch.nn.functional.pad
     padded = changed(
         view,
-        positions=more(view.positions, (0, 7), value=-1),
+        positions=pad(view.positions, (0, 7), value=-1),
         statistics={
-            name: more(numbers, (0, 7)) if numbers.dim() == 2 else numbers
-            for name, numbers in view.statistics.items()
+            name: pad(values, (0, 7)) if values.dim() == 2 else values
+            for name, values in view.statistics.items()
         },
-        slots=Slots(more(view.keys, (0, 0, 0, 7)), more(view.values, (0, 0, 0, 7))),
+        slots=Slots(pad(view.keys, (0, 0, 0, 7)), pad(view.values, (0, 0, 0, 7))),
     )
 
-    kept = policy.select(padded, keep)
+    retained = policy.select(padded, keep)
 
-    assert retained_positions(padded, kept) == retained_positions(view, policy.select(view, keep))
+    assert retained_positions(padded, retained) == retained_positions(
+        view, policy.select(view, keep)
+    )
 
 
 @rules_that(lambda policy: policy.scope == LAYER)
-def test_heads_agree_where_a_layer_has_one_set(name):
+def test_heads_of_a_layer_scope_rule_retain_one_set(name):
     policy, view = rule_and_view(name)
 
-    kept = view.by_layer(policy.select(view, torch.full_like(held(view), policy.least_cap + 9)))
+    retained = view.by_layer(
+        policy.select(view, torch.full_like(num_slots(view), policy.least_cap + 9))
+    )
 
-    assert torch.equal(kept[:, 0], kept[:, 1])
+    assert torch.equal(retained[:, 0], retained[:, 1])
 
 
 @every_rule
-def test_a_rule_changes_nothing_and_answers_alike_twice(name):
+def test_rule_is_deterministic_and_does_not_modify_its_inputs(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(held(view), policy.least_cap + 9)
-    given = [view.positions, keep, view.keys, view.values, *view.statistics.values()]
-    before = [numbers.clone() for numbers in given]
+    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
+    inputs = [view.positions, keep, view.keys, view.values, *view.statistics.values()]
+    before = [values.clone() for values in inputs]
 
     first, second = policy.select(view, keep), policy.select(view, keep)
 
     assert torch.equal(first, second)
-    assert all(torch.equal(now, then) for now, then in zip(given, before, strict=True))
+    assert all(torch.equal(value, copy) for value, copy in zip(inputs, before, strict=True))
 
 
 @every_rule
-def test_whole_pieces_stay_and_never_more_than_may(name):
+def test_rule_retains_whole_pieces_within_the_limit(name):
     policy, view = rule_and_view(name)
     least = policy.least_cap + 2 * PIECE
     slots = view.positions.shape[1]
 
-    for count in (least, (least + int(held(view).min())) // 2, int(held(view).min())):
-        keep = torch.full_like(held(view), count)
-        kept = policy.select(view, keep, PIECE)
-        assert (kept.sum(dim=1) <= keep).all()
-        assert (kept.sum(dim=1) > keep - 2 * PIECE).all()
+    for count in (least, (least + int(num_slots(view).min())) // 2, int(num_slots(view).min())):
+        keep = torch.full_like(num_slots(view), count)
+        retained = policy.select(view, keep, PIECE)
+        assert (retained.sum(dim=1) <= keep).all()
+        assert (retained.sum(dim=1) > keep - 2 * PIECE).all()
         for start in range(0, slots, PIECE):
             piece = slice(start, start + PIECE)
-            stays = (kept[:, piece] | ~view.live[:, piece]).all(dim=1)
-            assert (stays | ~kept[:, piece].any(dim=1)).all()
+            is_whole = (retained[:, piece] | ~view.live[:, piece]).all(dim=1)
+            assert (is_whole | ~retained[:, piece].any(dim=1)).all()
 
 
 @rules_that(lambda policy: policy.statistics)
-def test_a_rule_without_its_statistics_is_refused_by_name(name):
+def test_view_without_statistics_is_refused_by_name(name):
     policy, view = rule_and_view(name)
 
     with pytest.raises(PolicyError, match="built without the statistic"):
-        policy.select(changed(view, statistics={}), held(view) - 1)
+        policy.select(changed(view, statistics={}), num_slots(view) - 1)
 
 
-@rules_that(asks_queries)
-def test_a_rule_that_asks_queries_is_refused_when_there_are_none(name):
+@rules_that(reads_queries)
+def test_rule_on_queries_is_refused_without_recorded_queries(name):
     policy, view = rule_and_view(name)
-    none = {name: torch.zeros_like(numbers) for name, numbers in view.statistics.items()}
+    empty = {name: torch.zeros_like(values) for name, values in view.statistics.items()}
 
     with pytest.raises(PolicyError, match="no query"):
-        policy.select(changed(view, statistics=none), held(view) - 1)
+        policy.select(changed(view, statistics=empty), num_slots(view) - 1)
 
 
 @every_rule
-def test_a_cap_that_is_too_small_is_refused_before_anything_runs(name):
+def test_too_small_cap_is_refused(name):
     least = policy_of(name, {}).least_cap
 
     policy = policy_of(name, {})
-    how = "granularity=page," if policy.needs_pieces else ""
+    options = "granularity=page," if policy.needs_pieces else ""
 
-    assert make_eviction(f"{name}:{how}cap={least + 3},every=3").policy == policy
+    assert make_eviction(f"{name}:{options}cap={least + 3},every=3").policy == policy
     if least > 1:
         with pytest.raises(ConfigError, match=r"raise cap\b.* every"):
-            make_eviction(f"{name}:{how}cap={least + 2 - policy.added_tokens(least + 2)},every=3")
+            make_eviction(
+                f"{name}:{options}cap={least + 2 - policy.added_tokens(least + 2)},every=3"
+            )

@@ -1,4 +1,4 @@
-"""From what `--evict` says to the numbers of a request: every refusal, every kind of cap."""
+"""Parsing of `--evict` and its resolution for a request: every refusal, every kind of cap."""
 
 from dataclasses import dataclass, field, replace
 
@@ -26,34 +26,35 @@ LANES = LaneShape(num_layers=4, heads=2, page_tokens=16, page_bytes=16 * 1024)
 
 
 @dataclass(frozen=True)
-class Everything(EvictionPolicy):
-    """No scores: the first slots stay."""
+class FirstSlots(EvictionPolicy):
+    """A rule without scores that retains the first slots."""
 
     def select(self, view, keep, piece_tokens=1):
         return view.live & (view.live.cumsum(dim=1) <= keep[:, None])
 
 
 @pytest.fixture
-def policies(monkeypatch):
-    monkeypatch.setattr(registry, "_POLICIES", dict(registry.registered()))
-    registry.register("everything")(Everything)
+def policies():
+    with registry.temporary_registrations():
+        registry.register("everything")(FirstSlots)
+        yield
 
 
 def refusal(text: str, prompt_tokens: int | None = None) -> ConfigError:
-    def ask() -> None:
+    def resolve() -> None:
         rule = make_eviction(text)
         if prompt_tokens is not None:
             rule.for_request(prompt_tokens, LANES)
 
     with pytest.raises(ConfigError) as refused:
-        ask()
+        resolve()
     return refused.value
 
 
 # ---- the text ------------------------------------------------------------------------------------
 
 
-def test_all_parts_of_a_text_are_read() -> None:
+def test_all_options_of_a_policy_text_are_parsed() -> None:
     rule = make_eviction(
         "snapkv:window=16,cap=25%,every=32,when=prefill_end,budget=(ada:floor=0.3),"
         "granularity=chunk,chunk_tokens=8"
@@ -67,7 +68,7 @@ def test_all_parts_of_a_text_are_read() -> None:
     assert rule.evicts
 
 
-def test_what_is_not_said_has_a_default() -> None:
+def test_unset_options_have_defaults() -> None:
     rule = make_eviction("h2o:cap=512")
 
     assert rule.policy == H2O()
@@ -86,7 +87,7 @@ def test_full_evicts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "says"),
+    ("text", "error", "message"),
     [
         ("", ConfigError, "expected a policy such as 'recent:cap=512,sinks=4', got ''"),
         ("full:cap=8", ConfigError, "'full' retains all tokens and has no options"),
@@ -152,16 +153,16 @@ def test_full_evicts_nothing() -> None:
         ("recent:cap=99,sinks=" + "1" * MOST_CHARACTERS, ConfigError, "at most 1000 characters"),
     ],
 )
-def test_a_text_that_says_nothing_sensible_is_refused(text, error, says) -> None:
+def test_invalid_policy_text_is_refused(text, error, message) -> None:
     refused = refusal(text)
 
     assert type(refused) is error
-    assert says in str(refused)
+    assert message in str(refused)
 
 
 @pytest.mark.usefixtures("policies")
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (
             "h2o:cap=99,budget=squeeze",
@@ -187,11 +188,11 @@ def test_a_text_that_says_nothing_sensible_is_refused(text, error, says) -> None
         ),
     ],
 )
-def test_parts_that_exclude_each_other_are_refused_with_what_to_use(text, says) -> None:
+def test_unsound_combinations_are_refused_with_an_alternative(text, message) -> None:
     refused = refusal(text)
 
     assert type(refused) is UnsoundCombination
-    assert says in str(refused)
+    assert message in str(refused)
     assert repr(text) in str(refused)
 
 
@@ -210,11 +211,11 @@ def test_parts_that_exclude_each_other_are_refused_with_what_to_use(text, says) 
         "recent:cap=5,sinks=4,when=prefill_end,every=64",
     ],
 )
-def test_what_goes_together_is_taken(text: str) -> None:
+def test_sound_combinations_are_accepted(text: str) -> None:
     assert make_eviction(text).text == text
 
 
-def test_a_rule_remembers_what_it_and_its_budget_need_each_once() -> None:
+def test_statistics_of_rule_and_budget_are_merged() -> None:
     squeezed = make_eviction("h2o:cap=99,budget=squeeze,when=decode")
     fast = make_eviction("h2o:cap=99,budget=fastgen,when=decode")
 
@@ -235,17 +236,17 @@ def test_a_rule_remembers_what_it_and_its_budget_need_each_once() -> None:
         ("33.35%", 333),  # down to whole tokens
         ("2MiB", 2048),  # 1 KiB a token
         ("0.5MiB", 512),
-        ("300KiB", 288),  # whole pages
+        ("300KiB", 288),  # rounded down to whole pages
         ("1GiB", 1 << 20),
         ("311295B", 288),
         ("311296B", 304),
     ],
 )
-def test_a_cap_is_resolved_for_the_prompt(cap: str, tokens: int) -> None:
+def test_cap_is_resolved_for_the_prompt(cap: str, tokens: int) -> None:
     assert make_eviction(f"recent:cap={cap}").for_request(1000, LANES).spec.cap == tokens
 
 
-def test_a_relative_cap_is_checked_when_the_prompt_is_known() -> None:
+def test_relative_cap_is_validated_for_the_prompt() -> None:
     assert make_eviction("recent:cap=25%,sinks=4").for_request(276, LANES).spec.cap == 69
 
     assert "every < cap, got every=64, cap=50" in str(refusal("recent:cap=25%,every=64", 200))
@@ -256,7 +257,7 @@ def test_a_relative_cap_is_checked_when_the_prompt_is_known() -> None:
     assert "leaves 1 tokens in a lane" in str(refusal("recent:cap=1%,sinks=1,when=prefill_end", 9))
 
 
-def test_a_cap_in_bytes_counts_what_a_rule_remembers_of_any_sequence() -> None:
+def test_cap_in_bytes_includes_statistics_per_sequence() -> None:
     rule = make_eviction("recent:cap=100KiB")
     lanes = replace(LANES, fixed_bytes=20 * 1024)
 
@@ -284,9 +285,7 @@ def test_a_cap_in_bytes_counts_what_a_rule_remembers_of_any_sequence() -> None:
         ("96KiB", 9, 12),  # 1 KiB a token
     ],
 )
-def test_every_defaults_to_an_eighth_of_the_cap_and_64_at_most(
-    cap: str, prompt: int, every: int
-) -> None:
+def test_every_defaults_to_an_eighth_of_the_cap_up_to_64(cap: str, prompt: int, every: int) -> None:
     rule = make_eviction(f"recent:cap={cap}")
     spec = rule.for_request(prompt, LANES).spec
 
@@ -295,37 +294,37 @@ def test_every_defaults_to_an_eighth_of_the_cap_and_64_at_most(
     assert rule.most_every == (every if cap.isdecimal() else 64)
 
 
-def test_what_a_rule_adds_to_its_cap_does_not_change_the_default_of_every() -> None:
+def test_tokens_added_by_a_rule_do_not_change_the_default_of_every() -> None:
     rule = make_eviction("kvcrush_openvino:cap=320,blocks=2,granularity=page")
     spec = rule.for_request(900, LANES).spec
 
     assert (spec.cap, spec.every) == (320 + 2 * LANES.page_tokens, 40)
 
 
-def test_prefill_end_leaves_the_cap_and_ignores_every() -> None:
+def test_prefill_end_evicts_to_the_cap_and_ignores_every() -> None:
     eviction = make_eviction("recent:cap=10,when=prefill_end,every=64").for_request(100, LANES)
 
     assert eviction.spec.leaving == 0
     assert eviction.spec.cap == 10
 
 
-def test_a_budget_s_caps_are_those_of_the_spec() -> None:
+def test_spec_has_the_lane_caps_of_the_budget() -> None:
     rule = make_eviction("recent:cap=100,every=10,sinks=4,budget=(pyramid:beta=10)")
     spec = rule.for_request(1000, LANES).spec
 
-    # each lane holds 14 at least: 86 are divided, from 164 to 8: 178 126 74 22
+    # each lane has at least 14: 86 are divided, from 164 to 8: 178 126 74 22
     assert spec.lane_caps == (178, 178, 126, 126, 74, 74, 22, 22)
     assert spec.least_cap == 22
     assert not spec.ragged
 
 
-def test_a_cap_by_hand_below_what_the_rule_needs_is_refused() -> None:
+def test_by_layer_cap_below_the_least_cap_is_refused() -> None:
     text = "recent:cap=100,every=10,sinks=4,budget=(by_layer:caps=14/186/100/100)"
 
     assert "(cap 14, 10 evicted), but the rule needs 5" in str(refusal(text, 1000))
 
 
-def test_a_budget_that_looks_later_reserves_the_most_until_then() -> None:
+def test_budget_finalized_later_reserves_its_maximum() -> None:
     rule = make_eviction("sinks:cap=100,when=prefill_end,budget=lazy")
     spec = rule.for_request(1000, LANES).spec
 
@@ -336,23 +335,23 @@ def test_a_budget_that_looks_later_reserves_the_most_until_then() -> None:
     )
 
 
-def test_caps_are_settled_once_the_prompt_is_there() -> None:
+def test_caps_are_finalized_after_prefill() -> None:
     rule = make_eviction("h2o:cap=20,recent=2,when=prefill_end,budget=(squeeze:groups=2,share=0.5)")
     eviction = rule.for_request(30, LANES)
-    shift = torch.tensor([[[cosine * 30, 30.0]] for cosine in (0.1, 0.1, 0.2, 0.2)])
+    similarity = torch.tensor([[[cosine * 30, 30.0]] for cosine in (0.1, 0.1, 0.2, 0.2)])
     view = KVView(
         torch.arange(30).expand(8, 30),
         next_position=30,
         heads_per_layer=2,
         prompt_tokens=30,
-        statistics={ResidualSimilarity().name: shift.repeat_interleave(2, dim=0)},
+        statistics={ResidualSimilarity().name: similarity.repeat_interleave(2, dim=0)},
     )
 
-    settled = rule.finalize(eviction, view, LANES)
+    finalized = rule.finalize(eviction, view, LANES)
 
-    # 2 of 20 are held by all: half of 18 is 9, the others get 27
-    assert settled.spec.lane_caps == (29, 29, 29, 29, 11, 11, 11, 11)
-    assert settled.spec.cap == 20
+    # 2 of 20 are protected in all: half of 18 is 9, the others get 27
+    assert finalized.spec.lane_caps == (29, 29, 29, 29, 11, 11, 11, 11)
+    assert finalized.spec.cap == 20
     uniform = make_eviction("h2o:cap=20,when=prefill_end")
     plain = uniform.for_request(30, LANES)
     assert uniform.finalize(plain, view, LANES) is plain
@@ -372,20 +371,20 @@ def test_pieces_are_chunks_or_pages() -> None:
     assert pieces("granularity=page") == (16, True, True)
 
 
-def test_pieces_need_room_for_their_edges() -> None:
-    """One slot, 64 that leave, and a piece of 16 at each end: 97."""
+def test_pieces_require_a_cap_with_their_edges() -> None:
+    """One slot, 64 evicted at a time, and a piece of 16 at each end: 97."""
     text = "recent:cap={},every=64,granularity=page"
 
     assert make_eviction(text.format(97)).for_request(500, LANES).spec.cap == 97
     assert "but the rule needs 33" in str(refusal(text.format(96), 500))
 
 
-# ---- choosing ------------------------------------------------------------------------------------
+# ---- selection -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Given(ScorePolicy):
-    """Scores as given, first and newest slots protected."""
+class GivenScores(ScorePolicy):
+    """Given scores; first and newest slots protected."""
 
     scores: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
     sinks: int = 0
@@ -405,29 +404,29 @@ class Given(ScorePolicy):
     st.integers(0, 2),
     st.integers(0, 3),
 )
-def test_heads_that_compete_keep_their_layer_s_total_and_what_is_protected(
+def test_ada_keeps_the_layer_total_and_protected_slots(
     scores, keep, piece_tokens, sinks, recent
 ) -> None:
     view = KVView(torch.arange(24).expand(4, 24), next_position=24, heads_per_layer=2)
-    policy = Given(torch.tensor(scores, dtype=torch.float32), sinks, recent)
+    policy = GivenScores(torch.tensor(scores, dtype=torch.float32), sinks, recent)
     eviction = Eviction(policy=policy, budget=Ada(), piece_tokens=piece_tokens)
 
-    kept = eviction.select(view, torch.full((4,), keep))
+    retained = eviction.select(view, torch.full((4,), keep))
 
-    by_layer = view.by_layer(kept).sum(dim=(1, 2))
+    by_layer = view.by_layer(retained).sum(dim=(1, 2))
     if piece_tokens == 1:
         assert by_layer.tolist() == [2 * keep] * 2
     assert (by_layer <= 2 * keep).all()
     assert (by_layer > 2 * (keep - piece_tokens)).all()
-    assert (kept | ~policy.protected(view, torch.tensor([keep]))).all()
-    whole = kept[:, : 24 - 24 % piece_tokens].reshape(4, -1, piece_tokens)
+    assert (retained | ~policy.protected(view, torch.tensor([keep]))).all()
+    whole = retained[:, : 24 - 24 % piece_tokens].reshape(4, -1, piece_tokens)
     assert (whole.all(dim=2) | ~whole.any(dim=2)).all()
 
 
-def test_a_uniform_budget_leaves_the_choice_to_the_rule() -> None:
+def test_uniform_budget_uses_the_selection_of_the_rule() -> None:
     view = KVView(torch.arange(6).expand(2, 6), next_position=6, heads_per_layer=2)
     eviction = Eviction(policy=Recent(sinks=1))
 
-    kept = eviction.select(view, torch.tensor([3, 3]))
+    retained = eviction.select(view, torch.tensor([3, 3]))
 
-    assert kept.equal(Recent(sinks=1).select(view, torch.tensor([3, 3])))
+    assert retained.equal(Recent(sinks=1).select(view, torch.tensor([3, 3])))

@@ -1,4 +1,4 @@
-"""Whole pieces where lanes hold, keep and lose unequally many tokens: nobody is asked too much."""
+"""Whole pieces in lanes of different lengths and caps."""
 
 import torch
 
@@ -7,18 +7,18 @@ from quire.policies.recent import Recent
 from quire.policies.view import KVView
 
 
-def test_a_lane_that_loses_nothing_needs_no_room_for_the_edges_of_pieces():
-    """Lanes of unequal caps: one holds 15 and keeps them, fewer than sinks and two edges of 9."""
+def test_lane_without_evictions_needs_no_slots_for_piece_edges():
+    """Different caps: one lane retains all of its 15, fewer than sinks and two edges of 9."""
     short, long = [*range(15), *[-1] * 15], list(range(30))
     view = KVView(torch.tensor([short, long]), next_position=30)
 
-    kept = Recent(sinks=4).select(view, torch.tensor([15, 24]), piece_tokens=10)
+    retained = Recent(sinks=4).select(view, torch.tensor([15, 24]), piece_tokens=10)
 
-    assert kept.sum(dim=1).tolist() == [15, 20]
+    assert retained.sum(dim=1).tolist() == [15, 20]
 
 
-def test_heads_that_compete_in_pieces_leave_room_for_their_edges():
-    """Cap 34: 33 stay, of which half are the newest, 4 sinks; in tens they may widen to 40."""
+def test_ada_with_pieces_stays_within_the_layer_total():
+    """Cap 34: 33 retained, half of them the newest, 4 sinks; in pieces of ten up to 40."""
     rule = make_eviction(
         "h2o:sinks=4,cap=34,every=1,when=decode,granularity=chunk,chunk_tokens=10,budget=ada"
     )
@@ -31,8 +31,8 @@ def test_heads_that_compete_in_pieces_leave_room_for_their_edges():
         statistics={statistic.name: torch.rand(2, 134, generator=torch.manual_seed(0))},
     )
 
-    kept = eviction.select(view, torch.tensor([33, 33]))
+    retained = eviction.select(view, torch.tensor([33, 33]))
 
-    assert 48 <= int(kept.sum()) <= 66
-    assert kept[:, :4].all()
-    assert kept[:, -4:].all()
+    assert 48 <= int(retained.sum()) <= 66
+    assert retained[:, :4].all()
+    assert retained[:, -4:].all()

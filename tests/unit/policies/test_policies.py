@@ -1,4 +1,4 @@
-"""What a policy promises is checked: when it is registered, and whenever it is asked."""
+"""Validation of policies on registration and of their selections."""
 
 import asyncio
 import re
@@ -24,14 +24,14 @@ VIEW = KVView(torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1]]), next_position=4)
 LANES = LaneShape(num_layers=2, heads=2, page_tokens=4, page_bytes=256)
 
 
-def each(tokens: int) -> torch.Tensor:
-    """So many of both lanes."""
+def both_lanes(tokens: int) -> torch.Tensor:
+    """This number of tokens in both lanes."""
     return torch.full((2,), tokens)
 
 
 @dataclass(frozen=True)
 class Masked(EvictionPolicy):
-    """Gives whatever mask it was made with."""
+    """Returns a given mask."""
 
     make_mask: object
 
@@ -41,7 +41,7 @@ class Masked(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Scored(ScorePolicy):
-    """Gives whatever scores it was made with, and protects the first slots."""
+    """Returns given scores, and protects the first slots."""
 
     scores: torch.Tensor
     num_protected: int = 0
@@ -54,47 +54,48 @@ class Scored(ScorePolicy):
 
 
 @pytest.fixture
-def policies(monkeypatch):
-    monkeypatch.setattr(registry, "_POLICIES", dict(registry.registered()))
+def policies():
+    with registry.temporary_registrations():
+        yield
 
 
-def test_equal_scores_keep_the_lower_positions():
-    kept = Scored(torch.zeros(2, 4)).select(VIEW, each(2))
+def test_equal_scores_retain_the_lower_positions():
+    retained = Scored(torch.zeros(2, 4)).select(VIEW, both_lanes(2))
 
-    assert kept.tolist() == [[True, True, False, False], [True, True, False, False]]
+    assert retained.tolist() == [[True, True, False, False], [True, True, False, False]]
 
 
-def test_recent_keeps_sinks_and_the_newest():
+def test_recent_retains_sinks_and_the_newest():
     view = KVView(torch.tensor([[0, 1, 2, 3, 4]]), next_position=5)
-    kept = Recent(sinks=1).select(view, torch.tensor([3]))
+    retained = Recent(sinks=1).select(view, torch.tensor([3]))
 
-    assert kept.tolist() == [[True, False, False, True, True]]
+    assert retained.tolist() == [[True, False, False, True, True]]
 
 
-def test_a_score_that_is_not_finite_is_refused_only_where_a_token_lives():
+def test_non_finite_score_of_a_live_slot_is_refused():
     scores = torch.zeros(2, 4)
     scores[1, 3] = torch.nan
-    Scored(scores).select(VIEW, each(2))
+    Scored(scores).select(VIEW, both_lanes(2))
 
     scores[0, 0] = torch.inf
     with pytest.raises(PolicyError, match="not finite"):
-        Scored(scores).select(VIEW, each(2))
+        Scored(scores).select(VIEW, both_lanes(2))
 
 
-def test_more_protected_slots_than_may_stay_are_refused():
+def test_too_many_protected_slots_are_refused():
     with pytest.raises(PolicyError, match="protects 3 slots of a lane, but only 2 may be retained"):
-        Scored(torch.zeros(2, 4), num_protected=3).select(VIEW, each(2))
+        Scored(torch.zeros(2, 4), num_protected=3).select(VIEW, both_lanes(2))
 
 
 class Unchecked(Eviction):
-    """Passes on whatever the policy gives, as where types are not checked at run time."""
+    """Returns the selection of the policy unchecked, as without runtime type checks."""
 
     def select(self, view, keep):
         return self.policy.select(view, keep, self.piece_tokens)
 
 
-def ask(engine: Engine, policy: EvictionPolicy) -> None:
-    """Submit a request that asks a policy which stands in no registry."""
+def submit_with_policy(engine: Engine, policy: EvictionPolicy) -> None:
+    """Submit a request with a policy that is not registered."""
     engine.submit(GenerationRequest([3] * 40, engines.greedy(), request_id="long"))
     [request] = engine.scheduler.waiting.of_tenant("default")
     request.eviction.selection = Unchecked(
@@ -114,11 +115,11 @@ def ask(engine: Engine, policy: EvictionPolicy) -> None:
     ],
     ids=["count", "shape", "type", "list", "torch error", "python error"],
 )
-def test_a_mask_that_breaks_the_contract_fails_its_request_only(make_mask, hint):
+def test_invalid_mask_fails_only_its_request(make_mask, hint):
     model = engines.load("llama")
     config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
     engine = Engine(model, config)
-    ask(engine, Masked(make_mask))
+    submit_with_policy(engine, Masked(make_mask))
     engine.submit(GenerationRequest([4] * 5, engines.greedy(), request_id="short"))
 
     last = {}
@@ -133,8 +134,8 @@ def test_a_mask_that_breaks_the_contract_fails_its_request_only(make_mask, hint)
 
 
 @dataclass(frozen=True)
-class Scribbling(Recent):
-    """Writes into what it was given to look at."""
+class ModifiesView(Recent):
+    """Modifies its view."""
 
     def score(self, view):
         score = super().score(view)
@@ -142,18 +143,18 @@ class Scribbling(Recent):
         return score
 
 
-def test_a_rule_that_writes_into_its_view_spoils_no_record_of_what_left():
-    kept = []
-    for policy in (Recent(), Scribbling()):
+def test_rule_that_modifies_its_view_does_not_change_the_eviction_trace():
+    retained = []
+    for policy in (Recent(), ModifiesView()):
         config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
         engine = Engine(engines.load("llama"), replace(config, record_evictions=True))
-        ask(engine, policy)
+        submit_with_policy(engine, policy)
         while engine.has_work:
             engine.step()
-        kept.append([[k.tolist() for k in one.retained] for one in engine.eviction_trace("long")])
+        retained.append([[k.tolist() for k in e.retained] for e in engine.eviction_trace("long")])
 
-    assert kept[0] == kept[1]
-    assert kept[0][0] == [list(range(6, 24))] * 2
+    assert retained[0] == retained[1]
+    assert retained[0][0] == [list(range(6, 24))] * 2
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,13 @@ class ListDefault(Recent):
 
 @pytest.mark.usefixtures("policies")
 @pytest.mark.parametrize("policy", [NoDefault, NoneDefault, ListDefault])
-def test_an_option_without_a_plain_default_is_refused_when_its_policy_is_registered(policy):
+def test_option_without_a_plain_default_is_refused_on_registration(policy):
     with pytest.raises(ConfigError, match="option 'size' of policy 'odd' needs a default"):
         registry.register("odd")(policy)
 
 
 @pytest.mark.usefixtures("policies")
-def test_a_class_that_is_no_dataclass_is_refused():
+def test_class_that_is_not_a_dataclass_is_refused():
     class Plain(EvictionPolicy):
         def select(self, view, keep):
             return view.live
@@ -189,13 +190,13 @@ def test_a_class_that_is_no_dataclass_is_refused():
 
 
 @pytest.mark.usefixtures("policies")
-def test_a_name_is_given_once():
+def test_duplicate_policy_name_is_refused():
     with pytest.raises(ConfigError, match="two policies are called 'recent'"):
         registry.register("recent")(dataclass(frozen=True)(type("Other", (Recent,), {})))
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("recent:cap=10,every=64", "expected 1 <= every < cap, got every=64, cap=10"),
         ("recent:cap=64,every=64", "expected 1 <= every < cap, got every=64, cap=64"),
@@ -206,26 +207,26 @@ def test_a_name_is_given_once():
         ("recent:cap=-1", "expected a cap from 1 to"),
     ],
 )
-def test_a_small_cap_is_refused_when_it_is_read(text, says):
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_too_small_cap_is_refused_on_parsing(text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         make_eviction(text)
 
 
-def test_the_smallest_cap_that_is_asked_for_is_taken():
+def test_smallest_valid_cap_is_accepted():
     for text, cap in {"recent:cap=65": 65, "recent:cap=69,sinks=4": 69}.items():
         assert make_eviction(text).for_request(100, LANES).spec.cap == cap
 
 
 @dataclass(frozen=True)
 class Broken(Recent):
-    """Raises what Python raises."""
+    """Raises a Python exception."""
 
     def score(self, view):
         raise ZeroDivisionError("no budget")
 
 
 @pytest.mark.usefixtures("policies")
-def test_a_server_goes_on_after_a_policy_that_raises():
+def test_engine_continues_after_a_policy_raises():
     registry.register("broken")(Broken)
     config = KVConfig(memory="1MiB", page_tokens=4, evict="broken:cap=24,every=6")
     engine = Engine(engines.load("llama"), config)
@@ -233,11 +234,11 @@ def test_a_server_goes_on_after_a_policy_that_raises():
     async def main():
         async with AsyncLLM(engine) as llm:
             failed = await llm.generate([3] * 40, engines.greedy())
-            answered = await llm.generate([4] * 5, engines.greedy())
-            return failed, answered, llm.is_alive
+            succeeded = await llm.generate([4] * 5, engines.greedy())
+            return failed, succeeded, llm.is_alive
 
-    failed, answered, alive = asyncio.run(main())
+    failed, succeeded, alive = asyncio.run(main())
 
     assert "policy Broken raised ZeroDivisionError: no budget" in failed.error
-    assert answered.finish_reason == "length"
+    assert succeeded.finish_reason == "length"
     assert alive

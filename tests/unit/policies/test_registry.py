@@ -1,4 +1,4 @@
-"""Rules and budgets by name: from this package, from others, and what cannot be registered."""
+"""Registry of policies and budgets: built-in, from installed packages, and refused ones."""
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -17,15 +17,14 @@ from quire.policies.value_norm import ValueNorm
 
 
 @pytest.fixture
-def as_new(monkeypatch):
-    """What is registered meanwhile is forgotten, and entry points are looked at again."""
-    monkeypatch.setattr(registry, "_POLICIES", dict(registry.registered()))
-    monkeypatch.setattr(registry, "_BUDGETS", dict(registry.registered_budgets()))
-    monkeypatch.setattr(registry, "_loaded", set())
+def temporary_registrations():
+    """Discard what a test registers, and read entry points again."""
+    with registry.temporary_registrations():
+        yield
 
 
-def publish(monkeypatch, group: str, code: str, name: str = "their_rules") -> None:
-    """Another distribution is installed, whose entry point names a module of this code."""
+def publish(monkeypatch, group: str, code: str, name: str = "installed_rules") -> None:
+    """Simulate an installed distribution whose entry point names a module with this code."""
     module = ModuleType(name)
 
     def load(entry: EntryPoint) -> ModuleType:
@@ -40,81 +39,81 @@ def publish(monkeypatch, group: str, code: str, name: str = "their_rules") -> No
     )
 
 
-THEIR_RULE = """
+INSTALLED_RULE = """
 from dataclasses import dataclass
 from quire.policies.recent import Recent
 from quire.policies.registry import register
 
-@register("theirs")
+@register("installed")
 @dataclass(frozen=True, slots=True)
-class Theirs(Recent):
+class Installed(Recent):
     more: int = 3
 """
-THEIR_BUDGET = """
+INSTALLED_BUDGET = """
 from dataclasses import dataclass
 from quire.policies.budgets.base import Budget
 from quire.policies.registry import register_budget
 
-@register_budget("their_budget")
+@register_budget("installed_budget")
 @dataclass(frozen=True, slots=True)
-class Theirs(Budget):
+class Installed(Budget):
     more: int = 3
 """
 
 
-@pytest.mark.usefixtures("as_new")
-def test_rules_of_installed_packages_are_found(monkeypatch) -> None:
-    publish(monkeypatch, "quire.policies", THEIR_RULE)
+@pytest.mark.usefixtures("temporary_registrations")
+def test_rules_of_installed_packages_are_registered(monkeypatch) -> None:
+    publish(monkeypatch, "quire.policies", INSTALLED_RULE)
 
-    assert "theirs" in registry.registered()
-    assert registry.make_policy("theirs:more=5,sinks=2").more == 5
-    assert "their_budget" not in registry.registered_budgets()
-
-
-@pytest.mark.usefixtures("as_new")
-def test_budgets_of_installed_packages_are_found(monkeypatch) -> None:
-    publish(monkeypatch, "quire.budgets", THEIR_BUDGET)
-
-    assert registry.make_budget("their_budget:more=5").more == 5
+    assert "installed" in registry.registered()
+    assert registry.make_policy("installed:more=5,sinks=2").more == 5
+    assert "installed_budget" not in registry.registered_budgets()
 
 
-@pytest.mark.usefixtures("as_new")
+@pytest.mark.usefixtures("temporary_registrations")
+def test_budgets_of_installed_packages_are_registered(monkeypatch) -> None:
+    publish(monkeypatch, "quire.budgets", INSTALLED_BUDGET)
+
+    assert registry.make_budget("installed_budget:more=5").more == 5
+
+
+@pytest.mark.usefixtures("temporary_registrations")
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "message"),
     [
         ("import no_such_module_anywhere", "ModuleNotFoundError: No module named"),
-        (THEIR_RULE.replace("theirs", "recent"), "two policies are called 'recent'"),
+        (INSTALLED_RULE.replace("installed", "recent"), "two policies are called 'recent'"),
     ],
 )
-def test_a_package_that_cannot_be_loaded_is_named(monkeypatch, code: str, says: str) -> None:
+def test_package_that_cannot_be_loaded_is_named(monkeypatch, code: str, message: str) -> None:
     publish(monkeypatch, "quire.policies", code)
 
     with pytest.raises(ConfigError) as refused:
         registry.registered()
 
-    assert "the eviction rules of 'their_rules.module'" in str(refused.value)
+    assert "the eviction rules of 'installed_rules.module'" in str(refused.value)
     assert "group quire.policies" in str(refused.value)
-    assert says in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_every_rule_and_budget_is_sorted_by_name_and_full_is_none_of_them() -> None:
+def test_registered_rules_and_budgets_are_sorted_without_full() -> None:
     assert list(registry.registered()) == sorted(registry.registered())
     assert list(registry.registered_budgets()) == sorted(registry.registered_budgets())
     assert "full" not in registry.registered()
     assert registry.registered_budgets()["uniform"] is Uniform
 
 
-def test_nested_rules_are_read_with_and_without_parentheses() -> None:
+def test_nested_rules_are_parsed_with_and_without_parentheses() -> None:
     plain = registry.make_policy("value_norm:base=h2o")
     options = registry.make_policy("value_norm:base=(h2o:recent=3,heads=max),power=2")
-    twice = registry.make_policy("value_norm:base=(value_norm:base=(recent:sinks=2))")
+    nested = registry.make_policy("value_norm:base=(value_norm:base=(recent:sinks=2))")
 
     assert plain == ValueNorm(base=H2O())
     assert options == ValueNorm(base=H2O(recent=3, heads="max"), power=2.0)
-    assert twice == ValueNorm(base=ValueNorm(base=Recent(sinks=2)))
+    assert nested == ValueNorm(base=ValueNorm(base=Recent(sinks=2)))
 
 
-def test_a_name_that_is_not_known_is_answered_with_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UnknownName, match="unknown eviction policy 'h20': did you mean h2o"):
         registry.make_policy("h20")
     with pytest.raises(UnknownName, match="unknown eviction budget 'pyramide': did you mean"):
@@ -123,8 +122,8 @@ def test_a_name_that_is_not_known_is_answered_with_the_nearest() -> None:
         registry.make_budget("ada:flor=1")
 
 
-@pytest.mark.usefixtures("as_new")
-def test_the_same_class_may_be_registered_again_and_another_may_not() -> None:
+@pytest.mark.usefixtures("temporary_registrations")
+def test_same_class_can_be_registered_again() -> None:
     registry.register("recent")(Recent)
     registry.register_budget("uniform")(Uniform)
 
@@ -136,21 +135,21 @@ def test_the_same_class_may_be_registered_again_and_another_may_not() -> None:
         registry.register_budget("uniform")(Other)
 
 
-@pytest.mark.usefixtures("as_new")
+@pytest.mark.usefixtures("temporary_registrations")
 @pytest.mark.parametrize("name", ["cap", "every", "when", "budget", "granularity", "chunk_tokens"])
-def test_a_rule_may_not_take_an_option_of_the_schedule(name: str) -> None:
-    taken = dataclass(frozen=True)(
-        type("Taken", (Recent,), {"__annotations__": {name: int}, name: 1})
+def test_schedule_option_names_are_reserved(name: str) -> None:
+    reserved = dataclass(frozen=True)(
+        type("Reserved", (Recent,), {"__annotations__": {name: int}, name: 1})
     )
 
     with pytest.raises(
-        ConfigError, match=f"option '{name}' of policy 'taken' is reserved for the schedule"
+        ConfigError, match=f"option '{name}' of policy 'reserved' is reserved for the schedule"
     ):
-        registry.register("taken")(taken)
+        registry.register("reserved")(reserved)
 
 
-@pytest.mark.usefixtures("as_new")
-def test_a_budget_that_is_no_dataclass_of_plain_defaults_is_refused() -> None:
+@pytest.mark.usefixtures("temporary_registrations")
+def test_budget_that_is_not_a_dataclass_with_plain_defaults_is_refused() -> None:
     class Plain(Budget):
         pass
 
@@ -165,7 +164,7 @@ def test_a_budget_that_is_no_dataclass_of_plain_defaults_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("scissorhands:share=yes", "option share needs true or false, got 'yes'"),
         ("rkv:threshold=nan", "option threshold needs a finite number, got 'nan'"),
@@ -175,6 +174,6 @@ def test_a_budget_that_is_no_dataclass_of_plain_defaults_is_refused() -> None:
         ("h2o:recent=1.5", "option recent needs a whole number, got '1.5'"),
     ],
 )
-def test_values_are_of_the_option_s_type(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_option_value_of_wrong_type_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         registry.make_policy(text)

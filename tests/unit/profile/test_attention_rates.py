@@ -1,4 +1,4 @@
-"""The attention bench: every way attends over the same KV."""
+"""The attention benchmark: every implementation attends over the same KV."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from quire.profile.attention import AttentionBench, AttentionShape
 SHAPE = AttentionShape(batch=3, tokens=70, num_heads=4, num_kv_heads=2, head_dim=64)
 
 
-def test_the_kv_of_a_batch_by_hand():
-    """3 sequences of 70 tokens, K and V of 2 heads of 64 numbers, 2 B: 3 * 70 * 512 B."""
+def test_kv_bytes_of_a_batch():
+    """3 sequences of 70 tokens, K and V of 2 heads of 64 elements, 2 B: 3 * 70 * 512 B."""
     assert SHAPE.kv_bytes == 3 * 70 * 512
 
 
-def test_every_way_gives_torchs_answer():
+def test_every_implementation_equals_torch():
     found = {
         name: call().float().reshape(3, 4, 64)
         for name, call in AttentionBench(SHAPE).ways().items()
@@ -24,7 +24,7 @@ def test_every_way_gives_torchs_answer():
         torch.testing.assert_close(out, found["sdpa"], rtol=0, atol=2e-2, msg=name)
 
 
-def test_pages_lie_scattered():
+def test_pages_are_scattered():
     bench = AttentionBench(SHAPE)
     table = bench.pages.table
 
@@ -32,7 +32,7 @@ def test_pages_lie_scattered():
     assert bool((table.flatten().diff() != 1).any())
 
 
-def test_only_the_fast_ways_depend_on_c(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_c_library_the_torch_implementations_remain(monkeypatch: pytest.MonkeyPatch):
     from quire.kernels.native.library import NotLoaded
 
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Measuring ceilings: what is counted, and that everything asked for is measured."""
+"""Measurement of ceilings: counted bytes and FLOPs, and completeness."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +18,15 @@ MACHINE = Machine(cpu="a processor", threads=1, torch="2.13.0")
 def half_seconds(monkeypatch: pytest.MonkeyPatch):
     """Every call takes half a second."""
 
-    def taken(call: Callable[[], object]) -> float:
+    def elapsed(call: Callable[[], object]) -> float:
         call()
         return 0.5
 
-    monkeypatch.setattr(ceilings, "seconds", taken)
+    monkeypatch.setattr(ceilings, "seconds", elapsed)
 
 
 @pytest.mark.usefixtures("half_seconds")
-def test_rates_by_hand():
+def test_rates_of_half_second_calls():
     """1,024 B read in 0.5 s; 512 B copied; 2 * 3 * 5 * 7 = 210 FLOPs: each twice in a second."""
     probe = MemoryProbe(1024)
 
@@ -35,9 +35,9 @@ def test_rates_by_hand():
     assert ProductProbe("float32", 3, 5, 7).rate() == 420
 
 
-def test_everything_asked_for_is_measured():
-    said: list[str] = []
-    found = measure_ceilings(QUICK_PROFILE, MACHINE, progress=said.append)
+def test_every_configured_rate_is_measured():
+    messages: list[str] = []
+    found = measure_ceilings(QUICK_PROFILE, MACHINE, progress=messages.append)
 
     shapes = {(p.dtype, p.rows, p.inner, p.columns) for p in found.products}
     assert shapes == {(d, r, 256, 256) for d in ("bfloat16", "float32") for r in (1, 32)}
@@ -47,10 +47,10 @@ def test_everything_asked_for_is_measured():
         assert rate > 0
     assert found.copies["cpu"].out.bytes_per_s > 0
     swaps = 2 * len(QUICK_PROFILE.swap_bytes) * len(found.copies)
-    assert len(said) == 2 + len(found.products) + len(found.attention_bytes_per_s) + swaps
+    assert len(messages) == 2 + len(found.products) + len(found.attention_bytes_per_s) + swaps
 
 
-def test_each_rate_is_the_median_after_a_first_call(monkeypatch: pytest.MonkeyPatch):
+def test_rate_is_the_median_without_the_first_call(monkeypatch: pytest.MonkeyPatch):
     """Times 100 (not counted), 1, 2, 9: the median is 2 s for 16 B."""
     times = iter([100.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(ceilings, "seconds", lambda _call: next(times))
@@ -59,11 +59,11 @@ def test_each_rate_is_the_median_after_a_first_call(monkeypatch: pytest.MonkeyPa
     assert ceilings.median_rate(MemoryProbe(16).read_rate, config) == 8.0
 
 
-def test_a_buffer_has_been_written():
+def test_touched_buffer_is_written():
     assert touched_buffer(4096).tolist() == [1] * 4096
 
 
-def test_threads_are_put_back():
+def test_torch_threads_are_restored():
     before = torch.get_num_threads()
     with torch_threads(before + 1):
         assert torch.get_num_threads() == before + 1

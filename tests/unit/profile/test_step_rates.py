@@ -1,4 +1,4 @@
-"""Steps that are timed are those that are predicted, and rates are found again in exact times."""
+"""Timed steps equal the predicted steps, and fitted rates equal those of exact times."""
 
 import pytest
 import torch
@@ -29,28 +29,28 @@ def model():
 
 
 @pytest.mark.parametrize("evict", RULES)
-def test_an_engine_takes_the_steps_that_are_predicted(model, evict):
-    """`timed_steps` compares the tokens of each step; here also the slots of the lanes."""
+def test_engine_runs_the_predicted_steps(model, evict):
+    """`timed_steps` compares the tokens of each step; this test also compares the slots."""
     shape = RunShape(rows=3, prompt_tokens=30, new_tokens=9, evict=evict)
     engine = static_engine(model, shape)
     memory = engine.pool.kv.memory
     lane = next(table for table in memory.tables.values() if not table.group.private)
 
     for time in timed_steps(model, shape, engine):
-        held = {int(lane.num_slots[row].max()) for row in memory.live_rows}
-        assert held <= {time.step.before + time.step.new}  # none where the rows have ended
+        slots = {int(lane.num_slots[row].max()) for row in memory.live_rows}
+        assert slots <= {time.step.before + time.step.new}  # no slots after the rows have ended
         assert time.seconds > 0
     assert not engine.has_work
 
 
-def test_rows_that_do_not_run_side_by_side_are_noticed(model):
-    """A row of 103 tokens takes 28 KiB: 64 KiB hold two and not three."""
+def test_rows_that_do_not_run_concurrently_are_detected(model):
+    """A row of 103 tokens needs 28 KiB: 64 KiB hold two rows, not three."""
     shape = RunShape(rows=3, prompt_tokens=100, new_tokens=4, evict="full")
     with pytest.raises(InvariantError, match="3 rows"):
         run_batch(model, shape, 64 << 10)
 
 
-def test_a_batch_is_run_to_its_end(model):
+def test_run_batch_runs_to_completion(model):
     shape = RunShape(rows=2, prompt_tokens=40, new_tokens=5, evict=RULES[2])
     run = run_batch(model, shape, 1 << 20)
 
@@ -72,7 +72,7 @@ def exact_times(rates, rows):
                 yield StepTime(rows=rows, step=step, seconds=of(rates, step, rows))
 
 
-def test_rates_are_found_again_in_times_made_of_them():
+def test_fit_recovers_the_rates_of_exact_times():
     rates = StepRates(
         whole=PrefillRates(call_s=1e-2, token_s=1e-5, square_s=1e-6),
         blocks=PrefillRates(call_s=2e-2, token_s=5e-4, square_s=2e-6),
@@ -93,7 +93,7 @@ def test_rates_are_found_again_in_times_made_of_them():
     assert [s for _, s in found.decode.batch_s] == pytest.approx([5e-3, 8e-3, 7e-3], rel=1e-3)
 
 
-def test_a_model_that_evicts_nothing_reads_blocks_as_it_reads_prompts(model):
+def test_without_eviction_block_rates_equal_prefill_rates(model):
     shapes = usual_shapes("full", most_tokens=1_024, quick=True)
     rates = measure_step_rates(model, shapes, repeats=1)
 
@@ -101,7 +101,7 @@ def test_a_model_that_evicts_nothing_reads_blocks_as_it_reads_prompts(model):
     assert rates.decode.evict_row_s == rates.decode.evict_slot_s == 0
 
 
-def test_shapes_stay_within_the_context_and_above_what_a_rule_protects():
+def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
     shapes = usual_shapes("h2o:recent=100,cap=5", most_tokens=512)
 
     assert all(shape.prompt_tokens + shape.new_tokens <= 512 for shape in shapes)
@@ -110,6 +110,6 @@ def test_shapes_stay_within_the_context_and_above_what_a_rule_protects():
     assert min(caps) > 100
 
 
-def test_a_rule_that_is_none_has_no_shapes():
+def test_unknown_rule_has_no_shapes():
     with pytest.raises(ConfigError):
         usual_shapes("h3o", most_tokens=512)

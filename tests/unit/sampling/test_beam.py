@@ -1,6 +1,4 @@
-"""The state machine of beam search, and searches in an engine that is short of everything."""
-
-from dataclasses import replace
+"""The state machine of beam search, and beam search in an engine with little memory."""
 
 import pytest
 import torch
@@ -18,8 +16,8 @@ PAGE_TOKENS = 4
 
 
 def beams(**options) -> SamplingParams:
-    said = {"n": 2, "use_beam_search": True, "max_tokens": 6, "ignore_eos": True}
-    return SamplingParams(**said | options)
+    defaults = {"n": 2, "use_beam_search": True, "max_tokens": 6, "ignore_eos": True}
+    return SamplingParams(**defaults | options)
 
 
 def search_of(**options) -> BeamSearch:
@@ -33,7 +31,7 @@ def tokens(path) -> list[int]:
 # ---- the state machine -------------------------------------------------------------------------
 
 
-def test_the_best_that_go_on_are_kept_and_the_best_that_end_are_remembered():
+def test_best_open_and_best_ended_beams_are_retained():
     search = search_of()
     candidates = [Candidate(-1.0, 0, END), Candidate(-2.0, 0, 3), Candidate(-2.5, 0, 4)]
 
@@ -44,7 +42,7 @@ def test_the_best_that_go_on_are_kept_and_the_best_that_end_are_remembered():
     assert not search.is_done
 
 
-def test_an_end_behind_the_first_width_candidates_does_not_count():
+def test_ended_candidate_beyond_the_beam_width_is_ignored():
     search = search_of()
 
     search.advance([Candidate(-1.0, 0, 3), Candidate(-2.0, 0, 4), Candidate(-3.0, 0, END)])
@@ -52,7 +50,7 @@ def test_an_end_behind_the_first_width_candidates_does_not_count():
     assert search.ended == []
 
 
-def test_scores_are_divided_by_length_to_the_power_of_the_penalty():
+def test_scores_are_divided_by_length_to_the_length_penalty():
     search = search_of(length_penalty=2.0)
     search.advance([Candidate(-1.0, 0, 3), Candidate(-2.0, 0, 4)])
 
@@ -66,8 +64,8 @@ def test_scores_are_divided_by_length_to_the_power_of_the_penalty():
 @pytest.mark.parametrize(
     ("early_stopping", "done"), [(True, True), (False, False), ("never", False)]
 )
-def test_a_full_list_ends_the_search_at_once_only_where_asked(early_stopping, done):
-    """-4.1 over 2 tokens is still better than the worst of the ended, -5 over 1."""
+def test_full_list_of_ended_beams_ends_the_search_with_early_stopping(early_stopping, done):
+    """-4.1 over 2 tokens is still better than the worst ended beam, -5 over 1."""
     search = search_of(early_stopping=early_stopping)
     search.advance([Candidate(-1.0, 0, END), Candidate(-2.0, 0, 3), Candidate(-2.1, 0, 4)])
 
@@ -78,7 +76,7 @@ def test_a_full_list_ends_the_search_at_once_only_where_asked(early_stopping, do
 
 
 @pytest.mark.parametrize(("early_stopping", "done"), [(False, True), ("never", False)])
-def test_never_judges_open_beams_by_the_longest_sequence_there_can_be(early_stopping, done):
+def test_early_stopping_never_scores_open_beams_at_max_tokens(early_stopping, done):
     """Ended: -1 and -2 / 2 = -1. Open: -6; over its 2 tokens -3, over all 10 it could be -0.6."""
     search = search_of(early_stopping=early_stopping, max_tokens=10)
     search.advance([Candidate(-1.0, 0, END), Candidate(-1.5, 0, 3), Candidate(-1.6, 0, 4)])
@@ -88,7 +86,7 @@ def test_never_judges_open_beams_by_the_longest_sequence_there_can_be(early_stop
     assert search.is_done == done
 
 
-def test_all_beams_end_at_the_longest_length():
+def test_all_beams_end_at_max_tokens():
     search = search_of(max_tokens=1)
 
     assert search.advance([Candidate(-1.0, 0, 3), Candidate(-2.0, 0, 4)]) == []
@@ -96,7 +94,7 @@ def test_all_beams_end_at_the_longest_length():
     assert [tokens(h.path) for h in search.ended] == [[3], [4]]
 
 
-def test_fewer_continuations_than_beams_are_fewer_beams():
+def test_fewer_candidates_give_fewer_beams():
     search = search_of()
 
     assert search.advance([Candidate(-1.0, 0, 3)]) == [0]
@@ -124,7 +122,7 @@ def test_fewer_continuations_than_beams_are_fewer_beams():
         ({"use_beam_search": False, "best_of": 1}, "best_of=1 is less than n=2"),
     ],
 )
-def test_what_cannot_go_together_is_refused(options, message):
+def test_incompatible_options_are_refused(options, message):
     with pytest.raises(RequestError, match=message):
         beams(**options)
 
@@ -132,11 +130,11 @@ def test_what_cannot_go_together_is_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "width"), [({}, 2), ({"best_of": 5}, 5), ({"beam_width": 4}, 4)]
 )
-def test_there_are_as_many_beams_as_was_said(options, width):
+def test_number_of_beams_follows_the_options(options, width):
     assert beams(**options).num_sequences == width
 
 
-def test_what_a_model_recommends_for_drawing_is_no_matter_to_beams():
+def test_model_sampling_defaults_do_not_apply_to_beam_search():
     class Warm:
         temperature, top_k, top_p, min_p, repetition_penalty = 0.7, 50, 0.9, 0.1, 1.1
 
@@ -155,29 +153,31 @@ def model():
     return engines.load("llama")
 
 
-def engine_of(model, *, room=8.0, longest=40, **kv):
-    return engines.engine_for(model, room=room, longest=longest, page_tokens=PAGE_TOKENS, **kv)
+def engine_of(model, *, num_sequences=8.0, longest=40, **kv):
+    return engines.engine_for(
+        model, room=num_sequences, longest=longest, page_tokens=PAGE_TOKENS, **kv
+    )
 
 
 def search(engine, params, prompt=PROMPT):
     builder = OutputBuilder(
         engine.submit(GenerationRequest(prompt, params, request_id="r")), tuple(prompt)
     )
-    answers = []
+    outputs = []
     while engine.has_work:
-        answers += [a for delta in engine.step() if (a := builder.add(delta)) is not None]
+        outputs += [o for delta in engine.step() if (o := builder.add(delta)) is not None]
     engine.check()
-    [answer] = answers
-    return answer
+    [output] = outputs
+    return output
 
 
-def test_one_beam_is_greedy(model):
+def test_one_beam_equals_greedy_decoding(model):
     greedy = search(engine_of(model), engines.greedy(6))
 
     assert search(engine_of(model), beams(n=1)).token_ids == greedy.token_ids
 
 
-def test_nothing_comes_before_the_search_has_ended(model):
+def test_no_output_before_the_search_has_ended(model):
     engine = engine_of(model)
     engine.submit(GenerationRequest(PROMPT, beams(n=2, beam_width=3)))
     steps = []
@@ -189,50 +189,50 @@ def test_nothing_comes_before_the_search_has_ended(model):
     assert [delta.is_last for delta in steps[-1]] == [False, True]
 
 
-def test_log_probabilities_of_a_beam_add_up_to_its_score(model):
-    answer = search(engine_of(model), beams(n=3, logprobs=2, length_penalty=0.5))
+def test_logprobs_of_a_beam_sum_to_its_score(model):
+    output = search(engine_of(model), beams(n=3, logprobs=2, length_penalty=0.5))
 
-    for choice in answer.choices:
+    for choice in output.choices:
         total = sum(token.logprob for token in choice.logprobs)
         assert choice.score == pytest.approx(total / 6**0.5, abs=1e-4)
         assert [token.token_id for token in choice.logprobs] == list(choice.token_ids)
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs)
 
 
-def test_the_prompt_of_a_search_is_read_and_scored_once(model):
+def test_prompt_of_a_search_is_prefilled_and_scored_once(model):
     engine = engine_of(model, enable_prefix_caching=False)
 
-    answer = search(engine, beams(n=2, beam_width=4, prompt_logprobs=0))
+    output = search(engine, beams(n=2, beam_width=4, prompt_logprobs=0))
 
     assert engine.num_processed_tokens == len(PROMPT) + 4 * 5
-    assert len(answer.prompt_logprobs) == len(PROMPT)
-    assert answer.usage.completion_tokens == 2 * 6  # of the sequences that are returned
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    assert output.usage.completion_tokens == 2 * 6  # of the returned sequences
 
 
-def test_masks_hold_for_every_beam(model):
+def test_token_masks_apply_to_every_beam(model):
     allowed = [30, 31, 32]
 
-    answer = search(engine_of(model), beams(n=4, allowed_token_ids=allowed))
+    output = search(engine_of(model), beams(n=4, allowed_token_ids=allowed))
 
-    assert {token for choice in answer.choices for token in choice.token_ids} <= set(allowed)
-    assert len({choice.token_ids for choice in answer.choices}) == 4
+    assert {token for choice in output.choices for token in choice.token_ids} <= set(allowed)
+    assert len({choice.token_ids for choice in output.choices}) == 4
 
 
-def test_only_allowed_tokens_make_fewer_beams_until_there_are_enough(model):
-    """Of 2 tokens, 2 beams come out of the first step, 4 out of the second."""
-    answer = search(engine_of(model), beams(n=4, allowed_token_ids=[30, 31], max_tokens=2))
+def test_few_allowed_tokens_reduce_the_beams_of_the_first_steps(model):
+    """With 2 allowed tokens, the first step has 2 beams and the second 4."""
+    output = search(engine_of(model), beams(n=4, allowed_token_ids=[30, 31], max_tokens=2))
 
-    assert sorted(choice.token_ids for choice in answer.choices) == [
+    assert sorted(choice.token_ids for choice in output.choices) == [
         (first, second) for first in (30, 31) for second in (30, 31)
     ]
 
 
 @pytest.mark.parametrize("after_steps", [0, 1, 3])
-def test_a_search_can_be_cancelled(model, after_steps):
+def test_beam_search_can_be_cancelled(model, after_steps):
     engine = engine_of(model)
     engine.submit(GenerationRequest(PROMPT, beams(n=2, beam_width=4), request_id="r"))
     deltas = [delta for _ in range(after_steps) for delta in engine.step()]
-    engine.cancel("r", 1)  # ranked answers go together
+    engine.cancel("r", 1)  # ranked beams are cancelled together
     deltas += engine.step()
 
     assert [delta.finish_reason for delta in deltas] == ["abort"] * 2
@@ -240,49 +240,43 @@ def test_a_search_can_be_cancelled(model, after_steps):
     engine.check()
 
 
-def test_logits_that_are_no_numbers_end_the_search_with_an_error(model):
+def test_non_finite_logits_end_the_search_with_an_error(model):
     engine = engine_of(model)
-    runner = engine._runner
 
-    class Broken:
-        def run(self, plan):
-            results = runner.run(plan)
-            if engine.num_steps == 2:
-                logits = torch.full_like(results[-1].logits, torch.nan)
-                results[-1] = replace(results[-1], logits=logits)
-            return results
+    def broken(_module, _inputs, logits):
+        return torch.full_like(logits, torch.nan) if engine.num_steps == 2 else None
 
-    engine._runner = Broken()
+    with model.decoder.model.lm_head.register_forward_hook(broken):
+        output = search(engine, beams(n=2, beam_width=3))
 
-    answer = search(engine, beams(n=2, beam_width=3))
-
-    assert "NaN" in answer.error
-    assert [choice.finish_reason for choice in answer.choices] == ["error"] * 2
+    assert "NaN" in output.error
+    assert [choice.finish_reason for choice in output.choices] == ["error"] * 2
 
 
-def test_a_rule_that_evicts_does_so_in_every_beam(model):
-    """Each beam's tokens read alone under the same rule give each token the same score."""
+def test_eviction_applies_to_every_beam(model):
+    """Prefill of a beam's tokens under the same rule gives each token the same score."""
     policy = "recent:cap=12,every=4"
-    answer = search(
-        engine_of(model, room=8.0, longest=12, evict=policy), beams(n=3, max_tokens=12, logprobs=0)
+    output = search(
+        engine_of(model, num_sequences=8.0, longest=12, evict=policy),
+        beams(n=3, max_tokens=12, logprobs=0),
     )
 
-    for choice in answer.choices:
-        forced = [*PROMPT, *choice.token_ids]
+    for choice in output.choices:
+        token_ids = [*PROMPT, *choice.token_ids]
         scored = search(
             engine_of(model, evict=policy),
             SamplingParams(max_tokens=0, prompt_logprobs=0),
-            prompt=forced,
+            prompt=token_ids,
         )
-        again = scored.prompt_logprobs[len(PROMPT) :]
+        expected = scored.prompt_logprobs[len(PROMPT) :]
         assert [token.logprob for token in choice.logprobs] == pytest.approx(
-            [token.logprob for token in again], abs=1e-4
+            [token.logprob for token in expected], abs=1e-4
         )
 
 
-def test_more_beams_than_memory_holds_are_refused(model):
+def test_more_beams_than_fit_memory_are_refused(model):
     """26 tokens take 7 pages in each of 2 layers, of which 5 are shared: w beams need 5 + 2 w."""
-    engine = engine_of(model, room=2.0, longest=26)
+    engine = engine_of(model, num_sequences=2.0, longest=26)
     memory = engine.pool.kv.memory
     pages = memory.total_bytes // memory.layout.page_classes[0].page_bytes
     most = (pages // 2 - 5) // 2
@@ -292,7 +286,7 @@ def test_more_beams_than_memory_holds_are_refused(model):
     assert len(search(engine, beams(beam_width=most)).choices) == 2
 
 
-def test_beams_need_a_store_that_shares(model):
+def test_beam_search_requires_a_store_with_sharing(model):
     engine = engine_of(model, store="contiguous_growing", enable_prefix_caching=False)
 
     with pytest.raises(RequestError, match="beam search shares pages"):

@@ -1,4 +1,4 @@
-"""Text from tokens while they arrive: exact, final, and never half a character."""
+"""Incremental detokenization: exact text, without incomplete characters."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def pieces(tokenizer, token_ids, prompt=(), skip_special_tokens=True):
 @example("a\N{REPLACEMENT CHARACTER}")
 @example("👩‍👩‍👧‍👦 e\u0301 日本\n\n  don't")
 @settings(max_examples=200, deadline=None)
-def test_pushing_token_by_token_gives_the_whole_text(text):
+def test_incremental_text_equals_the_whole_text(text):
     token_ids = TINY(text)["input_ids"]
 
     assert "".join(pieces(TINY, token_ids)) == text
@@ -69,22 +69,22 @@ def test_pushing_token_by_token_gives_the_whole_text(text):
 @example("a😀b", 2)
 @example("a\N{REPLACEMENT CHARACTER}b", 4)
 @settings(max_examples=100, deadline=None)
-def test_an_answer_is_what_follows_the_prompt(text, cut):
+def test_output_text_is_the_text_after_the_prompt(text, cut):
     token_ids = TINY(text)["input_ids"]
-    prompt, answer = token_ids[:cut], token_ids[cut:]
+    prompt, output = token_ids[:cut], token_ids[cut:]
 
-    given_out = "".join(pieces(TINY, answer, prompt))
+    emitted = "".join(pieces(TINY, output, prompt))
 
-    assert given_out == text[shared_length(decode(TINY, prompt), text) :]
+    assert emitted == text[shared_length(decode(TINY, prompt), text) :]
 
 
 @given(token_ids=st.lists(st.integers(0, len(TINY) - 1), max_size=200), skip=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_tokens_of_no_real_text_decode_like_the_whole_too(token_ids, skip):
+def test_random_tokens_decode_like_the_whole_sequence(token_ids, skip):
     assert "".join(pieces(TINY, token_ids, (), skip)) == decode(TINY, token_ids, skip)
 
 
-def test_broken_bytes_decode_like_the_whole_however_many():
+def test_many_invalid_bytes_decode_like_the_whole_sequence():
     lead, tail = TINY("€")["input_ids"][:1], TINY("€")["input_ids"][1:]
 
     for token_ids in (lead * 300, tail * 300, (lead + tail) * 200 + lead, tail[:1] * 70 + lead):
@@ -92,14 +92,14 @@ def test_broken_bytes_decode_like_the_whole_however_many():
 
 
 @pytest.mark.parametrize("num_broken", range(MAX_HELD_TOKENS - 6, MAX_HELD_TOKENS + 2))
-def test_a_character_after_many_broken_bytes_stays_whole(num_broken):
+def test_character_after_many_invalid_bytes_is_decoded(num_broken):
     euro = TINY("€")["input_ids"]
     token_ids = euro[1:2] * num_broken + euro + TINY(" end")["input_ids"]
 
     assert "".join(pieces(TINY, token_ids)) == "\N{REPLACEMENT CHARACTER}" * num_broken + "€ end"
 
 
-def test_no_piece_but_the_last_ends_in_half_a_character():
+def test_only_the_last_piece_can_have_an_incomplete_character():
     token_ids = TINY("naïve 日本 😀 text")["input_ids"]
 
     for end in range(len(token_ids)):
@@ -108,13 +108,13 @@ def test_no_piece_but_the_last_ends_in_half_a_character():
         assert "\N{REPLACEMENT CHARACTER}" not in "".join(pushed)
 
 
-def test_a_cut_character_comes_out_as_broken_at_the_end():
+def test_incomplete_character_at_the_end_is_a_replacement_character():
     token_ids = TINY("a€")["input_ids"]
 
     assert pieces(TINY, token_ids[:-1])[-1] == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_finishing_twice_gives_nothing_more():
+def test_finish_twice_returns_no_more_text():
     detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
     detokenizer.push(TINY("€")["input_ids"][0])
 
@@ -130,7 +130,7 @@ SPELLED = [[token_id] for token_id in SPACED.convert_tokens_to_ids(WORDS)] + [
 
 @given(units=st.lists(st.sampled_from(SPELLED), max_size=20), cut=st.integers(0, 30))
 @settings(max_examples=200, deadline=None)
-def test_bytes_and_words_with_their_space_give_the_whole_text_after_any_prompt(units, cut):
+def test_sentencepiece_text_equals_the_whole_text_after_any_prompt(units, cut):
     token_ids = [token_id for unit in units for token_id in unit]
 
     ends = [sum(map(len, units[:count])) for count in range(len(units) + 1)]
@@ -145,21 +145,21 @@ def test_bytes_and_words_with_their_space_give_the_whole_text_after_any_prompt(u
     )
 
 
-def test_the_first_word_after_a_prompt_keeps_its_space():
+def test_first_word_after_a_prompt_keeps_its_space():
     hello, world = SPACED.convert_tokens_to_ids(["▁Hello", "▁world"])
 
     assert pieces(SPACED, [world], [hello]) == [" world", ""]
     assert pieces(SPACED, [world], [1]) == ["world", ""]
 
 
-def test_special_tokens_are_shown_only_on_request():
+def test_special_tokens_are_emitted_on_request_only():
     token_ids = [0, *TINY("hi")["input_ids"], 1]
 
     assert "".join(pieces(TINY, token_ids)) == "hi"
     assert "".join(pieces(TINY, token_ids, (), False)) == "<s>hi</s>"
 
 
-def test_tokens_without_text_do_not_pile_up():
+def test_window_is_bounded_for_tokens_without_text():
     detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
 
     for _ in range(10 * MAX_HELD_TOKENS):
@@ -169,7 +169,7 @@ def test_tokens_without_text_do_not_pile_up():
 
 
 @pytest.mark.parametrize("text", ["word ", "é😀", "\N{REPLACEMENT CHARACTER}"])
-def test_a_token_costs_the_same_late_as_early(text):
+def test_window_is_bounded_for_long_outputs(text):
     token_ids = (TINY(text)["input_ids"] * 4000)[:4000]
     detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
     longest = 0
@@ -181,12 +181,12 @@ def test_a_token_costs_the_same_late_as_early(text):
     assert longest <= 2 * MAX_HELD_TOKENS
 
 
-def test_without_a_tokenizer_there_is_no_text():
+def test_without_a_tokenizer_the_text_is_empty():
     assert pieces(None, [1, 2, 3], [4]) == ["", "", "", ""]
 
 
 def naive_stop(text, stops):
-    """The shortest beginning of the text that ends in a stop text, and the longest such stop."""
+    """The shortest prefix of the text that ends in a stop string, and the longest such stop."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -201,7 +201,7 @@ PIECES = st.lists(st.text("ab\nc", max_size=6), max_size=12)
 
 @given(stops=STOPS, pieces=PIECES, include=st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_stops_are_found_as_in_the_whole_text_however_it_is_cut(stops, pieces, include):
+def test_stop_strings_are_found_independent_of_the_pieces(stops, pieces, include):
     checker = StopChecker(stops, include=include)
     shown, found = "", None
 
@@ -219,7 +219,7 @@ def test_stops_are_found_as_in_the_whole_text_however_it_is_cut(stops, pieces, i
 
 @given(stops=STOPS, pieces=PIECES)
 @settings(max_examples=200, deadline=None)
-def test_only_what_may_become_a_stop_is_held_back(stops, pieces):
+def test_only_a_possible_stop_prefix_is_held_back(stops, pieces):
     checker = StopChecker(stops, include=False)
     whole = "".join(pieces)
     shown = ""
@@ -230,18 +230,18 @@ def test_only_what_may_become_a_stop_is_held_back(stops, pieces):
         if found is not None:
             return
 
-    held = whole[len(shown) :]
-    beginnings = {stop[:end] for stop in stops for end in range(1, len(stop))}
-    assert held == max((b for b in beginnings if whole.endswith(b)), key=len, default="")
+    held_text = whole[len(shown) :]
+    prefixes = {stop[:end] for stop in stops for end in range(1, len(stop))}
+    assert held_text == max((b for b in prefixes if whole.endswith(b)), key=len, default="")
 
 
-def test_without_stops_text_passes_at_once():
+def test_without_stop_strings_text_is_emitted_at_once():
     checker = StopChecker([], include=False)
 
     assert checker.push("anything") == ("anything", None)
     assert checker.flush() == ""
 
 
-def test_of_two_stops_the_one_that_ends_first_counts():
+def test_stop_string_that_ends_first_is_used():
     assert StopChecker(["abcd", "bc"], include=False).push("xabcd") == ("xa", "bc")
     assert StopChecker(["c", "abc"], include=True).push("xabcd") == ("xabc", "abc")

@@ -1,4 +1,4 @@
-"""The sampler: rows are judged alone, draws are repeatable, a bad row fails alone."""
+"""The sampler: batch invariance, reproducible draws, and isolated failures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,38 +58,38 @@ def mixed_rows(num_output=3):
 
 @given(order=st.permutations(range(len(MIXED))), size=st.integers(1, len(MIXED)))
 @settings(max_examples=30, deadline=None)
-def test_a_row_gets_the_same_token_in_any_batch(order, size):
+def test_token_of_a_row_is_independent_of_the_batch(order, size):
     sampler, logits, rows = Sampler(VOCAB, EOS), random_logits(len(MIXED)), mixed_rows()
     alone = [sampler.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     batch = order[:size]
 
-    together = sampler.sample(logits[batch], [rows[i] for i in batch])
+    tokens = sampler.sample(logits[batch], [rows[i] for i in batch])
 
-    assert [token.token_id for token in together] == [alone[i].token_id for i in batch]
-    assert [token.top_logprobs for token in together] == [alone[i].top_logprobs for i in batch]
+    assert [token.token_id for token in tokens] == [alone[i].token_id for i in batch]
+    assert [token.top_logprobs for token in tokens] == [alone[i].top_logprobs for i in batch]
 
 
-def test_greedy_in_one_pass_is_greedy_step_by_step(sampler):
+def test_greedy_fast_path_equals_the_general_path(sampler):
     logits = random_logits(64).to(torch.bfloat16)
-    harmless = SamplingParams(temperature=0.0, logit_bias={7: 0.0})
+    neutral = SamplingParams(temperature=0.0, logit_bias={7: 0.0})
 
     fast = sampler.sample(logits, [Row(SamplingParams(temperature=0.0))] * 64)
-    slow = sampler.sample(logits, [Row(harmless)] * 64)
+    slow = sampler.sample(logits, [Row(neutral)] * 64)
 
     assert fast == slow
     assert [token.token_id for token in fast] == logits.float().argmax(dim=-1).tolist()
 
 
-def test_the_greedy_pass_never_looks_further_than_the_largest_logit(sampler, monkeypatch):
-    monkeypatch.setattr(Sampler, "_choose", None)
-    monkeypatch.setattr("quire.sampling.sampler._score", None)
+def test_greedy_rows_need_only_an_argmax(sampler, monkeypatch):
+    for name in ("sampler.edit", "sampler.narrow", "sampler.sampling.score"):
+        monkeypatch.setattr(f"quire.sampling.{name}", pytest.fail)
 
     (token,) = sampler.sample(random_logits(1), [Row(SamplingParams(top_k=3, top_p=0.5))])
 
     assert token.token_id == random_logits(1).argmax()
 
 
-def test_tied_logits_give_the_smallest_token(sampler):
+def test_tied_logits_select_the_smallest_token_id(sampler):
     logits = torch.zeros(2, VOCAB)
 
     tokens = sampler.sample(logits, [Row(SamplingParams()), Row(SamplingParams(min_tokens=1))])
@@ -116,19 +116,19 @@ def test_draws_follow_the_distribution(sampler):
     assert chi_square < 18.47, "the 0.1% point of chi-square with 4 degrees of freedom"
 
 
-def test_a_seed_of_the_request_counts_before_that_of_the_engine(sampler):
+def test_request_seed_overrides_the_engine_seed(sampler):
     logits = torch.zeros(1, VOCAB)
-    seeded, free = SamplingParams(temperature=1.0, seed=-5), SamplingParams(temperature=1.0)
+    seeded, unseeded = SamplingParams(temperature=1.0, seed=-5), SamplingParams(temperature=1.0)
 
     def draws(params):
         rows = [Row(params, sampling_seed=seed) for seed in range(20)]
         return {token.token_id for token in sampler.sample(logits.expand(20, -1), rows)}
 
     assert len(draws(seeded)) == 1
-    assert len(draws(free)) > 10
+    assert len(draws(unseeded)) > 10
 
 
-def test_every_position_draws_anew_and_again_the_same(sampler):
+def test_draws_differ_by_position_and_are_reproducible(sampler):
     logits = torch.zeros(20, VOCAB)
     rows = [
         Row(SamplingParams(temperature=1.0, seed=1), output_token_ids=[0] * n) for n in range(20)
@@ -150,7 +150,7 @@ def test_every_position_draws_anew_and_again_the_same(sampler):
         (((1, 1, 1, 1, 5, 6, 7, 9),), set()),
     ],
 )
-def test_bad_sequences_are_those_of_transformers(sampler, bad_token_ids, banned):
+def test_bad_token_ids_equal_transformers(sampler, bad_token_ids, banned):
     logits = random_logits(1)
     logits[0, 9], logits[0, 3] = 50, 40
     process = reference.NoBadWordsLogitsProcessor([list(ids) for ids in bad_token_ids])
@@ -165,7 +165,7 @@ def test_bad_sequences_are_those_of_transformers(sampler, bad_token_ids, banned)
     assert token.token_id == expected.argmax()
 
 
-def test_end_tokens_wait_for_the_minimum_length_as_in_transformers(sampler):
+def test_min_tokens_equals_transformers(sampler):
     logits = random_logits(1)
     logits[0, [1, 2, 3]] = torch.tensor([50.0, 49.0, 48.0])
     params = SamplingParams(min_tokens=2, stop_token_ids=(3,))
@@ -179,7 +179,7 @@ def test_end_tokens_wait_for_the_minimum_length_as_in_transformers(sampler):
         assert token.token_id == expected
 
 
-def test_an_ignored_end_token_is_not_held_back(sampler):
+def test_ignored_eos_token_is_not_masked_by_min_tokens(sampler):
     logits = random_logits(1)
     logits[0, 1] = 50
 
@@ -188,7 +188,7 @@ def test_an_ignored_end_token_is_not_held_back(sampler):
     assert token.token_id == 1
 
 
-def test_repetition_counts_the_prompt_and_presence_does_not(sampler):
+def test_repetition_penalty_includes_the_prompt_and_presence_penalty_does_not(sampler):
     logits = torch.zeros(2, VOCAB)
     logits[:, 5], logits[:, 6], logits[:, 8] = 3.0, 2.5, 2.0
     rows = [
@@ -201,7 +201,7 @@ def test_repetition_counts_the_prompt_and_presence_does_not(sampler):
     assert [token.token_id for token in tokens] == [8, 5]
 
 
-def test_a_token_beyond_the_vocabulary_is_neither_chosen_nor_counted(sampler):
+def test_padded_vocabulary_is_neither_sampled_nor_counted(sampler):
     padded = torch.cat([random_logits(1), torch.full((1, 8), 99.0)], dim=1)
     params = SamplingParams(repetition_penalty=1.2, logprobs=1)
 
@@ -211,7 +211,7 @@ def test_a_token_beyond_the_vocabulary_is_neither_chosen_nor_counted(sampler):
     assert token == sampler.sample(random_logits(1), [Row(params, prompt_token_ids=[])])[0]
 
 
-def test_logprobs_are_those_of_the_unmodified_logits(sampler):
+def test_logprobs_are_computed_from_the_unmodified_logits(sampler):
     logits = random_logits(1)
     ranked = logits[0].argsort(descending=True).tolist()
     params = SamplingParams(
@@ -229,7 +229,7 @@ def test_logprobs_are_those_of_the_unmodified_logits(sampler):
     )
 
 
-def test_each_row_gets_as_many_logprobs_as_it_asked_for(sampler):
+def test_each_row_gets_its_requested_number_of_logprobs(sampler):
     rows = [Row(SamplingParams(logprobs=count)) for count in (None, 0, 1, 5)]
 
     tokens = sampler.sample(random_logits(4), rows)
@@ -247,10 +247,10 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for(sampler):
         SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=1),
     ],
 )
-def test_a_row_with_broken_logits_fails_alone(sampler, value, params):
+def test_row_with_non_finite_logits_fails_alone(sampler, value, params):
     logits = random_logits(3)
     rows = [Row(params, sampling_seed=seed) for seed in range(3)]
-    healthy = sampler.sample(logits, rows)
+    expected = sampler.sample(logits, rows)
     logits[1, 60] = value
 
     tokens = sampler.sample(logits, rows)
@@ -259,11 +259,11 @@ def test_a_row_with_broken_logits_fails_alone(sampler, value, params):
         NO_TOKEN,
         "the model gave NaN or infinite logits",
     )
-    assert (tokens[0], tokens[2]) == (healthy[0], healthy[2])
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_a_token_left_fails_alone(sampler, temperature):
+def test_row_without_allowed_tokens_fails_alone(sampler, temperature):
     empty = SamplingParams(
         temperature=temperature, allowed_token_ids=(3,), bad_token_ids=((3,),), logprobs=1
     )
@@ -274,18 +274,18 @@ def test_a_row_without_a_token_left_fails_alone(sampler, temperature):
     assert tokens[1].error is None
 
 
-def test_a_batch_of_nothing_gives_nothing(sampler):
+def test_empty_batch_gives_no_tokens(sampler):
     assert sampler.sample(torch.empty(0, VOCAB), []) == []
 
 
-def test_rows_that_do_not_fit_the_logits_are_a_bug(sampler):
+def test_mismatched_rows_and_logits_raise_an_invariant_error(sampler):
     with pytest.raises(InvariantError, match="2 rows"):
         sampler.sample(random_logits(1), [Row(SamplingParams())] * 2)
     with pytest.raises(InvariantError):
         sampler.sample(random_logits(1)[:, :-1], [Row(SamplingParams())])
 
 
-def test_a_prompt_is_scored_in_parts_as_in_one(monkeypatch):
+def test_prompt_logprobs_in_parts_equal_those_at_once(monkeypatch):
     monkeypatch.setattr("quire.sampling.sampler.PROMPT_ROWS_AT_ONCE", 3)
     logits = random_logits(8)
     next_token_ids = list(range(20, 28))
@@ -303,7 +303,7 @@ def test_a_prompt_is_scored_in_parts_as_in_one(monkeypatch):
     assert scored[7].top_logprobs[0][0] == logits[7].argmax()
 
 
-def test_a_prompt_with_broken_logits_fails():
+def test_prompt_logprobs_of_non_finite_logits_are_refused():
     logits = random_logits(2)
     logits[1, 3] = float("nan")
 
@@ -311,15 +311,15 @@ def test_a_prompt_with_broken_logits_fails():
         prompt_logprobs(logits, [1, 2], 0)
 
 
-def test_rows_one_by_one_are_rows_together(sampler):
+def test_one_by_one_sampling_equals_batched_sampling(sampler):
     alone = Sampler(VOCAB, EOS, one_by_one=True)
     logits, rows = random_logits(len(MIXED)), mixed_rows()
 
     assert alone.sample(logits, rows) == sampler.sample(logits, rows)
 
 
-def test_greedy_rows_share_a_pass_also_one_by_one(monkeypatch):
-    """The likeliest token is exact: only what is computed with logarithms is computed alone."""
+def test_one_by_one_sampling_batches_greedy_rows(monkeypatch):
+    """An argmax is exact: only rows with logprobs are computed one by one."""
     alone, sizes = Sampler(VOCAB, EOS, one_by_one=True), []
     sample = Sampler.sample
     monkeypatch.setattr(
@@ -331,7 +331,7 @@ def test_greedy_rows_share_a_pass_also_one_by_one(monkeypatch):
     assert sizes == [3, 3, 1, 1, 1]
 
 
-def test_a_prompt_scored_row_by_row_has_the_same_scores():
+def test_one_by_one_prompt_logprobs_equal_batched_ones():
     logits, following = random_logits(7), [3, 9, 4, 4, 100, 2, 1]
 
     assert prompt_logprobs(logits, following, 2, one_by_one=True) == (

@@ -1,4 +1,4 @@
-"""When an answer ends, why, and with which text."""
+"""Stop conditions of an output: when it ends, the reason and the text."""
 
 from pathlib import Path
 
@@ -44,11 +44,11 @@ def follow(params, token_ids, tokenizer=TINY):
         ({"min_tokens": 16}, 9, 16, Ending("length")),
     ],
 )
-def test_ids_and_length_end_an_answer(options, token_id, num_output, ending):
+def test_token_ids_and_length_end_an_output(options, token_id, num_output, ending):
     assert ending_token(SamplingParams(**options), EOS, token_id, num_output) == ending
 
 
-def test_a_stop_text_across_tokens_ends_the_answer_before_it():
+def test_stop_string_across_tokens_is_cut_from_the_output():
     text, ending, _ = follow(
         SamplingParams(max_tokens=99, stop="STOP now"), tokens("one two STOP now three")
     )
@@ -56,13 +56,13 @@ def test_a_stop_text_across_tokens_ends_the_answer_before_it():
     assert (text, ending) == ("one two ", Ending("stop", "STOP now"))
 
 
-def test_a_stop_text_is_kept_on_request():
+def test_stop_string_is_included_on_request():
     params = SamplingParams(max_tokens=99, stop="STOP", include_stop_str_in_output=True)
 
     assert follow(params, tokens("one STOP two"))[0] == "one STOP"
 
 
-def test_no_part_of_a_stop_text_is_ever_shown():
+def test_partial_stop_string_is_not_emitted():
     output = OutputText(SamplingParams(max_tokens=99, stop="\n\nQ:"), EOS, TINY, ())
     shown = ""
 
@@ -73,21 +73,21 @@ def test_no_part_of_a_stop_text_is_ever_shown():
     assert shown + output.abort() == "yes\n\nQ"
 
 
-def test_what_was_held_back_comes_out_at_the_length():
+def test_held_back_text_is_emitted_at_max_tokens():
     token_ids = tokens("yes ST")
     params = SamplingParams(max_tokens=len(token_ids), stop="STOP")
 
     assert follow(params, token_ids) == ("yes ST", Ending("length"), len(token_ids))
 
 
-def test_a_stop_text_counts_before_the_length():
+def test_stop_string_takes_precedence_over_length():
     token_ids = tokens("yes STOP")
     params = SamplingParams(max_tokens=len(token_ids), stop="STOP")
 
     assert follow(params, token_ids)[:2] == ("yes ", Ending("stop", "STOP"))
 
 
-def test_a_stop_text_within_the_minimum_length_is_text():
+def test_stop_string_within_min_tokens_is_ignored():
     token_ids = tokens("a STOP b STOP c")
     params = SamplingParams(max_tokens=99, min_tokens=len(tokens("a STOP b")), stop="STOP")
 
@@ -95,7 +95,7 @@ def test_a_stop_text_within_the_minimum_length_is_text():
 
 
 @pytest.mark.parametrize(("include", "shown"), [(False, "one"), (True, "one!")])
-def test_the_text_of_a_stop_token_is_left_out_unless_asked_for(include, shown):
+def test_stop_token_text_is_included_on_request_only(include, shown):
     (mark,) = tokens("!")
     params = SamplingParams(stop_token_ids=(mark,), include_stop_str_in_output=include)
 
@@ -104,20 +104,20 @@ def test_the_text_of_a_stop_token_is_left_out_unless_asked_for(include, shown):
     assert (text, ending) == (shown, Ending("stop", mark))
 
 
-def test_an_end_token_shows_no_text_even_where_special_tokens_do():
+def test_eos_token_has_no_text_even_without_skipping_special_tokens():
     params = SamplingParams(skip_special_tokens=False)
 
     assert follow(params, [*tokens("one"), 1])[0] == "one"
 
 
-def test_a_character_cut_by_the_length_comes_out_as_broken():
+def test_incomplete_character_at_max_tokens_is_a_replacement_character():
     token_ids = tokens("a€")
     params = SamplingParams(max_tokens=len(token_ids) - 1)
 
     assert follow(params, token_ids)[0] == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_without_a_tokenizer_ids_and_length_still_end_the_answer():
+def test_without_a_tokenizer_ids_and_length_end_an_output():
     params = SamplingParams(max_tokens=3, stop="never")
 
     assert follow(params, [7, 7, 7, 7], tokenizer=None) == ("", Ending("length"), 3)

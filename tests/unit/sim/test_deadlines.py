@@ -1,4 +1,4 @@
-"""Deadlines and urgency on a clock: who has to be early is, whatever the batcher."""
+"""Deadlines and urgent requests in simulated time, for every batcher."""
 
 import random
 from dataclasses import replace
@@ -10,8 +10,7 @@ from quire.sim.metrics import summarise
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig, make_simulator, simulate
 from support.kv_options import kv_config
-from unit.sim.test_timing import RATES
-from unit.sim.traces import request, trace
+from support.sim_traces import RATES, request, trace
 
 ROWS = 4
 TINY = model_shape("quire-tiny")
@@ -27,7 +26,7 @@ def config(batcher="continuous", *, memory="2MiB", urgent=None):
 
 
 def jobs(count, seed):
-    """(prompt tokens, answer tokens, deadline in units of its own service) of short and long."""
+    """(prompt tokens, output tokens, deadline in units of service time), short and long mixed."""
     rng = random.Random(seed)
     short = [(rng.randint(5, 30), rng.randint(4, 12), 3.0) for _ in range(count)]
     long = [(rng.randint(40, 120), rng.randint(60, 120), 12.0) for _ in range(count // 3)]
@@ -37,42 +36,40 @@ def jobs(count, seed):
 
 
 def arrivals(load, seed, count=60):
-    """Poisson arrivals at a part of what the machine can serve, each with a deadline."""
+    """Poisson arrivals at a fraction of the machine's capacity, each with a deadline."""
     mixed = jobs(count, seed)
     at_once = trace(*(request(i, 0, p, a) for i, (p, a, _) in enumerate(mixed, 1)))
     capacity_s = simulate(at_once, config()).gauges.time_s / len(mixed)
     rng, now_s, found = random.Random(seed + 1), 0.0, []
-    for number, (prompt, answer, slack) in enumerate(mixed, 1):
-        deadline_s = slack * ROWS * capacity_s * (answer + prompt / 16) / 30
-        requested = request(number, now_s, prompt, answer)
-        found.append(replace(requested, deadline_s=deadline_s))
+    for number, (prompt, output, slack) in enumerate(mixed, 1):
+        deadline_s = slack * ROWS * capacity_s * (output + prompt / 16) / 30
+        requests = request(number, now_s, prompt, output)
+        found.append(replace(requests, deadline_s=deadline_s))
         now_s += rng.expovariate(load / capacity_s)
     return trace(*found)
 
 
 def met(load, batcher, *, known):
-    """Part of the deadlines that were met; the scheduler knows of them or serves who came first."""
-    kept = total = 0
+    """Fraction of deadlines met, with deadlines known or first come, first served."""
+    num_met = total = 0
     for seed in range(2):
-        requested = arrivals(load, seed)
-        seen = (
-            requested
-            if known
-            else trace(*(replace(r, deadline_s=None) for r in requested.requests))
+        requests = arrivals(load, seed)
+        visible = (
+            requests if known else trace(*(replace(r, deadline_s=None) for r in requests.requests))
         )
-        result = simulate(seen, config(batcher))
-        for record, wanted in zip(result.records, requested.requests, strict=True):
-            kept += record.finish_s <= wanted.arrival_s + wanted.deadline_s
+        result = simulate(visible, config(batcher))
+        for record, wanted in zip(result.records, requests.requests, strict=True):
+            num_met += record.finish_s <= wanted.arrival_s + wanted.deadline_s
             total += 1
-    return kept / total
+    return num_met / total
 
 
 @pytest.mark.parametrize(
     "load",
     [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow), 1.1],
 )
-def test_more_deadlines_are_met_than_by_serving_who_came_first(load):
-    """Part of 160 deadlines met, by load; in the right columns whoever came first is served.
+def test_more_deadlines_are_met_than_first_come_first_served(load):
+    """Fraction of 160 deadlines met, by load; right columns: first come, first served.
 
     batcher      0.5             0.8             1.1
     continuous   1.000  0.950    1.000  0.806    0.938  0.450
@@ -88,11 +85,11 @@ def test_more_deadlines_are_met_than_by_serving_who_came_first(load):
     "load",
     [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow), 1.1],
 )
-def test_so_it_is_under_other_batchers(batcher, load):
+def test_more_deadlines_are_met_with_other_batchers(batcher, load):
     assert met(load, batcher, known=True) > met(load, batcher, known=False)
 
 
-def test_deadlines_met_are_among_the_numbers():
+def test_summary_reports_the_fraction_of_deadlines_met():
     late = replace(request(1, 0, 50, 20), deadline_s=1e-6)
     early = replace(request(2, 0, 50, 20), deadline_s=1e6)
 
@@ -104,8 +101,8 @@ def test_deadlines_met_are_among_the_numbers():
 # ---- urgency -----------------------------------------------------------------------------------
 
 
-class WatchedTimer:
-    """A timer that remembers its longest step."""
+class RecordingTimer:
+    """A timer that records its longest step."""
 
     def __init__(self, timer):
         self.timer, self.model, self.longest_s = timer, timer.model, 0.0
@@ -117,26 +114,26 @@ class WatchedTimer:
 
 
 def longest_wait(batcher, memory, urgent):
-    """Of urgent requests among long ones: (their longest queue time, the longest step)."""
+    """The longest queue time of urgent requests among long ones, and the longest step."""
     rng = random.Random(5)
-    requested = []
+    requests = []
     for number in range(1, 24):
-        prompt, answer = rng.randint(5, 90), rng.randint(40, 90)
-        requested.append(request(number, 0.0005 * number, prompt, answer))
+        prompt, output = rng.randint(5, 90), rng.randint(40, 90)
+        requests.append(request(number, 0.0005 * number, prompt, output))
     for number in range(40, 46):
-        arrival_s = 0.005 * (number - 39) + 0.002 * rng.random()  # four at once at most
-        requested.append(replace(request(number, arrival_s, rng.randint(5, 60), 8), priority=-1))
-    requested.sort(key=lambda r: r.arrival_s)
-    simulator = make_simulator(trace(*requested), config(batcher, memory=memory, urgent=urgent))
-    simulator.timer = WatchedTimer(simulator.timer)
+        arrival_s = 0.005 * (number - 39) + 0.002 * rng.random()  # at most four at once
+        requests.append(replace(request(number, arrival_s, rng.randint(5, 60), 8), priority=-1))
+    requests.sort(key=lambda r: r.arrival_s)
+    simulator = make_simulator(trace(*requests), config(batcher, memory=memory, urgent=urgent))
+    simulator.timer = RecordingTimer(simulator.timer)
     records = simulator.run().records
-    waits = [r.queue_s for r, a in zip(records, requested, strict=True) if a.priority == -1]
+    waits = [r.queue_s for r, a in zip(records, requests, strict=True) if a.priority == -1]
     return max(waits), simulator.timer.longest_s
 
 
 @pytest.mark.parametrize("memory", ["2MiB", "700KiB"])
 @pytest.mark.parametrize("batcher", BETWEEN_STEPS)
-def test_an_urgent_request_waits_for_one_step_at_most(batcher, memory):
+def test_urgent_request_waits_for_at_most_one_step(batcher, memory):
     wait_s, step_s = longest_wait(batcher, memory, urgent=-1)
     plain_s, _ = longest_wait(batcher, memory, urgent=None)
 
@@ -145,7 +142,7 @@ def test_an_urgent_request_waits_for_one_step_at_most(batcher, memory):
 
 
 @pytest.mark.parametrize("batcher", ["static", "pd"])
-def test_batches_that_run_to_their_end_let_nobody_in_between_steps(batcher):
+def test_static_batches_admit_no_urgent_request_between_steps(batcher):
     wait_s, step_s = longest_wait(batcher, "2MiB", urgent=-1)
 
     assert wait_s > 3 * step_s

@@ -1,4 +1,4 @@
-"""Percentiles against NumPy, fairness against its formula, gauges against sums by hand."""
+"""Percentiles compared with NumPy, fairness with its formula, gauges with direct sums."""
 
 import itertools
 import math
@@ -43,21 +43,21 @@ def reading(time_s=0.0, used=0, allocated=0, wasted=0, running=0, waiting=0):
 
 
 @pytest.mark.parametrize("q", [50, 90, 95, 99])
-def test_percentiles_are_those_of_numpy(q):
-    numbers = latencies(RUNS)
+def test_percentiles_equal_numpy(q):
+    summary = latencies(RUNS)
     tpot = [
         (r.finish_s - r.first_token_s) / (r.answer_tokens - 1) for r in RUNS if r.answer_tokens > 1
     ]
 
-    assert numbers[f"queue_p{q}_s"] == np.percentile([r.admitted_s - r.arrival_s for r in RUNS], q)
-    assert numbers[f"ttft_p{q}_s"] == np.percentile(
+    assert summary[f"queue_p{q}_s"] == np.percentile([r.admitted_s - r.arrival_s for r in RUNS], q)
+    assert summary[f"ttft_p{q}_s"] == np.percentile(
         [r.first_token_s - r.arrival_s for r in RUNS], q
     )
-    assert numbers[f"e2e_p{q}_s"] == np.percentile([r.finish_s - r.arrival_s for r in RUNS], q)
-    assert numbers[f"tpot_p{q}_s"] == np.percentile(tpot, q)
+    assert summary[f"e2e_p{q}_s"] == np.percentile([r.finish_s - r.arrival_s for r in RUNS], q)
+    assert summary[f"tpot_p{q}_s"] == np.percentile(tpot, q)
 
 
-def test_percentiles_of_nothing_are_left_out():
+def test_percentiles_of_no_values_are_omitted():
     assert percentiles("ttft", []) == percentiles("ttft", [math.nan]) == {}
 
 
@@ -75,7 +75,7 @@ def test_jains_index(served, index):
     assert jain_index(served) == index
 
 
-def test_tokens_count_while_all_tenants_wait():
+def test_served_tokens_count_while_all_tenants_are_backlogged():
     def requested(tenant):
         return make_request("r", [1], SamplingParams(), tenant=tenant)
 
@@ -92,8 +92,8 @@ def test_tokens_count_while_all_tenants_wait():
     assert not served.all_backlogged
 
 
-def test_a_tenant_that_waits_for_moments_is_not_compared():
-    """It waits while a request of the other is served to its end, time and again."""
+def test_briefly_backlogged_tenant_is_not_compared():
+    """It waits repeatedly while one request of the other tenant is served."""
     served = ServedTokens(("flood", "small"))
     flood = make_request("r", [1], SamplingParams(), tenant="flood")
     for _ in range(100):
@@ -108,7 +108,7 @@ def test_a_tenant_that_waits_for_moments_is_not_compared():
     assert jain_index(served.by_weight) is None
 
 
-def test_a_stretch_in_which_all_wait_for_long_is_compared():
+def test_long_backlog_of_all_tenants_is_compared():
     served = ServedTokens(("a", "b"))
     both = [make_request("r", [1], SamplingParams(), tenant=tenant) for tenant in "ab"]
     for tenant in "ab" * 11:
@@ -121,7 +121,7 @@ def test_a_stretch_in_which_all_wait_for_long_is_compared():
     assert served.settled == served.tokens == {"a": 33, "b": 11}
 
 
-def test_a_heavier_tenant_gets_more():
+def test_fairness_accounts_for_tenant_weights():
     served = ServedTokens(("a", "b"), {"a": 3.0})
     served.settled.update(a=30, b=10)
 
@@ -129,25 +129,25 @@ def test_a_heavier_tenant_gets_more():
     assert jain_index(ServedTokens(("a", "b")).by_weight) is None
 
 
-def test_events_add_up():
+def test_event_tally_sums_events():
     def event(kind, **data):
         return KVEvent(kind, 0.0, "r", "default", data)
 
     tally = EventTally()
-    for told in (
+    for occurred in (
         event("swapped_out", kv_bytes=100, seconds=0.1),
         event("swapped_in", kv_bytes=60, seconds=0.1),
         event("preempted", how="recompute", reason="", lost_tokens=7, freed_bytes=1),
         event("copied", pages=2, kv_bytes=32),
         event("chunk", tokens=5, kv_bytes=1),
     ):
-        tally(told)
+        tally(occurred)
 
     assert (tally.num_swaps_out, tally.num_swaps_in, tally.swapped_bytes) == (1, 1, 160)
     assert (tally.lost_tokens, tally.copied_bytes) == (7, 32)
 
 
-def test_gauges_weigh_by_time():
+def test_gauges_are_weighted_by_time():
     gauges = Gauges()
     gauges.hold(reading(used=100, allocated=80, wasted=20, running=2, waiting=4), 3.0)
     gauges.hold(reading(used=40, allocated=40, wasted=30, running=1), 1.0)
@@ -158,7 +158,7 @@ def test_gauges_weigh_by_time():
     assert (gauges.peak_used_bytes, gauges.peak_running, gauges.peak_waiting) == (100, 2, 4)
 
 
-def test_a_long_series_is_thinned_evenly():
+def test_long_series_is_thinned_evenly():
     gauges = Gauges()
     for i in range(20_000):
         gauges.hold(reading(time_s=float(i)), 1.0)
@@ -168,5 +168,5 @@ def test_a_long_series_is_thinned_evenly():
     assert len({b - a for a, b in itertools.pairwise(times)}) == 1
 
 
-def test_gauges_of_nothing_are_zero():
+def test_gauges_without_readings_are_zero():
     assert Gauges().waste_fraction == Gauges().mean("running") == 0.0

@@ -1,4 +1,4 @@
-"""The same run every time, nobody lost, times that can be added up by hand."""
+"""The simulator: deterministic runs, complete requests, and times that follow from the steps."""
 
 import math
 from dataclasses import astuple, replace
@@ -26,13 +26,12 @@ from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Segment, TraceOptions
 from quire.sim.traces.loading import load_trace
 from support.kv_options import kv_config, kv_options
-from unit.sim.test_timing import RATES
-from unit.sim.traces import recorded, request, trace
+from support.sim_traces import RATES, recorded, request, trace
 
 TINY = model_shape("quire-tiny")
 CONFIG = SimConfig(model=TINY, rates=RATES, kv=KVConfig(memory="2MiB"))
 WINDOWED = replace(TINY, layers=tuple(LayerSpec(window=w) for w in (None, 64, 64, None) * 2))
-CROWD = trace(*(request(i, i * 0.0005, 60 + i % 7 * 40, 30 + i % 5 * 20) for i in range(1, 26)))
+OVERLOAD = trace(*(request(i, i * 0.0005, 60 + i % 7 * 40, 30 + i % 5 * 20) for i in range(1, 26)))
 
 rows_of_loads = st.lists(
     st.tuples(st.floats(0, 0.1), st.integers(1, 400), st.integers(0, 90), st.sampled_from("abc")),
@@ -48,8 +47,8 @@ def outcomes(result):
 # ---- one request -------------------------------------------------------------------------------
 
 
-def test_one_request_takes_the_sum_of_its_steps():
-    """A prompt of 5 and an answer of 3: one step of 5 tokens, then two of 1."""
+def test_request_time_is_the_sum_of_its_steps():
+    """A prompt of 5 and an output of 3: one step of 5 tokens, then two of 1."""
     result = simulate(trace(request(1, 0, 5, 3)), CONFIG)
     [record] = result.records
     timer = StepTimer(TINY, RATES)
@@ -67,7 +66,7 @@ def seconds(timer, new, before):
     return timer.seconds(np.array([new]), np.array([before]), 1)
 
 
-def test_a_request_waits_for_the_step_that_runs_when_it_comes():
+def test_request_waits_for_the_running_step():
     result = simulate(trace(request(1, 0, 100, 2), request(2, 0.0001, 5, 1)), CONFIG)
     first, second = result.records
 
@@ -75,7 +74,7 @@ def test_a_request_waits_for_the_step_that_runs_when_it_comes():
     assert second.queue_s == pytest.approx(first.first_token_s - 0.0001)
 
 
-def test_time_passes_while_nothing_is_there():
+def test_time_advances_while_idle():
     result = simulate(trace(request(1, 0, 5, 1), request(2, 100.0, 5, 1)), CONFIG)
 
     assert result.records[1].admitted_s == 100.0
@@ -83,7 +82,7 @@ def test_time_passes_while_nothing_is_there():
     assert result.busy_s < 0.1
 
 
-def test_an_answer_of_no_tokens_counts_as_one():
+def test_empty_output_counts_as_one_token():
     [record] = simulate(trace(request(1, 0, 5, 0)), CONFIG).records
 
     assert record.answer_tokens == 1
@@ -91,10 +90,10 @@ def test_an_answer_of_no_tokens_counts_as_one():
     assert math.isnan(record.tpot_s)
 
 
-# ---- what cannot run ---------------------------------------------------------------------------
+# ---- refused requests --------------------------------------------------------------------------
 
 
-def test_answers_end_with_the_context_and_longer_prompts_are_refused():
+def test_outputs_are_truncated_at_the_context_and_longer_prompts_refused():
     longest = TINY.max_positions
     result = simulate(
         trace(request(1, 0, longest - 2, 50), request(2, 0, longest, 1)),
@@ -107,7 +106,7 @@ def test_answers_end_with_the_context_and_longer_prompts_are_refused():
     assert not refused.finished
 
 
-def test_what_never_fits_is_counted():
+def test_requests_that_never_fit_are_counted():
     page_bytes = 8 * 2 * 4 * 32 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
     config = replace(CONFIG, kv=KVConfig(memory=4 * page_bytes))
     result = simulate(trace(request(1, 0, 70, 1), request(2, 0, 30, 5)), config)
@@ -119,11 +118,11 @@ def test_what_never_fits_is_counted():
 # ---- runs --------------------------------------------------------------------------------------
 
 
-def test_a_run_is_the_same_every_time():
-    first, again = (simulate(CROWD, CONFIG) for _ in range(2))
+def test_simulation_is_deterministic():
+    first, second = (simulate(OVERLOAD, CONFIG) for _ in range(2))
 
-    assert outcomes(first) == outcomes(again)
-    assert summarise(first) == summarise(again)
+    assert outcomes(first) == outcomes(second)
+    assert summarise(first) == summarise(second)
     assert sum(record.preemptions for record in first.records) > 0
 
 
@@ -132,8 +131,8 @@ def test_a_run_is_the_same_every_time():
 def test_every_request_is_finished_or_refused(rows, memory):
     load = trace(
         *(
-            request(line, at, prompt, answer, tenant=tenant)
-            for line, (at, prompt, answer, tenant) in enumerate(sorted(rows), start=1)
+            request(line, at, prompt, output, tenant=tenant)
+            for line, (at, prompt, output, tenant) in enumerate(sorted(rows), start=1)
         )
     )
     config = replace(CONFIG, kv=KVConfig(memory=memory))
@@ -142,41 +141,39 @@ def test_every_request_is_finished_or_refused(rows, memory):
     result = simulate(load, config)
 
     assert len(result.records) == len(load.requests)
-    for record, requested in zip(result.records, load.requests, strict=True):
+    for record, expected in zip(result.records, load.requests, strict=True):
         assert record.finished == (record.refused is None)
         if record.finished:
-            assert record.answer_tokens == max(1, requested.answer.tokens)
-            assert (
-                requested.arrival_s <= record.admitted_s < record.first_token_s <= record.finish_s
-            )
-    numbers = summarise(result)
-    assert numbers["recomputed_tokens"] >= 0
-    if not numbers["preemptions"]:
-        assert numbers["recomputed_tokens"] == 0
-    assert 0 <= numbers["kv_mean_share"] <= numbers["kv_peak_share"] <= 1
-    assert 0 <= numbers["waste_fraction"] < 1
+            assert record.answer_tokens == max(1, expected.answer.tokens)
+            assert expected.arrival_s <= record.admitted_s < record.first_token_s <= record.finish_s
+    summary = summarise(result)
+    assert summary["recomputed_tokens"] >= 0
+    if not summary["preemptions"]:
+        assert summary["recomputed_tokens"] == 0
+    assert 0 <= summary["kv_mean_share"] <= summary["kv_peak_share"] <= 1
+    assert 0 <= summary["waste_fraction"] < 1
 
 
-def test_a_memory_that_never_runs_full_preempts_nobody():
-    result = simulate(CROWD, replace(CONFIG, kv=KVConfig(memory="auto")))
-    numbers = summarise(result)
+def test_large_memory_has_no_preemptions():
+    result = simulate(OVERLOAD, replace(CONFIG, kv=KVConfig(memory="auto")))
+    summary = summarise(result)
 
-    assert numbers["preemptions"] == numbers["recomputed_tokens"] == 0
-    assert numbers["kv_peak_share"] <= 1
+    assert summary["preemptions"] == summary["recomputed_tokens"] == 0
+    assert summary["kv_peak_share"] <= 1
 
 
-def test_one_table_for_all_layers_makes_the_same_decisions():
-    """The reference keeps a table entry for every layer, as the engine does."""
+def test_folded_layout_gives_the_same_schedule():
+    """The reference has a table entry for every layer, as the engine does."""
     layout = layout_for(TINY, codec="bfloat16", page_tokens=16)
     folded = folded_layout(TINY, codec="bfloat16", page_tokens=16)
     total_bytes = 40 * folded.smallest_sequence_bytes
     config = replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=16))
     results = []
-    for of in (layout, folded):
+    for tested in (layout, folded):
         clock = VirtualClock()
         copies = TimedCopies(1e9)
-        scheduler = make_scheduler(KVMemory(of, total_bytes, 16), config, clock, copies)
-        simulator = Simulator(CROWD, scheduler, make_timer(config), clock, copies)
+        scheduler = make_scheduler(KVMemory(tested, total_bytes, 16), config, clock, copies)
+        simulator = Simulator(OVERLOAD, scheduler, make_timer(config), clock, copies)
         results.append(simulator.run())
 
     assert results[0].memory_bytes == results[1].memory_bytes
@@ -188,19 +185,19 @@ def test_one_table_for_all_layers_makes_the_same_decisions():
 @pytest.mark.parametrize("evicting", [False, True])
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4_outliers+sinks=1+plain=bfloat16"])
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
-def test_folded_lanes_hold_the_bytes_of_all_layers(model, codec, evicting):
-    """Pages of 3 tokens are no whole cache lines: each layer has padding, and positions."""
-    whole, folded = (
+def test_folded_lanes_have_the_bytes_of_all_layers(model, codec, evicting):
+    """Pages of 3 tokens are not whole cache lines: each layer has padding and positions."""
+    full, folded = (
         make(model, codec=codec, page_tokens=3, evicting=evicting)
         for make in (layout_for, folded_layout)
     )
 
-    for one, all_layers in zip(folded.groups, whole.groups, strict=True):
-        assert one.bytes_at_most(100, 7) == all_layers.bytes_at_most(100, 7)
-        one_class, layer_class = one.page_class, all_layers.page_class
-        assert one_class.slot_bytes == len(all_layers.layers) * layer_class.slot_bytes
-    assert folded.smallest_sequence_bytes == whole.smallest_sequence_bytes
-    assert [group.num_lanes for group in folded.groups] == [1] * len(whole.groups)
+    for single, all_layers in zip(folded.groups, full.groups, strict=True):
+        assert single.bytes_at_most(100, 7) == all_layers.bytes_at_most(100, 7)
+        single_class, layer_class = single.page_class, all_layers.page_class
+        assert single_class.slot_bytes == len(all_layers.layers) * layer_class.slot_bytes
+    assert folded.smallest_sequence_bytes == full.smallest_sequence_bytes
+    assert [group.num_lanes for group in folded.groups] == [1] * len(full.groups)
 
 
 def test_windows_and_eviction_are_simulated():
@@ -211,33 +208,33 @@ def test_windows_and_eviction_are_simulated():
     )
 
     capped = summarise(simulate(load, config))
-    whole = summarise(simulate(load, replace(config, model=TINY, eviction=EvictionSpec())))
+    full = summarise(simulate(load, replace(config, model=TINY, eviction=EvictionSpec())))
 
-    assert capped["finished"] == whole["finished"] == 4
-    assert capped["kv_peak_bytes"] < whole["kv_peak_bytes"] / 2
+    assert capped["finished"] == full["finished"] == 4
+    assert capped["kv_peak_bytes"] < full["kv_peak_bytes"] / 2
 
 
 @pytest.mark.parametrize("mode", ["swap", "hybrid", "auto", "recompute"])
-def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
+def test_swap_preemption_recomputes_nothing_and_is_timed(mode):
     schedule = ScheduleConfig(preempt=mode)
     kv = replace(CONFIG.kv, swap_space="0" if mode == "recompute" else "64MiB")
-    simulator = make_simulator(CROWD, replace(CONFIG, kv=kv, schedule=schedule))
+    simulator = make_simulator(OVERLOAD, replace(CONFIG, kv=kv, schedule=schedule))
     result = simulator.run()
-    numbers = summarise(result)
+    summary = summarise(result)
 
-    assert numbers["preemptions"] > 0
-    assert numbers["swaps_in"] == numbers["swaps_out"]
+    assert summary["preemptions"] > 0
+    assert summary["swaps_in"] == summary["swaps_out"]
     if mode == "swap":
-        assert numbers["swaps_out"] == numbers["preemptions"]
-        assert numbers["recomputed_tokens"] == numbers["lost_tokens"] == 0
+        assert summary["swaps_out"] == summary["preemptions"]
+        assert summary["recomputed_tokens"] == summary["lost_tokens"] == 0
     if mode == "recompute":
-        assert numbers["swaps_out"] == 0
-    copied_s = numbers["swapped_bytes"] / RATES.copy_bytes_per_s
+        assert summary["swaps_out"] == 0
+    copied_s = summary["swapped_bytes"] / RATES.copy_bytes_per_s
     assert simulator.copies() == pytest.approx(copied_s)
 
 
 @pytest.mark.parametrize(
-    ("kv", "schedule", "says"),
+    ("kv", "schedule", "message"),
     [
         (
             {"offload_memory": "1GiB"},
@@ -255,13 +252,13 @@ def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
         ({}, {"objective": "throughput"}, "all weights are on the device"),
     ],
 )
-def test_options_that_a_simulation_knows_nothing_of_are_refused(kv, schedule, says):
+def test_unsupported_options_are_refused(kv, schedule, message):
     config = replace(
         CONFIG, kv=replace(CONFIG.kv, **kv_options(kv)), schedule=ScheduleConfig(**schedule)
     )
 
-    with pytest.raises(ConfigError, match=says):
-        make_simulator(CROWD, config)
+    with pytest.raises(ConfigError, match=message):
+        make_simulator(OVERLOAD, config)
 
 
 # ---- waste -------------------------------------------------------------------------------------
@@ -278,15 +275,15 @@ def test_waste_is_weighted_by_time():
     assert result.gauges.waste_fraction == pytest.approx(expected)
 
 
-def test_contiguous_pieces_waste_what_sequences_do_not_fill():
-    """Pieces of 400 slots for sequences that end with 99: 301 of 400 are empty at the end."""
+def test_contiguous_segments_waste_unfilled_slots():
+    """Segments of 400 slots for sequences that end with 99: 301 of 400 are empty at the end."""
     load = trace(*(request(i, 0, 90, 10) for i in range(1, 6)), request(6, 0, 500, 10))
 
     run = run_contiguous(load, CONFIG, 400)
 
     assert (run.max_tokens, run.num_dropped) == (400, 1)
     assert run.request_waste_fraction == pytest.approx(301 / 400)
-    assert 301 / 400 < run.waste_fraction < 310 / 400  # while they grow, more is empty
+    assert 301 / 400 < run.waste_fraction < 310 / 400  # more is empty while sequences grow
     assert run.result.memory_bytes == simulate(load, CONFIG).memory_bytes
     assert longest_tokens(load) == 510
 
@@ -294,13 +291,13 @@ def test_contiguous_pieces_waste_what_sequences_do_not_fill():
 @pytest.mark.parametrize("store", ["paged", "contiguous_max", "contiguous_growing"])
 def test_every_store_can_be_simulated(store):
     kv = kv_config(memory="auto", store=store, store_tokens=600, enable_prefix_caching=False)
-    numbers = summarise(simulate(CROWD, replace(CONFIG, kv=kv)))
+    summary = summarise(simulate(OVERLOAD, replace(CONFIG, kv=kv)))
 
-    assert numbers["finished"] == len(CROWD.requests)
-    assert numbers["preemptions"] == 0
+    assert summary["finished"] == len(OVERLOAD.requests)
+    assert summary["preemptions"] == 0
 
 
-def test_nothing_is_served_where_everything_is_too_long():
+def test_contiguous_run_of_too_long_requests_serves_none():
     run = run_contiguous(trace(request(1, 0, 90, 10)), CONFIG, 50)
 
     assert (run.num_dropped, run.result, run.waste_fraction) == (1, None, 0.0)
@@ -314,40 +311,40 @@ def test_waste_of_requests_counts_whole_pages():
 
 # ---- shared prefixes ---------------------------------------------------------------------------
 
-TALKS = trace(
+CONVERSATIONS = trace(
     *(request(i, i * 0.05, 9, 20, shared=[(i % 3, 64), (10 + i % 6, 32)]) for i in range(1, 19))
 )
 
 
-def test_a_memory_that_never_runs_full_hits_all_that_can_be_reused():
-    numbers = summarise(simulate(TALKS, replace(CONFIG, kv=KVConfig(memory="auto"))))
+def test_large_memory_reuses_all_reusable_prefixes():
+    summary = summarise(simulate(CONVERSATIONS, replace(CONFIG, kv=KVConfig(memory="auto"))))
 
-    assert 0.7 < numbers["prefix_hit_fraction"] < 1
-    assert numbers["prefix_hit_fraction"] == numbers["reusable_token_fraction"]
-    assert numbers["recomputed_tokens"] == 0
+    assert 0.7 < summary["prefix_hit_fraction"] < 1
+    assert summary["prefix_hit_fraction"] == summary["reusable_token_fraction"]
+    assert summary["recomputed_tokens"] == 0
 
 
-def test_without_the_cache_nothing_is_found():
+def test_without_prefix_caching_no_tokens_are_cached():
     kv = kv_config(memory="auto", enable_prefix_caching=False)
-    numbers = summarise(simulate(TALKS, replace(CONFIG, kv=kv)))
+    summary = summarise(simulate(CONVERSATIONS, replace(CONFIG, kv=kv)))
 
-    assert numbers["cached_tokens"] == 0
-    assert numbers["reusable_token_fraction"] > 0.7
+    assert summary["cached_tokens"] == 0
+    assert summary["reusable_token_fraction"] > 0.7
 
 
-def test_tenants_do_not_find_each_others_prefixes():
-    apart = replace(
-        TALKS,
-        requests=tuple(replace(r, tenant=f"t{r.line}") for r in TALKS.requests),
+def test_tenants_do_not_share_prefixes():
+    separate = replace(
+        CONVERSATIONS,
+        requests=tuple(replace(r, tenant=f"t{r.line}") for r in CONVERSATIONS.requests),
     )
-    numbers = summarise(simulate(apart, replace(CONFIG, kv=KVConfig(memory="auto"))))
+    summary = summarise(simulate(separate, replace(CONFIG, kv=KVConfig(memory="auto"))))
 
-    assert numbers["cached_tokens"] == 0
+    assert summary["cached_tokens"] == 0
 
 
-def test_a_conversation_finds_its_own_answers():
-    """The second prompt is the first one, its answer, and 16 tokens: 64 + 32 are there, but the
-    answer's last token was never processed, so its page is not whole."""
+def test_conversation_reuses_its_earlier_outputs():
+    """The second prompt is the first one, its output, and 16 tokens: 64 + 32 are cached, but the
+    last output token was never processed, so its page is incomplete."""
     first = request(1, 0, 0, 32, shared=[(1, 64)])
     first = replace(first, answer=Segment(2, 32))
     second = request(2, 10, 16, 1, shared=[(1, 64), (2, 32)])
@@ -360,30 +357,30 @@ def test_a_conversation_finds_its_own_answers():
 # ---- tenants -----------------------------------------------------------------------------------
 
 
-def test_tenants_are_told_apart():
+def test_metrics_are_reported_per_tenant():
     load = trace(*(request(i, 0, 40, 10, tenant="a" if i % 3 else "b") for i in range(1, 31)))
     result = simulate(load, replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=2)))
     found = by_tenant(result)
 
     assert (found["a"]["finished"], found["b"]["finished"]) == (20, 10)
-    # one sends twice as much as the other, and gets no more of it while both wait
+    # one tenant sends twice as much, and is served equally while both wait
     assert summarise(result)["jain_index"] >= 0.98
 
 
 # ---- recorded traces ---------------------------------------------------------------------------
 
 
-def test_recorded_blocks_are_found_as_often_as_they_can_be():
+def test_recorded_conversations_reach_the_reusable_hit_rate():
     loaded = load_trace(
         recorded("mooncake_conversation_trace.jsonl"),
         TraceOptions(requests=120, length_scale=0.125),
     )
     kv = KVConfig(memory="auto", page_tokens=64)
-    numbers = summarise(simulate(loaded, replace(CONFIG, kv=kv, model=model_shape("llama-3.1-8b"))))
+    summary = summarise(simulate(loaded, replace(CONFIG, kv=kv, model=model_shape("llama-3.1-8b"))))
 
-    assert numbers["reusable_token_fraction"] > 0.03
-    assert numbers["prefix_hit_fraction"] == pytest.approx(
-        numbers["reusable_token_fraction"], abs=0.001
+    assert summary["reusable_token_fraction"] > 0.03
+    assert summary["prefix_hit_fraction"] == pytest.approx(
+        summary["reusable_token_fraction"], abs=0.001
     )
 
 
@@ -391,7 +388,7 @@ def test_paged_waste_on_recorded_conversations_is_small():
     loaded = load_trace(recorded("AzureLLMInferenceTrace_conv.csv"), TraceOptions(requests=150))
     config = replace(CONFIG, model=model_shape("llama-3.1-8b"), kv=KVConfig(memory="8GiB"))
 
-    numbers = summarise(simulate(loaded, config))
+    summary = summarise(simulate(loaded, config))
 
-    assert numbers["finished"] == 150
-    assert 0 < numbers["waste_fraction"] <= 0.02
+    assert summary["finished"] == 150
+    assert 0 < summary["waste_fraction"] <= 0.02

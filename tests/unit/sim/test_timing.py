@@ -1,4 +1,4 @@
-"""A step of many rows takes what `plan.roofline` says, part by part; rates are what was said."""
+"""The time of a step is the sum of roofline floors of its parts; rates follow the options."""
 
 from dataclasses import replace
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, UnknownName
 from quire.layout.model import LayerSpec
 from quire.plan.roofline import RowTokens, step_parts
-from quire.sim.machine import MachineConfig, Rates
+from quire.sim.machine import MachineConfig
 from quire.sim.models import CONFIGS, model_shape
 from quire.sim.stand_ins import TimedCopies, folded_layout
 from quire.sim.timing import StepTimer
+from support.sim_traces import RATES
 
-RATES = Rates(read_bytes_per_s=1e11, flops_per_s=1e13, copy_bytes_per_s=1e10, overhead_s=0.001)
 TINY = model_shape("quire-tiny")
 WINDOWED = replace(TINY, layers=tuple(LayerSpec(window=w) for w in (None, 4, 4, 9) * 2))
 rows_of_steps = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6)
@@ -36,14 +36,14 @@ def timed(timer, rows, sampled_rows):
 
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
 @given(rows=rows_of_steps, sampled=st.integers(0, 6))
-def test_a_step_takes_the_floors_of_its_parts(model, rows, sampled):
+def test_step_time_is_the_sum_of_the_floors_of_its_parts(model, rows, sampled):
     timer = StepTimer(model, RATES)
 
     assert timed(timer, rows, sampled) == pytest.approx(by_parts(model, rows, sampled), rel=1e-12)
-    assert timed(timer, rows, sampled) == timed(timer, rows, sampled)  # from memory
+    assert timed(timer, rows, sampled) == timed(timer, rows, sampled)  # cached
 
 
-def test_copies_take_their_bytes_over_the_rate():
+def test_copy_time_is_bytes_divided_by_rate():
     [group] = folded_layout(TINY, codec="bfloat16", page_tokens=16).groups
     copies, pages = TimedCopies(1e6), np.arange(3, dtype=np.int32)
 
@@ -55,7 +55,7 @@ def test_copies_take_their_bytes_over_the_rate():
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "quire-tiny"])
-def test_every_named_shape_can_be_timed(name):
+def test_every_named_model_shape_can_be_timed(name):
     assert timed(StepTimer(model_shape(name), RATES), [(1, 10)], 1) > RATES.overhead_s
 
 
@@ -69,16 +69,16 @@ def test_every_named_shape_can_be_timed(name):
         ("opt-6.7b", 6.66),
     ],
 )
-def test_named_shapes_have_the_published_number_of_weights(name, billions):
+def test_named_model_shapes_have_the_published_number_of_parameters(name, billions):
     assert model_shape(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_an_unknown_shape_offers_the_near_ones():
+def test_unknown_model_shape_suggests_the_nearest():
     with pytest.raises(UnknownName, match="llama-3-8b"):
         model_shape("llama3-8b")
 
 
-def test_peaks_are_reached_in_part_and_measured_rates_whole():
+def test_efficiency_scales_peaks_but_not_measured_rates():
     peak = MachineConfig(efficiency=1.0).rates()
 
     assert MachineConfig().rates().read_bytes_per_s == pytest.approx(0.6 * peak.read_bytes_per_s)
@@ -90,11 +90,11 @@ def test_peaks_are_reached_in_part_and_measured_rates_whole():
     "options",
     [{"name": "a10"}, {"efficiency": 0.0}, {"efficiency": 1.5}, {"step_overhead_ms": -1.0}],
 )
-def test_machines_that_cannot_be_are_refused(options):
+def test_invalid_machine_options_are_refused(options):
     with pytest.raises(ConfigError):
         MachineConfig(**options)
 
 
-def test_rates_are_above_zero():
+def test_zero_rate_is_refused():
     with pytest.raises(ConfigError, match="flops_per_s"):
         replace(RATES, flops_per_s=0.0)

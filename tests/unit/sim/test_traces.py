@@ -1,4 +1,4 @@
-"""Each format is read as it is written, found by itself, and refused line by line."""
+"""Trace formats: parsing, detection, options, and errors with line numbers."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from quire.sim.traces.base import Segment, TraceOptions
 from quire.sim.traces.loading import load_trace
 from quire.sim.traces.registry import find_format, formats
 from quire.sim.traces.sharegpt import estimated_tokens
-from unit.sim.traces import recorded, request, trace
+from support.sim_traces import recorded, request, trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -42,7 +42,7 @@ SHAREGPT = json.dumps(
         {"conversations": [{"from": "user", "value": "q" * 3}, {"from": "gpt", "value": "r"}]},
     ]
 )
-WRITTEN = {"azure": AZURE, "mooncake": MOONCAKE, "vidur": VIDUR, "sharegpt": SHAREGPT}
+EXAMPLES = {"azure": AZURE, "mooncake": MOONCAKE, "vidur": VIDUR, "sharegpt": SHAREGPT}
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def lengths(loaded):
     return [(r.prompt_tokens, r.answer.tokens) for r in loaded.requests]
 
 
-def test_a_compressed_trace_is_unpacked(write):
-    packed = write(gzip.compress(AZURE.encode()), "trace.csv.gz")
+def test_compressed_trace_is_decompressed(write):
+    path = write(gzip.compress(AZURE.encode()), "trace.csv.gz")
 
-    assert lengths(load_trace(packed)) == [(374, 44), (396, 109), (879, 55)]
+    assert lengths(load_trace(path)) == [(374, 44), (396, 109), (879, 55)]
 
 
 @pytest.mark.parametrize("content", [AZURE.encode(), gzip.compress(AZURE.encode())[:-9]])
-def test_a_trace_that_is_not_compressed_as_its_name_says_is_refused(write, content):
+def test_invalid_gzip_trace_is_refused(write, content):
     with pytest.raises(TraceError, match="cannot read the trace"):
         load_trace(write(content, "trace.csv.gz"))
 
@@ -78,30 +78,30 @@ def arrivals(loaded):
 # ---- formats -----------------------------------------------------------------------------------
 
 
-def test_every_format_has_an_example_here():
-    assert set(WRITTEN) == set(formats())
+def test_every_format_has_an_example():
+    assert set(EXAMPLES) == set(formats())
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN))
-def test_a_format_is_recognised_by_the_file(write, name):
-    assert load_trace(write(WRITTEN[name])).format == name
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_format_is_detected_from_the_content(write, name):
+    assert load_trace(write(EXAMPLES[name])).format == name
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN))
-def test_a_byte_order_mark_and_empty_lines_change_nothing(write, name):
-    marked = b"\xef\xbb\xbf" + WRITTEN[name].encode() + b"\n\n"
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_byte_order_mark_and_empty_lines_are_ignored(write, name):
+    marked = b"\xef\xbb\xbf" + EXAMPLES[name].encode() + b"\n\n"
 
-    assert load_trace(write(marked)).requests == load_trace(write(WRITTEN[name])).requests
+    assert load_trace(write(marked)).requests == load_trace(write(EXAMPLES[name])).requests
 
 
-def test_azure_times_begin_at_zero(write):
+def test_azure_arrivals_start_at_zero(write):
     loaded = load_trace(write(AZURE))
 
     assert lengths(loaded) == [(374, 44), (396, 109), (879, 55)]
     assert arrivals(loaded) == pytest.approx([0.0, 4.314579, 4.541877], abs=1e-5)
 
 
-def test_mooncake_times_are_milliseconds(write):
+def test_mooncake_timestamps_are_milliseconds(write):
     loaded = load_trace(write(MOONCAKE))
 
     assert lengths(loaded) == [(1100, 5), (1030, 7), (512, 1)]
@@ -120,30 +120,30 @@ def test_equal_hash_ids_are_equal_tokens(write):
     assert a == token_ids(first.prompt)
 
 
-def test_vidur_has_no_times(write):
+def test_vidur_arrivals_are_zero(write):
     loaded = load_trace(write(VIDUR))
 
     assert lengths(loaded) == [(3772, 54), (2015, 156)]
     assert arrivals(loaded) == [0.0, 0.0]
 
 
-def test_a_conversation_repeats_its_own_past(write):
-    """10 tokens are answered with 2; then 10 + 2 + 1 with 2 (5 bytes); the other: 1 with 1."""
+def test_conversation_turns_share_their_prefix(write):
+    """10 tokens, output 2; then 10 + 2 + 1, output 2 (5 bytes); the other: 1, output 1."""
     loaded = load_trace(write(SHAREGPT))
     first, second, other = loaded.requests
-    answered = token_ids([*first.prompt, first.answer])
+    conversation = token_ids([*first.prompt, first.answer])
 
     assert lengths(loaded) == [(10, 2), (13, 2), (1, 1)]
-    assert token_ids(second.prompt)[:12] == answered
-    assert token_ids(other.prompt)[0] != answered[0]
+    assert token_ids(second.prompt)[:12] == conversation
+    assert token_ids(other.prompt)[0] != conversation[0]
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("", 0), ("abcd", 1), ("abcde", 2), ("éé", 1)])
-def test_lengths_of_texts_are_estimated_from_their_bytes(text, tokens):
+def test_text_lengths_are_estimated_from_bytes(text, tokens):
     assert estimated_tokens(text) == tokens
 
 
-def test_tokens_depend_on_content_and_offset_alone():
+def test_tokens_depend_only_on_content_and_offset():
     whole = token_ids([Segment(3, 8), Segment(4, 5)])
 
     assert whole == token_ids([Segment(3, 8)]) + token_ids([Segment(4, 5)])
@@ -152,7 +152,7 @@ def test_tokens_depend_on_content_and_offset_alone():
     assert token_ids([Segment(-1, 4)]) != token_ids([Segment(1, 4)])
 
 
-def test_tokens_of_different_contents_hardly_ever_meet():
+def test_tokens_of_different_contents_are_almost_always_different():
     ids = np.array([token_ids([Segment(content, 100)]) for content in range(-50, 50)])
 
     assert len(np.unique(ids)) > 0.999 * ids.size
@@ -161,7 +161,7 @@ def test_tokens_of_different_contents_hardly_ever_meet():
 # ---- options -----------------------------------------------------------------------------------
 
 
-def test_the_first_requests_are_those_that_came_first(write):
+def test_requests_option_selects_the_earliest_requests(write):
     header, *lines = AZURE.splitlines()
     shuffled = "\n".join([header, *reversed(lines)])
 
@@ -170,13 +170,13 @@ def test_the_first_requests_are_those_that_came_first(write):
     assert lengths(loaded) == [(374, 44), (396, 109)]
 
 
-def test_times_are_stretched(write):
+def test_time_scale_scales_arrivals(write):
     half = load_trace(write(AZURE), TraceOptions(time_scale=0.5))
 
     assert arrivals(half) == pytest.approx([t / 2 for t in arrivals(load_trace(write(AZURE)))])
 
 
-def test_shared_pieces_stay_shared_when_lengths_shrink(write):
+def test_length_scale_keeps_shared_segments(write):
     first, second, _ = load_trace(write(MOONCAKE), TraceOptions(length_scale=0.25)).requests
 
     assert [s.tokens for s in first.prompt] == [128, 128, round(76 / 4)]
@@ -184,44 +184,44 @@ def test_shared_pieces_stay_shared_when_lengths_shrink(write):
     assert second.prompt[2].tokens == round(6 / 4)
 
 
-def test_nothing_shrinks_to_nothing(write):
+def test_length_scale_keeps_at_least_one_token(write):
     loaded = load_trace(write(AZURE), TraceOptions(length_scale=0.0001))
 
     assert lengths(loaded) == [(1, 1)] * 3
 
 
-def test_what_is_too_long_is_left_out_and_counted(write):
+def test_requests_over_max_tokens_are_dropped_and_counted(write):
     loaded = load_trace(write(AZURE), TraceOptions(max_tokens=418))
 
     assert lengths(loaded) == [(374, 44)]
     assert loaded.num_dropped == 2
 
 
-def test_drawn_arrivals_come_at_their_rate_and_again_the_same(write):
+def test_request_rate_draws_reproducible_arrivals(write):
     rows = "num_prefill_tokens,num_decode_tokens\n" + "5,5\n" * 4000
     options = TraceOptions(request_rate=8.0, seed=3)
 
-    first, again = (arrivals(load_trace(write(rows), options)) for _ in range(2))
+    first, second = (arrivals(load_trace(write(rows), options)) for _ in range(2))
 
-    assert first == again == sorted(first)
+    assert first == second == sorted(first)
     assert 4000 / first[-1] == pytest.approx(8.0, rel=0.1)
 
 
-def test_tenants_come_from_a_column(write):
-    rows = "TIMESTAMP,ContextTokens,GeneratedTokens,who\n2023-11-16 18:15:46,3,4,ann\n"
+def test_tenants_are_read_from_a_column(write):
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens,user\n2023-11-16 18:15:46,3,4,ann\n"
 
-    loaded = load_trace(write(rows), TraceOptions(tenants="column:who"))
+    loaded = load_trace(write(rows), TraceOptions(tenants="column:user"))
 
     assert loaded.tenants == ("ann",)
 
 
-def test_tenants_take_turns(write):
+def test_round_robin_tenants(write):
     loaded = load_trace(write(AZURE), TraceOptions(tenants="round_robin:a,b"))
 
     assert [r.tenant for r in loaded.requests] == ["a", "b", "a"]
 
 
-def test_tenants_get_their_shares(write):
+def test_tenants_by_share(write):
     rows = "num_prefill_tokens,num_decode_tokens\n" + "5,5\n" * 2000
 
     loaded = load_trace(write(rows), TraceOptions(tenants="share:big=0.95,small=0.05", seed=1))
@@ -234,7 +234,7 @@ def test_tenants_get_their_shares(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "is empty"),
         ("\n \n", "is empty"),
@@ -269,26 +269,26 @@ def test_tenants_get_their_shares(write):
         (b"\xff\xfe\x00bad", "not UTF-8"),
     ],
 )
-def test_a_broken_trace_is_refused_by_its_line(write, text, says):
+def test_invalid_trace_is_refused_with_its_line(write, text, message):
     with pytest.raises(TraceError) as refused:
         load_trace(write(text))
 
-    assert says in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_a_trace_that_is_not_there_is_refused(tmp_path):
+def test_missing_trace_is_refused(tmp_path):
     with pytest.raises(TraceError, match="cannot read the trace"):
         load_trace(tmp_path / "none.csv")
 
 
-def test_an_unknown_format_offers_the_near_ones(write):
+def test_unknown_format_suggests_the_nearest(write):
     with pytest.raises(ConfigError, match="did you mean azure"):
         TraceOptions(format="azur")
     with pytest.raises(UnknownName, match="did you mean azure"):
         find_format("azur", write(AZURE))
 
 
-def test_a_trace_of_which_nothing_is_left_is_refused(write):
+def test_trace_without_remaining_requests_is_refused(write):
     with pytest.raises(TraceError, match="longer than max_tokens=10"):
         load_trace(write(AZURE), TraceOptions(max_tokens=10))
 
@@ -305,7 +305,7 @@ def test_a_trace_of_which_nothing_is_left_is_refused(write):
         {"requests": "many"},
     ],
 )
-def test_options_that_cannot_be_are_refused(options):
+def test_invalid_trace_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         TraceOptions(**options)
 
@@ -314,21 +314,21 @@ def test_options_that_cannot_be_are_refused(options):
     "text",
     ["random:a", "round_robin:", "round_robin:a,a", "share:a", "share:a=-1", "share:a=0,b=1"],
 )
-def test_tenants_that_cannot_be_are_refused(write, text):
+def test_invalid_tenants_are_refused(write, text):
     with pytest.raises(ConfigError, match="tenant"):
         load_trace(write(AZURE), TraceOptions(tenants=text))
 
 
-def test_a_missing_tenant_is_refused(write):
-    with pytest.raises(TraceError, match="who missing"):
-        load_trace(write(AZURE), TraceOptions(tenants="column:who"))
+def test_missing_tenant_column_is_refused(write):
+    with pytest.raises(TraceError, match="user missing"):
+        load_trace(write(AZURE), TraceOptions(tenants="column:user"))
 
 
-# ---- what is repeated --------------------------------------------------------------------------
+# ---- reusable prefixes -------------------------------------------------------------------------
 
 
-def test_only_a_known_begin_can_be_reused():
-    """Of 2 + 3 + 3 pieces 0, 2 and 1 are known; the last one stands behind a new one."""
+def test_only_a_known_prefix_is_reusable():
+    """Of 2 + 3 + 3 segments 0, 2 and 1 are known; the last known one is after a new one."""
     found = reusable(
         trace(
             request(1, 0, 0, 1, shared=[(0, 10), (1, 10)]),
@@ -341,7 +341,7 @@ def test_only_a_known_begin_can_be_reused():
     assert found.token_fraction == 20 / (20 + 25 + 30)
 
 
-def test_the_recorded_conversations_repeat_37_percent():
+def test_recorded_conversations_are_37_percent_reusable():
     loaded = load_trace(recorded("mooncake_conversation_trace.jsonl"))
 
     found = reusable(loaded.requests)
@@ -359,5 +359,5 @@ def test_the_recorded_conversations_repeat_37_percent():
         ("vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv", 28_257),
     ],
 )
-def test_recorded_traces_are_read_whole(name, count):
+def test_recorded_traces_are_loaded_completely(name, count):
     assert len(load_trace(recorded(name)).requests) == count

@@ -177,15 +177,16 @@ class SideStream:
 
     Args:
         device: of the model.
-
-    Attributes:
-        overlaps: whether work in a `beside` block may still run when the block ends.
     """
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-        self.overlaps = self._stream is not None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether work in a `beside` block may still run when the block ends."""
+        return self._stream is not None
 
     @contextmanager
     def beside(self) -> Iterator[None]:

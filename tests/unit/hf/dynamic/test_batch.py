@@ -1,4 +1,4 @@
-"""DynamicBatch: what it takes and refuses, who goes first, who gives way, what it holds."""
+"""`DynamicBatch`: accepted and refused requests, order, preemption and memory."""
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from quire.errors import (
 )
 from quire.hf import DynamicBatch
 from quire.hf.dynamic.query import QueryState
+from quire.hf.dynamic.reader import SideStream
 from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support import zoo
 from support.dynamic import CHANGING, RULES, build, check_empty, run
@@ -22,7 +23,7 @@ from support.engines import make_prompts
 PROMPTS = make_prompts(6, 30, seed=2)
 
 
-def test_the_rules_are_those_that_are_tested():
+def test_all_registered_batchers_are_tested():
     assert set(DENSE_BATCHERS) == set(RULES)
 
 
@@ -33,24 +34,24 @@ def alone(prompt: list[int], new_tokens: int, **options: object) -> list[int]:
     return handle.token_ids
 
 
-# ---- state that travels ----------------------------------------------------------------------
+# ---- state of a preempted or moved query -----------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", CHANGING)
-def test_seeds_penalties_and_stop_ids_travel_with_a_query(rule):
-    ways = [
+def test_seeds_penalties_and_stop_ids_survive_preemption(rule):
+    params = [
         SamplingParams(temperature=1.0, seed=7),
         SamplingParams(temperature=0.8, top_k=5, seed=3),
         SamplingParams(temperature=0.0, repetition_penalty=1.8),
         SamplingParams(temperature=0.0, frequency_penalty=1.5),
     ]
-    expected = [alone(prompt, 12, sampling=way) for prompt, way in zip(PROMPTS, ways, strict=False)]
+    expected = [alone(prompt, 12, sampling=p) for prompt, p in zip(PROMPTS, params, strict=False)]
     stop = expected[2][6]
-    ways.append(SamplingParams(temperature=0.0, repetition_penalty=1.8, stop_token_ids=(stop,)))
+    params.append(SamplingParams(temperature=0.0, repetition_penalty=1.8, stop_token_ids=(stop,)))
     prompts = [*PROMPTS[:4], PROMPTS[2]]
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule)
     handles = [
-        batch.submit(prompt, 12, sampling=way) for prompt, way in zip(prompts, ways, strict=True)
+        batch.submit(prompt, 12, sampling=p) for prompt, p in zip(prompts, params, strict=True)
     ]
 
     while batch.has_work:
@@ -65,30 +66,30 @@ def test_seeds_penalties_and_stop_ids_travel_with_a_query(rule):
     assert sum(handle.preemptions > 0 for handle in handles) >= 3
 
 
-def test_a_query_moves_to_another_batch_and_goes_on_there():
+def test_extracted_query_continues_in_another_batch():
     expected = alone(PROMPTS[0], 10)
-    one, other = (DynamicBatch(build("llama"), batch_size=2, batcher=b) for b in CHANGING[:2])
-    handle = one.submit(PROMPTS[0], 10)
-    companion = one.submit(PROMPTS[1], 10)
+    first, second = (DynamicBatch(build("llama"), batch_size=2, batcher=b) for b in CHANGING[:2])
+    handle = first.submit(PROMPTS[0], 10)
+    companion = first.submit(PROMPTS[1], 10)
     for _ in range(4):
-        one.step()
+        first.step()
 
-    other.adopt(one.extract(handle))
-    one.run()
-    other.run()
+    second.adopt(first.extract(handle))
+    first.run()
+    second.run()
 
     assert handle.token_ids == expected
     assert companion.finished
-    check_empty(one)
-    check_empty(other)
+    check_empty(first)
+    check_empty(second)
 
 
-# ---- who goes first --------------------------------------------------------------------------
+# ---- order of queries ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", CHANGING)
 @pytest.mark.parametrize("prefill", ["sync", "async"])
-def test_an_urgent_query_has_its_first_token_after_one_step(rule, prefill):
+def test_urgent_query_gets_its_first_token_in_one_step(rule, prefill):
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule, prefill=prefill)
     others = [batch.submit(prompt, 20, priority=1) for prompt in PROMPTS[:5]]
     for _ in range(6):
@@ -105,7 +106,7 @@ def test_an_urgent_query_has_its_first_token_after_one_step(rule, prefill):
     check_empty(batch)
 
 
-def test_equals_do_not_take_rows_from_each_other_and_deadlines_order_the_line():
+def test_equal_priority_does_not_preempt_and_deadlines_order_the_queue():
     batch = DynamicBatch(build("llama"), batch_size=1)
     first = batch.submit(PROMPTS[0], 6)
     batch.step()
@@ -117,7 +118,7 @@ def test_equals_do_not_take_rows_from_each_other_and_deadlines_order_the_line():
     assert first.times_s[-1] < soon.times_s[0] < late.times_s[0]
 
 
-def test_static_batches_run_to_their_end_and_answer_early():
+def test_static_batch_runs_to_completion_and_reports_queries_early():
     batch = DynamicBatch(build("llama"), batch_size=2, batcher="static")
     short, long, after = (batch.submit(p, n) for p, n in zip(PROMPTS, (3, 9, 3), strict=False))
     live = []
@@ -134,7 +135,7 @@ def test_static_batches_run_to_their_end_and_answer_early():
 
 
 @pytest.mark.parametrize("rule", CHANGING)
-def test_no_row_is_idle_while_others_wait(rule):
+def test_no_row_is_idle_while_queries_wait(rule):
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule)
     for i, prompt in enumerate(PROMPTS):
         batch.submit(prompt, 3 + i)
@@ -143,7 +144,7 @@ def test_no_row_is_idle_while_others_wait(rule):
         assert not batch.last.queued or batch.last.live == batch.last.rows == 2
 
 
-def test_background_reading_stays_within_its_budget():
+def test_async_prefill_stays_within_prefill_tokens():
     budget = 5
     batch = DynamicBatch(
         build("llama"), batch_size=2, prefill="async", prefill_tokens=budget, group_tokens=40
@@ -154,25 +155,25 @@ def test_background_reading_stays_within_its_budget():
     batch.step()
     while batch.num_running == 2:
         batch.step()
-        assert sum(read.rows * read.columns for read in batch.last.reads) <= budget
+        assert sum(prefill.rows * prefill.columns for prefill in batch.last.reads) <= budget
     batch.run()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_who_is_read_beside_a_step_enters_after_it(overlaps):
-    """A stream of its own is asked for its results one step later; answers are the same."""
+def test_async_prefilled_query_joins_after_the_step(overlaps, monkeypatch):
+    """Results of a separate CUDA stream are read one step later; completions are equal."""
     expected = [handle.token_ids for handle in run(DynamicBatch(build("llama")), PROMPTS).handles]
+    monkeypatch.setattr(SideStream, "overlaps", overlaps)
     batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=300)
-    batch._reader._side.overlaps = overlaps
 
-    seen = run(batch, PROMPTS)
+    result = run(batch, PROMPTS)
 
-    assert [handle.token_ids for handle in seen.handles] == expected
+    assert [handle.token_ids for handle in result.handles] == expected
     check_empty(batch)
 
 
 @pytest.mark.gpu
-def test_prompts_are_read_on_a_stream_of_their_own():
+def test_async_prefill_runs_on_its_own_cuda_stream():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model = build("llama").to("cuda")
@@ -187,41 +188,41 @@ def test_prompts_are_read_on_a_stream_of_their_own():
 
 
 @pytest.mark.parametrize("rule", CHANGING)
-def test_rows_leave_and_come_back_under_a_threshold_and_answers_stay(rule):
+def test_preempted_rows_resume_below_the_threshold_with_equal_completions(rule):
     prompts, new_tokens = [prompt[:8] for prompt in PROMPTS * 2], [60] * 4 + [6] * 8
-    free = DynamicBatch(build("llama"), batch_size=4, batcher=rule)
-    expected = [handle.token_ids for handle in run(free, prompts, new_tokens).handles]
-    threshold = int(free.device_meter.peak_bytes * 0.6)
+    unlimited = DynamicBatch(build("llama"), batch_size=4, batcher=rule)
+    expected = [handle.token_ids for handle in run(unlimited, prompts, new_tokens).handles]
+    threshold = int(unlimited.device_meter.peak_bytes * 0.6)
     batch = DynamicBatch(build("llama"), batch_size=4, batcher=rule, scale_at=threshold)
 
-    seen = run(batch, prompts, new_tokens)
+    result = run(batch, prompts, new_tokens)
 
-    assert [handle.token_ids for handle in seen.handles] == expected
+    assert [handle.token_ids for handle in result.handles] == expected
     assert batch.device_meter.peak_bytes <= threshold
-    fewer = [a > b for a, b in zip(seen.live, seen.live[1:], strict=False)]
-    more = [a < b for a, b in zip(seen.live, seen.live[1:], strict=False)]
+    fewer = [a > b for a, b in zip(result.live, result.live[1:], strict=False)]
+    more = [a < b for a, b in zip(result.live, result.live[1:], strict=False)]
     assert True in fewer
     assert True in more[fewer.index(True) :]
-    assert sum(handle.preemptions for handle in seen.handles) >= 1
+    assert sum(handle.preemptions for handle in result.handles) >= 1
     check_empty(batch)
 
 
 @pytest.mark.parametrize("swap_space", [0, 3_000])
-def test_a_full_host_loses_nothing(swap_space):
+def test_full_swap_space_keeps_completions_equal(swap_space):
     prompts = [prompt[:8] for prompt in PROMPTS]
-    free = DynamicBatch(build("llama"), batch_size=4)
-    expected = [handle.token_ids for handle in run(free, prompts, 60).handles]
-    threshold = int(free.device_meter.peak_bytes * 0.6)
+    unlimited = DynamicBatch(build("llama"), batch_size=4)
+    expected = [handle.token_ids for handle in run(unlimited, prompts, 60).handles]
+    threshold = int(unlimited.device_meter.peak_bytes * 0.6)
     batch = DynamicBatch(build("llama"), batch_size=4, scale_at=threshold, swap_space=swap_space)
 
-    seen = run(batch, prompts, 60)
+    result = run(batch, prompts, 60)
 
-    assert [handle.token_ids for handle in seen.handles] == expected
+    assert [handle.token_ids for handle in result.handles] == expected
     assert batch.host_meter.peak_bytes <= swap_space
     check_empty(batch)
 
 
-def test_a_queue_on_the_host_is_fetched_before_a_row_falls_free():
+def test_host_queue_is_prefetched_before_a_row_is_free():
     batch = DynamicBatch(build("llama"), batch_size=4, queue="host", prefill="async")
     for prompt in [[5] * 12] * 10:
         batch.submit(prompt, 8)
@@ -236,7 +237,7 @@ def test_a_queue_on_the_host_is_fetched_before_a_row_falls_free():
     check_empty(batch)
 
 
-def test_vector_shaping_says_when_its_holes_are_too_many():
+def test_baton_reports_a_full_slab():
     batch = DynamicBatch(build("llama"), batch_size=2, batcher="baton", capacity_tokens=48)
     handles = [batch.submit([3] * 20, 10 + 6 * i) for i in range(4)]
 
@@ -245,19 +246,19 @@ def test_vector_shaping_says_when_its_holes_are_too_many():
     ):
         batch.run()
 
-    kept = [list(handle.token_ids) for handle in handles]
-    assert any(kept)
+    before = [list(handle.token_ids) for handle in handles]
+    assert any(before)
     for handle in handles:
         batch.cancel(handle)
-    assert [handle.token_ids for handle in handles] == kept
+    assert [handle.token_ids for handle in handles] == before
     batch.step()
     check_empty(batch)
 
 
-# ---- what is refused -------------------------------------------------------------------------
+# ---- cancelled and refused queries -----------------------------------------------------------
 
 
-def test_cancelling_works_wherever_a_query_stands():
+def test_cancel_works_in_every_query_state():
     batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=12)
     handles = [batch.submit([7] * 30, 12) for _ in range(9)]
     states = set()
@@ -283,7 +284,7 @@ def test_cancelling_works_wherever_a_query_stands():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new_tokens", "options", "error", "says"),
+    ("prompt", "new_tokens", "options", "error", "message"),
     [
         ([], 4, {}, RequestError, "a prompt of one token or more"),
         ([3, 128], 4, {}, RequestError, "token ids from 0 to 127, got 128"),
@@ -299,17 +300,19 @@ def test_cancelling_works_wherever_a_query_stands():
         ([3] * 30, 4, {"scale_at": 4_000}, NeverFits, "B of KV, but scale_at is 4,000 B; raise it"),
     ],
 )
-def test_what_can_never_be_answered_is_refused_at_once(prompt, new_tokens, options, error, says):
+def test_query_that_can_never_run_is_refused_at_submission(
+    prompt, new_tokens, options, error, message
+):
     batch = DynamicBatch(build("llama"), **options)
 
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         batch.submit(prompt, new_tokens)
 
     assert not batch.has_work
     assert batch.device_meter.used_bytes == 0
 
 
-def test_a_query_of_just_the_capacity_is_answered():
+def test_query_of_exactly_the_capacity_runs():
     batch = DynamicBatch(build("llama"), capacity_tokens=33)
     handle = batch.submit([3] * 30, 4)
     batch.run()
@@ -321,13 +324,13 @@ def test_a_query_of_just_the_capacity_is_answered():
     "sampling",
     [SamplingParams(n=2), SamplingParams(stop=("x",)), SamplingParams(prompt_logprobs=0)],
 )
-def test_what_needs_text_or_several_answers_is_refused(sampling):
+def test_text_stops_and_several_choices_are_refused(sampling):
     with pytest.raises(RequestError, match=r"one completion per query without stop texts"):
         DynamicBatch(build("llama")).submit([3], 4, sampling=sampling)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"batcher": "batton"}, UnknownName, "did you mean baton"),
         (
@@ -345,8 +348,8 @@ def test_what_needs_text_or_several_answers_is_refused(sampling):
         ({"scale_at": "much"}, ConfigError, "much"),
     ],
 )
-def test_wrong_options_are_named(options, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_options_are_refused_by_name(options, error, message):
+    with pytest.raises(error, match=message):
         DynamicBatch(build("llama"), **options)
 
 
@@ -357,7 +360,7 @@ def test_models_whose_rows_cannot_share_a_forward_are_refused():
         DynamicBatch(zoo.build("llama").train())
 
 
-def test_a_model_is_left_as_it_was():
+def test_model_is_unchanged_after_use():
     model = build("llama")
     before = dict(vars(model))
     run(DynamicBatch(model), PROMPTS[:2])
@@ -369,8 +372,8 @@ def test_a_model_is_left_as_it_was():
 
 @pytest.mark.parametrize("rule", ["pd", "orca", "baton_pd"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_known_lengths_take_no_more_memory_than_static_batches(rule, size):
-    """Prompts are read in their rows, the slab is made once, and nothing is there twice."""
+def test_known_lengths_use_no_more_memory_than_static_batches(rule, size):
+    """Prompts are prefilled in their rows, and the slab is allocated once without copies."""
     whole = SamplingParams(temperature=0.0, ignore_eos=True)
     lengths = [20, 3, 31, 12, 1, 8, 25, 2, 17]
     peaks = {}
@@ -387,7 +390,7 @@ def test_known_lengths_take_no_more_memory_than_static_batches(rule, size):
         assert peaks[rule] == batch._model.shape.slab_bytes(size, longest)
 
 
-def test_answers_that_may_end_early_get_columns_as_they_grow():
+def test_columns_are_allocated_as_open_ended_completions_grow():
     batch = DynamicBatch(build("llama"), batch_size=1)
     handle = batch.submit(PROMPTS[0], 100)
     batch.step()

@@ -1,4 +1,4 @@
-"""The gate: which models' activations are smaller than their KV."""
+"""The activation gate: models whose activations are smaller than their KV."""
 
 import pytest
 
@@ -28,21 +28,21 @@ from support.offload_shapes import (
         (QWEN_2_5_0_5B, 3.5),
     ],
 )
-def test_shapes_decide_and_not_the_group(model, ratio):
+def test_gate_compares_activation_and_kv_bytes(model, ratio):
     gate = activation_gate(model)
 
     assert gate.x_ratio == ratio
     assert gate.pays == (ratio < 1)
 
 
-def test_the_gate_says_why():
+def test_gate_gives_its_reason():
     assert activation_gate(LLAMA_3_8B).reason == (
         "activations are 2.0x the KV of this model: KV alone is transferred"
     )
     assert activation_gate(OPT_13B).reason.startswith("activations are 0.5x the KV of this model")
 
 
-def test_codecs_count():
+def test_gate_accounts_for_codecs():
     assert not activation_gate(OPT_13B, kv_value_bytes=0.5625).pays  # 4-bit KV, plain activations
     assert activation_gate(OPT_13B, kv_value_bytes=0.5625, x_value_bytes=0.5625).pays
     assert activation_gate(LLAMA_3_8B, x_value_bytes=0.5625).pays

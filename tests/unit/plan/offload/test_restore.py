@@ -1,4 +1,4 @@
-"""Restoring a prefix: the quadratic, chains of stores, and what is kept for a split to move in."""
+"""Prefix load: the split between load and recompute, chains of stores, and activation ranges."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ LOADING = st.builds(Loading, token_s=st.floats(1e-3, 10), call_s=st.just(0.0) | 
 
 
 @given(PREFILL, LOADING, st.integers(0, 80), st.integers(1, 9))
-def test_the_quadratic_finds_the_best_of_all_splits(prefill, loading, tokens, unit):
+def test_restore_split_is_the_best_of_all_splits(prefill, loading, tokens, unit):
     allowed = {*range(0, tokens, unit), tokens}
 
     found = restore_split(prefill, loading, tokens, unit)
@@ -48,7 +48,7 @@ def test_the_quadratic_finds_the_best_of_all_splits(prefill, loading, tokens, un
     ],
     ids=["pcie5", "nvme", "100Gb", "10Gb", "opt nvme", "opt pcie5"],
 )
-def test_restoring_on_an_h200(model, tokens, bytes_per_s, load_ms, restore_ms, share):
+def test_restore_times_on_an_h200(model, tokens, bytes_per_s, load_ms, restore_ms, share):
     """600 TFLOP/s. 16,384 tokens of Llama-3-8B are 2.15 GB: 39 ms at 55 GB/s, 311 at 6.9 GB/s."""
     prefill = assumed_prefill(model, 600e12)
     loading = Loading(token_s=model.kv_bytes_per_token(2) / bytes_per_s)
@@ -63,7 +63,7 @@ def test_restoring_on_an_h200(model, tokens, bytes_per_s, load_ms, restore_ms, s
 
 
 @given(PREFILL, LOADING)
-def test_from_its_length_on_loading_is_faster(prefill, loading):
+def test_loading_is_faster_from_loading_pays_from(prefill, loading):
     length = loading_pays_from(prefill, loading)
 
     def gain_s(tokens):
@@ -79,8 +79,8 @@ def test_from_its_length_on_loading_is_faster(prefill, loading):
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=4), st.floats(1, 50), st.integers(1, 30))
-def test_a_chain_is_as_slow_as_its_slowest_store(rates, chunk, chunks):
-    """Chunk by chunk: a store passes one on when it has it whole and has sent the one before."""
+def test_chain_time_equals_the_chunk_simulation(rates, chunk, chunks):
+    """A store sends a chunk once it has all of it and has sent the previous chunk."""
     done = [0.0] * len(rates)
     for _ in range(chunks):
         ready_s = 0.0
@@ -91,40 +91,42 @@ def test_a_chain_is_as_slow_as_its_slowest_store(rates, chunk, chunks):
     assert chain_seconds(stages, chunk * chunks) == pytest.approx(done[-1])
 
 
-def test_stages_pass_on_the_same_chunks():
+def test_stages_with_different_chunks_are_refused():
     with pytest.raises(ConfigError, match="equal chunks"):
         chain_seconds([Stage(bytes_per_s=1, chunk_bytes=n) for n in (1, 2)], 4)
     with pytest.raises(ConfigError, match="equal chunks"):
         chain_seconds([], 4)
 
 
-def test_activations_restore_a_multi_head_prefix_at_half_the_bytes():
+def test_activations_restore_a_multi_head_prefix_with_half_the_bytes():
     rates = offload_rates(OPT_6_7B, link_bytes_per_s=6.9e9, flops_per_s=650e12)
 
-    found_s = x_restore_seconds(rates, 4096, 32)
+    elapsed_s = x_restore_seconds(rates, 4096, 32)
 
-    assert found_s == pytest.approx(rates.kv_s * 4096 * 32 / 2, rel=0.05)
+    assert elapsed_s == pytest.approx(rates.kv_s * 4096 * 32 / 2, rel=0.05)
 
 
-def test_a_range_of_ten_per_cent_keeps_three_quarters_of_the_bytes():
+def test_activation_range_of_ten_percent_needs_three_quarters_of_the_bytes():
     """l = 0.68 S: X to 0.748 S at half a byte a byte of KV, KV from 0.612 S on: 0.374 + 0.388."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.97)
-    kept = activation_range(rates, 10_000, 10_000)
+    split_range = activation_range(rates, 10_000, 10_000)
 
-    assert kept.host_bytes(10_000, kv_bytes=1.0, x_bytes=0.5) == pytest.approx(7_620, rel=0.01)
+    assert split_range.host_bytes(10_000, kv_bytes=1.0, x_bytes=0.5) == pytest.approx(
+        7_620, rel=0.01
+    )
     assert ActivationRange(kv_from=0, x_until=10).host_bytes(10, kv_bytes=1, x_bytes=0.5) == 15
-    assert [kept.nearest(x, 10_000) for x in (0, 6_500, 9_999)] == [
-        kept.kv_from,
+    assert [split_range.nearest(x, 10_000) for x in (0, 6_500, 9_999)] == [
+        split_range.kv_from,
         6_500,
-        kept.x_until,
+        split_range.x_until,
     ]
 
 
-def test_a_range_grows_with_the_sequence():
+def test_activation_range_grows_with_the_sequence():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0)
-    kept = activation_range(rates, 100, 1_000)
+    split_range = activation_range(rates, 100, 1_000)
 
-    assert kept.kv_from == 59  # 66 of 100 less a tenth
-    assert kept.x_until == 733  # 666 of 1,000 and a tenth more
+    assert split_range.kv_from == 59  # 66 of 100 less a tenth
+    assert split_range.x_until == 733  # 666 of 1,000 and a tenth more
     with pytest.raises(ConfigError, match="got kv_from=3 and x_until=2"):
         ActivationRange(kv_from=3, x_until=2)

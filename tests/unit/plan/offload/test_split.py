@@ -1,4 +1,4 @@
-"""Splits between recomputing and carrying: closed forms against trying every split."""
+"""Splits between KV recompute and transfer: closed forms compared with all splits."""
 
 import math
 
@@ -42,7 +42,7 @@ def of_ratios(xi: float, rho: float, other: float = 0.0) -> OffloadRates:
 
 
 @given(RATES, TOKENS, st.integers(1, 7))
-def test_the_papers_split_is_the_best_of_all_splits(rates, tokens, unit):
+def test_paper_split_is_the_best_of_all_splits(rates, tokens, unit):
     allowed = {*range(0, tokens, unit), tokens}
 
     found = paper_split(rates, tokens, unit)
@@ -53,17 +53,17 @@ def test_the_papers_split_is_the_best_of_all_splits(rates, tokens, unit):
 
 
 @given(RATES, TOKENS)
-def test_leaving_out_the_first_term_of_the_papers_formula_moves_no_split(rates, tokens):
+def test_paper_split_does_not_depend_on_the_first_term_of_the_formula(rates, tokens):
     assume(rates.x_s < rates.kv_s)
 
     found = paper_split(rates, tokens)
 
     best = min(range(tokens + 1), key=lambda x: row_seconds(rates, tokens, x))
-    assert abs(found - best) <= 1  # both lie beside the same kink
+    assert abs(found - best) <= 1  # both are next to the same kink
 
 
 @given(RATES, TOKENS, st.integers(1, 7))
-def test_the_pipelined_split_is_the_best_of_all_splits(rates, tokens, unit):
+def test_pipelined_split_is_the_best_of_all_splits(rates, tokens, unit):
     allowed = {*range(0, tokens, unit), tokens}
 
     found = pipelined_split(rates, tokens, unit)
@@ -74,7 +74,7 @@ def test_the_pipelined_split_is_the_best_of_all_splits(rates, tokens, unit):
 
 
 @given(RATES, TOKENS)
-def test_no_split_is_slower_than_carrying_all_kv(rates, tokens):
+def test_best_split_is_not_slower_than_transferring_all_kv(rates, tokens):
     found = pipelined_split(rates, tokens)
 
     whole_s = pipelined_seconds(rates, tokens, 0)
@@ -98,7 +98,7 @@ def test_gains_are_ratios_of_the_formulas(kv_s, xi, rho):
     assert pipelined_gain(rates) >= paper_gain(rates) >= 1
 
 
-def test_a_weight_on_the_link_raises_the_split_and_work_on_the_device_lowers_it():
+def test_link_load_increases_the_split_and_device_load_decreases_it():
     rates = of_ratios(0.5, 1.0)
     loaded = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0, link_s=300.0)
 
@@ -112,7 +112,7 @@ def test_a_weight_on_the_link_raises_the_split_and_work_on_the_device_lowers_it(
     [(OPT_6_7B, 0.47, 1.374, 0.905, 0.693), (OPT_13B, 0.58, 2.147, 1.467, 1.153)],
     ids=["opt-6.7b", "opt-13b"],
 )
-def test_an_a100_with_pcie_4(model, rho, seconds, paper_s, pipelined_s):
+def test_split_on_an_a100_with_pcie_4(model, rho, seconds, paper_s, pipelined_s):
     """25 GB/s, 220 TFLOP/s, 64 rows of 1,024 tokens.
 
     rho = 2 h B / (p v) = 2 * 4096 * 25e9 / (2 * 220e12) = 0.465. KV of OPT-6.7B: 64 * 1024 *
@@ -142,10 +142,10 @@ def test_an_a100_with_pcie_4(model, rho, seconds, paper_s, pipelined_s):
     ],
     ids=["opt-6.7b", "opt-13b", "opt-30b", "llama-3-8b"],
 )
-def test_an_h200_with_pcie_5(
+def test_split_on_an_h200_with_pcie_5(
     model, rows, tokens, kv_gb, prefetch_ms, paper_ms, pipelined_ms, share
 ):
-    """What is expected of 55 GB/s and 650 TFLOP/s, before anything is measured."""
+    """Values predicted for 55 GB/s and 650 TFLOP/s."""
     rates = offload_rates(model, link_bytes_per_s=55e9, flops_per_s=650e12)
     total, layers = rows * tokens, model.num_layers
 
@@ -173,8 +173,8 @@ def test_an_h200_with_pcie_5(
     ],
     ids=["16+16", "8+16", "8+8", "4+16", "4+4", "16 from 8", "16 from 4"],
 )
-def test_codecs_on_the_wire_change_what_pays(kv_bytes, x_bytes, paper, pipelined):
-    """A multi-head model of width 4,096 on an H200; groups of 64: 1.0625 and 0.5625 B a number."""
+def test_gains_depend_on_the_codecs_of_kv_and_activations(kv_bytes, x_bytes, paper, pipelined):
+    """A multi-head model of width 4,096, H200; groups of 64: 1.0625 and 0.5625 B per element."""
     rates = offload_rates(
         OPT_6_7B,
         link_bytes_per_s=55e9,
@@ -187,7 +187,7 @@ def test_codecs_on_the_wire_change_what_pays(kv_bytes, x_bytes, paper, pipelined
     assert pipelined_gain(rates) == pytest.approx(pipelined, abs=0.04)
 
 
-def test_the_papers_split_in_a_pipelined_runtime_wastes_up_to_a_third():
+def test_paper_split_in_a_pipelined_runtime_is_up_to_a_third_slower():
     for rho, waste in ((0.47, 0.31), (0.35, 0.26), (0.81, 0.13), (1.1, 0.09)):
         rates = of_ratios(0.5, rho)
         paper, best = (split(rates, 10**5) for split in (paper_split, pipelined_split))
@@ -198,7 +198,7 @@ def test_the_papers_split_in_a_pipelined_runtime_wastes_up_to_a_third():
 
 
 @given(st.floats(0.05, 0.95), st.floats(0.05, 3), st.integers(1, 400))
-def test_more_chunks_of_x_shorten_the_first_layer_only(xi, rho, tokens):
+def test_more_activation_chunks_shorten_the_first_layer_only(xi, rho, tokens):
     rates, split = of_ratios(xi, rho), pipelined_split(of_ratios(xi, rho), tokens)
 
     times = [step_seconds(rates, tokens, split, 3, chunks) for chunks in (1, 2, 8)]
@@ -210,7 +210,7 @@ def test_more_chunks_of_x_shorten_the_first_layer_only(xi, rho, tokens):
 @given(
     st.lists(st.integers(0, 90), min_size=1, max_size=6), st.floats(0, 1), st.sampled_from([1, 16])
 )
-def test_rows_divide_a_split_in_whole_pages(lengths, share, page):
+def test_share_rows_divides_a_split_in_whole_pages(lengths, share, page):
     total = math.floor(sum(lengths) * share)
 
     found = share_rows(tuple(lengths), total, page)
@@ -218,12 +218,12 @@ def test_rows_divide_a_split_in_whole_pages(lengths, share, page):
     assert all(0 <= x <= n for x, n in zip(found, lengths, strict=True))
     assert all(x % page == 0 or x == n for x, n in zip(found, lengths, strict=True))
     missing = total - sum(found)
-    rests = [n - x for n, x in zip(lengths, found, strict=True) if x < n]
+    remainders = [n - x for n, x in zip(lengths, found, strict=True) if x < n]
     assert 0 <= missing < page or (total == sum(found))
-    assert not missing or all(missing < min(page, rest) for rest in rests)
+    assert not missing or all(missing < min(page, remainder) for remainder in remainders)
 
 
-def test_rates_say_what_is_wrong_with_them():
+def test_invalid_rates_are_refused_with_the_reason():
     with pytest.raises(ConfigError, match="x_s of 0 seconds or more, got -1"):
         OffloadRates(kv_s=1.0, x_s=-1.0, recompute_s=1.0)
     with pytest.raises(ConfigError, match="kv_s and host_s above 0"):
@@ -238,7 +238,7 @@ def test_rates_say_what_is_wrong_with_them():
         share_rows((1, 2), 4)
 
 
-def test_small_copies_are_slow():
+def test_small_copies_have_low_bandwidth():
     rate = CopyRate(bytes_per_s=50e9, call_s=1e-6)
 
     assert effective_bytes_per_s(rate, 50_000) == pytest.approx(25e9)  # m_half = call_s * B

@@ -1,4 +1,4 @@
-"""Weights on the link: row by row, column by column, and in which order on the wire."""
+"""Weight transfers: row-major and column-major passes, and the order of transfers."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def column_layer_s(rates, weights_s, batches, tokens, x):
 
 
 @given(RATES, st.floats(0, 200), st.integers(1, 9), st.integers(1, 40))
-def test_columns_take_the_split_that_is_best_for_all_batches(rates, weights_s, batches, tokens):
+def test_column_pass_uses_the_best_split_for_all_batches(rates, weights_s, batches, tokens):
     found = run_pass(
         rates,
         order="column",
@@ -37,17 +37,17 @@ def test_columns_take_the_split_that_is_best_for_all_batches(rates, weights_s, b
 
 
 @given(RATES, st.floats(0.1, 200), st.integers(1, 40))
-def test_sharing_weights_never_generates_less(rates, weights_s, tokens):
+def test_sharing_weights_never_reduces_throughput(rates, weights_s, tokens):
     options = {"weights_s": weights_s, "rows": 2, "tokens": tokens, "num_layers": 4}
     row = run_pass(rates, order="row", batches=8, **options)
     column = run_pass(rates, order="column", batches=8, **options)
 
     assert column.tokens_per_s >= row.tokens_per_s * (1 - 1e-12)
-    assert column.x_tokens <= row.x_tokens  # the link has less to carry
+    assert column.x_tokens <= row.x_tokens  # the link has less to transfer
     assert row.batches == 1
 
 
-def test_weights_on_the_device_beat_columns_while_the_rows_fit():
+def test_resident_weights_are_faster_than_a_column_pass():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0)
     shape = {"rows": 4, "tokens": 100, "num_layers": 2}
     resident = run_pass(rates, order="row", weights_s=0, batches=1, **shape)
@@ -59,7 +59,7 @@ def test_weights_on_the_device_beat_columns_while_the_rows_fit():
 
 
 @given(RATES, SECONDS, SECONDS, SECONDS, st.integers(0, 40), st.floats(0, 1))
-def test_recomputing_during_the_other_weights_never_costs(rates, kv_s, qo_s, mlp_s, tokens, share):
+def test_recompute_during_weight_transfer_is_never_slower(rates, kv_s, qo_s, mlp_s, tokens, share):
     weights = LayerWeights(kv_s=kv_s, qo_s=qo_s, mlp_s=mlp_s)
     fine, coarse = (
         first_layer_seconds(rates, weights, tokens, share * tokens, fine=fine)
@@ -71,6 +71,6 @@ def test_recomputing_during_the_other_weights_never_costs(rates, kv_s, qo_s, mlp
     assert whole_s == pytest.approx(weights.total_s + rates.kv_s * tokens + rates.other_s)
 
 
-def test_a_column_has_a_batch():
+def test_column_pass_without_batches_is_refused():
     with pytest.raises(ConfigError, match="1 batch or more"):
         with_weights(OffloadRates(kv_s=1.0, x_s=1.0, recompute_s=1.0), 1.0, 0)

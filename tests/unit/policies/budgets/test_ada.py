@@ -1,4 +1,4 @@
-"""Heads compete for the slots of their layer: against a plain loop, with exact totals."""
+"""Ada: division of a layer's slots between its heads, compared with a plain loop."""
 
 import math
 from fractions import Fraction
@@ -16,21 +16,23 @@ from quire.policies.view import KVView
 def view_of(live: list[int], heads: int, positions: torch.Tensor | None = None) -> KVView:
     width = max(live)
     slot = torch.arange(width).expand(len(live), width)
-    held = slot < torch.tensor(live)[:, None]
-    there = slot if positions is None else positions
-    return KVView(torch.where(held, there, -1), next_position=1000, heads_per_layer=heads)
+    in_use = slot < torch.tensor(live)[:, None]
+    slot_positions = slot if positions is None else positions
+    return KVView(
+        torch.where(in_use, slot_positions, -1), next_position=1000, heads_per_layer=heads
+    )
 
 
 def plain_division(live, protected, scores, positions, keep, floor: Fraction) -> list[int]:
-    """One layer: even shares by filling heads up, best counts by one sort, largest fractions."""
+    """One layer: even shares by filling heads, best counts by one sort, largest fractions."""
     heads = range(len(live))
-    taken = [sum(p) for p in protected]
-    room = [count - t for count, t in zip(live, taken, strict=True)]
-    total = max(0, min(sum(keep), sum(live)) - sum(taken))
+    num_protected = [sum(p) for p in protected]
+    num_free = [count - t for count, t in zip(live, num_protected, strict=True)]
+    total = max(0, min(sum(keep), sum(live)) - sum(num_protected))
     even = [Fraction(0)] * len(live)
-    while (left := total - sum(even)) > 0:
-        open_heads = [h for h in heads if even[h] < room[h]]
-        step = min(left / len(open_heads), min(room[h] - even[h] for h in open_heads))
+    while (remaining := total - sum(even)) > 0:
+        open_heads = [h for h in heads if even[h] < num_free[h]]
+        step = min(remaining / len(open_heads), min(num_free[h] - even[h] for h in open_heads))
         for h in open_heads:
             even[h] += step
     free = [(h, s) for h in heads for s in range(live[h]) if not protected[h][s]]
@@ -39,8 +41,8 @@ def plain_division(live, protected, scores, positions, keep, floor: Fraction) ->
     }
     first = set()
     if total >= len(live):
-        own = [[slot for slot in free if slot[0] == h] for h in heads]
-        first = {min(slots, key=rank.__getitem__) for slots in own if slots}
+        by_head = [[slot for slot in free if slot[0] == h] for h in heads]
+        first = {min(slots, key=rank.__getitem__) for slots in by_head if slots}
     rest = sorted((slot for slot in free if slot not in first), key=rank.__getitem__)
     best = [*first, *rest[: total - len(first)]]
     shares = [(1 - floor) * sum(slot[0] == h for slot in best) + floor * even[h] for h in heads]
@@ -48,55 +50,55 @@ def plain_division(live, protected, scores, positions, keep, floor: Fraction) ->
     by_loss = sorted(heads, key=lambda h: (whole[h] - shares[h], h))
     for h in by_loss[: total - sum(whole)]:
         whole[h] += 1
-    return [w + t for w, t in zip(whole, taken, strict=True)]
+    return [w + t for w, t in zip(whole, num_protected, strict=True)]
 
 
-def test_the_worked_example_of_the_docstring() -> None:
+def test_worked_example() -> None:
     """Best four of both heads 9 8 7 6: 3 and 1; 0.8 * 3 + 0.2 * 2 = 2.8 and 1.2; so 3 and 1."""
     scores = torch.tensor([[9.0, 8, 7, 1], [6.0, 5, 2, 1]])
     view = view_of([4, 4], heads=2)
 
-    kept = Ada().divide(view, scores, torch.zeros_like(scores).bool(), torch.tensor([2, 2]))
+    retained = Ada().divide(view, scores, torch.zeros_like(scores).bool(), torch.tensor([2, 2]))
 
-    assert kept.tolist() == [3, 1]
+    assert retained.tolist() == [3, 1]
 
 
-def test_a_whole_floor_divides_evenly_and_none_by_score_alone() -> None:
+def test_floor_one_divides_evenly_and_floor_zero_by_score() -> None:
     scores = torch.tensor([[9.0, 8, 7, 6], [5.0, 4, 3, 2]])
-    view, none = view_of([4, 4], heads=2), torch.zeros(2, 4, dtype=torch.bool)
+    view, no_mask = view_of([4, 4], heads=2), torch.zeros(2, 4, dtype=torch.bool)
 
-    assert Ada(floor=1.0).divide(view, scores, none, torch.tensor([3, 3])).tolist() == [3, 3]
+    assert Ada(floor=1.0).divide(view, scores, no_mask, torch.tensor([3, 3])).tolist() == [3, 3]
     # 5 and 1 by score, but a head has four slots
-    assert Ada(floor=0.0).divide(view, scores, none, torch.tensor([3, 3])).tolist() == [4, 2]
+    assert Ada(floor=0.0).divide(view, scores, no_mask, torch.tensor([3, 3])).tolist() == [4, 2]
 
 
-def test_no_head_is_left_with_its_protected_slots_alone() -> None:
+def test_every_head_retains_more_than_its_protected_slots() -> None:
     scores = torch.tensor([[9.0, 8, 7, 6, 5], [1.0, 1, 1, 1, 1]])
     protected = torch.zeros(2, 5, dtype=torch.bool)
     protected[:, 0] = True
 
-    kept = Ada(floor=0.0).divide(view_of([5, 5], 2), scores, protected, torch.tensor([3, 3]))
+    retained = Ada(floor=0.0).divide(view_of([5, 5], 2), scores, protected, torch.tensor([3, 3]))
 
-    assert kept.tolist() == [4, 2]
+    assert retained.tolist() == [4, 2]
 
 
-def test_of_equal_scores_the_lower_position_counts_first() -> None:
-    """All scores equal; head 0 holds positions 10 to 13, head 1 holds 0 to 3: head 1's are lower.
+def test_score_ties_prefer_the_lower_position() -> None:
+    """All scores equal; head 0 has positions 10 to 13, head 1 the lower positions 0 to 3.
 
-    Each head's own first counts, the other two are head 1's: 1 and 3; half of that, half even
-    (2 each): 1.5 and 2.5, of equal fractions the lower head's is rounded up: 2 and 2. With no
-    floor: 1 and 3.
+    Each head retains its first, the other two are of head 1: 1 and 3. Half of that plus half of
+    the even share (2 each): 1.5 and 2.5; of equal fractions that of the lower head is rounded up:
+    2 and 2. Without a floor: 1 and 3.
     """
     positions = torch.tensor([[10, 11, 12, 13], [0, 1, 2, 3]])
     view, scores = view_of([4, 4], 2, positions), torch.zeros(2, 4)
-    none = torch.zeros(2, 4, dtype=torch.bool)
+    no_mask = torch.zeros(2, 4, dtype=torch.bool)
 
-    assert Ada(floor=0.5).divide(view, scores, none, torch.tensor([2, 2])).tolist() == [2, 2]
-    assert Ada(floor=0.0).divide(view, scores, none, torch.tensor([2, 2])).tolist() == [1, 3]
+    assert Ada(floor=0.5).divide(view, scores, no_mask, torch.tensor([2, 2])).tolist() == [2, 2]
+    assert Ada(floor=0.0).divide(view, scores, no_mask, torch.tensor([2, 2])).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("floor", [-0.1, 1.5, math.nan])
-def test_a_floor_that_is_no_share_is_refused(floor: float) -> None:
+def test_floor_outside_zero_to_one_is_refused(floor: float) -> None:
     with pytest.raises(ConfigError, match="0 <= floor <= 1"):
         Ada(floor=floor)
 
@@ -106,31 +108,35 @@ def layers(draw):
     heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     width = draw(st.integers(1, 10))
     live = draw(st.lists(st.integers(1, width), min_size=heads * layers, max_size=heads * layers))
-    marks = [draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)) for n in live]
+    markers = [draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)) for n in live]
     scores = [draw(st.lists(st.integers(0, 6), min_size=width, max_size=width)) for _ in live]
     positions = [sorted(draw(st.permutations(range(20)))[:width]) for _ in live]
     keep = [draw(st.integers(1, width)) for _ in live]
     floor = draw(st.sampled_from([Fraction(n, 10) for n in range(11)]))
-    return heads, live, [[m == 0 for m in lane] for lane in marks], scores, positions, keep, floor
+    return heads, live, [[m == 0 for m in lane] for lane in markers], scores, positions, keep, floor
 
 
 @given(layers())
-def test_a_layer_is_divided_as_a_plain_loop_says(given_layers) -> None:
+def test_division_equals_a_plain_loop(given_layers) -> None:
     heads, live, protected, scores, positions, keep, floor = given_layers
     width = max(live)
-    wide = torch.tensor([lane[:width] for lane in scores], dtype=torch.float32)
+    padded = torch.tensor([lane[:width] for lane in scores], dtype=torch.float32)
     mask = torch.tensor([lane + [False] * (width - len(lane)) for lane in protected])
     view = view_of(live, heads, torch.tensor([lane[:width] for lane in positions]))
 
-    kept = Ada(floor=float(floor)).divide(view, wide, mask, torch.tensor(keep)).tolist()
+    retained = Ada(floor=float(floor)).divide(view, padded, mask, torch.tensor(keep)).tolist()
 
     for start in range(0, len(live), heads):
         layer = slice(start, start + heads)
         expected = plain_division(
             *(part[layer] for part in (live, protected, scores, positions, keep)), floor
         )
-        assert kept[layer] == expected
-        needed = [sum(lane) for lane in protected[layer]]
-        assert sum(kept[layer]) == max(sum(needed), min(sum(keep[layer]), sum(live[layer])))
-        for must, tokens, held in zip(needed, kept[layer], live[layer], strict=True):
-            assert must <= tokens <= held
+        assert retained[layer] == expected
+        protected_tokens = [sum(lane) for lane in protected[layer]]
+        assert sum(retained[layer]) == max(
+            sum(protected_tokens), min(sum(keep[layer]), sum(live[layer]))
+        )
+        for at_least, tokens, num_slots in zip(
+            protected_tokens, retained[layer], live[layer], strict=True
+        ):
+            assert at_least <= tokens <= num_slots

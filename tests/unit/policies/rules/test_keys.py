@@ -1,4 +1,4 @@
-"""Rules on keys and values alone against plain ones."""
+"""Policies on keys and values, compared with plain implementations."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from quire.policies.expected_attention import ExpectedAttention
 from quire.policies.keydiff import KeyDiff
 from quire.policies.knorm import KNorm
 from quire.policies.lagkv import LagKV
-from unit.policies.histories import (
+from support.histories import (
     REDUCE,
     best,
     changed,
@@ -23,28 +23,28 @@ from unit.policies.histories import (
 )
 
 
-def test_knorm_keeps_the_shortest_keys():
+def test_knorm_retains_keys_with_the_smallest_norm():
     history = make_history()
     policy = KNorm(sinks=1, recent=2)
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         cached = history.cached[lane]
         scores = {t: -np.linalg.norm(history.keys[lane, t]) for t in cached}
         assert tokens == best(scores, {0, *cached[-2:]}, int(keep[lane]))
 
 
-def test_keydiff_keeps_the_keys_farthest_from_the_mean_direction():
+def test_keydiff_retains_keys_least_similar_to_the_mean_direction():
     history = make_history(seed=1)
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = retained_positions(view, KeyDiff().select(view, keep))
+    retained = retained_positions(view, KeyDiff().select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         cached = history.cached[lane]
         unit = {t: k / np.linalg.norm(k) for t in cached for k in [history.keys[lane, t]]}
         anchor = sum(unit.values()) / len(cached)
@@ -53,16 +53,16 @@ def test_keydiff_keeps_the_keys_farthest_from_the_mean_direction():
 
 
 def lag_scores(history, lane, sinks, lag):
-    """Rank / lag of the tokens that may leave; the others are protected."""
+    """Rank / lag of the evictable tokens; the others are protected."""
     cached = history.cached[lane]
     rest = [t for t in cached if t >= sinks]
     partitions = [rest[i : i + lag] for i in range(0, len(rest) - lag + 1, lag)]
     scores = {}
     for tokens, following in pairwise(partitions):
         weight = np.zeros(lag)
-        for numbers in (history.keys[lane], history.values[lane]):
-            least, most = numbers[following].min(axis=0), numbers[following].max(axis=0)
-            scaled = (numbers[tokens] - least) / (most - least)
+        for vectors in (history.keys[lane], history.values[lane]):
+            low, high = vectors[following].min(axis=0), vectors[following].max(axis=0)
+            scaled = (vectors[tokens] - low) / (high - low)
             weight += softmax(scaled.std(axis=1, ddof=1)) / 2
         for rank, index in enumerate(np.argsort(weight)):
             scores[tokens[index]] = rank / lag
@@ -71,61 +71,61 @@ def lag_scores(history, lane, sinks, lag):
 
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize(("sinks", "lag"), [(4, 7), (0, 5), (3, 10)])
-def test_lagkv_ranks_tokens_by_how_they_stand_out_from_the_next_partition(sinks, lag, ragged):
+def test_lagkv_ranks_tokens_relative_to_the_next_partition(sinks, lag, ragged):
     history = make_history(tokens=60, seed=2, ragged=ragged)
     policy = LagKV(sinks=sinks, lag=lag)
     view = history.view()
     keep = keep_of(view, 0.7, policy.least_cap)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         scores = lag_scores(history, lane, sinks, lag)
         fixed = [t for t in history.cached[lane] if t not in scores]
-        everything = scores | dict.fromkeys(fixed, 0.0)
-        assert tokens == best(everything, fixed, int(keep[lane]))
+        all_scores = scores | dict.fromkeys(fixed, 0.0)
+        assert tokens == best(all_scores, fixed, int(keep[lane]))
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.02])
 @pytest.mark.parametrize("heads", ["mean", "max", "sum"])
 @pytest.mark.parametrize("group", [1, 3])
-def test_expected_attention_asks_the_queries_to_come(group, heads, epsilon):
+def test_expected_attention_scores_by_predicted_future_queries(group, heads, epsilon):
     history = make_history(group=group, seed=3, layers=(0, 1))  # odd layers have no RoPE
     policy = ExpectedAttention(sinks=2, future=9, epsilon=epsilon, heads=heads)
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.5)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         cached = history.cached[lane]
-        behind = [t for t in cached if t >= 2]
+        after_sinks = [t for t in cached if t >= 2]
         future = range(history.tokens, history.tokens + 9)
-        turn = np.mean([rotation(position, history.dim) for position in future], axis=0)
-        turn = turn if lane < 2 else np.eye(history.dim)
+        rotated = np.mean([rotation(position, history.dim) for position in future], axis=0)
+        rotated = rotated if lane < 2 else np.eye(history.dim)
         rows = []
         for head in range(group):
             queries = history.raw[lane, head, 2:]
-            mean = turn @ queries.mean(axis=0)
-            spread = turn @ np.cov(queries.T, bias=True) @ turn.T
-            keys = history.keys[lane, behind]
+            mean = rotated @ queries.mean(axis=0)
+            spread = rotated @ np.cov(queries.T, bias=True) @ rotated.T
+            keys = history.keys[lane, after_sinks]
             linear = keys @ mean / history.dim**0.5
             square = np.einsum("ti,ij,tj->t", keys, spread, keys) / (2 * history.dim)
             rows.append(softmax(linear + square))
-        norms = np.linalg.norm(history.values[lane, behind], axis=1)
+        norms = np.linalg.norm(history.values[lane, after_sinks], axis=1)
         score = (REDUCE[heads](rows, axis=0) + epsilon) * norms
-        scores = dict(zip(behind, score, strict=True)) | {0: 0.0, 1: 0.0}
+        scores = dict(zip(after_sinks, score, strict=True)) | {0: 0.0, 1: 0.0}
         assert tokens == best(scores, {0, 1}, int(keep[lane]))
 
 
-def test_expected_attention_is_refused_before_a_query_was_seen():
+def test_expected_attention_without_recorded_queries_is_refused():
     history = make_history()
     policy = ExpectedAttention()
     view = history.view(policy.statistics)
     [moments] = policy.statistics
-    unasked = torch.zeros_like(view.statistics[moments.name])
+    empty = torch.zeros_like(view.statistics[moments.name])
 
     with pytest.raises(PolicyError, match="no query after the sinks was recorded"):
-        policy.select(changed(view, statistics={moments.name: unasked}), keep_of(view, 0.5))
+        policy.select(changed(view, statistics={moments.name: empty}), keep_of(view, 0.5))
     with pytest.raises(PolicyError, match="built without rotations"):
         policy.select(changed(view, rotation=None), keep_of(view, 0.5))

@@ -1,4 +1,4 @@
-"""Clusters of signatures and of keys, against plain ones."""
+"""K-means of signatures and of keys, compared with a plain implementation."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from quire.layout.statistics import AttentionSum
 from quire.policies.h2o import H2O
 from quire.policies.kmeans import KMeans
 from quire.policies.view import KVView
-from unit.policies.histories import Slots, best, retained_positions
-from unit.policies.plain_kvcrush import history_of, of_layers, plain_count
+from support.histories import Slots, best, retained_positions
+from support.plain_kvcrush import history_of, of_layers, plain_count
 
 pytest.importorskip("scipy")
 BASE = H2O(recent=4, sinks=2)
@@ -21,8 +21,8 @@ def plain_kmeans(points, clusters, rounds):
     for _ in range(rounds):
         near = [int(np.argmin([np.linalg.norm(p - mean) for mean in means])) for p in points]
         for number in range(clusters):
-            own = [p for p, n in zip(points, near, strict=True) if n == number]
-            means[number] = np.mean(own, axis=0) if own else means[number]
+            members = [p for p, n in zip(points, near, strict=True) if n == number]
+            means[number] = np.mean(members, axis=0) if members else means[number]
     chosen = []
     for mean in means:
         free = {n: np.linalg.norm(p - mean) for n, p in enumerate(points) if n not in chosen}
@@ -31,30 +31,32 @@ def plain_kmeans(points, clusters, rounds):
 
 
 @pytest.mark.parametrize("rounds", [1, 5])
-def test_of_each_cluster_of_keys_the_token_nearest_its_mean_stays(rounds):
+def test_kmeans_retains_the_token_nearest_to_each_key_cluster_mean(rounds):
     history, policy = history_of(), KMeans(base=BASE, on="keys", share=0.5, rounds=rounds)
     view, keep, expected = history.view(policy.statistics), 30, []
-    for number, (_, tokens, of_head, must, _) in enumerate(of_layers(history, policy, keep, 1)):
+    for number, (_, tokens, of_head, protected_tokens, _) in enumerate(
+        of_layers(history, policy, keep, 1)
+    ):
         lanes = range(number * history.heads, (number + 1) * history.heads)
-        free = [t for t in tokens if t not in must]
+        free = [t for t in tokens if t not in protected_tokens]
         mean = {t: float(np.mean([scores[t] for scores in of_head])) for t in free}
-        count = plain_count(policy, keep - len(must), mean)
-        promoted = best(mean, [], keep - len(must) - count)
+        count = plain_count(policy, keep - len(protected_tokens), mean)
+        promoted = best(mean, [], keep - len(protected_tokens) - count)
         grouped = [t for t in free if t not in promoted]
         points = [np.concatenate([history.keys[lane, t] for lane in lanes]) for t in grouped]
-        stays = {grouped[n] for n in plain_kmeans(points, count, rounds)}
-        expected += [sorted({*must, *promoted, *stays})] * history.heads
+        representatives = {grouped[n] for n in plain_kmeans(points, count, rounds)}
+        expected += [sorted({*protected_tokens, *promoted, *representatives})] * history.heads
 
-    kept = policy.select(view, torch.full((len(view.positions),), keep))
+    retained = policy.select(view, torch.full((len(view.positions),), keep))
 
-    assert retained_positions(view, kept) == expected
+    assert retained_positions(view, retained) == expected
 
 
-def test_of_each_kind_of_signature_one_token_stays():
-    """Two heads, four kept: 0 to 3 by one of them, 0, 1, 6 and 7 by the other.
+def test_kmeans_retains_one_token_per_signature_cluster():
+    """Two heads that retain four tokens: 0 to 3 in the first, 0, 1, 6 and 7 in the second.
 
-    Important are 0 and 1. The rest says 10 10 00 00 01 01: clusters start at 2 and 5, so the second
-    one has 4 to 7, whose mean (0, 1/2) is as near to all of them.
+    0 and 1 are promoted. The other signatures are 10 10 00 00 01 01: clusters start at 2 and 5, so
+    the second has 4 to 7, whose mean (0, 1/2) is equally near to all of them.
     """
     each = AttentionSum().each()
     scores = torch.tensor([[9.0, 8, 5, 4, 1, 1, 0, 0], [9.0, 8, 0, 0, 1, 1, 5, 4]])
@@ -68,6 +70,6 @@ def test_of_each_kind_of_signature_one_token_stays():
         head_dim=2,
     )
 
-    kept = KMeans(base=H2O(recent=0), share=0.5).select(view, torch.tensor([4]))
+    retained = KMeans(base=H2O(recent=0), share=0.5).select(view, torch.tensor([4]))
 
-    assert retained_positions(view, kept) == [[0, 1, 2, 4]]
+    assert retained_positions(view, retained) == [[0, 1, 2, 4]]

@@ -1,4 +1,4 @@
-"""KVCrush and its relatives against plain ones: lists, sets and sums, token by token."""
+"""KVCrush and its variants, compared with plain implementations."""
 
 from dataclasses import replace
 from math import ceil
@@ -24,8 +24,8 @@ from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from unit.policies.histories import best, changed, make_history, retained_positions
-from unit.policies.plain_kvcrush import (
+from support.histories import best, changed, make_history, retained_positions
+from support.plain_kvcrush import (
     history_of,
     of_layers,
     pieces_of,
@@ -45,12 +45,12 @@ PLAIN_ANCHORS = [anchors.RANDOM, anchors.ALTERNATING, anchors.MEAN, anchors.ZERO
 
 def check(history, policy, keep, piece=1):
     view = history.view(policy.statistics)
-    wanted = torch.full((len(view.positions),), keep)
+    keep_counts = torch.full((len(view.positions),), keep)
 
-    kept = retained_positions(view, policy.select(view, wanted, piece))
+    retained = retained_positions(view, policy.select(view, keep_counts, piece))
 
-    assert kept == plain_kvcrush(history, policy, keep, piece)
-    assert len(kept[0]) < len(history.cached[0])
+    assert retained == plain_kvcrush(history, policy, keep, piece)
+    assert len(retained[0]) < len(history.cached[0])
 
 
 # ---- kvcrush -----------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def check(history, policy, keep, piece=1):
 @pytest.mark.parametrize("anchor", PLAIN_ANCHORS)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__ + str(base.least_cap))
 @pytest.mark.parametrize("group", [1, 3])
-def test_kvcrush_keeps_what_the_plain_one_keeps(base, anchor, group):
+def test_kvcrush_equals_the_plain_kvcrush(base, anchor, group):
     for seed in range(3):
         history = history_of(group=group, seed=seed)
         check(history, KVCrush(base=base, anchor=anchor, share=0.5, seed=seed), 30)
@@ -67,41 +67,41 @@ def test_kvcrush_keeps_what_the_plain_one_keeps(base, anchor, group):
 
 @pytest.mark.parametrize("anchor", [anchors.MEAN, anchors.ALTERNATING])
 @pytest.mark.parametrize("piece", [2, 5])
-def test_kvcrush_keeps_whole_pieces_with_their_tokens_bits_side_by_side(piece, anchor):
+def test_kvcrush_with_pieces_equals_the_plain_kvcrush(piece, anchor):
     for seed in range(3):
         history = history_of(tokens=90, seed=seed)
         check(history, KVCrush(base=BASE, anchor=anchor, share=0.5), 50, piece)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 0.9])
-def test_a_share_of_what_is_left_is_for_representatives(share):
+def test_share_sets_the_number_of_representatives(share):
     check(history_of(), KVCrush(base=BASE, share=share), 36)
 
 
-def test_more_query_heads_than_a_word_has_bits():
-    """80 of them: two words."""
+def test_kvcrush_with_more_query_heads_than_bits_of_a_word():
+    """80 query heads: two words."""
     check(history_of(tokens=30, group=40), KVCrush(base=BASE, share=0.5), 18)
 
 
 @pytest.mark.parametrize("piece", [1, 3])
-def test_layers_of_other_fullness_lose_as_many_as_each_may(piece):
+def test_layers_of_different_length_evict_their_own_number(piece):
     history = history_of(tokens=80)
-    per_layer = len(history.cached[0])
+    num_cached = len(history.cached[0])
     history.cached[0] = history.cached[1] = history.cached[0][:-20]
     policy = KVCrush(base=BASE, share=0.5)
     view = history.view(policy.statistics)
 
-    for first, second in ((30, 40), (41, 33), (per_layer - 20, 40)):
+    for first, second in ((30, 40), (41, 33), (num_cached - 20, 40)):
         keep = torch.tensor([first, first, second, second])
-        kept = retained_positions(view, policy.select(view, keep, piece))
+        retained = retained_positions(view, policy.select(view, keep, piece))
         expected = [plain_kvcrush(history, policy, number, piece) for number in (first, second)]
-        assert kept == [*expected[0][:2], *expected[1][2:]]
+        assert retained == [*expected[0][:2], *expected[1][2:]]
 
 
-def test_additive_representatives_come_on_top_of_the_cap():
-    """46 would stay, 6 of them protected: 40 left, half of it on top, and 20 are representatives.
+def test_additive_representatives_are_added_to_the_cap():
+    """46 tokens retained, 6 of them protected: half of the other 40, 20, are added.
 
-    So many whatever the schedule: a cap of 55 of which 9 leave at a time leaves 46 too.
+    The number does not depend on the schedule: a cap of 55 with 9 evicted at a time retains 46 too.
     """
     policy = KVCrush(base=BASE, share=0.5, representatives="additive")
     lanes = LaneShape(num_layers=2, heads=2, page_tokens=16, page_bytes=1)
@@ -116,10 +116,10 @@ def test_additive_representatives_come_on_top_of_the_cap():
     check(history_of(tokens=99), policy, 66)
 
 
-def test_figure_3_by_hand():
+def test_figure_3_example():
     """8 tokens, 4 heads, budget 4, half of it for representatives; anchor zeros.
 
-    Each head would keep its four best (x). By the sums 0 and 1 are important; the rest is grouped.
+    Each head would retain its four best (x). The sums promote 0 and 1; the others are grouped.
 
         token        0     1     2     3     4     5     6     7
         head 0      90 x  80 x   1     0    40 x   2    30 x   3
@@ -130,7 +130,7 @@ def test_figure_3_by_hand():
         signature 1111  1110  0001  0000  1100  0011  1000  0111
         distance                 1     0     2     2     1     3     to 0000
 
-    Sorted by distance and position 3 2 6 4 5 7; slices 3 2 6 and 4 5 7; their middles 2 and 5 stay.
+    Sorted by distance and position 3 2 6 4 5 7; slices 3 2 6 and 4 5 7: retain 2 and 5.
     """
     scores = torch.tensor(
         [
@@ -146,12 +146,12 @@ def test_figure_3_by_hand():
     )
     policy = KVCrush(base=H2O(recent=0), share=0.5, anchor="zeros")
 
-    kept = policy.select(view, torch.tensor([4]))
+    retained = policy.select(view, torch.tensor([4]))
 
-    assert retained_positions(view, kept) == [[0, 1, 2, 5]]
+    assert retained_positions(view, retained) == [[0, 1, 2, 5]]
 
 
-def test_a_random_pick_is_another_with_another_seed():
+def test_random_pick_depends_on_the_seed():
     history = history_of(tokens=200)
     policies = [KVCrush(base=BASE, pick="random", share=0.5, seed=seed) for seed in (0, 1)]
     view = history.view(policies[0].statistics)
@@ -166,28 +166,28 @@ def test_a_random_pick_is_another_with_another_seed():
 @pytest.mark.parametrize("pick", ["middle", "random"])
 @pytest.mark.parametrize("anchor", [anchors.RANDOM, anchors.MEAN, anchors.FARTHEST])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_several_anchors_share_the_representatives_in_proportion(anchor, count, pick):
+def test_several_anchors_divide_the_representatives_in_proportion(anchor, count, pick):
     for seed in range(2):
         history = history_of(tokens=100, seed=seed)
         policy = KVCrush(base=BASE, anchor=anchor, anchors=count, share=0.5, pick=pick, seed=seed)
         check(history, policy, 50)
 
 
-def test_anchors_that_find_all_signatures_alike_are_one():
-    """Nobody tells tokens apart: those at the lowest positions are important, slices are even."""
+def test_equal_signatures_with_several_anchors():
+    """All tokens are equal: those at the lowest positions are promoted, slices are even."""
     each = AttentionSum().each()
     view = KVView(torch.arange(12)[None], 12, group=3, statistics={each.name: torch.ones(3, 12)})
 
     for count, anchor in ((1, "mean"), (1, "ones"), (4, "farthest"), (2, "mean"), (8, "random")):
         policy = KVCrush(base=H2O(recent=0), share=0.5, anchor=anchor, anchors=count)
-        kept = policy.select(view, torch.tensor([6]))
-        # heads would keep 0 to 5, so 3, 4, 5 and 6 to 11 are two kinds
-        assert kept[0, :3].all()
-        assert int(kept.sum()) == 6
+        retained = policy.select(view, torch.tensor([6]))
+        # heads would retain 0 to 5, so 3, 4, 5 and 6 to 11 are two groups
+        assert retained[0, :3].all()
+        assert int(retained.sum()) == 6
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
-def test_a_dynamic_share_is_a_part_of_the_share_by_layer(share):
+def test_dynamic_share_depends_on_the_layer(share):
     for seed in range(3):
         policy = KVCrush(base=BASE, share=share, dynamic=True)
         history = history_of(seed=seed)
@@ -197,8 +197,8 @@ def test_a_dynamic_share_is_a_part_of_the_share_by_layer(share):
         )
 
 
-def test_one_distance_is_measured_for_each_token_and_anchor(monkeypatch):
-    """Linear in tokens: counted, not timed. Two layers; what is protected is not measured."""
+def test_one_distance_is_computed_per_token_and_anchor(monkeypatch):
+    """Linear in tokens, by count. Two layers; protected tokens are not measured."""
     measured, protected = [], BASE.sinks + BASE.recent
 
     def counted(words, anchor):
@@ -214,7 +214,7 @@ def test_one_distance_is_measured_for_each_token_and_anchor(monkeypatch):
         assert sum(measured) == number * 2 * (view.positions.shape[1] - protected)
 
 
-def test_a_dynamic_share_is_whole_where_all_score_alike_and_nothing_where_few_have_all():
+def test_dynamic_share_of_equal_and_of_peaked_scores():
     statistic = AttentionSum().each()
     policy = KVCrush(base=H2O(recent=0), share=0.5, dynamic=True, anchor="zeros")
     flat = torch.ones(1, 20)
@@ -222,18 +222,18 @@ def test_a_dynamic_share_is_whole_where_all_score_alike_and_nothing_where_few_ha
 
     def promoted(scores):
         view = KVView(torch.arange(20)[None], 20, layers=(0,), statistics={statistic.name: scores})
-        kept = policy.select(view, torch.tensor([8]))[0]
-        return int(kept[:8].sum()), int(kept.sum())
+        retained = policy.select(view, torch.tensor([8]))[0]
+        return int(retained[:8].sum()), int(retained.sum())
 
     assert promoted(peaked) == (8, 8)
-    assert promoted(flat) == (5, 8)  # 0 to 3; and 5, which stands for 4 to 7: the head keeps them
+    assert promoted(flat) == (5, 8)  # 0 to 3, and 5, which represents 4 to 7
 
 
-# ---- what a head says --------------------------------------------------------------------------
+# ---- signatures --------------------------------------------------------------------------------
 
 
-def test_a_view_by_query_heads_scores_each_as_if_it_were_alone():
-    """A rule on the view of heads gives what it gives a model without groups."""
+def test_view_by_query_heads_scores_each_head_separately():
+    """A rule on the view by query heads equals the rule on a model without grouped heads."""
     history = history_of(group=3)
     for base in [*BASES, SnapKV(window=6, kernel=1)]:
         policy = KVCrush(base=base)
@@ -249,8 +249,8 @@ def test_a_view_by_query_heads_scores_each_as_if_it_were_alone():
 
 
 @pytest.mark.parametrize("base", [*BASES, RoCo(sinks=1, recent=2)], ids=str)
-def test_a_bit_says_whether_the_head_alone_would_keep_the_token(base):
-    """Also where a rule does more than rank its scores, as RoCo does."""
+def test_signature_bit_is_the_selection_of_the_head_alone(base):
+    """Includes RoCo, which does more than rank its scores."""
     view = history_of(group=3).view(KVCrush(base=base).statistics)
     keep = torch.full((len(view.positions),), 30)
     context = KVCrush(base=base).selection_context(view, keep, 1)
@@ -260,7 +260,7 @@ def test_a_bit_says_whether_the_head_alone_would_keep_the_token(base):
     assert torch.equal(context.all_bits.flatten(0, 1), alone)
 
 
-def test_what_is_asked_once_a_layer_is_asked_of_its_first_head():
+def test_first_heads_selects_the_first_head_of_each_layer():
     history = history_of(group=3)
     base = SnapKV(window=4)
     view = history.view([*base.statistics, AttentionSum(), AttentionSum().each()])
@@ -276,19 +276,19 @@ def test_what_is_asked_once_a_layer_is_asked_of_its_first_head():
     assert torch.equal(found.statistic(each), view.statistic(each)[heads])
 
 
-def test_packed_bits_come_back_and_their_distances_are_those_of_bits():
+def test_packed_bits_are_unpacked_with_equal_hamming_distances():
     rng = np.random.default_rng(0)
     for width in (1, 15, 16, 17, 31, 63, 64, 65, 200):
-        made, anchor = rng.random((3, width, 9)) < 0.5, rng.random((3, width, 1)) < 0.5
-        words = anchors.pack(made)
+        bits, anchor = rng.random((3, width, 9)) < 0.5, rng.random((3, width, 1)) < 0.5
+        words = anchors.pack(bits)
 
         assert words.shape == (3, 9, ceil(width / 64))
-        assert (anchors.unpack(words, width) == made.transpose(0, 2, 1)).all()
-        assert (anchors.hamming(words, anchors.pack(anchor)) == (made ^ anchor).sum(axis=1)).all()
+        assert (anchors.unpack(words, width) == bits.transpose(0, 2, 1)).all()
+        assert (anchors.hamming(words, anchors.pack(anchor)) == (bits ^ anchor).sum(axis=1)).all()
 
 
-def test_kept_signatures_are_those_of_the_first_time():
-    """A token's bits are written down and read again; later ones are asked afresh."""
+def test_kept_signatures_are_read_from_the_record():
+    """The bits of a token are recorded and read back; those of later tokens are computed."""
     history = history_of()
     policy = KVCrush(base=BASE, signatures="stored", share=0.5)
     view = history.view(policy.statistics)
@@ -297,29 +297,31 @@ def test_kept_signatures_are_those_of_the_first_time():
     before = context.all_bits.flatten(0, 1)
 
     decision = policy.decide(view, keep)
-    noted = {s.name: n for s, n in decision.statistics.items()}
-    until = noted["signed_until"]
-    noted["signature_bits"] = torch.where(view.positions % 2 == 0, 7.0, 0.0)  # of all three heads
-    noted["signed_until"] = torch.full_like(until, 40)
+    notes = {s.name: n for s, n in decision.statistics.items()}
+    until = notes["signed_until"]
+    notes["signature_bits"] = torch.where(
+        view.positions % 2 == 0, 7.0, 0.0
+    )  # bits of all three heads
+    notes["signed_until"] = torch.full_like(until, 40)
     again = policy.selection_context(
-        changed(view, statistics={**view.statistics, **noted}), keep, 1
+        changed(view, statistics={**view.statistics, **notes}), keep, 1
     )
 
     assert torch.equal(decision.retained, KVCrush(base=BASE, share=0.5).select(view, keep))
     assert until.unique().tolist() == [history.tokens - BASE.recent]
     positions = view.positions.repeat_interleave(3, dim=0)
-    old, again = positions < 40, again.all_bits.flatten(0, 1)
-    assert torch.equal(again[old], positions[old] % 2 == 0)
-    assert torch.equal(again[~old], before[~old])
+    is_signed, again = positions < 40, again.all_bits.flatten(0, 1)
+    assert torch.equal(again[is_signed], positions[is_signed] % 2 == 0)
+    assert torch.equal(again[~is_signed], before[~is_signed])
 
 
-def test_signatures_are_written_down_when_a_token_may_leave_for_the_first_time():
-    """Layer 0 loses nothing; in layer 1 the newest are protected. What was signed stays so."""
+def test_signatures_are_recorded_when_a_token_is_first_evictable():
+    """Layer 0 evicts nothing; in layer 1 the newest are protected. Signed tokens stay signed."""
     history = history_of()
     policy = KVCrush(base=BASE, signatures="stored", share=0.5)
     view = history.view(policy.statistics)
-    held = view.num_slots[:, 0]
-    keep = torch.where(torch.arange(len(held)) < history.heads, held, 30)
+    num_slots = view.num_slots[:, 0]
+    keep = torch.where(torch.arange(len(num_slots)) < history.heads, num_slots, 30)
 
     notes = {s.name: n for s, n in policy.decide(view, keep).statistics.items()}
     later = changed(
@@ -339,47 +341,51 @@ def test_signatures_are_written_down_when_a_token_may_leave_for_the_first_time()
 
 
 @pytest.mark.parametrize("anchor", PLAIN_ANCHORS)
-def test_openvinos_form_keeps_what_the_plain_one_keeps(anchor):
+def test_kvcrush_openvino_equals_the_plain_version(anchor):
     piece, keep = 4, 56
     for seed in range(3):
         history = history_of(tokens=90, seed=seed)
         policy = KVCrushOpenVINO(base=BASE, blocks=3, anchor=anchor, seed=seed)
         view = history.view(policy.statistics)
         expected = []
-        for layer, tokens, of_head, must, _ in of_layers(history, policy, keep, piece):
-            cut = pieces_of(tokens, piece)
-            held = [p for p in cut if must & set(p) or len(p) < piece]
-            free = [p for p in cut if p not in held]
-            room = (keep - sum(map(len, held))) // piece
+        for layer, tokens, of_head, protected_tokens, _ in of_layers(history, policy, keep, piece):
+            pieces = pieces_of(tokens, piece)
+            protected_pieces = [p for p in pieces if protected_tokens & set(p) or len(p) < piece]
+            free = [p for p in pieces if p not in protected_pieces]
+            num_units = (keep - sum(map(len, protected_pieces))) // piece
             mean = {t: np.mean([scores[t] for scores in of_head]) for t in tokens}
-            may = [t for p in free for t in p]
-            half = best({t: mean[t] for t in may}, [], len(may) // 2)
-            chosen = best({n: sum(mean[t] for t in p) for n, p in enumerate(free)}, [], room - 3)
+            evictable = [t for p in free for t in p]
+            half = best({t: mean[t] for t in evictable}, [], len(evictable) // 2)
+            chosen = best(
+                {n: sum(mean[t] for t in p) for n, p in enumerate(free)}, [], num_units - 3
+            )
             signature = [[t in half for t in p] for p in free]
-            own = plain_anchor(anchor, signature, layer, seed)
-            leave = [n for n in range(len(free)) if n not in chosen]
-            ordered = sorted(leave, key=lambda n: (plain_distance(signature[n], own), n))
-            saved = [ordered[i * (len(ordered) // 3)] for i in range(3)]
-            retained = [*held, *(free[n] for n in [*chosen, *saved])]
-            expected += [sorted(t for p in retained for t in p)] * history.heads
+            anchor_bits = plain_anchor(anchor, signature, layer, seed)
+            remaining = [n for n in range(len(free)) if n not in chosen]
+            ordered = sorted(
+                remaining, key=lambda n: (plain_distance(signature[n], anchor_bits), n)
+            )
+            representatives = [ordered[i * (len(ordered) // 3)] for i in range(3)]
+            selected = [*protected_pieces, *(free[n] for n in [*chosen, *representatives])]
+            expected += [sorted(t for p in selected for t in p)] * history.heads
 
-        kept = policy.select(view, torch.full((len(view.positions),), keep), piece)
+        retained = policy.select(view, torch.full((len(view.positions),), keep), piece)
 
-        assert retained_positions(view, kept) == expected
+        assert retained_positions(view, retained) == expected
 
 
 def view_of_sums(sums):
     """One layer, one query head, tokens at positions 0, 1, ... with these accumulated weights."""
-    apart = AttentionSum().each()
+    each = AttentionSum().each()
     return KVView(
         torch.arange(len(sums))[None],
         len(sums),
-        statistics={apart.name: torch.tensor([sums]), AttentionSum().name: torch.tensor([sums])},
+        statistics={each.name: torch.tensor([sums]), AttentionSum().name: torch.tensor([sums])},
     )
 
 
-def test_openvinos_bits_are_of_accumulated_attention_which_the_base_rule_divides():
-    """Pages of 2, 4 tokens stay: the best page and the one nearest to all zeros.
+def test_openvino_signatures_use_undivided_attention_sums():
+    """Pages of 2, 4 retained tokens: the best page and the page nearest to all zeros.
 
     token        0     1     2     3     4     5     6     7     8     9
     queries     10     9     8     7     6     5     4     3     2     1
@@ -391,26 +397,26 @@ def test_openvinos_bits_are_of_accumulated_attention_which_the_base_rule_divides
     view = view_of_sums([10.0, 9.0, 4.0, 3.5, 9.0, 6.0, 8.0, 6.0, 10.0, 5.0])
     policy = KVCrushOpenVINO(base=Average(), blocks=1, anchor=anchors.ZEROS)
 
-    kept = policy.select(view, torch.tensor([4]), 2)
+    retained = policy.select(view, torch.tensor([4]), 2)
 
-    assert retained_positions(view, kept) == [[2, 3, 8, 9]]
+    assert retained_positions(view, retained) == [[2, 3, 8, 9]]
 
 
 @pytest.mark.parametrize(
-    ("base", "wanted"),
+    ("base", "keep_counts"),
     [
         (Average(), [6.0, 4.0, 1.0]),
         (H2O(), [6.0, 4.0, 1.0]),
         (ValueNorm(base=Average(), power=2.0), [24.0, 16.0, 4.0]),
     ],
 )
-def test_what_a_rule_accumulates_is_its_score_before_division(base, wanted):
+def test_accumulated_score_is_the_score_before_division(base, keep_counts):
     view = replace(view_of_sums([6.0, 4.0, 1.0]), slots=Twos(), head_dim=1)
 
-    assert base.accumulated(view, base.score(view)).tolist() == [wanted]
+    assert base.accumulated(view, base.score(view)).tolist() == [keep_counts]
 
 
-def test_rules_that_divide_other_statistics_accumulate_them_undivided():
+def test_accumulated_score_of_other_statistics_is_undivided():
     numbers = torch.tensor([[6.0, 4.0, 1.0]])
     low = LowAttentionCount()
     view = KVView(torch.arange(3)[None], 3, statistics={low.name: numbers})
@@ -421,7 +427,7 @@ def test_rules_that_divide_other_statistics_accumulate_them_undivided():
 
 
 class Twos:
-    """Every key and value is 2."""
+    """Keys and values that are all 2."""
 
     def keys(self):
         return torch.full((1, 3, 1), 2.0)
@@ -433,7 +439,7 @@ class Twos:
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "says"),
+    ("text", "error", "message"),
     [
         ("kvcrush:cap=99,every=9,share=1.0", ConfigError, "expected 0 <= share < 1"),
         ("kvcrush:cap=99,every=9,share=-0.1", ConfigError, "expected 0 <= share < 1"),
@@ -479,29 +485,29 @@ class Twos:
         ("kvcrush:cap=99,every=9,budget=ada", UnsoundCombination, "one set for all heads"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_way_out(text, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_kvcrush_options_are_refused_with_a_suggestion(text, error, message):
+    with pytest.raises(error, match=message):
         make_eviction(text)
 
 
-def test_the_least_cap_leaves_one_representative_and_one_less_is_refused():
-    """h2o keeps half of what stays as newest: 7 kept leave 4 to choose, a quarter of them is 1."""
+def test_least_cap_has_one_representative():
+    """h2o retains half as newest: of 7 retained 4 are selected, a quarter of them is 1."""
     policy = KVCrush()
 
     assert policy.least_cap == 7
-    assert policy.least_retained(4) == 31 + 8  # four pieces of four to choose, 15 newest, two edges
+    assert policy.least_retained(4) == 31 + 8  # four pieces of four to select, 15 newest, two edges
     assert KVCrush(base=Recent2(), share=0.25).least_cap == 4
 
 
 class Recent2(Recent):
-    """A rule that protects nothing, for the arithmetic alone."""
+    """A rule without protected tokens."""
 
     @property
     def scores_heads(self) -> bool:
         return True
 
 
-def test_a_view_without_what_each_head_saw_is_refused():
+def test_view_without_statistics_per_query_head_is_refused():
     policy = KVCrush()
     view = changed(history_of().view(policy.statistics), statistics={})
 

@@ -1,8 +1,7 @@
-"""Twelve mistakes that implementations of these rules have made, each as a test on all it concerns.
+"""Twelve known mistakes of eviction implementations, each tested on all rules it concerns.
 
-The list is in the order in which the literature of errors has them: kept order, age, lengths,
-protection, normalisation, precision, grouped heads, pooling, what a budget counts, ties, ratios,
-state.
+In this order: order of retained tokens, age, lengths, protection, normalisation, precision,
+grouped heads, pooling, tokens counted by a budget, ties, ratios, state.
 """
 
 from dataclasses import FrozenInstanceError, dataclass
@@ -28,7 +27,7 @@ from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.view import KVView
 from quire.policies.windows import pool, reduce_group
-from unit.policies.histories import (
+from support.histories import (
     Rotations,
     Slots,
     changed,
@@ -50,56 +49,58 @@ def view_of_sums(policy, positions, sums, next_position):
     )
 
 
-def after(view, kept):
-    """What is left, as the next eviction sees it: holes closed, order of positions."""
-    assert len(set(kept.sum(dim=1).tolist())) == 1
+def after(view, retained):
+    """The view of the next eviction: compacted slots in order of positions."""
+    assert len(set(retained.sum(dim=1).tolist())) == 1
     lanes = view.positions.shape[0]
     return changed(
         view,
-        positions=view.positions[kept].view(lanes, -1),
+        positions=view.positions[retained].view(lanes, -1),
         slots=Slots(
-            view.keys[kept].view(lanes, -1, view.head_dim),
-            view.values[kept].view(lanes, -1, view.head_dim),
+            view.keys[retained].view(lanes, -1, view.head_dim),
+            view.values[retained].view(lanes, -1, view.head_dim),
         ),
     )
 
 
-def test_1_what_is_kept_stays_in_order_so_that_a_second_rule_finds_ages_right():
+def test_1_retained_tokens_keep_their_order():
     view = make_history(tokens=60, evictions=0).view()
-    once = after(view, KeyDiff().select(view, torch.full((4,), 40)))
+    compacted = after(view, KeyDiff().select(view, torch.full((4,), 40)))
 
-    newest = Recent(sinks=1).select(once, torch.full((4,), 10))
+    newest = Recent(sinks=1).select(compacted, torch.full((4,), 10))
 
-    assert (once.positions.diff(dim=1) > 0).all()
-    for lane, tokens in zip(once.positions, retained_positions(once, newest), strict=True):
+    assert (compacted.positions.diff(dim=1) > 0).all()
+    for lane, tokens in zip(
+        compacted.positions, retained_positions(compacted, newest), strict=True
+    ):
         first = [0] if 0 in lane else []
         assert tokens == sorted({*first, *lane[len(first) - 10 :].tolist()})
-    twice = LagKV(sinks=0, lag=10).select(once, torch.full((4,), 25))
-    assert (twice[:, -10:]).all()  # the newest partition, not the best-scored tokens
+    again = LagKV(sinks=0, lag=10).select(compacted, torch.full((4,), 25))
+    assert (again[:, -10:]).all()  # the newest partition, not the best-scored tokens
 
 
 def test_2_age_is_the_distance_of_positions_not_of_slots():
-    """Positions 0, 90, 99 of 100: looks 100, 10, 1, not 3, 2, 1.
+    """Positions 0, 90, 99 of 100: seen by 100, 10, 1 queries, not 3, 2, 1.
 
-    Means 10/100 = .1, 2/10 = .2, .15/1 = .15: the first leaves. By slots it would be 3.3, 1, .15.
+    Means 10/100 = .1, 2/10 = .2, .15/1 = .15: evict the first. By slots: 3.3, 1, .15.
     """
     view = view_of_sums(Average(), [0, 90, 99], [10.0, 2.0, 0.15], next_position=100)
 
     assert retained_positions(view, Average().select(view, torch.tensor([2]))) == [[90, 99]]
 
 
-def test_3_the_logical_length_counts_not_what_is_cached():
+def test_3_future_positions_start_at_the_sequence_length():
     starts = []
 
     @dataclass
-    class Listening(Rotations):
+    class RecordingRotations(Rotations):
         def mean_rotation(self, layer, start, tokens):
             starts.append((layer, start, tokens))
             return super().mean_rotation(layer, start, tokens)
 
     history = make_history(tokens=50, evictions=4)
     policy = ExpectedAttention(future=16)
-    view = changed(history.view(policy.statistics), rotation=Listening(history.dim))
+    view = changed(history.view(policy.statistics), rotation=RecordingRotations(history.dim))
     policy.select(view, keep_of(view, 0.5))
 
     assert view.positions.shape[1] < 50
@@ -113,7 +114,7 @@ def test_3_the_logical_length_counts_not_what_is_cached():
         for name in ("average", "keydiff", "knorm", "roco", "scissorhands", "tova", "h2o", "random")
     ],
 )
-def test_4_sinks_and_the_newest_tokens_stay_by_a_mask_whatever_they_score(policy):
+def test_4_sinks_and_newest_tokens_are_protected_independent_of_scores(policy):
     history = make_history(tokens=40, evictions=2, ragged=False)
     history.weights[:, :, :, [0, 1, 37, 38, 39]] = 0.0
     history.keys[:, [0, 1, 37, 38, 39]] *= 100.0
@@ -123,7 +124,7 @@ def test_4_sinks_and_the_newest_tokens_stay_by_a_mask_whatever_they_score(policy
         assert {0, 1, 37, 38, 39} < set(tokens)
 
 
-def test_5_a_sum_is_divided_by_the_queries_that_saw_it_and_slots_without_tokens_by_one():
+def test_5_sums_are_divided_by_queries_seen_and_empty_slots_by_one():
     view = KVView(torch.tensor([[0, 4, 9], [8, 9, -1]]), next_position=10)
 
     assert view.queries_seen.tolist() == [[10, 6, 1], [2, 1, 1]]
@@ -145,7 +146,7 @@ def test_6_scores_are_float32_or_wider(name):
     assert policy.score(view).dtype in (torch.float32, torch.float64)
 
 
-def test_7_reductions_over_a_group_are_named_and_differ():
+def test_7_group_reductions_are_mean_max_and_sum():
     """Three query heads: token 0 gets .9 0 0, token 1 gets .4 .4 .4."""
     weights = torch.tensor([[[0.9, 0.4], [0.0, 0.4], [0.0, 0.4]]])
 
@@ -157,15 +158,15 @@ def test_7_reductions_over_a_group_are_named_and_differ():
 @pytest.mark.parametrize(
     "name", ["h2o", "h2o_sinks", "average", "roco", "scissorhands", "snapkv", "expected_attention"]
 )
-def test_7_a_reduction_that_is_none_is_refused(name):
+def test_7_unknown_group_reduction_is_refused(name):
     with pytest.raises(ConfigError, match="heads to be one of mean, max, sum, got 'median'"):
         policy_of(name, {"heads": "median"})
 
 
-def test_8_pooling_comes_before_the_reduction_over_the_group():
-    """Heads 4 0 0 and 0 0 4, largest of three neighbours: the middle is near both, and wins.
+def test_8_pooling_precedes_the_group_reduction():
+    """Heads 4 0 0 and 0 0 4, maximum of three neighbours: the middle has the highest score.
 
-    Pooled, then reduced: 4 4 0 and 0 4 4, mean 2 4 2. The other way round: 2 0 2, pooled 2 2 2.
+    Pooled, then reduced: 4 4 0 and 0 4 4, mean 2 4 2. In reverse order: 2 0 2, pooled 2 2 2.
     """
     weights = torch.tensor([[[4.0, 0.0, 0.0], [0.0, 0.0, 4.0]]])
 
@@ -184,18 +185,18 @@ def test_8_pooling_comes_before_the_reduction_over_the_group():
         Scissorhands(sinks=2),
     ],
 )
-def test_9_what_is_protected_counts_in_what_is_kept(policy):
+def test_9_protected_tokens_count_as_retained(policy):
     view = make_history(tokens=40, evictions=0).view(policy.statistics)
     keep = torch.full((4,), policy.least_cap + 3)
 
-    kept = policy.select(view, keep)
+    retained = policy.select(view, keep)
 
-    assert kept.sum(dim=1).tolist() == keep.tolist()
-    assert (policy.protected(view, keep) <= kept).all()
+    assert retained.sum(dim=1).tolist() == keep.tolist()
+    assert (policy.protected(view, keep) <= retained).all()
     assert policy.protected(view, keep).any(dim=1).all()
 
 
-def test_10_a_thousand_ties_are_broken_by_position():
+def test_10_ties_are_broken_by_position():
     keys = torch.ones(2, 4096, 4)
     view = KVView(
         positions=torch.arange(4096).expand(2, 4096),
@@ -204,27 +205,27 @@ def test_10_a_thousand_ties_are_broken_by_position():
         head_dim=4,
     )
 
-    kept = KNorm().select(view, torch.tensor([1000, 17]))
+    retained = KNorm().select(view, torch.tensor([1000, 17]))
 
-    assert kept[0, :1000].all()
-    assert kept[1, :17].all()
-    assert kept.sum(dim=1).tolist() == [1000, 17]
+    assert retained[0, :1000].all()
+    assert retained[1, :17].all()
+    assert retained.sum(dim=1).tolist() == [1000, 17]
 
 
-def test_11_a_share_of_the_prompt_becomes_tokens_before_a_rule_is_asked():
+def test_11_percentage_cap_is_resolved_to_tokens_per_request():
     lanes = LaneShape(num_layers=2, heads=2, page_tokens=4, page_bytes=256)
     rule = make_eviction("h2o:cap=25%,every=4")
     caps = [rule.for_request(prompt, lanes).spec.cap for prompt in (100, 400)]
     view = make_history(tokens=60, evictions=0).view(rule.statistics)
 
-    kept = rule.policy.select(view, torch.full((4,), caps[0] - 4))
+    retained = rule.policy.select(view, torch.full((4,), caps[0] - 4))
 
     assert caps == [25, 100]
-    assert kept.sum(dim=1).tolist() == [21] * 4
+    assert retained.sum(dim=1).tolist() == [21] * 4
 
 
 @pytest.mark.parametrize("name", SCORING)
-def test_12_a_rule_keeps_nothing_of_the_sequences_it_has_seen(name):
+def test_12_rules_have_no_state_between_sequences(name):
     policy, fresh = policy_of(name, {}), policy_of(name, {})
     first, second = (
         make_history(tokens=tokens, evictions=1, seed=seed, ragged=False).view(policy.statistics)
@@ -239,8 +240,8 @@ def test_12_a_rule_keeps_nothing_of_the_sequences_it_has_seen(name):
         policy.sinks = 3
 
 
-def test_tova_may_let_the_newest_token_go_unless_it_is_protected():
-    """Only its own query has seen it, and may have looked away: as published."""
+def test_tova_can_evict_the_newest_token_unless_protected():
+    """Only its own query has attended to it, possibly with a low weight, as published."""
     history = make_history(tokens=30, evictions=0, layers=(0,), heads=1, group=1)
     history.keys[:, 29] = -100 * history.query(0, 0, 29)
     view = history.view(TOVA().statistics)

@@ -1,4 +1,4 @@
-"""Rules on positions alone: recent, sinks, streaming, random."""
+"""Policies on positions: recent, sinks, streaming, random."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from quire.policies.registry import registered
 from quire.policies.sinks import Sinks
 from quire.policies.streaming import Streaming
 from quire.policies.value_norm import ValueNorm
-from unit.policies.histories import best, changed, keep_of, make_history, retained_positions
+from support.histories import best, changed, keep_of, make_history, retained_positions
 
 WORD = (1 << 64) - 1
 
@@ -19,27 +19,27 @@ WORD = (1 << 64) - 1
     ("policy", "sinks"),
     [(Recent(), 0), (Recent(sinks=2), 2), (Sinks(), 4), (Streaming(), 4), (Streaming(sinks=1), 1)],
 )
-def test_the_first_and_the_newest_stay(policy, sinks):
+def test_sinks_and_newest_tokens_are_retained(policy, sinks):
     history = make_history(ragged=False, fixed=1)
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         cached = history.cached[lane]
         first = [t for t in cached if t < sinks]
         newest = [t for t in cached if t not in first][len(first) - int(keep[lane]) :]
         assert tokens == [*first, *newest]
 
 
-def test_only_streaming_numbers_anew_and_so_does_what_stands_on_it():
+def test_only_streaming_and_rules_based_on_it_rerotate_keys():
     assert {name for name, rule in registered().items() if rule().rerotates_keys} == {"streaming"}
     assert ValueNorm(base=Streaming()).rerotates_keys
     assert not ValueNorm(base=Sinks()).rerotates_keys
 
 
-def scrambled(number: int) -> int:
+def splitmix64(number: int) -> int:
     """SplitMix64 on Python's integers."""
     number = (number + 0x9E3779B97F4A7C15) & WORD
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & WORD
@@ -47,9 +47,9 @@ def scrambled(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def test_the_hash_is_splitmix():
-    """The first outputs of the published generator from state 0."""
-    assert [hex(scrambled(i * 0x9E3779B97F4A7C15 & WORD)) for i in range(3)] == [
+def test_hash_is_splitmix64():
+    """The first outputs of the published generator with state 0."""
+    assert [hex(splitmix64(i * 0x9E3779B97F4A7C15 & WORD)) for i in range(3)] == [
         "0xe220a8397b1dcdaf",
         "0x6e789e6aa1b965f4",
         "0x6c45d188009454f",
@@ -57,59 +57,59 @@ def test_the_hash_is_splitmix():
 
 
 @pytest.mark.parametrize("seed", [0, 7, 1 << 62])
-def test_random_keeps_by_a_hash_of_seed_layer_and_position(seed):
+def test_random_retains_by_a_hash_of_seed_layer_and_position(seed):
     history = make_history(ragged=False, layers=(3, 8))
     policy = Random(seed=seed)
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
-        of_layer = scrambled((scrambled(seed) + (3, 8)[lane // 2]) & WORD)
-        lots = {t: float(scrambled((of_layer + t) & WORD) >> 11) for t in history.cached[lane]}
-        assert tokens == best(lots, (), int(keep[lane]))
+    for lane, tokens in enumerate(retained):
+        of_layer = splitmix64((splitmix64(seed) + (3, 8)[lane // 2]) & WORD)
+        draws = {t: float(splitmix64((of_layer + t) & WORD) >> 11) for t in history.cached[lane]}
+        assert tokens == best(draws, (), int(keep[lane]))
 
 
-def test_layers_and_seeds_draw_their_own():
+def test_random_draws_differ_between_layers_and_seeds():
     view = make_history(tokens=200, evictions=0, layers=(0, 1), heads=1).view()
     keep = keep_of(view, 0.5)
 
     drawn = [Random(seed=seed).select(view, keep)[lane] for seed in (0, 1) for lane in (0, 1)]
 
-    for i, one in enumerate(drawn):
-        for other in drawn[:i]:
-            assert 30 < int((one & other).sum()) < 70  # of 100: half, give or take
+    for i, first in enumerate(drawn):
+        for second in drawn[:i]:
+            assert 30 < int((first & second).sum()) < 70  # about half of 100
 
 
-def test_a_token_that_lost_would_lose_again():
-    """Losers of a small cut are losers of every deeper one: lots do not change."""
+def test_random_evictions_are_monotonic_in_the_cap():
+    """Tokens evicted at a large cap are evicted at every smaller cap: draws do not change."""
     view = make_history(tokens=100, evictions=0).view()
-    kept = [Random(sinks=1).select(view, torch.full((4,), count)) for count in (80, 50, 20)]
+    retained = [Random(sinks=1).select(view, torch.full((4,), count)) for count in (80, 50, 20)]
 
-    assert not (kept[1] & ~kept[0]).any()
-    assert not (kept[2] & ~kept[1]).any()
+    assert not (retained[1] & ~retained[0]).any()
+    assert not (retained[2] & ~retained[1]).any()
 
 
-def test_lots_are_fair():
-    """Each of 400 positions in 50 layers stays about half the time."""
+def test_random_retains_positions_uniformly():
+    """Each of 400 positions is retained in about half of 50 layers."""
     view = make_history(tokens=8, evictions=0, layers=(0,), heads=1).view()
     positions = torch.arange(400).expand(50, 400)
     many = changed(view, positions=positions, layers=tuple(range(50)))
 
-    stays = Random().select(many, torch.full((50,), 200)).float()
+    is_retained = Random().select(many, torch.full((50,), 200)).float()
 
-    assert abs(float(stays[:, :200].mean()) - 0.5) < 0.02
-    assert float(stays.mean(dim=0).std()) < 0.09  # sqrt(0.25 / 50) is 0.07
+    assert abs(float(is_retained[:, :200].mean()) - 0.5) < 0.02
+    assert float(is_retained.mean(dim=0).std()) < 0.09  # sqrt(0.25 / 50) is 0.07
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Recent(sinks=-1), "expected sinks >= 0, got -1"),
         (lambda: Random(recent=-2), "expected recent >= 0, got -2"),
     ],
 )
-def test_options_below_zero_are_refused(make, says):
-    with pytest.raises(ConfigError, match=says):
+def test_options_below_zero_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""The wrapper that multiplies a rule's scores by the length of each token's value."""
+"""`value_norm`: a rule whose scores are multiplied by the norm of each token's value."""
 
 import math
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from quire.policies.registry import make_policy
 from quire.policies.tova import TOVA
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from unit.policies.histories import Slots, make_history
+from support.histories import Slots, make_history
 
 
 def two_tokens_view() -> KVView:
-    """Looks 3 2 1 0 at tokens whose values are 1, 5 (3 and 4), 2 and 9 long."""
+    """Attention sums 3 2 1 0 of tokens whose value norms are 1, 5 (3 and 4), 2 and 9."""
     values = torch.tensor([[[1.0, 0.0], [3.0, 4.0], [0.0, 2.0], [9.0, 0.0]]])
     return KVView(
         torch.arange(4)[None],
@@ -37,13 +37,13 @@ def two_tokens_view() -> KVView:
         ({"epsilon": 1.0}, [4, 15, 4, 9]),
     ],
 )
-def test_scores_are_multiplied_by_the_length_of_values(options, scores) -> None:
+def test_scores_are_multiplied_by_value_norms(options, scores) -> None:
     rule = ValueNorm(base=H2O(recent=0), **options)
 
     assert rule.score(two_tokens_view())[0].tolist() == pytest.approx(scores)
 
 
-def test_what_the_base_remembers_protects_and_needs_is_passed_on() -> None:
+def test_statistics_protection_and_least_cap_are_those_of_the_base() -> None:
     rule = make_policy("value_norm:base=(h2o:recent=7,sinks=2,heads=max),power=2")
 
     assert rule.base == H2O(recent=7, sinks=2, heads="max")
@@ -57,7 +57,7 @@ def test_what_the_base_remembers_protects_and_needs_is_passed_on() -> None:
     assert rule.protected(view, keep).equal(rule.base.protected(view, keep))
 
 
-def test_values_of_one_length_change_nothing() -> None:
+def test_equal_value_norms_do_not_change_the_selection() -> None:
     view = make_history(tokens=40, group=2, layers=(1,)).view([AttentionSum()])
     ones = torch.ones_like(view.values) / math.sqrt(view.head_dim)
     view.slots.of_values.copy_(ones)
@@ -67,7 +67,7 @@ def test_values_of_one_length_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("base", ["h2o", "average", "roco", "snapkv:window=4", "tova", "sinks"])
-def test_without_power_the_base_rule_chooses_as_it_does_alone(base: str) -> None:
+def test_power_zero_equals_the_base_rule(base: str) -> None:
     wrapped, alone = make_policy(f"value_norm:base=({base}),power=0"), make_policy(base)
     history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
     view = history.view(alone.statistics)
@@ -76,13 +76,13 @@ def test_without_power_the_base_rule_chooses_as_it_does_alone(base: str) -> None
     assert wrapped.select(view, keep).equal(alone.select(view, keep))
 
 
-def test_wrappers_nest() -> None:
-    twice = make_policy("value_norm:base=(value_norm:base=(h2o:recent=0))")
+def test_value_norm_can_be_nested() -> None:
+    rule = make_policy("value_norm:base=(value_norm:base=(h2o:recent=0))")
 
-    assert twice.score(two_tokens_view())[0].tolist() == pytest.approx([3, 50, 4, 0])
+    assert rule.score(two_tokens_view())[0].tolist() == pytest.approx([3, 50, 4, 0])
 
 
-def test_a_base_with_negative_scores_fails_by_name() -> None:
+def test_base_with_negative_scores_is_refused_by_name() -> None:
     rule = make_policy("value_norm:base=knorm")
 
     with pytest.raises(PolicyError, match="KNorm returned negative ones; use a base whose scores"):
@@ -95,7 +95,7 @@ class Unscored(EvictionPolicy):
         return view.live
 
 
-def test_a_base_without_scores_is_refused() -> None:
+def test_base_without_scores_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="value_norm multiplies scores, and Unscored returns none"
     ):

@@ -1,4 +1,4 @@
-"""Rules that ask the last queries again, against plain ones."""
+"""Policies on recorded recent queries, compared with plain implementations."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from quire.policies.rkv import RKV, mean_similarity
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.windows import column_sums
-from unit.policies.histories import (
+from support.histories import (
     REDUCE,
     best,
     changed,
@@ -25,7 +25,7 @@ GROUPS = [1, 3]
 
 
 def window_rows(history, lane, head, window):
-    """Weights of the last queries over what is cached now: {query: {token: weight}}."""
+    """Weights of the last queries over the cached tokens: {query: {token: weight}}."""
     rows = {}
     for query in range(max(0, history.tokens - window), history.tokens):
         seen = [t for t in history.cached[lane] if t <= query]
@@ -35,15 +35,15 @@ def window_rows(history, lane, head, window):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_tova_keeps_what_the_last_query_of_a_layer_looks_at(group):
+def test_tova_retains_by_the_weights_of_the_last_query_of_a_layer(group):
     history = make_history(group=group, ragged=False)
     policy = TOVA()
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.5)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         layer = range(lane // 2 * 2, lane // 2 * 2 + 2)
         last = [
             window_rows(history, of, head, 1)[history.tokens - 1]
@@ -55,24 +55,24 @@ def test_tova_keeps_what_the_last_query_of_a_layer_looks_at(group):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_tova_can_keep_a_set_for_each_kv_head(group):
+def test_tova_with_lane_scope_retains_a_set_per_kv_head(group):
     history = make_history(group=group, seed=1)
     policy = TOVA(scope="lane", sinks=1)
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.5)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         last = [window_rows(history, lane, h, 1)[history.tokens - 1] for h in range(group)]
         scores = {t: np.mean([row[t] for row in last]) for t in history.cached[lane]}
         assert tokens == best(scores, {0}, int(keep[lane]))
 
 
-def pooled(numbers, kernel, pooling):
+def pooled(values, kernel, pooling):
     half = kernel // 2
-    padded = [0.0] * half + list(numbers) + [0.0] * half
-    parts = [padded[i : i + kernel] for i in range(len(numbers))]
+    padded = [0.0] * half + list(values) + [0.0] * half
+    parts = [padded[i : i + kernel] for i in range(len(values))]
     return [max(part) if pooling == "max" else sum(part) / kernel for part in parts]
 
 
@@ -86,9 +86,9 @@ def test_snapkv_pools_each_query_head_and_then_reduces_the_group(group, heads, k
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.6)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         cached = history.cached[lane]
         before = cached[:-window]
         by_head = []
@@ -101,7 +101,7 @@ def test_snapkv_pools_each_query_head_and_then_reduces_the_group(group, heads, k
         assert tokens == best(scores, {0, *cached[-window:]}, int(keep[lane]))
 
 
-def test_a_window_that_is_not_full_yet_asks_the_queries_there_are():
+def test_partly_filled_window_uses_the_recorded_queries():
     history = make_history(tokens=12, evictions=1, fixed=3)
     ring = QueryRing(32)
     view = history.view([ring])
@@ -117,7 +117,7 @@ def test_a_window_that_is_not_full_yet_asks_the_queries_there_are():
 
 
 @pytest.mark.parametrize("policy", [TOVA(), SnapKV(window=4), RKV(window=4)])
-def test_a_window_without_a_query_is_refused_by_name(policy):
+def test_empty_window_is_refused_by_name(policy):
     history = make_history(tokens=20, evictions=0)
     view = history.view(policy.statistics)
     [ring] = policy.statistics
@@ -133,9 +133,9 @@ def similarity(keys, threshold):
     cosines = unit @ unit.T
     for row in range(len(keys)):
         cosines[row, row] = 0.0
-        alike = [column for column in range(len(keys)) if cosines[row, column] > threshold]
-        if alike:
-            cosines[row, alike[-1]] = 0.0
+        similar = [column for column in range(len(keys)) if cosines[row, column] > threshold]
+        if similar:
+            cosines[row, similar[-1]] = 0.0
     return cosines.mean(axis=0)
 
 
@@ -148,9 +148,9 @@ def test_rkv_mixes_importance_with_redundancy(group, block):
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.6)
 
-    kept = retained_positions(view, policy.select(view, keep))
+    retained = retained_positions(view, policy.select(view, keep))
 
-    for lane, tokens in enumerate(kept):
+    for lane, tokens in enumerate(retained):
         cached = history.cached[lane]
         before, keys = cached[:-window], history.keys[lane, cached]
         rows = []
@@ -169,11 +169,11 @@ def test_rkv_mixes_importance_with_redundancy(group, block):
         assert tokens == best(scores, {0, *cached[-window:]}, int(keep[lane]))
 
 
-def test_the_newest_of_alike_keys_is_forgiven_and_a_lone_key_forgives_none():
+def test_rkv_ignores_the_newest_similar_key():
     """Keys a = (1, 0), b = (0, 1), c = (1, 0), d = (1, 0), threshold 0.5; 4 tokens.
 
-    Rows: a is alike to c, d: forgives d, so a gives c 1. b is alike to none: nothing changes.
-    c is alike to a, d: forgives d, gives a 1. d is alike to a, c: forgives c, gives a 1.
+    Rows: a is similar to c, d: ignores d, adds 1 to c. b is similar to none: no change.
+    c is similar to a, d: ignores d, adds 1 to a. d is similar to a, c: ignores c, adds 1 to a.
     Column sums: a 2, b 0, c 1, d 0; means: 0.5, 0, 0.25, 0.
     """
     keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]])
@@ -184,29 +184,29 @@ def test_the_newest_of_alike_keys_is_forgiven_and_a_lone_key_forgives_none():
 
 
 @pytest.mark.parametrize("block", [0, 64])
-def test_similarity_in_small_pieces_is_the_same(block, monkeypatch):
+def test_similarity_is_independent_of_the_slice_size(block, monkeypatch):
     keys = torch.randn(3, 150, 4, generator=torch.Generator().manual_seed(0))
     live = torch.arange(150) < torch.tensor([150, 97, 4])[:, None]
     keys = keys * live[:, :, None]
-    whole = mean_similarity(keys, live, threshold=0.5, block_tokens=block)
+    expected = mean_similarity(keys, live, threshold=0.5, block_tokens=block)
     monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
 
-    assert torch.equal(mean_similarity(keys, live, threshold=0.5, block_tokens=block), whole)
-    assert not whole[~live].any()
+    assert torch.equal(mean_similarity(keys, live, threshold=0.5, block_tokens=block), expected)
+    assert not expected[~live].any()
 
 
-def test_windows_in_small_pieces_are_the_same(monkeypatch):
+def test_window_scores_are_independent_of_the_slice_size(monkeypatch):
     history = make_history(tokens=30, fixed=6)
     policies = [TOVA(), SnapKV(window=6), RKV(window=6)]
     views = [history.view(policy.statistics) for policy in policies]
-    whole = [policy.score(view) for policy, view in zip(policies, views, strict=True)]
+    expected = [policy.score(view) for policy, view in zip(policies, views, strict=True)]
     monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
 
-    for policy, view, scores in zip(policies, views, whole, strict=True):
+    for policy, view, scores in zip(policies, views, expected, strict=True):
         assert torch.allclose(policy.score(view), scores, rtol=0, atol=1e-6)
 
 
-def test_scratch_is_bounded_whatever_the_cache():
+def test_scratch_memory_of_slices_is_bounded():
     parts = list(windows.slices(1000, windows.SCRATCH_NUMBERS // 3))
 
     assert {part.stop - part.start for part in parts} == {3}

@@ -1,7 +1,8 @@
-"""A sequence with evictions behind it, and plainly computed all that a rule may look at.
+"""Sequences with past evictions, and plainly computed statistics that a policy may read.
 
-Tokens come one at a time; each is cached, then asks all that is cached; now and then some leave.
-All is float64 and written as the definitions read, so that rules can be compared with it.
+Tokens are processed one at a time: a token is cached, then attends to all cached tokens; at some
+times a few tokens are evicted. Everything is float64 and follows the definitions, so that
+policies can be compared with it.
 """
 
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.layout import statistics as kinds
+from quire.layout import statistics as stats
 from quire.layout.statistics import Statistic
 from quire.policies.view import KVView
 
@@ -24,11 +25,11 @@ class History:
     Attributes:
         heads: KV heads of a layer.
         layers: numbers of the layers.
-        cached: positions each lane holds, ascending.
-        keys, values: [lane, token, dim], of all tokens there were; keys after RoPE.
+        cached: cached positions of each lane, ascending.
+        keys, values: [lane, token, dim], of all tokens including evicted ones; keys after RoPE.
         raw: queries before RoPE, [lane, group, token, dim].
-        weights: [lane, group, query, token]; 0 where a token was not cached when a query asked.
-        requested: keys each query saw, [lane, query].
+        weights: [lane, group, query, token]; 0 if the token was not cached.
+        num_keys: number of cached keys that each query attended to, [lane, query].
     """
 
     heads: int
@@ -38,7 +39,7 @@ class History:
     values: np.ndarray
     raw: np.ndarray
     weights: np.ndarray
-    requested: np.ndarray
+    num_keys: np.ndarray
 
     @property
     def tokens(self) -> int:
@@ -53,19 +54,19 @@ class History:
         return self.dim**-0.5
 
     def query(self, lane: int, head: int, position: int) -> np.ndarray:
-        """After RoPE."""
+        """The query after RoPE."""
         return rotation(position, self.dim) @ self.raw[lane, head, position]
 
     def record(self, statistic: Statistic) -> np.ndarray:
-        """What a statistic has remembered, as `quire.layout.statistics` describes it."""
+        """The record of a statistic, as `quire.layout.statistics` describes it."""
         lanes = range(len(self.cached))
-        if isinstance(statistic, kinds.QueryRing):
+        if isinstance(statistic, stats.QueryRing):
             return np.stack([self._ring(lane, statistic.window) for lane in lanes])
-        if isinstance(statistic, kinds.QueryMoments):
+        if isinstance(statistic, stats.QueryMoments):
             return np.stack([self._moments(lane, statistic.skip) for lane in lanes])
-        if isinstance(statistic, kinds.SignatureBits):  # nothing was ever signed
+        if isinstance(statistic, stats.SignatureBits):  # no token has a signature
             return np.zeros((len(self.cached), max(map(len, self.cached))))
-        if isinstance(statistic, kinds.SignedUntil):
+        if isinstance(statistic, stats.SignedUntil):
             return np.zeros((len(self.cached), 1, 1))
         if not statistic.per_slot:
             return np.ones((len(self.cached), 1, 2))
@@ -75,22 +76,22 @@ class History:
         return np.stack([self._padded(statistic, lane, None) for lane in lanes])
 
     def _padded(self, statistic: Statistic, lane: int, heads: tuple[int, ...] | None) -> np.ndarray:
-        """One number a slot, of all query heads of a lane or some; 0 behind the last slot."""
-        numbers = np.zeros(max(map(len, self.cached)))
+        """One value per slot, over all or some query heads of a lane; 0 after the last slot."""
+        values = np.zeros(max(map(len, self.cached)))
         for slot, token in enumerate(self.cached[lane]):
-            numbers[slot] = self._of_weights(statistic, lane, token, heads)
-        return numbers
+            values[slot] = self._of_weights(statistic, lane, token, heads)
+        return values
 
     def _of_weights(
         self, statistic: Statistic, lane: int, token: int, heads: tuple[int, ...] | None
     ) -> float:
         weights = self.weights[lane, slice(None) if heads is None else list(heads), token:, token]
-        queries_seen = REDUCE[statistic.heads](weights, axis=0)
-        if isinstance(statistic, kinds.AttentionSum):
-            return queries_seen.sum()
-        if isinstance(statistic, kinds.SquareSum):
-            return (queries_seen**2).sum()
-        return (queries_seen < 1 / self.requested[lane, token:]).sum()
+        weights_seen = REDUCE[statistic.heads](weights, axis=0)
+        if isinstance(statistic, stats.AttentionSum):
+            return weights_seen.sum()
+        if isinstance(statistic, stats.SquareSum):
+            return (weights_seen**2).sum()
+        return (weights_seen < 1 / self.num_keys[lane, token:]).sum()
 
     def _ring(self, lane: int, window: int) -> np.ndarray:
         group = self.raw.shape[1]
@@ -101,14 +102,14 @@ class History:
         return ring
 
     def _moments(self, lane: int, skip: int) -> np.ndarray:
-        numbers = []
+        values = []
         for queries in self.raw[lane, :, skip:]:
             products = sum((np.outer(q, q) for q in queries), np.zeros((self.dim, self.dim)))
-            numbers += [len(queries), *queries.sum(axis=0), *products.ravel()]
-        return np.array([numbers])
+            values += [len(queries), *queries.sum(axis=0), *products.ravel()]
+        return np.array([values])
 
     def view(self, statistics: Iterable[Statistic] = ()) -> KVView:
-        """What a rule that declared these sees: float32."""
+        """The view of a policy that declares these statistics: float32."""
         longest = max(map(len, self.cached))
         positions = [[*lane, *[-1] * (longest - len(lane))] for lane in self.cached]
         return KVView(
@@ -125,16 +126,16 @@ class History:
             group=self.raw.shape[1],
         )
 
-    def _slots(self, numbers: np.ndarray, longest: int) -> torch.Tensor:
+    def _slots(self, values: np.ndarray, longest: int) -> torch.Tensor:
         slots = torch.zeros(len(self.cached), longest, self.dim)
         for lane, cached in enumerate(self.cached):
-            slots[lane, : len(cached)] = torch.tensor(numbers[lane, cached]).float()
+            slots[lane, : len(cached)] = torch.tensor(values[lane, cached]).float()
         return slots
 
 
 @dataclass
 class Slots:
-    """Keys and values that a view reads."""
+    """Keys and values of a view."""
 
     of_keys: torch.Tensor
     of_values: torch.Tensor
@@ -155,31 +156,31 @@ class Rotations:
     def mean_rotation(self, layer: int, start: int, tokens: int) -> torch.Tensor:
         if layer % 2:
             return torch.eye(self.dim)
-        turns = [rotation(position, self.dim) for position in range(start, start + tokens)]
-        return torch.tensor(np.mean(turns, axis=0)).float()
+        rotations = [rotation(position, self.dim) for position in range(start, start + tokens)]
+        return torch.tensor(np.mean(rotations, axis=0)).float()
 
 
 def history_of_rows(rows: list[list[float]]) -> History:
-    """One lane of one query head that lost nothing: row i holds the weights query i gave."""
+    """One lane of one query head without evictions: row i has the attention weights of query i."""
     tokens = len(rows)
     weights = np.zeros((1, 1, tokens, tokens))
     for query, row in enumerate(rows):
         weights[0, 0, query, : len(row)] = row
-    nothing = np.zeros((1, tokens, 2))
+    zeros = np.zeros((1, tokens, 2))
     return History(
         heads=1,
         layers=(0,),
         cached=[list(range(tokens))],
-        keys=nothing,
-        values=nothing,
-        raw=nothing[:, None],
+        keys=zeros,
+        values=zeros,
+        raw=zeros[:, None],
         weights=weights,
-        requested=np.arange(1, tokens + 1)[None],
+        num_keys=np.arange(1, tokens + 1)[None],
     )
 
 
 def rotation(position: int, dim: int) -> np.ndarray:
-    """The matrix that turns a query at a position: halves paired, base 50."""
+    """The RoPE matrix of a position: halves paired, base 50."""
     half = dim // 2
     angle = position * 50.0 ** (-np.arange(half) / half)
     cosine, sine = np.diag(np.cos(angle)), np.diag(np.sin(angle))
@@ -204,7 +205,7 @@ def make_history(
     ragged: bool = True,
     fixed: int = 4,
 ) -> History:
-    """Draw one.
+    """Draw a history.
 
     Args:
         tokens: of the sequence.
@@ -212,10 +213,10 @@ def make_history(
         heads: KV heads of each.
         group: query heads of a KV head.
         dim: of a head.
-        evictions: times at which a few tokens leave, at random.
+        evictions: number of times at which a few random tokens are evicted.
         seed: of the draw.
-        ragged: lanes lose different tokens, and unequally many; else the lanes of a layer the same.
-        fixed: so many first and last tokens of the sequence never leave.
+        ragged: lanes evict different numbers of tokens; else the lanes of a layer evict the same.
+        fixed: number of first and of last tokens that are never evicted.
     """
     random = np.random.default_rng(seed)
     lanes = len(layers) * heads
@@ -228,27 +229,27 @@ def make_history(
         values=random.normal(size=shape),
         raw=random.normal(size=(lanes, group, tokens, dim)) + 0.5,
         weights=np.zeros((lanes, group, tokens, tokens)),
-        requested=np.zeros((lanes, tokens), dtype=int),
+        num_keys=np.zeros((lanes, tokens), dtype=int),
     )
     times = set(random.choice(np.arange(fixed + 4, tokens), evictions, replace=False).tolist())
     for position in range(tokens):
         for lane in range(lanes):
-            _ask(history, lane, position)
+            _attend(history, lane, position)
         if position in times:
-            _lose(history, random, tokens - fixed, fixed, ragged=ragged)
+            _evict(history, random, tokens - fixed, fixed, ragged=ragged)
     return history
 
 
-def _ask(history: History, lane: int, position: int) -> None:
+def _attend(history: History, lane: int, position: int) -> None:
     cached = history.cached[lane]
     cached.append(position)
-    history.requested[lane, position] = len(cached)
+    history.num_keys[lane, position] = len(cached)
     for head in range(history.raw.shape[1]):
         logits = history.keys[lane, cached] @ history.query(lane, head, position) * history.scale
         history.weights[lane, head, position, cached] = softmax(logits)
 
 
-def _lose(
+def _evict(
     history: History, random: np.random.Generator, before: int, fixed: int, *, ragged: bool
 ) -> None:
     for lane, cached in enumerate(history.cached):
@@ -257,8 +258,8 @@ def _lose(
             continue
         free = [token for token in cached if fixed <= token < before]
         count = min(2 + (lane if ragged else 0), len(free))
-        gone = set(random.choice(free, count, replace=False).tolist()) if free else set()
-        history.cached[lane] = [token for token in cached if token not in gone]
+        evicted = set(random.choice(free, count, replace=False).tolist()) if free else set()
+        history.cached[lane] = [token for token in cached if token not in evicted]
 
 
 def best(scores: dict[int, float], protected: Iterable[int], keep: int) -> list[int]:
@@ -268,15 +269,15 @@ def best(scores: dict[int, float], protected: Iterable[int], keep: int) -> list[
     return sorted([*protected, *rest[: keep - len(protected)]])
 
 
-def retained_positions(view: KVView, kept: torch.Tensor) -> list[list[int]]:
-    """Positions that stay, by lane."""
-    return [lane[mask].tolist() for lane, mask in zip(view.positions, kept, strict=True)]
+def retained_positions(view: KVView, retained: torch.Tensor) -> list[list[int]]:
+    """Retained positions, by lane."""
+    return [lane[mask].tolist() for lane, mask in zip(view.positions, retained, strict=True)]
 
 
 def keep_of(view: KVView, share: float, least: int = 1) -> torch.Tensor:
-    """So large a part of each lane, but no fewer than `least`."""
-    held = view.num_slots[:, 0]
-    return torch.minimum(held, (held * share).long().clamp_min(least))
+    """This fraction of the slots of each lane, at least `least`."""
+    num_slots = view.num_slots[:, 0]
+    return torch.minimum(num_slots, (num_slots * share).long().clamp_min(least))
 
 
 def changed(view: KVView, **changes: object) -> KVView:

@@ -1,4 +1,4 @@
-"""Layers that are brought: which weights are theirs, links, the ring of slots, turns of batches."""
+"""Weight offload: weights of a layer, links, the slot ring, and layer-major batches."""
 
 import threading
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Layers(nn.Module):
-    """Some linear layers, each with its number, run one after the other."""
+    """Numbered linear layers, run one after the other."""
 
     def __init__(self, count: int, width: int = 8) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layers(nn.Module):
 
 
 def streamed(count: int, offloaded_layers: tuple[int, ...] | None = None, transfer_worker=None):
-    """A model whose layers are offloaded, what brings them, and the same model as it was."""
+    """A model with offloaded layers, its weight stream, and the same model without offloading."""
     model, plain = Layers(count), Layers(count)
     layers = layer_weights(model, count)
     place = place_weights([layer.num_bytes for layer in layers], 0, None)
@@ -56,7 +56,7 @@ def rows():
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
 
-# ---- which weights are whose ---------------------------------------------------------------------
+# ---- weights of a layer --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
@@ -75,14 +75,14 @@ def test_layers_are_found_in_every_architecture(name):
         assert sum(h.num_bytes for h in layer.held) <= layer.num_bytes
 
 
-def test_what_two_have_is_nobodys_own():
+def test_shared_weights_belong_to_no_layer():
     model = Layers(4)
     head = model.head = nn.Linear(8, 8)
     head.weight = model.layers[1].weight
     model.layers[3].bias = model.layers[2].bias
 
-    held = [len(layer.held) for layer in layer_weights(model, 4)]
-    assert held == [2, 1, 1, 1]
+    num_held = [len(layer.held) for layer in layer_weights(model, 4)]
+    assert num_held == [2, 1, 1, 1]
 
 
 def test_a_model_without_a_list_of_layers_is_refused():
@@ -94,7 +94,7 @@ def test_a_model_without_a_list_of_layers_is_refused():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_mqa", "mixtral"])
-def test_the_least_budget_runs_and_one_byte_less_is_refused_before_anything_moves(name):
+def test_smallest_budget_is_accepted_and_one_byte_less_is_refused(name):
     least, _ = least_bytes(name)
     model = zoo.build(name, times=3)
     before = weight_bytes(model)
@@ -109,10 +109,10 @@ def test_the_least_budget_runs_and_one_byte_less_is_refused_before_anything_move
     assert weights is not None
     assert place.device_bytes == least
     slots = sum(slot.numel() for slot in weights.link.slots)
-    assert weight_bytes(model) + slots == least  # what is not there takes nothing
+    assert weight_bytes(model) + slots == least  # offloaded weights use no device memory
 
 
-def test_a_disk_without_room_is_named(monkeypatch, tmp_path):
+def test_full_disk_names_tmpdir(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match="set TMPDIR"):
         FileLink(1 << 60)
@@ -124,18 +124,20 @@ def test_a_disk_without_room_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "offloaded_layers", [(0, 1, 2), (1, 2, 4, 6), (0, 2, 3, 5, 6), tuple(range(7))]
 )
-def test_passes_give_what_the_model_gave_and_bring_each_layer_once(offloaded_layers, rows):
-    """Also where slots do not divide the ring."""
+def test_passes_equal_the_model_and_transfer_each_layer_once(offloaded_layers, rows):
+    """Includes layer counts that are not a multiple of the slots."""
     model, weights, plain = streamed(7, offloaded_layers)
     for passes in range(1, 6):
         assert torch.equal(model(rows), plain(rows))
         assert weights.passes.num_passes == passes
         assert not weights.passes.pending
-        ahead = SLOTS  # of the next pass
-        assert weights.link.transfer_worker.num_copies == passes * len(offloaded_layers) + ahead
+        prefetched = SLOTS  # for the next pass
+        assert (
+            weights.link.transfer_worker.num_copies == passes * len(offloaded_layers) + prefetched
+        )
 
 
-def test_a_layer_that_is_not_there_has_no_weights(rows):
+def test_offloaded_layer_has_no_weights(rows):
     model, _, _ = streamed(5)
     model(rows)
 
@@ -144,7 +146,7 @@ def test_a_layer_that_is_not_there_has_no_weights(rows):
         nn.functional.linear(rows, model.layers[3].weight)
 
 
-def test_any_order_of_layers_is_right(rows):
+def test_layers_can_run_in_any_order(rows):
     model, _, plain = streamed(6, (0, 1, 3, 4))
     for order in ([3], [5, 4, 3], [0, 1], [1, 0], [2, 4, 0, 3]):
         for number in order:
@@ -152,7 +154,7 @@ def test_any_order_of_layers_is_right(rows):
     assert torch.equal(model(rows), plain(rows))
 
 
-def test_a_pass_that_ends_early_is_followed_by_a_right_one(rows):
+def test_pass_after_an_interrupted_pass_is_correct(rows):
     model, _, plain = streamed(6)
 
     def stop(*_args):
@@ -167,9 +169,9 @@ def test_a_pass_that_ends_early_is_followed_by_a_right_one(rows):
 
 
 @pytest.mark.parametrize("at", range(9))
-def test_a_copy_that_fails_is_named_and_tried_again(at, rows):
+def test_failed_transfer_raises_and_is_retried(at, rows):
     transfer_worker = Dawdling()
-    transfer_worker.fails = {at: OSError("gone")}
+    transfer_worker.fails = {at: OSError("lost")}
     model, _, plain = streamed(5, transfer_worker=transfer_worker)
     equal, errors = [], []
     for _ in range(3):
@@ -180,23 +182,23 @@ def test_a_copy_that_fails_is_named_and_tried_again(at, rows):
 
     assert equal == [True, True]
     assert len(errors) == 1
-    assert "could not be transferred: gone" in errors[0]
+    assert "could not be transferred: lost" in errors[0]
 
 
-def test_a_file_cut_short_is_an_error_and_not_old_numbers(rows):
+def test_truncated_file_raises_instead_of_using_stale_weights(rows):
     model, weights, plain = streamed(5)
     assert torch.equal(model(rows), plain(rows))
     weights.link.finalize()
     weights.link._file.truncate(100)
     with pytest.raises(StorageError, match="too early"):
-        model(rows)  # the first two layers were there already
+        model(rows)  # the first two layers are in the slots
 
 
-# ---- turns ---------------------------------------------------------------------------------------
+# ---- layer-major order ---------------------------------------------------------------------------
 
 
-class Turns:
-    """Forwards over four layers that write down where they are."""
+class LayerMajorForwards:
+    """Forwards over four layers that record the order of their layers."""
 
     def __init__(self, count: int) -> None:
         self.model, self.seen, self.entered = Layers(4), [], -1
@@ -204,7 +206,7 @@ class Turns:
         self.alive = self.most_alive = 0
         for layer in self.model.layers:
             layer.register_forward_pre_hook(self._note)
-        self.forwards = [self._forward(number) for number in range(count)]
+        self.functions = [self._forward(number) for number in range(count)]
 
     def enter(self, number):
         self.entered = number
@@ -223,39 +225,39 @@ class Turns:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_each_layer_runs_for_all_before_the_next(count):
-    turns = Turns(count)
+def test_each_layer_runs_for_all_forwards_before_the_next(count):
+    forwards = LayerMajorForwards(count)
     for _ in range(2):
-        turns.seen.clear()
-        results = turns.major.run(turns.forwards, turns.enter)
+        forwards.seen.clear()
+        results = forwards.major.run(forwards.functions, forwards.enter)
 
         layers = [(layer, number) for layer in range(3) for number in range(count)]
         last = [(what, number) for number in range(count) for what in (3, "end")]
-        assert turns.seen == layers + last
+        assert forwards.seen == layers + last
         for number, result in enumerate(results):
-            assert torch.equal(result, turns.model(torch.full((1, 8), float(number))))
+            assert torch.equal(result, forwards.model(torch.full((1, 8), float(number))))
 
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("layer", [0, 2, 3])
-def test_one_that_fails_stops_all_and_the_next_run_is_whole(layer, number):
-    turns = Turns(3)
+def test_failed_forward_stops_all_and_the_next_run_succeeds(layer, number):
+    forwards = LayerMajorForwards(3)
 
     def stop(module, _args):
-        if turns.entered == number:
+        if forwards.entered == number:
             raise KeyError(number)
 
-    handle = turns.model.layers[layer].register_forward_pre_hook(stop)
+    handle = forwards.model.layers[layer].register_forward_pre_hook(stop)
     with pytest.raises(KeyError, match=str(number)):
-        turns.major.run(turns.forwards, turns.enter)
+        forwards.major.run(forwards.functions, forwards.enter)
     handle.remove()
 
-    assert len(turns.major.run(turns.forwards, turns.enter)) == 3
-    turns.model(torch.zeros(1, 8))  # alone nobody waits for a turn
+    assert len(forwards.major.run(forwards.functions, forwards.enter)) == 3
+    forwards.model(torch.zeros(1, 8))  # a single forward does not wait
 
 
-def test_only_one_runs_at_a_time():
-    turns, running, most = Turns(4), set(), []
+def test_forwards_do_not_run_concurrently():
+    forwards, running, most = LayerMajorForwards(4), set(), []
     lock = threading.Lock()
 
     def begin(module, _args):
@@ -267,10 +269,10 @@ def test_only_one_runs_at_a_time():
         with lock:
             running.discard(threading.get_ident())
 
-    for layer in turns.model.layers:
+    for layer in forwards.model.layers:
         layer.register_forward_pre_hook(begin)
         layer.register_forward_hook(end)
-    turns.major.run(turns.forwards, turns.enter)
+    forwards.major.run(forwards.functions, forwards.enter)
 
     assert max(most) == 1
 
@@ -279,8 +281,8 @@ def test_only_one_runs_at_a_time():
 
 
 @pytest.mark.gpu
-def test_a_device_waits_for_layers_and_the_host_for_nothing(rows):
-    """Copies that come late are waited for by the stream that computes."""
+def test_cuda_stream_waits_for_late_transfers(rows):
+    """The compute stream waits for late copies."""
     device = torch.device("cuda")
     model, plain = Layers(7, 2048), Layers(7, 2048).to(device)
     layers = layer_weights(model, 7)
@@ -292,19 +294,19 @@ def test_a_device_waits_for_layers_and_the_host_for_nothing(rows):
     link.open(SLOTS, place.slot_bytes)
     prefetch = link.prefetch
 
-    def late(layer, slot):
+    def late_prefetch(layer, slot):
         with torch.cuda.stream(link._stream):
             link._stream.wait_event(link._released[slot])
             link.slots[slot].fill_(0xFF)
             torch.cuda._sleep(2_000_000)
         prefetch(layer, slot)
 
-    link.prefetch = late
+    link.prefetch = late_prefetch
     weights = WeightStream(layers, place, link)
-    given = torch.randn(4, 2048, device=device)
+    inputs = torch.randn(4, 2048, device=device)
     with torch.inference_mode():
-        results = [model(given) for _ in range(5)]
-        assert all(torch.equal(result, plain(given)) for result in results)
+        results = [model(inputs) for _ in range(5)]
+        assert all(torch.equal(result, plain(inputs)) for result in results)
     torch.cuda.current_stream().synchronize()
     weights.link._note()
     assert weights.device_s > 0
@@ -312,7 +314,7 @@ def test_a_device_waits_for_layers_and_the_host_for_nothing(rows):
     assert weights.num_bytes >= 5 * place.host_bytes
 
 
-def test_zoo_models_are_loaded_as_the_tests_say():
+def test_load_streamed_offloads_the_requested_layers():
     model = load_streamed("llama", stay=2)
 
     assert len(model.place.offloaded_layers) == 4

@@ -1,4 +1,4 @@
-"""KVCrush plainly: lists, sets and sums, token by token."""
+"""A plain KVCrush: lists, sets and sums, token by token."""
 
 from fractions import Fraction
 from math import floor
@@ -10,7 +10,7 @@ from quire.policies.lots import lots_of
 from quire.policies.signatures import anchors
 from quire.policies.signatures.query_heads import by_query_head
 from quire.policies.signatures.representatives import RANDOM
-from unit.policies.histories import best, make_history
+from support.histories import best, make_history
 
 
 def history_of(tokens=60, group=3, seed=0, layers=(0, 2)):
@@ -18,7 +18,7 @@ def history_of(tokens=60, group=3, seed=0, layers=(0, 2)):
 
 
 def of_layers(history, policy, keep, piece):
-    """By layer: positions, scores [head][token], tokens that stay, what a head would keep."""
+    """By layer: positions, scores [head][token], protected tokens, tokens of each head."""
     view = history.view(policy.statistics)
     heads = by_query_head(view, policy.base.statistics)
     scores = policy.base.score(heads)
@@ -27,10 +27,20 @@ def of_layers(history, policy, keep, piece):
     for number, layer in enumerate(history.layers):
         lane = number * history.heads
         tokens = history.cached[lane]
-        own = range(number * per_layer, (number + 1) * per_layer)
-        of_head = [dict(zip(tokens, scores[head].tolist(), strict=False)) for head in own]
-        must = {t for t, held in zip(tokens, protected[lane], strict=False) if held}
-        yield layer, tokens, of_head, must, [set(best(s, must, keep)) for s in of_head]
+        heads_of_layer = range(number * per_layer, (number + 1) * per_layer)
+        of_head = [
+            dict(zip(tokens, scores[head].tolist(), strict=False)) for head in heads_of_layer
+        ]
+        protected_tokens = {
+            t for t, is_protected in zip(tokens, protected[lane], strict=False) if is_protected
+        }
+        yield (
+            layer,
+            tokens,
+            of_head,
+            protected_tokens,
+            [set(best(s, protected_tokens, keep)) for s in of_head],
+        )
 
 
 def plain_distance(signature, anchor):
@@ -42,13 +52,13 @@ def majority(signatures, width):
 
 
 def plain_anchor(kind, signatures, layer, seed=0, number=0, count=1):
-    """One of `count` anchors that do not depend on those there are."""
+    """One of `count` anchors that do not depend on earlier anchors."""
     width, total = len(signatures[0]), len(signatures)
     if kind == anchors.MEAN:
         return majority(signatures[number * total // count : (number + 1) * total // count], width)
     if kind == anchors.RANDOM:
         lots = lots_of(seed, torch.tensor(layer), number * width + torch.arange(width))
-        return [lot % 2 == 1 for lot in lots.tolist()]
+        return [value % 2 == 1 for value in lots.tolist()]
     return {
         anchors.ALTERNATING: [i % 2 == 1 for i in range(width)],
         anchors.ZEROS: [False] * width,
@@ -59,8 +69,8 @@ def plain_anchor(kind, signatures, layer, seed=0, number=0, count=1):
 def plain_anchors(policy, signatures, layer):
     kind, count = policy.anchor, policy.anchors
     if kind != anchors.FARTHEST:
-        made = (plain_anchor(kind, signatures, layer, policy.seed, i, count) for i in range(count))
-        return list(made)
+        plain = (plain_anchor(kind, signatures, layer, policy.seed, i, count) for i in range(count))
+        return list(plain)
     found = [majority(signatures, len(signatures[0]))]
     while len(found) < count:
         nearest = [min(plain_distance(s, anchor) for anchor in found) for s in signatures]
@@ -69,7 +79,7 @@ def plain_anchors(policy, signatures, layer):
 
 
 def in_proportion(count, sizes):
-    """Whole parts of `count`; the largest fractions are rounded up, the first of equal ones."""
+    """Divide `count` into integers; the largest fractions are rounded up, ties to the first."""
     exact = [Fraction(count * size, sum(sizes)) for size in sizes]
     parts = [floor(part) for part in exact]
     by_fraction = sorted(range(len(sizes)), key=lambda i: (parts[i] - exact[i], i))
@@ -83,35 +93,37 @@ def plain_slices(ordered, count, policy, layer):
     cuts = [(i * total // count, (i + 1) * total // count) for i in range(count)]
     chosen = set()
     for first, end in cuts:
-        place = (end - first - 1) // 2
+        offset = (end - first - 1) // 2
         if policy.pick == RANDOM:
-            lot = lots_of(policy.seed, torch.tensor(layer), torch.tensor(first))
-            place = int(lot) % (end - first)
-        chosen.add(ordered[first + place])
+            value = lots_of(policy.seed, torch.tensor(layer), torch.tensor(first))
+            offset = int(value) % (end - first)
+        chosen.add(ordered[first + offset])
     return chosen
 
 
 def plain_representatives(signature, count, policy, layer):
-    """Of numbered signatures, those that stay."""
-    made = plain_anchors(policy, list(signature.values()), layer)
-    distances = {n: [plain_distance(s, anchor) for anchor in made] for n, s in signature.items()}
+    """The retained ones of numbered signatures."""
+    plain = plain_anchors(policy, list(signature.values()), layer)
+    distances = {n: [plain_distance(s, anchor) for anchor in plain] for n, s in signature.items()}
     near = {n: found.index(min(found)) for n, found in distances.items()}
-    own = [[n for n in near if near[n] == i] for i in range(len(made))]
+    heads_of_layer = [[n for n in near if near[n] == i] for i in range(len(plain))]
     chosen = set()
-    for numbers, share in zip(own, in_proportion(count, list(map(len, own))), strict=True):
+    for numbers, share in zip(
+        heads_of_layer, in_proportion(count, list(map(len, heads_of_layer))), strict=True
+    ):
         ordered = sorted(numbers, key=lambda n: (min(distances[n]), n))
         chosen |= plain_slices(ordered, share, policy, layer)
     return chosen
 
 
-def plain_count(policy, room, score):
-    """How many of the units that stay are representatives."""
-    count = floor(room * policy.share_of_all + 1e-9)
+def plain_count(policy, num_units, score):
+    """Number of retained units that are representatives."""
+    count = floor(num_units * policy.share_of_all + 1e-9)
     if not getattr(policy, "dynamic", False):
         return count
     above = {n: s - min(score.values()) for n, s in score.items()}
-    mass = sum(above[n] for n in best(above, [], room)) / sum(above.values())
-    return floor(count * (1 - mass) / (1 - room / len(score)) + 1e-9)
+    mass = sum(above[n] for n in best(above, [], num_units)) / sum(above.values())
+    return floor(count * (1 - mass) / (1 - num_units / len(score)) + 1e-9)
 
 
 def pieces_of(tokens, piece):
@@ -119,21 +131,23 @@ def pieces_of(tokens, piece):
 
 
 def plain_kvcrush(history, policy, keep, piece=1):
-    """What stays in each layer."""
-    kept = []
-    for layer, tokens, of_head, must, would in of_layers(history, policy, keep, piece):
-        cut = pieces_of(tokens, piece)
-        held = [p for p in cut if must & set(p) or len(p) < piece]
-        free = [p for p in cut if p not in held]
-        room = min((keep - sum(map(len, held))) // piece, len(free))
+    """Retained tokens by layer."""
+    retained = []
+    for layer, tokens, of_head, protected_tokens, wanted in of_layers(history, policy, keep, piece):
+        pieces = pieces_of(tokens, piece)
+        protected_pieces = [p for p in pieces if protected_tokens & set(p) or len(p) < piece]
+        free = [p for p in pieces if p not in protected_pieces]
+        num_units = min((keep - sum(map(len, protected_pieces))) // piece, len(free))
         mean = {t: np.mean([scores[t] for scores in of_head]) for t in tokens}
         score = {number: sum(mean[t] for t in p) for number, p in enumerate(free)}
-        count = plain_count(policy, room, score)
-        promoted = best(score, [], room - count)
+        count = plain_count(policy, num_units, score)
+        promoted = best(score, [], num_units - count)
         grouped = [number for number in range(len(free)) if number not in promoted]
-        signature = {n: [t in head for t in free[n] for head in would] for n in grouped}
-        stays = set(promoted)
+        signature = {n: [t in head for t in free[n] for head in wanted] for n in grouped}
+        selected = set(promoted)
         if count:
-            stays |= plain_representatives(signature, count, policy, layer)
-        kept.append(sorted(t for p in [*held, *(free[n] for n in stays)] for t in p))
-    return [layer for layer in kept for _ in range(history.heads)]
+            selected |= plain_representatives(signature, count, policy, layer)
+        retained.append(
+            sorted(t for p in [*protected_pieces, *(free[n] for n in selected)] for t in p)
+        )
+    return [layer for layer in retained for _ in range(history.heads)]

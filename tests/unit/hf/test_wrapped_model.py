@@ -1,4 +1,6 @@
-"""A borrowed model runs as ever, and is given back as it was."""
+"""A wrapped model computes as before, and is restored when its cache is closed."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +10,14 @@ from quire.errors import ConfigError, UnsupportedModel
 from quire.hf import QuireCache
 from quire.hf.wrapped import _refuse
 from quire.models.adapter import TransformersDecoder
+from quire.models.verify import DenseBatch
 from support import zoo
 
 ARCHITECTURES = ("llama", "gemma3", "gpt2", "phi3_longrope")
 
 
 def state(model: PreTrainedModel) -> dict[str, object]:
-    """Everything about a model that borrowing could change."""
+    """All state of a model that wrapping could change."""
     attributes = {
         f"{name}.{key}": copied(value)
         for name, module in model.named_modules()
@@ -26,7 +29,7 @@ def state(model: PreTrainedModel) -> dict[str, object]:
 
 
 def copied(value: object) -> object:
-    """A value that later changes do not change, and that can be compared."""
+    """A comparable copy of a value."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return dict(value) if isinstance(value, dict) else value
@@ -43,23 +46,23 @@ def model(request) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def test_a_model_is_the_same_before_between_and_after(model) -> None:
-    before, found = model(ids()).logits, state(model)
+def test_model_is_unchanged_before_during_and_after_wrapping(model) -> None:
+    expected, found = model(ids()).logits, state(model)
 
     with QuireCache(model, max_tokens=64) as cache:
         model(ids(), past_key_values=cache)
         between = model(ids()).logits
-        own = model(ids(), past_key_values=DynamicCache()).logits
+        original = model(ids(), past_key_values=DynamicCache()).logits
 
     assert state(model) == found
-    assert torch.equal(between, before)
-    assert torch.equal(own, before)
-    assert torch.equal(model(ids()).logits, before)
+    assert torch.equal(between, expected)
+    assert torch.equal(original, expected)
+    assert torch.equal(model(ids()).logits, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["expected_attention", "h2o:budget=squeeze"])
-def test_nothing_that_watched_the_model_stays(policy) -> None:
+def test_policy_hooks_are_removed_on_close(policy) -> None:
     model = zoo.build("llama")
     found = state(model)
 
@@ -73,24 +76,24 @@ def test_nothing_that_watched_the_model_stays(policy) -> None:
 
 
 @torch.no_grad()
-def test_two_caches_of_one_model_do_not_meet() -> None:
+def test_two_caches_of_one_model_are_independent() -> None:
     model = zoo.build("llama")
     found = state(model)
     full = QuireCache(model)
     small = QuireCache(model, "recent", 24, every=8)
 
     expected = model(ids()).logits
-    thin = model(ids(), past_key_values=small).logits
+    evicted = model(ids(), past_key_values=small).logits
     small.close()
     whole = model(ids(), past_key_values=full).logits
     full.close()
 
     assert torch.allclose(whole, expected, atol=1e-4)
-    assert not torch.allclose(thin, expected, atol=1e-4)
+    assert not torch.allclose(evicted, expected, atol=1e-4)
     assert state(model) == found
 
 
-def test_a_cache_that_is_forgotten_gives_its_model_back() -> None:
+def test_garbage_collected_cache_restores_its_model() -> None:
     model = zoo.build("llama")
     found = state(model)
 
@@ -101,24 +104,24 @@ def test_a_cache_that_is_forgotten_gives_its_model_back() -> None:
     assert state(model) == found
 
 
-def test_a_wrapper_of_somebody_else_stays() -> None:
+def test_later_wrapper_of_forward_is_kept() -> None:
     model = zoo.build("llama")
     with QuireCache(model):
-        ours = model.forward
+        wrapped = model.forward
 
-        def theirs(*arguments, **options):
-            return ours(*arguments, **options)
+        def outer(*arguments, **options):
+            return wrapped(*arguments, **options)
 
-        model.forward = theirs
+        model.forward = outer
 
-    assert model.forward is theirs
+    assert model.forward is outer
     assert torch.isfinite(model(ids()).logits).all()
 
 
-def test_a_model_wrapped_before_is_wrapped_as_before() -> None:
+def test_earlier_wrapper_of_forward_is_restored() -> None:
     model = zoo.build("llama")
-    own = model.forward
-    model.forward = lambda *arguments, **options: own(*arguments, **options)
+    original = model.forward
+    model.forward = lambda *arguments, **options: original(*arguments, **options)
     found = model.forward
 
     with QuireCache(model) as cache:
@@ -127,7 +130,7 @@ def test_a_model_wrapped_before_is_wrapped_as_before() -> None:
     assert model.forward is found
 
 
-def test_models_that_do_not_fit_are_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2))
 
     with pytest.raises(UnsupportedModel, match="ALiBi"):
@@ -140,7 +143,7 @@ def test_models_that_do_not_fit_are_refused() -> None:
         QuireCache(TransformersDecoder(zoo.build("llama")).model)
 
 
-def test_a_refused_cache_leaves_nothing_behind() -> None:
+def test_refused_cache_leaves_the_model_unchanged() -> None:
     mistral, phi3 = zoo.build("mistral"), zoo.build("phi3_longrope")
     found = state(mistral), state(phi3)
 
@@ -152,10 +155,15 @@ def test_a_refused_cache_leaves_nothing_behind() -> None:
     assert (state(mistral), state(phi3)) == found
 
 
-def test_a_model_that_answers_otherwise_in_pages_is_refused(monkeypatch) -> None:
+def test_model_with_different_paged_logits_is_refused(monkeypatch) -> None:
     model = zoo.build("llama")
     found = state(model)
-    monkeypatch.setattr("quire.models.verify._TOLERANCE", {torch.float32: 0.0})
+    attend = DenseBatch.attend
+    monkeypatch.setattr(
+        DenseBatch,
+        "attend",
+        lambda batch, call, *states: attend(batch, replace(call, scale=1.0), *states),
+    )
 
     with pytest.raises(UnsupportedModel, match="logits differ"):
         QuireCache(model)

@@ -1,4 +1,4 @@
-"""An eviction that finds no pages for private copies changes nothing."""
+"""An eviction without free pages for private copies leaves the KV unchanged."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from support import engines
 CRUSHED = "kvcrush:cap=16,every=4,base=(h2o:recent=4),signatures=stored,share=0.5"
 
 
-def test_what_a_rule_notes_is_not_written_where_slots_cannot_move(monkeypatch):
-    """The eviction is tried again later, when the rule would note something else."""
+def test_policy_records_are_not_written_if_slots_cannot_be_moved(monkeypatch):
+    """The eviction is retried later, with other statistics."""
     engine = Engine(engines.load("llama"), KVConfig(memory="2MiB", page_tokens=4, evict=CRUSHED))
     memory, kv = engine.pool.kv.memory, engine.pool.kv
     evictor = PolicyEvictor(kv, engine.pool.rules, 1 << 20, engine.model.decoder.rotations)
@@ -24,13 +24,13 @@ def test_what_a_rule_notes_is_not_written_where_slots_cannot_move(monkeypatch):
     engine.submit(GenerationRequest(list(range(3, 15)), params))
     engine.step()
     [request] = engine.scheduler.running
-    held = memory.tables["full"].num_slots[request.memory.row].astype(np.int64)
+    num_slots = memory.tables["full"].num_slots[request.memory.row].astype(np.int64)
     twin = fork(memory, request.memory.row)
     before = kv.store.arena.clone()
     monkeypatch.setattr(memory, "fits", lambda pages: not sum(pages.values()))
 
     with pytest.raises(OutOfPages):
-        evictor.evict(request, held - 2)
+        evictor.evict(request, num_slots - 2)
 
     assert kv.store.arena.equal(before)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Attention over keys before RoPE: slots in any order are turned to their places."""
+"""Attention over pre-RoPE keys: slots in any order are rotated to their positions."""
 
 from dataclasses import replace
 
@@ -14,36 +14,36 @@ from quire.kernels.reference_backend import attend_reference
 from support.lanes import Lanes
 
 CPU = torch.device("cpu")
-TURNING = 6  # numbers of a head that turn, in pairs of neighbours as complex numbers
+ROTARY_DIM = 6  # rotated elements of a head; neighbours form a complex number
 
 
-class ComplexTurns:
-    """RoPE written another way than models do: neighbours are a complex number."""
+class ComplexRotary:
+    """RoPE in complex arithmetic, unlike the models: neighbouring elements form a number."""
 
-    def move(self, still, positions):
-        pairs = torch.view_as_complex(still[..., :TURNING].float().unflatten(-1, (-1, 2)))
+    def move(self, key, positions):
+        pairs = torch.view_as_complex(key[..., :ROTARY_DIM].float().unflatten(-1, (-1, 2)))
         angle = positions[:, None, None] * torch.tensor([1.0, 0.3, 0.01])
-        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle))
-        return torch.cat([turned.flatten(-2), still[..., TURNING:].float()], dim=-1)
+        rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle))
+        return torch.cat([rotated.flatten(-2), key[..., ROTARY_DIM:].float()], dim=-1)
 
 
 def shuffle(lanes: Lanes, seed: int) -> None:
-    """Give slots positions: old ones in any order with holes between, new ones behind them."""
+    """Assign positions: old slots in any order with gaps, new slots after them."""
     rng = np.random.default_rng(seed)
     num_pages, _, page_tokens, _ = lanes.pages.key.shape
     positions = torch.from_numpy(rng.integers(-9, 1000, (num_pages, page_tokens)).astype(np.int32))
     for row, lane in np.ndindex(lanes.slots.shape):
-        held, new = int(lanes.slots[row, lane]), int(lanes.tokens[row])
-        old = rng.permutation(2 * held)[: held - new]
-        given_ones = np.concatenate([old, 2 * held + np.arange(new)]).astype(np.int32)
-        slot = torch.arange(held)
+        num_slots, new = int(lanes.slots[row, lane]), int(lanes.tokens[row])
+        old = rng.permutation(2 * num_slots)[: num_slots - new]
+        assigned = np.concatenate([old, 2 * num_slots + np.arange(new)]).astype(np.int32)
+        slot = torch.arange(num_slots)
         page = lanes.table[row, lane][slot // page_tokens].long()
-        positions[page, slot % page_tokens] = torch.from_numpy(given_ones)
+        positions[page, slot % page_tokens] = torch.from_numpy(assigned)
     lanes.pages = replace(lanes.pages, positions=positions)
 
 
 def expected_of(lanes: Lanes, query, math):
-    """Row by row and lane by lane, by the words of `quire.kernels.pre_rope`."""
+    """Expected output and column sums, computed row by row and lane by lane."""
     out = torch.empty_like(query)
     sums = torch.zeros(len(lanes.tokens), query.shape[1], int(lanes.slots.max()))
     heads = query.shape[1] // lanes.pages.num_lanes
@@ -64,16 +64,16 @@ def one_lane(lanes: Lanes, query, math, row, lane):
     if lanes.pages.positions is not None:
         order = lanes.pages.positions[page, offset].argsort()
         slot, page, offset = slot[order], page[order], offset[order]
-    place = torch.arange(len(slot))
-    own = place[len(slot) - len(query) :]
+    key_positions = torch.arange(len(slot))
+    query_positions = key_positions[len(slot) - len(query) :]
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     attended, sums = attend_reference(
-        math.rotary.move(query, own),
-        math.rotary.move(lanes.pages.key[page, :, offset], place),
+        math.rotary.move(query, query_positions),
+        math.rotary.move(lanes.pages.key[page, :, offset], key_positions),
         lanes.pages.value[page, :, offset],
         math=replace(math, sinks=None if math.sinks is None else math.sinks[heads]),
-        query_positions=own,
-        key_positions=place,
+        query_positions=query_positions,
+        key_positions=key_positions,
         window=lanes.window,
     )
     return attended, sums, slot
@@ -81,7 +81,7 @@ def one_lane(lanes: Lanes, query, math, row, lane):
 
 @st.composite
 def steps(draw):
-    """Decoding rows and chunks; lanes with windows are in order, others are not."""
+    """Decoding rows and chunks; slots are in order only in lanes with windows."""
     tokens = [1] * draw(st.integers(0, 4)) + draw(st.lists(st.integers(2, 30), max_size=3)) or [1]
     num_lanes = draw(st.sampled_from([1, 2]))
     window = draw(st.sampled_from([None, None, 1, 9]))
@@ -111,12 +111,12 @@ def steps(draw):
     with_sinks=st.booleans(),
     scratch_bytes=st.sampled_from([1, 20_000, 1 << 26]),
 )
-def test_slots_are_turned_to_their_place_among_those_a_lane_holds(
+def test_keys_are_rotated_by_their_rank_in_the_lane(
     lanes, group, softcap, with_sinks, scratch_bytes
 ):
     query = lanes.query(group)
     sinks = torch.linspace(-2, 2, query.shape[1]) if with_sinks else None
-    math = AttentionMath(scale=0.4, softcap=softcap, sinks=sinks, rotary=ComplexTurns())
+    math = AttentionMath(scale=0.4, softcap=softcap, sinks=sinks, rotary=ComplexRotary())
     expected, expected_sums = expected_of(lanes, query, math)
     backend = PreRopeAttention(CPU, scratch_bytes=scratch_bytes)
     got, sums = lanes.attend_with_sums(backend, query, math)
@@ -131,7 +131,7 @@ def test_slots_are_turned_to_their_place_among_those_a_lane_holds(
     assert torch.equal(lanes.attend(backend, query, math), got)  # the same without sums
 
 
-def test_half_precision_is_turned_in_float32():
+def test_half_precision_keys_are_rotated_in_float32():
     lanes = Lanes(
         tokens=[1, 20],
         slots=[[300], [128]],
@@ -141,7 +141,7 @@ def test_half_precision_is_turned_in_float32():
         dtype=torch.bfloat16,
     )
     shuffle(lanes, 0)
-    query, math = lanes.query(2), AttentionMath(scale=0.4, rotary=ComplexTurns())
+    query, math = lanes.query(2), AttentionMath(scale=0.4, rotary=ComplexRotary())
     expected, _ = expected_of(lanes, query, math)
     got = lanes.attend(PreRopeAttention(CPU), query, math)
 
@@ -150,7 +150,7 @@ def test_half_precision_is_turned_in_float32():
 
 
 @pytest.mark.parametrize("tokens", [[1] * 32, [64] * 4])
-def test_scratch_stays_within_its_bound_over_many_rows(tokens):
+def test_scratch_memory_is_bounded_over_many_rows(tokens):
     lanes = Lanes(
         tokens=tokens,
         slots=[[200]] * len(tokens),
@@ -161,12 +161,12 @@ def test_scratch_stays_within_its_bound_over_many_rows(tokens):
     )
     one_row = 5 * 200 * (2 * 2 * 8 * 4)
     backend = PreRopeAttention(CPU, scratch_bytes=2 * one_row)
-    lanes.attend(backend, lanes.query(1), AttentionMath(scale=0.4, rotary=ComplexTurns()))
+    lanes.attend(backend, lanes.query(1), AttentionMath(scale=0.4, rotary=ComplexRotary()))
 
     assert one_row // 3 < backend.peak_scratch_bytes <= 2 * one_row
 
 
-def test_rows_alone_and_together_are_the_same():
+def test_rows_alone_equal_rows_in_a_batch():
     lanes = Lanes(
         tokens=[1, 1, 7],
         slots=[[40], [41], [30]],
@@ -176,7 +176,7 @@ def test_rows_alone_and_together_are_the_same():
         dtype=torch.float32,
     )
     shuffle(lanes, 3)
-    query, math = lanes.query(2), AttentionMath(scale=0.4, rotary=ComplexTurns())
+    query, math = lanes.query(2), AttentionMath(scale=0.4, rotary=ComplexRotary())
     backend = PreRopeAttention(CPU)
     together = lanes.attend(backend, query, math)
     start = 0

@@ -1,4 +1,4 @@
-"""Budgets that look once at the whole prompt's cache: squeeze, lazy, fastgen."""
+"""Budgets finalized once from the cache of the whole prompt: squeeze, lazy, fastgen."""
 
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -21,7 +21,7 @@ from quire.policies.view import KVView
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys and values that are there."""
+    """Stored keys and values."""
 
     stored: torch.Tensor
 
@@ -33,8 +33,8 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class ByLooks(SinksAndRecent):
-    """Scores by the attention a slot got."""
+class ByAttention(SinksAndRecent):
+    """Scores a slot by its accumulated attention."""
 
     def score(self, view: KVView) -> torch.Tensor:
         return view.statistic(AttentionSum())
@@ -64,8 +64,8 @@ def spread(numbers: list[float]) -> float:
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.integers(2, 4))
-def test_the_highest_group_is_one_of_the_tightest_grouping(whole: list[int], groups: int) -> None:
-    numbers = [float(number) for number in whole]
+def test_highest_cluster_belongs_to_an_optimal_grouping(integers: list[int], groups: int) -> None:
+    numbers = [float(number) for number in integers]
 
     found = highest_cluster(numbers, groups)
 
@@ -90,27 +90,29 @@ def view_with_cosines(cosines: list[float], heads: int = 1, tokens: int = 50) ->
     )
 
 
-def test_the_worked_example_of_squeeze() -> None:
-    """Cosines 0.2 0.5 0.9 0.91: the last two give; 0.3 * 100 = 30, (4 - 0.6) * 100 / 2 = 170."""
+def test_squeeze_worked_example() -> None:
+    """Cosines 0.2 0.5 0.9 0.91: the last two shrink; 0.3 * 100 = 30, (4 - 0.6) * 100 / 2 = 170."""
     view = view_with_cosines([0.2, 0.5, 0.9, 0.91], heads=2)
 
-    caps = Squeeze().finalize(view, ByLooks(), shape_of(100, 4, heads=2))
+    caps = Squeeze().finalize(view, ByAttention(), shape_of(100, 4, heads=2))
 
     assert caps == (170, 170, 170, 170, 30, 30, 30, 30)
 
 
-def test_what_every_layer_holds_is_not_squeezed() -> None:
-    """20 of 100 are held: 0.5 * 80 + 20 = 60 and (2 - 0.5) * 80 + 20 = 140."""
+def test_squeeze_does_not_shrink_protected_tokens() -> None:
+    """20 of 100 are protected: 0.5 * 80 + 20 = 60 and (2 - 0.5) * 80 + 20 = 140."""
     view = view_with_cosines([0.1, 0.9])
 
-    assert Squeeze(share=0.5, groups=2).finalize(view, ByLooks(), shape_of(100, 2, least=21)) == (
+    assert Squeeze(share=0.5, groups=2).finalize(
+        view, ByAttention(), shape_of(100, 2, least=21)
+    ) == (
         140,
         60,
     )
 
 
-def test_layers_that_change_alike_share_alike() -> None:
-    caps = Squeeze().finalize(view_with_cosines([0.5] * 3), ByLooks(), shape_of(100, 3))
+def test_equal_cosines_give_equal_caps() -> None:
+    caps = Squeeze().finalize(view_with_cosines([0.5] * 3), ByAttention(), shape_of(100, 3))
 
     assert caps == (100, 100, 100)
 
@@ -122,25 +124,25 @@ def test_layers_that_change_alike_share_alike() -> None:
     st.integers(1, 30),
     st.sampled_from([0.1, 0.3, 0.5, 1.0]),
 )
-def test_squeezed_caps_keep_the_total(cosines, heads, cap, least, share) -> None:
+def test_squeeze_keeps_the_total(cosines, heads, cap, least, share) -> None:
     shape, budget = shape_of(cap, len(cosines), heads=heads, least=least), Squeeze(share=share)
 
     reserved = budget.lane_caps(shape)
-    caps = budget.finalize(view_with_cosines(cosines, heads), ByLooks(), shape)
+    caps = budget.finalize(view_with_cosines(cosines, heads), ByAttention(), shape)
 
     assert sum(caps) == cap * shape.num_lanes
     assert min(caps) >= least
     assert all(cap <= most for cap, most in zip(caps, reserved, strict=True))
 
 
-def test_a_layer_of_which_nothing_was_recorded_fails_by_name() -> None:
+def test_layer_without_recorded_similarity_raises_an_error() -> None:
     view = view_with_cosines([0.2, 0.5], tokens=0)
 
     with pytest.raises(PolicyError, match="some layer has recorded none; use another budget"):
-        Squeeze().finalize(view, ByLooks(), shape_of(100, 2))
+        Squeeze().finalize(view, ByAttention(), shape_of(100, 2))
 
 
-def test_a_squeeze_to_nothing_is_refused() -> None:
+def test_too_small_squeeze_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="gives some layers no tokens besides the 8"):
         Squeeze(share=0.1).lane_caps(shape_of(17, 3, least=9))
 
@@ -167,36 +169,41 @@ def view_with_masses(far: list[float], tokens: int = 10) -> KVView:
     )
 
 
-def test_layers_that_look_near_keep_the_cap_and_the_others_everything() -> None:
+def test_lazy_caps_layers_with_local_attention_only() -> None:
     """Ten tokens, cap 9 with one sink and the newest 8 (2 to 9): only position 1 is far.
 
     Cap 7: the sink and 4 to 9; positions 1, 2, 3 are far, of which 3 has 0.05 or 0.5 and the other
-    nine share the rest: 0.95 * 7 / 9 = 0.739 near, and 0.5 * 7 / 9 = 0.389.
+    nine divide the rest: 0.95 * 7 / 9 = 0.739 near, and 0.5 * 7 / 9 = 0.389.
     """
     view, budget = view_with_masses([0.05, 0.5]), Lazy(threshold=0.7, sinks=1, last=1)
 
-    assert budget.finalize(view, ByLooks(), shape_of(7, 2)) == (7, UNBOUNDED)
-    assert budget.finalize(view, ByLooks(), shape_of(9, 2, leaving=2)) == (9, UNBOUNDED)
-    assert Lazy(threshold=0.74, sinks=1, last=1).finalize(view, ByLooks(), shape_of(7, 2)) == (
+    assert budget.finalize(view, ByAttention(), shape_of(7, 2)) == (7, UNBOUNDED)
+    assert budget.finalize(view, ByAttention(), shape_of(9, 2, leaving=2)) == (9, UNBOUNDED)
+    assert Lazy(threshold=0.74, sinks=1, last=1).finalize(view, ByAttention(), shape_of(7, 2)) == (
         UNBOUNDED,
         UNBOUNDED,
     )
-    assert Lazy(threshold=0.38, sinks=1, last=1).finalize(view, ByLooks(), shape_of(7, 2)) == (7, 7)
+    assert Lazy(threshold=0.38, sinks=1, last=1).finalize(view, ByAttention(), shape_of(7, 2)) == (
+        7,
+        7,
+    )
 
 
 @given(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1))
-def test_a_higher_threshold_makes_no_layer_lazy(far: list[float], one: float, other: float) -> None:
+def test_higher_lazy_threshold_caps_no_more_layers(
+    far: list[float], first: float, second: float
+) -> None:
     view, shape = view_with_masses(far), shape_of(6, len(far))
 
     low, high = (
-        Lazy(threshold=threshold, sinks=1, last=1).finalize(view, ByLooks(), shape)
-        for threshold in sorted((one, other))
+        Lazy(threshold=threshold, sinks=1, last=1).finalize(view, ByAttention(), shape)
+        for threshold in sorted((first, second))
     )
 
     assert all(a <= b for a, b in zip(low, high, strict=True))
 
 
-def test_lazy_layers_need_room_for_recent_tokens() -> None:
+def test_lazy_needs_a_cap_above_its_sinks() -> None:
     with pytest.raises(
         ConfigError, match="needs more than its 4 sinks in a lane after an eviction, got 4 tokens"
     ):
@@ -208,11 +215,11 @@ def test_lazy_layers_need_room_for_recent_tokens() -> None:
 # ---- fastgen -------------------------------------------------------------------------------------
 
 
-def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
+def test_fastgen_selects_the_smallest_cap_that_recovers_attention() -> None:
     """Ten slots, one sink and two recent protected; least = 4, cap = 6; 0.9 must be recovered.
 
-    Head 0: the protected got 95 of 100. Head 1: they got 40, the best three others 30 20 5: with
-    one more 70, with three more 95. Head 2: all got the same 10, so six give 60.
+    Head 0: protected slots have 95 of 100. Head 1: they have 40, the best three others 30 20 5:
+    with one more 70, with three more 95. Head 2: all have the same 10, so six have 60.
     """
     received = torch.tensor(
         [
@@ -227,7 +234,7 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
         heads_per_layer=3,
         statistics={AttentionSum().name: received},
     )
-    rule = ByLooks(sinks=1, recent=2)
+    rule = ByAttention(sinks=1, recent=2)
 
     caps = FastGen(share=0.9).finalize(view, rule, shape_of(6, 1, heads=3, least=4))
 
@@ -240,15 +247,15 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
     st.integers(4, 12),
     st.integers(0, 1),
 )
-def test_what_a_head_keeps_recovers_the_share(received, share, cap, leaving) -> None:
-    got = torch.tensor(received, dtype=torch.float32)
+def test_fastgen_caps_recover_the_share_of_attention(received, share, cap, leaving) -> None:
+    attention = torch.tensor(received, dtype=torch.float32)
     view = KVView(
         torch.arange(8).expand(len(received), 8),
         next_position=8,
         heads_per_layer=len(received),
-        statistics={AttentionSum().name: got},
+        statistics={AttentionSum().name: attention},
     )
-    rule = ByLooks(sinks=1, recent=1)
+    rule = ByAttention(sinks=1, recent=1)
     shape = shape_of(cap, 1, heads=len(received), least=3 + leaving, leaving=leaving)
 
     caps = FastGen(share=share).finalize(view, rule, shape)
@@ -256,12 +263,12 @@ def test_what_a_head_keeps_recovers_the_share(received, share, cap, leaving) -> 
     assert set(caps) <= {shape.least, shape.cap, UNBOUNDED}
     for lane, lane_cap in enumerate(caps):
         keep = torch.full((len(received),), min(8, lane_cap - leaving))
-        kept = (got * rule.select(view, keep))[lane].sum()
-        assert kept >= share * got[lane].sum()
+        recovered = (attention * rule.select(view, keep))[lane].sum()
+        assert recovered >= share * attention[lane].sum()
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("squeeze:share=0", "0 < share <= 1"),
         ("squeeze:groups=1", "2 groups or more"),
@@ -271,6 +278,6 @@ def test_what_a_head_keeps_recovers_the_share(received, share, cap, leaving) -> 
         ("fastgen:share=1.5", "0 < share <= 1"),
     ],
 )
-def test_options_that_ask_for_nothing_sensible_are_refused(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_budget_options_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_budget(text)

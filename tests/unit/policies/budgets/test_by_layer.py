@@ -1,4 +1,4 @@
-"""Budgets that are known before a prompt is read: lines over layers, and caps by hand."""
+"""Budgets that are known before prefill: pyramid, scissors, and caps by layer."""
 
 import pytest
 from hypothesis import assume, given
@@ -37,18 +37,18 @@ shapes = st.builds(
     ("total", "weights", "shares"),
     [
         (10, [3, 2, 1], [5, 3, 2]),  # 5, 3 1/3, 1 2/3: the largest fraction is rounded up
-        (10, [1, 1, 1], [4, 3, 3]),  # equal fractions: the first is
+        (10, [1, 1, 1], [4, 3, 3]),  # equal fractions: the first is rounded up
         (1, [1, 1], [1, 0]),
         (0, [1, 2], [0, 0]),
         (7, [0, 1], [0, 7]),
     ],
 )
-def test_what_rounding_leaves_goes_to_the_largest_fractions(total, weights, shares) -> None:
+def test_share_out_rounds_the_largest_fractions_up(total, weights, shares) -> None:
     assert share_out(total, weights) == shares
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 99), min_size=1, max_size=40))
-def test_shares_are_rounded_by_less_than_one_and_come_to_the_total(total, weights) -> None:
+def test_share_out_sums_to_the_total_with_rounding_below_one(total, weights) -> None:
     assume(sum(weights))
 
     shares = share_out(total, weights)
@@ -61,8 +61,8 @@ def test_shares_are_rounded_by_less_than_one_and_come_to_the_total(total, weight
 # ---- pyramid -------------------------------------------------------------------------------------
 
 
-def test_the_pyramid_s_line_is_the_published_one() -> None:
-    """The paper's own setting, w = 8 held by every layer.
+def test_pyramid_equals_the_published_caps() -> None:
+    """The paper's setting, w = 8 retained by every layer.
 
     cap 128, w 8: C = 120, low = 120 // 20 = 6, high = 240 - 6 = 234; L = 4: steps of 228 / 3 = 76,
     so 234 158 82 6, and 8 more each; together 4 * 128 = 512.
@@ -73,11 +73,11 @@ def test_the_pyramid_s_line_is_the_published_one() -> None:
     assert sum(caps) == 4 * 128
 
 
-def test_the_published_rounding_keeps_more_than_the_total() -> None:
+def test_published_rounding_exceeds_the_total() -> None:
     """cap 128, w 0, L = 6: low = 6, high = 250, the step 244 / 5 = 48.8 becomes 48.
 
     Published: 250 202 154 106 58 10, together 780, 12 over 6 * 128 = 768. With largest fractions:
-    250, 201.2, 152.4, 103.6, 54.8, 6: two are left, to 0.8 and 0.6.
+    250, 201.2, 152.4, 103.6, 54.8, 6: the two remaining go to 0.8 and 0.6.
     """
     published = Pyramid(rounding=PUBLISHED).lane_caps(shape_of(128, layers=6))
     exact = Pyramid().lane_caps(shape_of(128, layers=6))
@@ -87,7 +87,7 @@ def test_the_published_rounding_keeps_more_than_the_total() -> None:
     assert sum(exact) == 768
 
 
-def test_a_short_prompt_flattens_the_pyramid() -> None:
+def test_short_prompt_flattens_the_pyramid() -> None:
     """C = 100: below 200 tokens all get the cap; at 195 - 0 the first layer would get the prompt.
 
     n = 200, beta 100: high = min(199, 200) = 199. With w = 20, cap 120, n = 205: high = 185, low
@@ -99,7 +99,7 @@ def test_a_short_prompt_flattens_the_pyramid() -> None:
 
 
 @given(shapes, st.integers(1, 30))
-def test_a_pyramid_keeps_the_total_and_falls(shape: Shape, beta: int) -> None:
+def test_pyramid_keeps_the_total_and_decreases(shape: Shape, beta: int) -> None:
     assume(shape.spare >= beta)
 
     caps = Pyramid(beta=beta).lane_caps(shape) or (shape.cap,) * shape.num_lanes
@@ -112,7 +112,7 @@ def test_a_pyramid_keeps_the_total_and_falls(shape: Shape, beta: int) -> None:
 
 
 @given(shapes, st.integers(1, 30))
-def test_the_published_pyramid_exceeds_the_total_by_no_more_than_its_rounding(shape, beta) -> None:
+def test_published_pyramid_exceeds_the_total_by_rounding_only(shape, beta) -> None:
     assume(shape.spare >= beta)
 
     caps = Pyramid(beta=beta, rounding=PUBLISHED).lane_caps(shape)
@@ -121,7 +121,7 @@ def test_the_published_pyramid_exceeds_the_total_by_no_more_than_its_rounding(sh
     assert 0 <= over <= shape.num_layers * (shape.num_layers - 1) / 2
 
 
-def test_a_pyramid_too_steep_for_its_cap_is_refused_with_what_would_do() -> None:
+def test_too_steep_pyramid_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="raise cap from 30 to 31 or lower beta to 19"):
         Pyramid().lane_caps(shape_of(30, least=12))
 
@@ -130,7 +130,7 @@ def test_a_pyramid_too_steep_for_its_cap_is_refused_with_what_would_do() -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "says"),
+    ("text", "error", "message"),
     [
         ("pyramid:beta=0", ConfigError, "beta >= 1"),
         ("pyramid:rounding=publishd", UnknownName, "did you mean published"),
@@ -148,15 +148,15 @@ def test_a_pyramid_too_steep_for_its_cap_is_refused_with_what_would_do() -> None
         ("by_layer:factors=1e-999999999/1", ConfigError, "numbers above 0 with / between layers"),
     ],
 )
-def test_options_that_divide_nothing_are_refused(text, error, says) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_budget_options_are_refused(text, error, message) -> None:
+    with pytest.raises(error, match=message):
         make_budget(text)
 
 
 # ---- scissors ------------------------------------------------------------------------------------
 
 
-def test_scissors_give_the_last_layers_more() -> None:
+def test_scissors_give_later_layers_more() -> None:
     """cap 100, w 0, L = 5, slope 0.5: 50 75 100 125 150."""
     assert Scissors().lane_caps(shape_of(100, layers=5)) == (50, 75, 100, 125, 150)
     assert Scissors(slope=0.0).lane_caps(shape_of(100, layers=2)) == (100, 100)
@@ -164,7 +164,7 @@ def test_scissors_give_the_last_layers_more() -> None:
 
 
 @given(shapes, st.floats(0, 0.99))
-def test_scissors_keep_the_total_and_rise(shape: Shape, slope: float) -> None:
+def test_scissors_keep_the_total_and_increase(shape: Shape, slope: float) -> None:
     try:
         caps = Scissors(slope=slope).lane_caps(shape) or (shape.cap,) * shape.num_lanes
     except ConfigError:
@@ -177,35 +177,35 @@ def test_scissors_keep_the_total_and_rise(shape: Shape, slope: float) -> None:
         assert list(caps) == sorted(caps)
 
 
-def test_scissors_too_steep_for_the_cap_are_refused() -> None:
+def test_too_steep_scissors_are_refused() -> None:
     with pytest.raises(ConfigError, match="gives the first layer no tokens besides the 9"):
         Scissors(slope=0.9).lane_caps(shape_of(18, least=10))
 
 
-# ---- by hand -------------------------------------------------------------------------------------
+# ---- caps by layer -------------------------------------------------------------------------------
 
 
-def test_caps_by_hand_are_taken_as_written() -> None:
+def test_caps_by_layer_are_used_as_given() -> None:
     assert ByLayer(caps="700x2/300x2").lane_caps(shape_of(500, heads=2)) == (
         *(700, 700, 700, 700),
         *(300, 300, 300, 300),
     )
 
 
-def test_factors_share_the_total_out() -> None:
-    """2 : 1 : 1 of 3 * 100: 150 75 75. 1 : 1 : 1 of 3 * 100 whatever their size."""
+def test_factors_divide_the_total() -> None:
+    """2 : 1 : 1 of 3 * 100: 150 75 75. Equal factors give equal caps."""
     assert ByLayer(factors="2/1/1").lane_caps(shape_of(100, layers=3)) == (150, 75, 75)
     assert ByLayer(factors="0.2x3").lane_caps(shape_of(100, layers=3)) == (100, 100, 100)
 
 
-def test_caps_that_do_not_come_to_the_total_are_refused_with_the_cap_that_would() -> None:
+def test_caps_that_differ_from_the_total_are_refused_with_the_matching_cap() -> None:
     with pytest.raises(ConfigError, match=r"add up to 900 tokens, but 4 layers of cap=200 to 800"):
         ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
     with pytest.raises(ConfigError, match="cap=225"):
         ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
 
 
-def test_a_layer_without_a_cap_is_refused() -> None:
+def test_missing_layer_cap_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected 4 layers, which evict in this model, got 3"):
         ByLayer(caps="200x3").lane_caps(shape_of(200))
 
@@ -217,6 +217,6 @@ def test_factors_keep_the_total(factors: list[int], cap: int) -> None:
     caps = budget.lane_caps(shape_of(cap, layers=len(factors)))
 
     assert sum(caps) == cap * len(factors)
-    for more, cap_of_more in zip(factors, caps, strict=True):
-        for less, cap_of_less in zip(factors, caps, strict=True):
-            assert more <= less or cap_of_more >= cap_of_less
+    for larger, larger_cap in zip(factors, caps, strict=True):
+        for smaller, smaller_cap in zip(factors, caps, strict=True):
+            assert larger <= smaller or larger_cap >= smaller_cap

@@ -1,4 +1,4 @@
-"""DynamicBatch where something goes wrong: failed forwards, small memories, rows used twice."""
+"""`DynamicBatch` under failures: failed forwards, small memories, reused rows."""
 
 import random
 
@@ -21,13 +21,13 @@ def alone(prompt: list[int], new_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("rule", ["pd", "static"])
-def test_a_row_that_ends_before_its_batch_begins_leaves_nothing_behind(rule):
-    """Its row is free while the others' prompts, of another length, are still to be read."""
+def test_row_that_finishes_before_its_batch_starts_is_freed(rule):
+    """Its row is free while the prompts of the other rows still have to be prefilled."""
     prompts, new_tokens = [list(range(40, 80)), [9, 8, 7], [5] * 42], [1, 9, 9]
 
-    seen = run(DynamicBatch(build("llama"), batch_size=3, batcher=rule), prompts, new_tokens)
+    result = run(DynamicBatch(build("llama"), batch_size=3, batcher=rule), prompts, new_tokens)
 
-    for handle, prompt, count in zip(seen.handles, prompts, new_tokens, strict=True):
+    for handle, prompt, count in zip(result.handles, prompts, new_tokens, strict=True):
         assert handle.token_ids == alone(prompt, count)
 
 
@@ -35,22 +35,22 @@ def test_a_row_that_ends_before_its_batch_begins_leaves_nothing_behind(rule):
 
 
 @pytest.mark.parametrize(
-    ("rule", "how", "error"),
+    ("rule", "options", "error"),
     [
         *((rule, {}, RuntimeError) for rule in RULES),
         ("baton_pd", {"prefill": "async", "prefill_tokens": 7}, KeyboardInterrupt),
     ],
 )
-def test_after_a_step_that_failed_others_give_the_same_answers(rule, how, error):
+def test_completions_are_unchanged_after_a_failed_step(rule, options, error):
     model, rng, calls = build("llama"), random.Random(len(rule)), []
     expected = [handle.token_ids for handle in run(DynamicBatch(model), PROMPTS).handles]
-    batch = DynamicBatch(model, batch_size=3, batcher=rule, **how)
+    batch = DynamicBatch(model, batch_size=3, batcher=rule, **options)
     handles = [batch.submit(prompt, 8) for prompt in PROMPTS]
 
-    def failing(*_args, **_inputs):  # when one of two layers has been written
+    def failing(*_args, **_inputs):  # after one of two layers has been written
         calls.append(rng.random() < 0.2)
         if calls[-1]:
-            raise error("of the device")
+            raise error("device error")
 
     hook = model.model.layers[1].register_forward_pre_hook(failing)
     while batch.has_work:
@@ -66,45 +66,45 @@ def test_after_a_step_that_failed_others_give_the_same_answers(rule, how, error)
     check_empty(batch)
 
 
-# ---- who is urgent ---------------------------------------------------------------------------
+# ---- priorities ------------------------------------------------------------------------------
 
 
-def test_an_urgent_prompt_is_read_at_once_beside_one_that_is_as_urgent():
-    """It takes the row of the third, which must not stand idle while it is read bit by bit."""
+def test_urgent_prompt_preempts_a_less_urgent_row_at_once():
+    """It preempts the less urgent row, which must not be idle while the prompt is prefilled."""
     batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=2)
     batch.submit(PROMPTS[0], 20, priority=0)
-    other = batch.submit(PROMPTS[1], 20, priority=1)
+    second = batch.submit(PROMPTS[1], 20, priority=1)
     while batch.num_running < 2:
         batch.step()
     urgent = batch.submit([7] * 25, 20, priority=0)
 
     batch.step()
 
-    assert other.preemptions == 1
+    assert second.preemptions == 1
     assert urgent.state is QueryState.RUNNING
     assert batch.last.live == 2
 
 
-def test_a_step_looks_at_the_head_of_the_line(monkeypatch):
+def test_step_ranks_only_the_head_of_the_queue(monkeypatch):
     batch = DynamicBatch(build("llama"), batch_size=2)
     for _ in range(300):
         batch.submit([3], 3)
     batch.step()
-    seen = []
+    result = []
     for name in ("rank", "certain_tokens"):
         found = vars(Query)[name].fget
 
         def counted(query, found=found):
-            seen.append(query.number)
+            result.append(query.number)
             return found(query)
 
         monkeypatch.setattr(Query, name, property(counted))
 
-    for _ in range(4):  # rows fall free and are filled meanwhile
+    for _ in range(4):  # rows become free and are filled
         batch.step()
 
-    assert max(seen) >= 2
-    assert len(seen) < 100
+    assert max(result) >= 2
+    assert len(result) < 100
 
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_a_step_looks_at_the_head_of_the_line(monkeypatch):
     ("rule", "prefill", "seed"),
     [("baton", "sync", 1), ("baton_pd", "async", 0), ("baton_pd_best_fit", "sync", 0)],
 )
-def test_a_threshold_holds_while_slabs_grow_and_prompts_are_taken_apart(rule, prefill, seed):
+def test_device_memory_stays_below_the_threshold_while_slabs_grow(rule, prefill, seed):
     model = build("llama")
     threshold = DynamicBatch(model)._model.shape.token_bytes * 130
     prompts = [prompt * 2 for prompt in make_prompts(8, 20, seed)]
@@ -129,12 +129,12 @@ def test_a_threshold_holds_while_slabs_grow_and_prompts_are_taken_apart(rule, pr
 
 
 @pytest.mark.parametrize("rule", ["static", "pd"])
-def test_batches_that_run_to_their_end_stay_within_the_capacity(rule):
-    """A long prompt and a long answer fit by themselves, not in the columns of one batch."""
+def test_static_batches_stay_within_capacity_tokens(rule):
+    """A long prompt and a long completion each fit alone, but not in the columns of one batch."""
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule, capacity_tokens=40)
     prompts, new_tokens = [[5] * 36, [6] * 4, [7] * 5], [4, 36, 30]
 
-    handles = [batch.submit(*requested) for requested in zip(prompts, new_tokens, strict=True)]
+    handles = [batch.submit(*arguments) for arguments in zip(prompts, new_tokens, strict=True)]
     widest = 0
     while batch.has_work:
         batch.step()
@@ -147,51 +147,51 @@ def test_batches_that_run_to_their_end_stay_within_the_capacity(rule):
 # ---- from batch to batch ---------------------------------------------------------------------
 
 
-def test_a_query_moves_to_a_batch_without_host_memory_and_is_read_again():
-    one, other = DynamicBatch(build("llama")), DynamicBatch(build("llama"), swap_space=0)
-    handle = one.submit(PROMPTS[0], 10)
+def test_query_moved_to_a_batch_without_swap_space_is_recomputed():
+    first, second = DynamicBatch(build("llama")), DynamicBatch(build("llama"), swap_space=0)
+    handle = first.submit(PROMPTS[0], 10)
     for _ in range(4):
-        one.step()
+        first.step()
 
-    other.adopt(one.extract(handle))
-    other.run()
+    second.adopt(first.extract(handle))
+    second.run()
 
     assert handle.token_ids == alone(PROMPTS[0], 10)
-    check_empty(one)
-    check_empty(other)
+    check_empty(first)
+    check_empty(second)
 
 
-def test_only_what_was_extracted_and_fits_is_adopted():
-    one, small = DynamicBatch(build("llama")), DynamicBatch(build("llama"), capacity_tokens=20)
-    handle = one.submit([3] * 15, 10)
-    one.step()
+def test_adopt_requires_an_extracted_query_that_fits():
+    first, small = DynamicBatch(build("llama")), DynamicBatch(build("llama"), capacity_tokens=20)
+    handle = first.submit([3] * 15, 10)
+    first.step()
     with pytest.raises(RequestError, match="that `extract` has returned, got one that is running"):
         small.adopt(handle)
     with pytest.raises(NeverFits, match="need 24 columns, but capacity_tokens is 20"):
-        small.adopt(one.extract(handle))
+        small.adopt(first.extract(handle))
     with pytest.raises(RequestError, match="waiting or running query, got one that is extracted"):
-        one.extract(handle)
+        first.extract(handle)
 
-    one.cancel(handle)
+    first.cancel(handle)
 
     assert handle.finish_reason == "cancelled"
-    check_empty(one)
+    check_empty(first)
 
 
-# ---- what is asked ---------------------------------------------------------------------------
+# ---- sampling options ------------------------------------------------------------------------
 
 
-def test_the_number_of_tokens_may_be_among_the_sampling_options():
+def test_max_tokens_can_be_set_by_sampling_params():
     batch = DynamicBatch(build("llama"))
-    requested = SamplingParams(max_tokens=3)
-    handles = [batch.submit([3], sampling=requested), batch.submit([3], 5, sampling=requested)]
+    params = SamplingParams(max_tokens=3)
+    handles = [batch.submit([3], sampling=params), batch.submit([3], 5, sampling=params)]
     batch.run()
 
     assert [len(handle.token_ids) for handle in handles] == [3, 5]
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"sampling": SamplingParams(logprobs=1)}, "expected no logprobs"),
         (
@@ -202,6 +202,6 @@ def test_the_number_of_tokens_may_be_among_the_sampling_options():
         ({"deadline_s": float("nan")}, "a time on the batch's clock, got NaN"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(options, says):
-    with pytest.raises(RequestError, match=says):
+def test_unsupported_request_options_are_refused(options, message):
+    with pytest.raises(RequestError, match=message):
         DynamicBatch(build("llama")).submit([3], **options)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: read once, forked, drawn apart, given up and resumed as one."""
+"""Several choices of one prompt: one prefill, forked pages, preempted and resumed as a group."""
 
 import random
 
@@ -27,40 +27,42 @@ def llama():
     return engines.load("llama")
 
 
-def engine_of(model, *, room=8.0, longest=40, **kv) -> Engine:
-    return engines.engine_for(model, room=room, longest=longest, page_tokens=PAGE_TOKENS, **kv)
+def engine_of(model, *, num_sequences=8.0, longest=40, **kv) -> Engine:
+    return engines.engine_for(
+        model, room=num_sequences, longest=longest, page_tokens=PAGE_TOKENS, **kv
+    )
 
 
 def drawn(**options) -> SamplingParams:
-    said = {"max_tokens": 10, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-    return SamplingParams(**said | options)
+    defaults = {"max_tokens": 10, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    return SamplingParams(**defaults | options)
 
 
-def answer(engine, params, prompt=PROMPT, **submit):
-    return answers(engine, [(prompt, params)], **submit)[0]
+def run_one(engine, params, prompt=PROMPT, **submit):
+    return run_all(engine, [(prompt, params)], **submit)[0]
 
 
-def answers(engine, requested, on_step=lambda: None, **submit):
+def run_all(engine, batch, on_step=lambda: None, **submit):
     builders, done = {}, {}
-    for prompt, params in requested:
+    for prompt, params in batch:
         request_id = engine.submit(GenerationRequest(prompt, params, **submit))
         builders[request_id] = OutputBuilder(request_id, tuple(prompt))
     while engine.has_work:
         for delta in engine.step():
-            whole = builders[delta.request_id].add(delta)
-            if whole is not None:
-                done[delta.request_id] = whole
+            output = builders[delta.request_id].add(delta)
+            if output is not None:
+                done[delta.request_id] = output
         on_step()
     engine.check()
     return [done[request_id] for request_id in builders]
 
 
-def alone(model, seed, **options):
-    return answer(engine_of(model), drawn(seed=seed, **options))
+def run_single(model, seed, **options):
+    return run_one(engine_of(model), drawn(seed=seed, **options))
 
 
 class CountedCopies:
-    """Passes on what a memory asks of its bytes, and counts the pages copied."""
+    """Delegates to a store, and counts copied pages."""
 
     def __init__(self, store) -> None:
         self._store, self.num_pages = store, 0
@@ -73,37 +75,37 @@ class CountedCopies:
         return getattr(self._store, name)
 
 
-# ---- what comes out ----------------------------------------------------------------------------
+# ---- outputs -----------------------------------------------------------------------------------
 
 
-def test_n_answers_are_n_runs_with_the_seeds_that_follow(model):
-    together = answer(engine_of(model), drawn(n=4))
-    apart = [alone(model, seed) for seed in range(5, 9)]
+def test_n_choices_equal_n_runs_with_consecutive_seeds(model):
+    together = run_one(engine_of(model), drawn(n=4))
+    singles = [run_single(model, seed) for seed in range(5, 9)]
 
-    assert [choice.token_ids for choice in together.choices] == [a.token_ids for a in apart]
+    assert [choice.token_ids for choice in together.choices] == [o.token_ids for o in singles]
     assert len({choice.token_ids for choice in together.choices}) > 1
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
     assert together.token_ids == together.choices[0].token_ids
     assert {choice.finish_reason for choice in together.choices} == {"length"}
 
 
-def test_greedy_answers_are_all_the_same(llama):
-    together = answer(engine_of(llama), drawn(n=3, temperature=0.0))
+def test_greedy_choices_are_equal(llama):
+    together = run_one(engine_of(llama), drawn(n=3, temperature=0.0))
 
     assert len({choice.token_ids for choice in together.choices}) == 1
 
 
-def test_the_prompt_is_read_once_and_counted_once(llama):
+def test_prompt_is_prefilled_and_counted_once(llama):
     engine = engine_of(llama, enable_prefix_caching=False)
 
-    usage = answer(engine, drawn(n=4)).usage
+    usage = run_one(engine, drawn(n=4)).usage
 
     assert engine.num_processed_tokens == len(PROMPT) + 4 * 9  # the last token is never processed
     assert engine.num_generated_tokens == 40
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 40)
 
 
-def test_deltas_say_whose_they_are_and_the_last_of_all_has_the_usage(llama):
+def test_deltas_have_a_choice_index_and_the_last_is_marked(llama):
     engine = engine_of(llama)
     request_id = engine.submit(GenerationRequest(PROMPT, drawn(n=2, max_tokens=3)))
     deltas = []
@@ -116,21 +118,21 @@ def test_deltas_say_whose_they_are_and_the_last_of_all_has_the_usage(llama):
     assert [delta.finish_reason for delta in deltas[-2:]] == ["length"] * 2
 
 
-def test_best_of_returns_the_likeliest_best_first(llama):
-    best = answer(engine_of(llama), drawn(n=2, best_of=5))
-    every = [alone(llama, seed, logprobs=0) for seed in range(5, 10)]
-    ranked = sorted(every, key=lambda a: -sum(token.logprob for token in a.logprobs))
+def test_best_of_returns_the_most_likely_choices_in_order(llama):
+    best = run_one(engine_of(llama), drawn(n=2, best_of=5))
+    candidates = [run_single(llama, seed, logprobs=0) for seed in range(5, 10)]
+    ranked = sorted(candidates, key=lambda o: -sum(token.logprob for token in o.logprobs))
 
-    assert [choice.token_ids for choice in best.choices] == [a.token_ids for a in ranked[:2]]
+    assert [choice.token_ids for choice in best.choices] == [o.token_ids for o in ranked[:2]]
     assert [choice.score for choice in best.choices] == pytest.approx(
-        [a.score for a in ranked[:2]], abs=TOLERANCE
+        [o.score for o in ranked[:2]], abs=TOLERANCE
     )
     assert best.choices[0].score > best.choices[1].score
-    assert best.logprobs is None  # nobody asked for them
-    assert best.usage.completion_tokens == 50  # those that are dropped have been generated too
+    assert best.logprobs is None  # not requested
+    assert best.usage.completion_tokens == 50  # includes dropped choices
 
 
-def test_nothing_of_ranked_answers_comes_before_all_have_ended(llama):
+def test_ranked_choices_are_emitted_after_all_have_ended(llama):
     engine = engine_of(llama)
     engine.submit(GenerationRequest(PROMPT, drawn(n=1, best_of=2, logprobs=1, max_tokens=4)))
     steps = []
@@ -141,40 +143,42 @@ def test_nothing_of_ranked_answers_comes_before_all_have_ended(llama):
     assert len(steps[-1][0].logprobs) == 4
 
 
-def test_a_prompt_is_scored_once_for_all_answers(llama):
-    together = answer(engine_of(llama), drawn(n=3, prompt_logprobs=1))
-    single = answer(engine_of(llama), drawn(prompt_logprobs=1))
+def test_prompt_is_scored_once_for_all_choices(llama):
+    together = run_one(engine_of(llama), drawn(n=3, prompt_logprobs=1))
+    single = run_one(engine_of(llama), drawn(prompt_logprobs=1))
 
     assert len(together.prompt_logprobs) == len(PROMPT)
-    for ours, theirs in zip(together.prompt_logprobs[1:], single.prompt_logprobs[1:], strict=True):
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
+    for actual, expected in zip(
+        together.prompt_logprobs[1:], single.prompt_logprobs[1:], strict=True
+    ):
+        assert actual.logprob == pytest.approx(expected.logprob, abs=TOLERANCE)
 
 
-def test_scores_of_a_prompt_do_not_depend_on_which_answer_is_best(llama):
-    """Of four answers one is returned, and the first one drawn is not always that one."""
-    single = answer(engine_of(llama), drawn(prompt_logprobs=0))
+def test_prompt_scores_are_independent_of_the_best_choice(llama):
+    """One of four choices is returned, which is not always the first."""
+    single = run_one(engine_of(llama), drawn(prompt_logprobs=0))
     for seed in range(5, 10):
-        best = answer(engine_of(llama), drawn(best_of=4, prompt_logprobs=0, seed=seed))
+        best = run_one(engine_of(llama), drawn(best_of=4, prompt_logprobs=0, seed=seed))
 
         assert [score and score.token_id for score in best.prompt_logprobs] == [
             score and score.token_id for score in single.prompt_logprobs
         ]
 
 
-def test_several_answers_without_tokens_are_several_ends(llama):
-    scored = answer(engine_of(llama), SamplingParams(n=3, max_tokens=0, prompt_logprobs=0))
+def test_several_choices_without_tokens_finish_separately(llama):
+    scored = run_one(engine_of(llama), SamplingParams(n=3, max_tokens=0, prompt_logprobs=0))
 
     assert [choice.finish_reason for choice in scored.choices] == ["length"] * 3
     assert len(scored.prompt_logprobs) == len(PROMPT)
 
 
-def test_each_answer_ends_by_itself(llama):
-    free = [alone(llama, seed).token_ids for seed in range(5, 9)]
-    stop = free[1][3]
+def test_each_choice_ends_independently(llama):
+    unstopped = [run_single(llama, seed).token_ids for seed in range(5, 9)]
+    stop = unstopped[1][3]
 
-    together = answer(engine_of(llama), drawn(n=4, stop_token_ids=[stop]))
+    together = run_one(engine_of(llama), drawn(n=4, stop_token_ids=[stop]))
 
-    for choice, tokens in zip(together.choices, free, strict=True):
+    for choice, tokens in zip(together.choices, unstopped, strict=True):
         cut = tokens.index(stop) + 1 if stop in tokens else len(tokens)
         assert choice.token_ids == tokens[:cut]
         assert choice.finish_reason == ("stop" if stop in tokens else "length")
@@ -183,38 +187,38 @@ def test_each_answer_ends_by_itself(llama):
 # ---- pages -------------------------------------------------------------------------------------
 
 
-def test_only_the_written_page_is_copied(llama):
+def test_only_the_partly_filled_page_is_copied(llama):
     """21 prompt tokens fill 5 pages of 4 and a quarter of a sixth in each of the 2 layers. The
-    four sequences then write into the sixth: three copy it, the last to write keeps it. Up to
-    30 tokens each comes to have 8 pages, of which it shares 5: 5 + 4 * 3 = 17 in each layer.
+    four sequences then write into the sixth: three copy it, and the last keeps it. At 30 tokens
+    each sequence has 8 pages, 5 of them shared: 5 + 4 * 3 = 17 in each layer.
     """
     engine = engine_of(llama, enable_prefix_caching=False)
     memory = engine.pool.kv.memory
     copies = memory.store = CountedCopies(memory.store)
     page_bytes = memory.layout.page_classes[0].page_bytes
 
-    usage = answer(engine, drawn(n=4)).usage
+    usage = run_one(engine, drawn(n=4)).usage
 
     assert copies.num_pages == 3 * 2
     assert memory.arena_peak_bytes == 17 * 2 * page_bytes
     assert usage.kv_peak_bytes == 17 * 2 * page_bytes
 
 
-def test_a_prompt_of_whole_pages_is_not_copied_at_all(llama):
+def test_prompt_of_whole_pages_is_not_copied(llama):
     engine = engine_of(llama, enable_prefix_caching=False)
     copies = engine.pool.kv.memory.store = CountedCopies(engine.pool.kv.memory.store)
 
-    answer(engine, drawn(n=4), prompt=PROMPT[:20])
+    run_one(engine, drawn(n=4), prompt=PROMPT[:20])
 
     assert copies.num_pages == 0
 
 
-# ---- ends from outside -------------------------------------------------------------------------
+# ---- cancelling --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("after_steps", [0, 1, 4])
-def test_one_of_several_can_be_cancelled(llama, index, after_steps):
+def test_one_choice_can_be_cancelled(llama, index, after_steps):
     engine = engine_of(llama, chunk_tokens=8)
     builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
@@ -223,11 +227,11 @@ def test_one_of_several_can_be_cancelled(llama, index, after_steps):
     engine.cancel("r", index)
     while engine.has_work:
         deltas += engine.step()
-    [whole] = [whole for delta in deltas if (whole := builder.add(delta)) is not None]
+    [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
 
     engine.check()
-    for choice in whole.choices:
-        expected = alone(llama, 5 + choice.index).token_ids
+    for choice in output.choices:
+        expected = run_single(llama, 5 + choice.index).token_ids
         if choice.index == index:
             assert choice.finish_reason == "abort"
             assert choice.token_ids == expected[: len(choice.token_ids)]
@@ -237,7 +241,7 @@ def test_one_of_several_can_be_cancelled(llama, index, after_steps):
 
 @pytest.mark.parametrize("after_steps", [0, 1, 4])
 @pytest.mark.parametrize("best_of", [None, 3])
-def test_all_of_them_can_be_cancelled(llama, after_steps, best_of):
+def test_all_choices_can_be_cancelled(llama, after_steps, best_of):
     engine = engine_of(llama, chunk_tokens=8)
     builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3, best_of=best_of), request_id="r")),
@@ -248,12 +252,12 @@ def test_all_of_them_can_be_cancelled(llama, after_steps, best_of):
     while engine.has_work:
         deltas += engine.step()
 
-    [whole] = [whole for delta in deltas if (whole := builder.add(delta)) is not None]
-    assert [choice.finish_reason for choice in whole.choices] == ["abort"] * 3
+    [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
+    assert [choice.finish_reason for choice in output.choices] == ["abort"] * 3
     engine.check()
 
 
-def test_an_id_in_use_is_refused_and_free_again_when_all_answers_have_ended(llama):
+def test_request_id_is_reusable_after_all_choices_have_ended(llama):
     engine = engine_of(llama)
     engine.submit(GenerationRequest(PROMPT, drawn(n=2), request_id="r"))
     with pytest.raises(RequestError, match="request id 'r' is in use"):
@@ -265,22 +269,22 @@ def test_an_id_in_use_is_refused_and_free_again_when_all_answers_have_ended(llam
     assert engine.submit(GenerationRequest(PROMPT, drawn(), request_id="r")) == "r"
 
 
-def test_one_can_be_cancelled_while_the_group_waits_to_be_copied_again(llama):
+def test_choice_can_be_cancelled_while_its_group_waits_for_recompute(llama):
     engine = engine_of(llama, chunk_tokens=4, enable_prefix_caching=False)
     builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
     )
     deltas = [delta for _ in range(9) for delta in engine.step()]
     engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
-    deltas += engine.step()  # one reads again, the others wait for it
+    deltas += engine.step()  # one is recomputed, the others wait for it
     engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
     engine.cancel("r", 1)
     while engine.has_work:
         deltas += engine.step()
 
-    [whole] = [whole for delta in deltas if (whole := builder.add(delta)) is not None]
-    assert [choice.finish_reason for choice in whole.choices] == ["length", "abort", "length"]
-    assert whole.choices[2].token_ids == alone(llama, 7).token_ids
+    [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
+    assert [choice.finish_reason for choice in output.choices] == ["length", "abort", "length"]
+    assert output.choices[2].token_ids == run_single(llama, 7).token_ids
     engine.check()
 
 
@@ -288,135 +292,139 @@ def test_one_can_be_cancelled_while_the_group_waits_to_be_copied_again(llama):
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_groups_that_are_thrown_out_come_back_with_the_same_answers(model, prefix_cache):
+def test_preempted_groups_resume_with_equal_choices(model, prefix_cache):
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 128) for _ in range(rng.randint(3, 24))] for _ in range(6)]
     options = [drawn(n=rng.randint(1, 4), seed=seed, max_tokens=16) for seed in range(6)]
-    engine = engine_of(model, room=3.6, longest=40, enable_prefix_caching=prefix_cache)
+    engine = engine_of(model, num_sequences=3.6, longest=40, enable_prefix_caching=prefix_cache)
 
-    results = answers(engine, list(zip(prompts, options, strict=True)))
+    results = run_all(engine, list(zip(prompts, options, strict=True)))
 
     assert engine.scheduler.num_preemptions > 3
     for prompt, params, result in zip(prompts, options, results, strict=True):
         for choice in result.choices:
             seed = params.seed + choice.index
-            expected = answer(engine_of(model), drawn(seed=seed, max_tokens=16), prompt=prompt)
+            expected = run_one(engine_of(model), drawn(seed=seed, max_tokens=16), prompt=prompt)
             assert choice.token_ids == expected.token_ids
     assert any(result.usage.preemptions for result in results)
 
 
-def test_what_is_shared_is_shared_again_after_a_preemption(llama):
+def test_pages_are_shared_again_after_a_preemption(llama):
     engine = engine_of(llama, enable_prefix_caching=False)
     engine.submit(GenerationRequest(PROMPT, drawn(n=4), request_id="r"))
     for _ in range(6):
         engine.step()
     memory, processed = engine.pool.kv.memory, engine.num_processed_tokens
     before = memory.used_bytes
-    known = [r.num_tokens for r in engine.scheduler.running]
+    num_tokens = [r.num_tokens for r in engine.scheduler.running]
     engine.scheduler.lifecycle.preempt(engine.scheduler.running[2], "forced")
     assert len(memory.live_rows) == 0
 
-    engine.step()  # the first reads all it knows, up to where the others part
+    engine.step()  # the first recomputes its tokens up to the fork
     while len(engine.scheduler.running) < 4 or any(
         r.num_uncomputed > 1 for r in engine.scheduler.running
     ):
         engine.step()
 
     assert memory.used_bytes <= before + 4 * memory.layout.smallest_sequence_bytes
-    assert engine.num_processed_tokens - processed < sum(known) - 2 * len(PROMPT)
+    assert engine.num_processed_tokens - processed < sum(num_tokens) - 2 * len(PROMPT)
     while engine.has_work:
         engine.step()
     engine.check()
 
 
-@pytest.mark.parametrize("room", [4.0, 8.0])
-def test_sequences_that_share_evict_apart(llama, room):
+@pytest.mark.parametrize("num_sequences", [4.0, 8.0])
+def test_sequences_with_shared_pages_evict_independently(llama, num_sequences):
     policy = "recent:cap=16,every=4"
-    engine = engine_of(llama, room=room, longest=16, evict=policy)
-    together = answer(engine, drawn(n=4, max_tokens=20))
+    engine = engine_of(llama, num_sequences=num_sequences, longest=16, evict=policy)
+    together = run_one(engine, drawn(n=4, max_tokens=20))
 
     for choice in together.choices:
-        single = answer(engine_of(llama, evict=policy), drawn(seed=5 + choice.index, max_tokens=20))
+        single = run_one(
+            engine_of(llama, evict=policy), drawn(seed=5 + choice.index, max_tokens=20)
+        )
         assert choice.token_ids == single.token_ids
 
 
-def test_evicting_groups_come_back_with_the_same_answers(llama):
+def test_evicting_groups_resume_with_equal_choices(llama):
     policy = "recent:cap=12,every=4"
-    requested = [(PROMPT[: 5 + 3 * i], drawn(n=3, seed=i, max_tokens=14)) for i in range(4)]
-    engine = engine_of(llama, room=5.0, longest=12, evict=policy)
+    batch = [(PROMPT[: 5 + 3 * i], drawn(n=3, seed=i, max_tokens=14)) for i in range(4)]
+    engine = engine_of(llama, num_sequences=5.0, longest=12, evict=policy)
 
-    results = answers(engine, requested)
+    results = run_all(engine, batch)
 
     assert engine.scheduler.num_preemptions > 0
-    for (prompt, params), result in zip(requested, results, strict=True):
+    for (prompt, params), result in zip(batch, results, strict=True):
         for choice in result.choices:
-            own = drawn(seed=params.seed + choice.index, max_tokens=14)
-            expected = answer(engine_of(llama, evict=policy), own, prompt=prompt)
+            params_of_choice = drawn(seed=params.seed + choice.index, max_tokens=14)
+            expected = run_one(engine_of(llama, evict=policy), params_of_choice, prompt=prompt)
             assert choice.token_ids == expected.token_ids
 
 
 # ---- too many at once --------------------------------------------------------------------------
 
 
-def test_a_group_runs_whole_up_to_the_bound_of_its_pages_and_apart_beyond(llama):
+def test_group_runs_together_if_its_pages_fit_and_else_separately(llama):
     """30 tokens take 8 pages in each of 2 layers, of which the sequences share 5: n of them need
-    (5 + 3 n) * 2 pages. Room for three sequences of 30 tokens without sharing is 48 pages.
+    (5 + 3 n) * 2 pages. Three sequences of 30 tokens without sharing need 48 pages.
     """
-    engine = engine_of(llama, room=3.0, longest=30)
+    engine = engine_of(llama, num_sequences=3.0, longest=30)
     memory = engine.pool.kv.memory
     pages = memory.total_bytes // memory.layout.page_classes[0].page_bytes
-    most = (pages // 2 - 5) // 3
+    largest = (pages // 2 - 5) // 3
 
-    for n, whole in ((most, True), (most + 1, False)):
+    for n, fits in ((largest, True), (largest + 1, False)):
         engine.submit(GenerationRequest(PROMPT, drawn(n=n), request_id="r"))
-        assert engine.scheduler.num_waiting == (1 if whole else n)
+        assert engine.scheduler.num_waiting == (1 if fits else n)
         engine.cancel("r")
         engine.step()
-        assert len(answer(engine, drawn(n=n)).choices) == n
+        assert len(run_one(engine, drawn(n=n)).choices) == n
 
 
-@pytest.mark.parametrize("limit", [{"max_num_seqs": 3}, {"room": 1.2}])
-def test_answers_that_cannot_run_together_are_the_same(llama, limit):
-    together = answer(engine_of(llama, **limit), drawn(n=5))
+@pytest.mark.parametrize("limit", [{"max_num_seqs": 3}, {"num_sequences": 1.2}])
+def test_choices_that_cannot_run_together_are_equal(llama, limit):
+    together = run_one(engine_of(llama, **limit), drawn(n=5))
 
-    expected = [alone(llama, seed).token_ids for seed in range(5, 10)]
+    expected = [run_single(llama, seed).token_ids for seed in range(5, 10)]
     assert [choice.token_ids for choice in together.choices] == expected
 
 
-@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"room": 1.2}, {"max_num_seqs": 3}])
-def test_answers_that_take_turns_count_the_bytes_of_those_that_ran_at_once(llama, limits):
-    """Room for 1.2 of them, or for one, is what five can hold at any time."""
+@pytest.mark.parametrize(
+    "limits", [{"max_num_seqs": 1}, {"num_sequences": 1.2}, {"max_num_seqs": 3}]
+)
+def test_kv_peak_of_sequential_choices_counts_concurrent_ones_only(llama, limits):
+    """At any time five choices hold at most the memory of 1.2 sequences, or of one."""
     engine = engine_of(llama, **limits)
     page_bytes = engine.pool.kv.memory.layout.page_classes[0].page_bytes
-    usage = answer(engine, drawn(n=5)).usage
-    one = answer(engine_of(llama), drawn(n=1)).usage.kv_peak_bytes
+    usage = run_one(engine, drawn(n=5)).usage
+    single_bytes = run_one(engine_of(llama), drawn(n=1)).usage.kv_peak_bytes
 
-    assert one <= usage.kv_peak_bytes <= engine.pool.kv.memory.total_bytes
+    assert single_bytes <= usage.kv_peak_bytes <= engine.pool.kv.memory.total_bytes
     if limits == {"max_num_seqs": 1}:
-        assert usage.kv_peak_bytes == one
+        assert usage.kv_peak_bytes == single_bytes
     if limits == {"max_num_seqs": 3}:
-        assert one + 2 * 2 * page_bytes <= usage.kv_peak_bytes <= 3 * one
+        assert single_bytes + 2 * 2 * page_bytes <= usage.kv_peak_bytes <= 3 * single_bytes
 
 
-def test_answers_that_share_no_page_count_what_each_of_them_held(llama):
+def test_kv_peak_without_sharing_is_the_sum_over_choices(llama):
     engine = engine_of(llama, store="contiguous_growing", enable_prefix_caching=False)
 
-    held = [answer(engine, drawn(n=n)).usage.kv_peak_bytes for n in (1, 3)]
+    peak_bytes = [run_one(engine, drawn(n=n)).usage.kv_peak_bytes for n in (1, 3)]
 
-    assert held[1] == 3 * held[0]
+    assert peak_bytes[1] == 3 * peak_bytes[0]
 
 
-def test_what_does_not_fit_even_apart_is_refused_whole(llama):
-    engine = engine_of(llama, room=1.0, longest=30)
+def test_request_that_never_fits_is_refused_completely(llama):
+    engine = engine_of(llama, num_sequences=1.0, longest=30)
 
     with pytest.raises(NeverFits):
         engine.submit(GenerationRequest(PROMPT, drawn(n=3, max_tokens=100)))
     assert not engine.has_work
-    assert len(answer(engine, drawn(n=3, max_tokens=8)).choices) == 3
+    assert len(run_one(engine, drawn(n=3, max_tokens=8)).choices) == 3
 
 
-def test_draws_of_all_answers_differ_without_a_seed(llama):
-    result = answer(engine_of(llama), drawn(n=4, seed=None))
+def test_choices_differ_without_a_seed(llama):
+    result = run_one(engine_of(llama), drawn(n=4, seed=None))
 
     assert len({choice.token_ids for choice in result.choices}) > 1
     assert np.all([len(choice.token_ids) == 10 for choice in result.choices])

@@ -1,4 +1,4 @@
-"""Looks added to the numbers of slots: C equals torch, torch equals plain loops."""
+"""Attention statistics accumulated per slot: C equals torch, torch equals plain loops."""
 
 from dataclasses import replace
 
@@ -24,16 +24,16 @@ if isinstance(LIBRARY, NativeLibrary):
     BACKENDS["native"] = BACKENDS[f"native, {PATHS[LIBRARY.path]}"]
 
 
-class Numbers:
-    """Numbers of slots in scattered pages, and column sums; NaN wherever nothing is."""
+class StatisticsCase:
+    """Statistics of slots in scattered pages, and column sums; NaN in unused elements."""
 
     def __init__(self, *, slots, fresh, heads, group, page_tokens, seed):
         generator = torch.Generator().manual_seed(seed)
-        held = torch.tensor(slots, dtype=torch.int32)
-        rows, lanes = held.shape
-        columns = -(-int(held.max()) // page_tokens)
+        num_slots = torch.tensor(slots, dtype=torch.int32)
+        rows, lanes = num_slots.shape
+        columns = -(-int(num_slots.max()) // page_tokens)
         num_pages = rows * (lanes + 2) * columns
-        # as in an arena: something else stands between the pages
+        # as in an arena: other data is between the pages
         arena = torch.full((num_pages, 2, heads, page_tokens, 1), float("nan"))
         table = torch.randperm(num_pages, generator=generator).int().view(rows, lanes + 2, columns)
         self.table = table.flip(0)
@@ -41,10 +41,10 @@ class Numbers:
         self.rows = StatisticRows(
             step_rows=torch.arange(rows) + 2,
             table_rows=torch.arange(rows).flip(0),
-            slots=held,
+            slots=num_slots,
             fresh=torch.tensor(fresh, dtype=torch.int32),
         )
-        widest = int(held.max()) + 3
+        widest = int(num_slots.max()) + 3
         self.sums = torch.full((rows + 2, lanes * heads * group, widest), float("nan"))
         for row in range(rows):
             for lane in range(lanes):
@@ -55,7 +55,7 @@ class Numbers:
                         self.at(row, lane, slot)[:] = torch.rand(heads, generator=generator)
 
     def at(self, row, lane, slot):
-        """The numbers of a slot, [heads]."""
+        """The statistics of a slot, [heads]."""
         page_tokens = self.numbers.shape[2]
         page = self.table[self.rows.table_rows[row], self.first_lane + lane, slot // page_tokens]
         return self.numbers[page, :, slot % page_tokens, 0]
@@ -64,34 +64,34 @@ class Numbers:
         return AttentionStatistic(self.numbers, self.table, self.first_lane, count, heads)
 
     def expected(self, count, heads):
-        """Slot by slot, what stands there afterwards."""
+        """The statistics after accumulation, slot by slot."""
         found, per_page = {}, self.numbers.shape[1]
         rows, lanes = self.rows.slots.shape
         group = self.sums.shape[1] // (lanes * per_page)
         for row in range(rows):
             for lane in range(lanes):
-                held = int(self.rows.slots[row, lane])
-                for slot in range(held):
+                num_slots = int(self.rows.slots[row, lane])
+                for slot in range(num_slots):
                     weights = self.sums[row + 2, :, slot].view(lanes, per_page, group)[lane]
-                    queries_seen = {
+                    reduced = {
                         "mean": weights.mean(1),
                         "max": weights.amax(1),
                         "sum": weights.sum(1),
                     }
-                    look = queries_seen[heads]
-                    added = [look, look * look, (look < 1 / held).float()][count]
-                    old = slot < held - int(self.rows.fresh[row])
-                    found[row, lane, slot] = (self.at(row, lane, slot) if old else 0) + added
+                    weight = reduced[heads]
+                    added = [weight, weight * weight, (weight < 1 / num_slots).float()][count]
+                    is_old = slot < num_slots - int(self.rows.fresh[row])
+                    found[row, lane, slot] = (self.at(row, lane, slot) if is_old else 0) + added
         return found
 
 
 @st.composite
-def numbers(draw):
+def cases(draw):
     lanes = draw(st.sampled_from([1, 3]))
     rows = draw(st.integers(1, 3))
     fresh = [draw(st.sampled_from([1, 1, 2, 30])) for _ in range(rows)]
     before = st.one_of(st.just(0), st.integers(0, 90), st.integers(230, 300))
-    return Numbers(
+    return StatisticsCase(
         slots=[[draw(before) + new for _ in range(lanes)] for new in fresh],
         fresh=fresh,
         heads=draw(st.sampled_from([1, 3])),
@@ -103,27 +103,28 @@ def numbers(draw):
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @given(
-    case=numbers(),
+    case=cases(),
     count=st.sampled_from(list(AttentionMeasure)),
     heads=st.sampled_from(list(REDUCTIONS)),
 )
-def test_every_backend_adds_the_looks_of_every_slot(backend, case, count, heads):
+def test_every_backend_accumulates_the_statistics_of_every_slot(backend, case, count, heads):
     expected = case.expected(count, heads)
-    live = int((~case.numbers.isnan()).sum())
+    num_before = int((~case.numbers.isnan()).sum())
     fresh = sum(
-        int(new) * len(held) for new, held in zip(case.rows.fresh, case.rows.slots, strict=True)
+        int(new) * len(num_slots)
+        for new, num_slots in zip(case.rows.fresh, case.rows.slots, strict=True)
     )
     backend.tally(case.tally(count, heads), case.rows, case.sums)
 
     for (row, lane, slot), number in expected.items():
         torch.testing.assert_close(case.at(row, lane, slot), number, atol=1e-6, rtol=1e-5)
     written = int((~case.numbers.isnan()).sum())
-    assert written == live + fresh * case.numbers.shape[1]  # nothing else was touched
+    assert written == num_before + fresh * case.numbers.shape[1]  # no other element was written
 
 
-def test_a_low_look_is_less_than_an_equal_share():
-    """Four slots: a share of exactly 1/4 is not low, anything less is."""
-    case = Numbers(slots=[[4]], fresh=[1], heads=1, group=2, page_tokens=16, seed=0)
+def test_low_attention_is_less_than_an_equal_share():
+    """Four slots: a weight of exactly 1/4 is not low, any smaller weight is."""
+    case = StatisticsCase(slots=[[4]], fresh=[1], heads=1, group=2, page_tokens=16, seed=0)
     for slot, weight in enumerate((0.25, 0.2, 0.55, 0.0)):
         case.sums[2, :, slot] = weight
         case.at(0, 0, slot)[:] = 3.0
@@ -143,8 +144,8 @@ def test_a_low_look_is_less_than_an_equal_share():
         lambda case: setattr(case, "sums", case.sums.transpose(0, 1).contiguous().transpose(0, 1)),
     ],
 )
-def test_what_c_cannot_read_goes_to_torch(change):
-    case = Numbers(slots=[[40, 7]], fresh=[1], heads=1, group=2, page_tokens=16, seed=3)
+def test_unsupported_tensors_fall_back_to_torch(change):
+    case = StatisticsCase(slots=[[40, 7]], fresh=[1], heads=1, group=2, page_tokens=16, seed=3)
     expected = case.expected(AttentionMeasure.SQUARES, MAX)
     change(case)
     BACKENDS["native"].tally(case.tally(AttentionMeasure.SQUARES, MAX), case.rows, case.sums)

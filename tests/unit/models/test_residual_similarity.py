@@ -1,4 +1,4 @@
-"""How much attention changes the residual stream, told by the layers of many architectures."""
+"""Residual cosine similarity before and after attention, for many architectures."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from quire.models.verify import DenseAttention
 from support import zoo
 from support.flat import sequences
 
-# the part of a layer that is given the stream after attention, by the architecture's own code
-NEXT_PART = {
+# the submodule whose input is the residual stream after attention
+NEXT_MODULE = {
     "llama": "post_attention_layernorm",
     "phi3": "post_attention_layernorm",
     "granite": "post_attention_layernorm",
@@ -26,8 +26,8 @@ NEXT_PART = {
 }
 
 
-class Watching:
-    """Dense attention that wants to be told, or not."""
+class RecordingAttention:
+    """Dense attention that records residual similarities if it wants them."""
 
     def __init__(self, tokens, *, wants_residual_similarity=True):
         self._batch = DenseAttention().batch([0] * tokens, range(tokens))
@@ -51,60 +51,62 @@ def run(decoder, attention):
     return attention
 
 
-@pytest.mark.parametrize("name", NEXT_PART)
-def test_the_stream_before_and_after_attention_is_seen(name):
+@pytest.mark.parametrize("name", NEXT_MODULE)
+def test_residual_similarity_compares_the_stream_before_and_after_attention(name):
     model = zoo.build(name)
     decoder, before, after = TransformersDecoder(model), {}, {}
     assert decoder.prepare(ResidualSimilarity()) is None
     for number, block in enumerate(blocks(model)):
 
-        def keep(module, args, kwargs, into, number=number):
-            given = args[0] if args else kwargs["hidden_states"]
-            into[number] = given.reshape(11, -1)
+        def record(module, args, kwargs, into, number=number):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            into[number] = hidden.reshape(11, -1)
 
         block.register_forward_pre_hook(
-            lambda *given, keep=keep: keep(*given, before), with_kwargs=True
+            lambda *arguments, record=record: record(*arguments, before), with_kwargs=True
         )
-        block.get_submodule(NEXT_PART[name]).register_forward_pre_hook(
-            lambda *given, keep=keep: keep(*given, after), with_kwargs=True
+        block.get_submodule(NEXT_MODULE[name]).register_forward_pre_hook(
+            lambda *arguments, record=record: record(*arguments, after), with_kwargs=True
         )
-    cosines = run(decoder, Watching(11)).cosines
+    cosines = run(decoder, RecordingAttention(11)).cosines
 
     assert list(cosines) == list(range(decoder.spec.num_layers))
     for layer, found in cosines.items():
         expected = F.cosine_similarity(before[layer], after[layer], dim=-1)
         torch.testing.assert_close(found, expected)
-        assert found.max() < 0.999  # attention does change it
+        assert found.max() < 0.999  # attention changes the stream
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_watching_changes_no_logit(name):
+def test_recording_residual_similarity_does_not_change_logits(name):
     plain, watched = (TransformersDecoder(zoo.build(name)) for _ in range(2))
     watched.prepare(ResidualSimilarity())
     logits = []
     for decoder in (plain, watched):
         (tokens,) = sequences(11, vocab_size=zoo.VOCAB_SIZE)
-        logits.append(decoder.forward(tokens, torch.arange(11), torch.tensor([10]), Watching(11)))
+        logits.append(
+            decoder.forward(tokens, torch.arange(11), torch.tensor([10]), RecordingAttention(11))
+        )
 
     assert torch.equal(*logits)
 
 
-def test_an_attention_that_does_not_want_it_is_not_told():
+def test_residual_similarity_is_recorded_only_if_attention_wants_it():
     decoder = TransformersDecoder(zoo.build("llama"))
     decoder.prepare(ResidualSimilarity())
 
-    assert run(decoder, Watching(11, wants_residual_similarity=False)).cosines == {}
+    assert run(decoder, RecordingAttention(11, wants_residual_similarity=False)).cosines == {}
 
 
-def test_layers_that_add_attention_and_mlp_at_once_are_refused_by_name():
+def test_parallel_attention_and_mlp_is_refused_by_name():
     decoder = TransformersDecoder(zoo.build("gpt_neox"))
 
     assert "GPTNeoXForCausalLM does not add attention" in decoder.prepare(ResidualSimilarity())
-    assert run(decoder, Watching(11)).cosines == {}
+    assert run(decoder, RecordingAttention(11)).cosines == {}
 
 
-def test_an_attention_much_larger_than_the_stream_is_not_taken_for_the_next_part():
-    """Then the stream behind it looks like what attention gave: the packaged model is so."""
+def test_attention_output_larger_than_the_stream_is_distinguished():
+    """In the packaged model the stream after attention is close to the attention output."""
     model = load_model("quire-tiny", dtype="float32")
 
     assert model.decoder.prepare(ResidualSimilarity()) is None
