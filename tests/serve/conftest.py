@@ -1,4 +1,4 @@
-"""The shipped model behind the server: loaded once, a few tokens an answer."""
+"""Fixtures of the server: the packaged model is loaded once and generates few tokens."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def llm():
 
 @pytest.fixture
 def serve(llm):
-    """Runs `main(client)` against a fresh application; fails when that hangs or leaks."""
+    """Run `main(client)` with a new application; fail if it hangs or leaks requests."""
 
     def run(main, **options):
         async def with_client():
@@ -40,10 +40,10 @@ def serve(llm):
 
 @pytest.fixture
 def post(serve):
-    """Sends one request to a fresh application."""
+    """Send one request to a new application."""
 
     def send(path, **body):
-        content = json.dumps(body)  # in ASCII: httpx itself cannot write half a surrogate pair
+        content = json.dumps(body)  # ASCII: httpx cannot encode a lone surrogate
         headers = {"content-type": "application/json"}
         return serve(lambda client: client.post(path, content=content, headers=headers))
 

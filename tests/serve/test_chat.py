@@ -8,14 +8,14 @@ from quire.layout.eviction import KEEP_ALL
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 
 
-def python_answer(llm, messages=MESSAGES, **options):
+def python_output(llm, messages=MESSAGES, **options):
     return llm.generate(llm.encode_chat(messages), SamplingParams(**options))[0]
 
 
-def test_a_chat_has_the_shape_of_the_openai_api(chat, llm):
+def test_chat_response_has_the_openai_format(chat, llm):
     body = chat()
 
-    answer = python_answer(llm, max_tokens=4)
+    output = python_output(llm, max_tokens=4)
     assert body["id"].startswith("chatcmpl-")
     assert body["object"] == "chat.completion"
     assert body["choices"] == [
@@ -23,7 +23,7 @@ def test_a_chat_has_the_shape_of_the_openai_api(chat, llm):
             "index": 0,
             "message": {
                 "role": "assistant",
-                "content": answer.text,
+                "content": output.text,
                 "refusal": None,
                 "tool_calls": None,
             },
@@ -32,39 +32,39 @@ def test_a_chat_has_the_shape_of_the_openai_api(chat, llm):
             "stop_reason": None,
         }
     ]
-    assert body["usage"]["prompt_tokens"] == len(answer.prompt_token_ids)
-    assert body["usage"]["kv_peak_bytes"] == answer.usage.kv_peak_bytes > 0
+    assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    assert body["usage"]["kv_peak_bytes"] == output.usage.kv_peak_bytes > 0
 
 
-def test_an_answer_may_fill_what_the_prompt_leaves(chat, llm):
-    """4 MiB hold fewer tokens than quire-tiny's context: the pool is what limits the answer."""
-    nearly_all = "word " * 480
+def test_unlimited_output_is_limited_by_the_kv_memory(chat, llm):
+    """4 MiB hold fewer tokens than quire-tiny's context: the pool limits the output."""
+    content = "word " * 480
 
-    usage = chat(
-        messages=[{"role": "user", "content": nearly_all}], max_tokens=None, ignore_eos=True
-    )["usage"]
+    usage = chat(messages=[{"role": "user", "content": content}], max_tokens=None, ignore_eos=True)[
+        "usage"
+    ]
 
     longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions, KEEP_ALL)
     assert longest < llm.model.spec.max_positions
     assert usage["total_tokens"] == longest
 
 
-def test_max_completion_tokens_is_max_tokens_by_its_new_name(chat):
+def test_max_completion_tokens_overrides_max_tokens(chat):
     assert chat(max_tokens=None, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
     assert chat(max_tokens=5, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_content_may_come_in_parts(chat):
+def test_content_parts_are_concatenated(chat):
     parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": " a time"}]
 
     assert chat(messages=[{"role": "user", "content": parts}])["choices"] == chat()["choices"]
 
 
-def test_several_choices_draw_with_seeds_of_their_own(chat, llm):
+def test_choices_use_consecutive_seeds(chat, llm):
     body = chat(n=3, temperature=1.0, seed=5)
 
     expected = [
-        python_answer(llm, max_tokens=4, temperature=1.0, seed=seed).text for seed in (5, 6, 7)
+        python_output(llm, max_tokens=4, temperature=1.0, seed=seed).text for seed in (5, 6, 7)
     ]
     assert [choice["message"]["content"] for choice in body["choices"]] == expected
     assert len(set(expected)) > 1
@@ -73,23 +73,23 @@ def test_several_choices_draw_with_seeds_of_their_own(chat, llm):
 def test_logprobs_list_tokens_with_their_bytes(chat, llm):
     content = chat(logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
 
-    answer = python_answer(llm, max_tokens=4, logprobs=2)
-    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == answer.text
+    output = python_output(llm, max_tokens=4, logprobs=2)
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == output.text
     assert [entry["logprob"] for entry in content] == pytest.approx(
-        [token.logprob for token in answer.logprobs]
+        [token.logprob for token in output.logprobs]
     )
     for entry in content:
         assert len(entry["top_logprobs"]) == 2
         assert entry["top_logprobs"][0]["token"] == entry["token"]
 
 
-def test_logprobs_alone_have_no_alternatives(chat):
+def test_logprobs_without_top_logprobs_have_no_alternatives(chat):
     content = chat(logprobs=True)["choices"][0]["logprobs"]["content"]
 
     assert [entry["top_logprobs"] for entry in content] == [[], [], [], []]
 
 
-def test_tools_that_ask_for_nothing_are_no_obstacle(chat):
+def test_empty_tools_are_accepted(chat):
     body = chat(tools=[], tool_choice="auto", response_format={"type": "text"})
 
     assert body["choices"] == chat()["choices"]

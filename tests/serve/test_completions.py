@@ -1,4 +1,4 @@
-"""POST /v1/completions, whole bodies: shapes, options, and the same answers as Python gives."""
+"""POST /v1/completions without streaming: formats, options, and the same outputs as in Python."""
 
 import math
 
@@ -9,84 +9,84 @@ from quire.config.sampling_params import SamplingParams
 PROMPT = "<|doc|>Once upon a time"
 
 
-def python_answer(llm, prompt=PROMPT, **options):
+def python_output(llm, prompt=PROMPT, **options):
     return llm.generate(prompt, SamplingParams(**options))[0]
 
 
-def test_a_completion_has_the_shape_of_the_openai_api(complete, llm):
+def test_completion_response_has_the_openai_format(complete, llm):
     body = complete()
 
-    answer = python_answer(llm, max_tokens=4)
+    output = python_output(llm, max_tokens=4)
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["model"] == "quire-tiny"
     assert body["choices"] == [
         {
             "index": 0,
-            "text": answer.text,
+            "text": output.text,
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
         }
     ]
     assert body["usage"] == {
-        "prompt_tokens": len(answer.prompt_token_ids),
+        "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": 4,
-        "total_tokens": len(answer.prompt_token_ids) + 4,
+        "total_tokens": len(output.prompt_token_ids) + 4,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "kv_peak_bytes": answer.usage.kv_peak_bytes,
+        "kv_peak_bytes": output.usage.kv_peak_bytes,
         "evicted_tokens": 0,
     }
 
 
-def test_the_four_shapes_of_a_prompt_mean_the_same(complete, llm):
+def test_prompt_formats_are_equivalent(complete, llm):
     ids = llm.encode(PROMPT)
 
     texts = {
         complete(prompt=prompt)["choices"][0]["text"] for prompt in (PROMPT, [PROMPT], ids, [ids])
     }
 
-    assert texts == {python_answer(llm, max_tokens=4).text}
+    assert texts == {python_output(llm, max_tokens=4).text}
 
 
-def test_choices_are_ordered_by_prompt_and_then_by_number(complete, llm):
+def test_choices_are_ordered_by_prompt_and_index(complete, llm):
     prompts = ["<|doc|>The sea", "<|doc|>A king"]
 
     body = complete(prompt=prompts, n=2, temperature=1.0, seed=7)
 
     expected = [
-        python_answer(llm, prompt, max_tokens=4, temperature=1.0, seed=seed)
+        python_output(llm, prompt, max_tokens=4, temperature=1.0, seed=seed)
         for prompt in prompts
         for seed in (7, 8)
     ]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert [choice["text"] for choice in body["choices"]] == [a.text for a in expected]
+    assert [choice["text"] for choice in body["choices"]] == [o.text for o in expected]
     prompt_tokens = sum(len(llm.encode(prompt)) for prompt in prompts)
     assert body["usage"]["prompt_tokens"] == prompt_tokens
     assert body["usage"]["completion_tokens"] == 16
-    assert body["usage"]["kv_peak_bytes"] == sum(a.usage.kv_peak_bytes for a in expected)
+    assert body["usage"]["kv_peak_bytes"] == sum(o.usage.kv_peak_bytes for o in expected)
 
 
-def test_sixteen_tokens_are_made_when_nobody_says_how_many(complete):
+def test_default_max_tokens_is_16(complete):
     usage = complete(max_tokens=None, ignore_eos=True)["usage"]
 
     assert usage["completion_tokens"] == 16
 
 
-def test_a_stop_text_ends_the_answer_and_is_named(complete, llm):
-    whole = python_answer(llm, max_tokens=4).text
-    stop = whole[3:5]
+def test_stop_string_ends_the_output_and_is_reported(complete, llm):
+    text = python_output(llm, max_tokens=4).text
+    stop = text[3:5]
 
     without = complete(stop=stop)["choices"][0]
     with_it = complete(stop=[stop], include_stop_str_in_output=True)["choices"][0]
 
     assert (without["finish_reason"], without["stop_reason"]) == ("stop", stop)
-    assert without["text"] == whole[: whole.index(stop)]
+    assert without["text"] == text[: text.index(stop)]
     assert with_it["text"] == without["text"] + stop
 
 
-def test_a_stop_token_ends_the_answer_and_is_named(complete, llm):
-    second = python_answer(llm, max_tokens=4).token_ids[1]
+def test_stop_token_ends_the_output_and_is_reported(complete, llm):
+    second = python_output(llm, max_tokens=4).token_ids[1]
 
     body = complete(stop_token_ids=[second])
     later = complete(stop_token_ids=[second], min_tokens=2)
@@ -104,7 +104,7 @@ def test_a_stop_token_ends_the_answer_and_is_named(complete, llm):
         {"allowed_token_ids": [352]},
     ],
 )
-def test_biased_and_allowed_tokens_are_what_comes(complete, llm, options):
+def test_logit_bias_and_allowed_tokens_select_the_output(complete, llm, options):
     text = complete(**options)["choices"][0]["text"]
 
     assert text == llm.model.tokenizer.decode([352] * 4)
@@ -120,32 +120,32 @@ def test_biased_and_allowed_tokens_are_what_comes(complete, llm, options):
         {"presence_penalty": 1.5, "frequency_penalty": 1.5},
     ],
 )
-def test_sampling_options_reach_the_sampler(complete, llm, options):
+def test_sampling_options_apply(complete, llm, options):
     options = options | {"temperature": 1.5, "seed": 3, "max_tokens": 8}
 
-    plain = python_answer(llm, temperature=1.5, seed=3, max_tokens=8)
-    expected = python_answer(llm, **options)
+    plain = python_output(llm, temperature=1.5, seed=3, max_tokens=8)
+    expected = python_output(llm, **options)
 
     assert complete(**options)["choices"][0]["text"] == expected.text
     assert expected.text != plain.text, "the option must matter for this prompt and seed"
 
 
-def test_the_prompt_is_echoed(complete, llm):
+def test_echo_includes_the_prompt(complete, llm):
     ids = llm.encode(PROMPT)
-    answer = complete()["choices"][0]["text"]
+    output = complete()["choices"][0]["text"]
 
-    assert complete(echo=True)["choices"][0]["text"] == PROMPT + answer
-    assert complete(echo=True, prompt=ids)["choices"][0]["text"] == PROMPT + answer
+    assert complete(echo=True)["choices"][0]["text"] == PROMPT + output
+    assert complete(echo=True, prompt=ids)["choices"][0]["text"] == PROMPT + output
 
 
-def test_logprobs_have_four_columns_and_hold_the_chosen_token(complete, llm):
+def test_logprobs_have_four_columns_with_the_sampled_token(complete, llm):
     body = complete(logprobs=2)["choices"][0]
 
-    answer = python_answer(llm, max_tokens=4, logprobs=2)
+    output = python_output(llm, max_tokens=4, logprobs=2)
     columns = body["logprobs"]
-    pieces = [llm.model.tokenizer.decode([token]) for token in answer.token_ids]
+    pieces = [llm.model.tokenizer.decode([token]) for token in output.token_ids]
     assert columns["tokens"] == pieces
-    assert columns["token_logprobs"] == pytest.approx([t.logprob for t in answer.logprobs])
+    assert columns["token_logprobs"] == pytest.approx([t.logprob for t in output.logprobs])
     assert columns["text_offset"] == [sum(map(len, pieces[:i])) for i in range(4)]
     for piece, logprob, top in zip(
         pieces, columns["token_logprobs"], columns["top_logprobs"], strict=True
@@ -154,7 +154,7 @@ def test_logprobs_have_four_columns_and_hold_the_chosen_token(complete, llm):
         assert len(top) == 2
 
 
-def test_zero_logprobs_report_the_chosen_token_only(complete):
+def test_zero_logprobs_report_only_the_sampled_token(complete):
     columns = complete(logprobs=0)["choices"][0]["logprobs"]
 
     assert [list(top) for top in columns["top_logprobs"]] == [[t] for t in columns["tokens"]]
@@ -164,21 +164,21 @@ def test_zero_logprobs_report_the_chosen_token_only(complete):
 def test_echo_with_logprobs_scores_the_prompt(complete, llm, max_tokens):
     choice = complete(echo=True, logprobs=1, max_tokens=max_tokens)["choices"][0]
 
-    answer = python_answer(llm, max_tokens=max_tokens or 1, prompt_logprobs=1, logprobs=1)
+    output = python_output(llm, max_tokens=max_tokens or 1, prompt_logprobs=1, logprobs=1)
     columns = choice["logprobs"]
-    num_prompt = len(answer.prompt_token_ids)
+    num_prompt = len(output.prompt_token_ids)
     assert "".join(columns["tokens"]) == choice["text"]
     assert columns["text_offset"][0] == 0
     assert len(columns["tokens"]) == num_prompt + max_tokens
     assert columns["token_logprobs"][0] is None
     assert columns["top_logprobs"][0] is None
-    scores = [s.logprob for s in answer.prompt_logprobs[1:]]
+    scores = [s.logprob for s in output.prompt_logprobs[1:]]
     assert columns["token_logprobs"][1:num_prompt] == pytest.approx(scores, abs=1e-4)
     assert all(math.isfinite(value) for value in columns["token_logprobs"][1:])
     assert choice["finish_reason"] == "length"
 
 
-def test_echo_without_an_answer_needs_no_logprobs(complete):
+def test_echo_with_max_tokens_zero_needs_no_logprobs(complete):
     body = complete(echo=True, max_tokens=0)
 
     assert body["choices"][0]["text"] == PROMPT
@@ -186,7 +186,7 @@ def test_echo_without_an_answer_needs_no_logprobs(complete):
     assert body["usage"]["completion_tokens"] == 0
 
 
-def test_special_tokens_are_shown_on_request(complete, llm):
+def test_special_tokens_are_included_on_request(complete, llm):
     begin = [llm.model.tokenizer.bos_token_id]
 
     hidden = complete(allowed_token_ids=begin)["choices"][0]["text"]
@@ -196,7 +196,7 @@ def test_special_tokens_are_shown_on_request(complete, llm):
     assert shown == llm.model.tokenizer.bos_token * 4
 
 
-def test_null_means_not_said(complete):
+def test_null_fields_are_unset(complete):
     nulls = dict.fromkeys(
         ("n", "stop", "temperature", "top_p", "logprobs", "seed", "echo", "stream", "logit_bias")
     )

@@ -1,4 +1,4 @@
-"""Connections over real sockets: those that a client leaves half open are closed."""
+"""Connections over real sockets: timeouts of incomplete requests."""
 
 import socket
 import threading
@@ -48,8 +48,8 @@ def connected(address):
         yield client
 
 
-def answer_of(client):
-    """A whole response of /tokenize, whose JSON ends with a brace."""
+def response_of(client):
+    """A complete response of /tokenize; its JSON ends with a brace."""
     received = b""
     while not received.endswith(b"}"):
         received += client.recv(65536)
@@ -57,7 +57,7 @@ def answer_of(client):
 
 
 def sending_fails_after_s(client, part, pause_s):
-    """Seconds until a client that sends on and on finds the connection closed."""
+    """Seconds until a client that keeps sending finds the connection closed."""
     start_s = time.monotonic()
     while time.monotonic() - start_s < PATIENCE_S:
         try:
@@ -69,7 +69,7 @@ def sending_fails_after_s(client, part, pause_s):
 
 
 def closed_after_s(client):
-    """Seconds until the server closes the connection, and what it sent before."""
+    """Seconds until the server closes the connection, and the bytes it sent before."""
     start_s, received = time.monotonic(), b""
     try:
         while part := client.recv(65536):
@@ -80,13 +80,13 @@ def closed_after_s(client):
 
 
 @pytest.mark.parametrize(
-    "begun",
+    "sent",
     [b"", b"POST /tok", HEADERS, HEADERS + KEY + b"Content-Length: 100\r\n\r\n" + b'{"prompt'],
-    ids=["nothing", "a line", "headers", "a body"],
+    ids=["nothing", "part of a line", "headers", "part of a body"],
 )
-def test_a_connection_that_stays_half_open_is_closed(address, begun):
+def test_incomplete_request_is_closed_after_the_timeout(address, sent):
     with connected(address) as client:
-        client.sendall(begun)
+        client.sendall(sent)
 
         seconds, received = closed_after_s(client)
 
@@ -94,29 +94,29 @@ def test_a_connection_that_stays_half_open_is_closed(address, begun):
     assert TIMEOUT_S * 0.8 < seconds < TIMEOUT_S * 10
 
 
-def test_headers_that_trickle_in_are_cut_off(address):
+def test_slowly_sent_headers_are_closed_after_the_timeout(address):
     with connected(address) as client:
         client.sendall(HEADERS)
 
         assert sending_fails_after_s(client, b"X: y\r\n", TIMEOUT_S / 5) < TIMEOUT_S * 10
 
 
-def test_a_body_may_take_longer_than_headers_while_it_moves(address):
+def test_slowly_sent_body_is_accepted(address):
     with connected(address) as client:
         client.sendall(HEADERS + KEY + b"Content-Length: %d\r\n\r\n" % len(BODY))
         for byte in BODY:
             client.sendall(bytes([byte]))
             time.sleep(TIMEOUT_S * 2 / len(BODY))
-        answer = answer_of(client)
+        response = response_of(client)
 
-    assert answer.startswith(b"HTTP/1.1 200")
+    assert response.startswith(b"HTTP/1.1 200")
 
 
-def test_a_connection_that_is_used_again_has_the_time_anew(address):
+def test_timeout_restarts_for_each_request_of_a_connection(address):
     with connected(address) as client:
         for _ in range(3):
             client.sendall(WHOLE)
-            assert answer_of(client).startswith(b"HTTP/1.1 200")
+            assert response_of(client).startswith(b"HTTP/1.1 200")
             time.sleep(TIMEOUT_S * 0.8)
         client.sendall(HEADERS)
         seconds, received = closed_after_s(client)
@@ -125,7 +125,7 @@ def test_a_connection_that_is_used_again_has_the_time_anew(address):
     assert seconds < TIMEOUT_S * 10
 
 
-def test_an_answer_may_take_longer_than_headers(address, monkeypatch):
+def test_response_can_take_longer_than_the_header_timeout(address, monkeypatch):
     def slow(tokenizer, text, **options):
         time.sleep(TIMEOUT_S * 2)
         return encode_prompt(tokenizer, text, **options)
@@ -134,11 +134,11 @@ def test_an_answer_may_take_longer_than_headers(address, monkeypatch):
     with connected(address) as client:
         client.sendall(WHOLE)
 
-        assert answer_of(client).startswith(b"HTTP/1.1 200")
+        assert response_of(client).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("key", [b"", KEY], ids=["no key", "a key"])
-def test_a_chunked_body_that_never_ends_is_refused_and_cut_off(address, key):
+def test_endless_chunked_body_is_refused_and_closed(address, key):
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     with connected(address) as client:
         client.sendall(HEADERS + key + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
@@ -147,7 +147,7 @@ def test_a_chunked_body_that_never_ends_is_refused_and_cut_off(address, key):
 
 
 @pytest.mark.parametrize(("key", "status"), [(b"", b"401"), (KEY, b"413")])
-def test_a_large_body_is_answered_without_being_read(address, key, status):
+def test_too_large_body_is_refused_before_it_is_read(address, key, status):
     with connected(address) as client:
         client.sendall(HEADERS + key + b"Content-Length: 10000000\r\n\r\n")
 

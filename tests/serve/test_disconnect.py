@@ -1,4 +1,4 @@
-"""When a client goes, its requests end and their KV returns."""
+"""A client that disconnects: its requests are cancelled and their KV is freed."""
 
 import asyncio
 import json
@@ -9,17 +9,17 @@ from quire.serve.app import create_app
 
 MAX_TOKENS = 400
 PATIENCE_S = 30.0
-ASKED = {
+BODIES = {
     "/v1/completions": {"prompt": "<|doc|>A"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}]},
 }
 
 
-class LeavingClient:
-    """One ASGI call whose client goes when `leave` is set."""
+class DisconnectingClient:
+    """An ASGI call whose client disconnects when `disconnect` is set."""
 
     def __init__(self, path, body):
-        self.leave = asyncio.Event()
+        self.disconnect = asyncio.Event()
         self.sent = []
         self.scope = {
             "type": "http",
@@ -41,7 +41,7 @@ class LeavingClient:
         if self._body:
             body, self._body = self._body, b""
             return {"type": "http.request", "body": body, "more_body": False}
-        await self.leave.wait()
+        await self.disconnect.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message):
@@ -53,10 +53,10 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_stops_its_requests(llm, path, stream):
-    body = ASKED[path] | {
+def test_disconnect_cancels_the_requests(llm, path, stream):
+    body = BODIES[path] | {
         "max_tokens": MAX_TOKENS,
         "ignore_eos": True,
         "n": 2,
@@ -65,12 +65,12 @@ def test_a_client_that_goes_stops_its_requests(llm, path, stream):
     before = llm.engine.num_generated_tokens
 
     async def main():
-        client = LeavingClient(path, body)
+        client = DisconnectingClient(path, body)
         app = create_app(llm)
         async with app.router.lifespan_context(app):
             call = asyncio.create_task(app(client.scope, client.receive, client.send))
             await until(lambda: llm.engine.num_generated_tokens > before + 2)
-            client.leave.set()
+            client.disconnect.set()
             await call
             await until(lambda: not llm.engine.has_work)
         return client.sent
@@ -82,16 +82,16 @@ def test_a_client_that_goes_stops_its_requests(llm, path, stream):
     llm.engine.check()
 
 
-def test_a_client_that_goes_before_the_first_event_stops_its_request(llm):
-    """Its stream is never iterated, so nothing in it could cancel anything."""
+def test_disconnect_before_the_first_event_cancels_the_request(llm):
+    """Its stream is never iterated, so the stream cannot cancel the request."""
     body = {"prompt": "<|doc|>A", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
     before = llm.engine.num_generated_tokens
 
     async def main():
-        client = LeavingClient("/v1/completions", body)
+        client = DisconnectingClient("/v1/completions", body)
 
         async def refuse(_message):
-            client.leave.set()
+            client.disconnect.set()
             await asyncio.Event().wait()
 
         app = create_app(llm)

@@ -1,4 +1,4 @@
-"""What is refused, with which status, and in which shape."""
+"""Refused requests: status codes, error format, `param` and message."""
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, object]:
-    """The error, after checking its shape and that the answer is small."""
+    """The error object; its format and a small response are checked."""
     assert response.status_code == status, response.text
     assert len(response.content) < 2_000
     body = response.json()
@@ -93,7 +93,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"cache_salt": "\n"}, "cache_salt", "printable"),
     ],
 )
-def test_a_wrong_completion_is_refused(post, options, param, message):
+def test_invalid_completion_is_refused(post, options, param, message):
     body = {"prompt": PROMPT} | options
 
     error = error_of(post(COMPLETIONS, **body), 400)
@@ -120,7 +120,7 @@ def test_a_wrong_completion_is_refused(post, options, param, message):
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ],
 )
-def test_a_wrong_chat_is_refused(post, options, param, message):
+def test_invalid_chat_is_refused(post, options, param, message):
     error = error_of(post(CHATS, **{"messages": MESSAGES} | options), 400)
 
     assert error["param"] == param
@@ -144,25 +144,25 @@ SHAPES = {
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 @pytest.mark.parametrize("name", INTEGERS)
 def test_huge_integers_are_refused_by_name(serve, path, name):
-    """Beside a temperature: `top_k` alone is not read by a greedy request."""
+    """With a temperature, because a greedy request does not read `top_k`."""
 
     async def main(client):
-        requested = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
+        body = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
         shape = SHAPES.get(name, lambda number: number)
-        base = requested | {"temperature": 1, "max_tokens": 1}
+        base = body | {"temperature": 1, "max_tokens": 1}
         bodies = [base | {name: shape(number)} for number in HUGE]
         return [await client.post(path, json=body) for body in bodies]
 
     for number, response in zip(HUGE, serve(main), strict=True):
         if name in ("seed", "deadline_s") and response.status_code == 200:
-            assert 0 < number < 10**31  # 2**63 is a seed, and 10**30 s are a time
+            assert 0 < number < 10**31  # 2**63 is a valid seed, and 10**30 s a valid time
             continue
         error = error_of(response, 400)
         assert str(error["param"]).startswith(name)
         assert name in error["message"]
 
 
-def test_the_largest_integers_are_answered(complete):
+def test_largest_valid_integers_are_accepted(complete):
     options = {"top_k": 2**31 - 1, "temperature": 1, "seed": 2**64 - 1, "priority": 2**63 - 1}
 
     assert complete(**options, deadline_s=1e300)["usage"]["completion_tokens"] == 4
@@ -179,10 +179,11 @@ NUMBERS = (
 def test_numbers_that_float32_cannot_hold_are_refused_by_name(serve, name):
     async def main(client):
         headers = {"content-type": "application/json"}
-        shown = '{{"7": {}}}' if name == "logit_bias" else "{}"
+        template = '{{"7": {}}}' if name == "logit_bias" else "{}"
         beams = ', "use_beam_search": true, "n": 2' if name == "length_penalty" else ""
         bodies = [
-            f'{{"prompt": "Once", "{name}": {shown.format(number)}{beams}}}' for number in UNUSABLE
+            f'{{"prompt": "Once", "{name}": {template.format(number)}{beams}}}'
+            for number in UNUSABLE
         ]
         return [await client.post(COMPLETIONS, content=b, headers=headers) for b in bodies]
 
@@ -203,7 +204,7 @@ def test_numbers_that_float32_cannot_hold_are_refused_by_name(serve, name):
         {"use_beam_search": True, "n": 2, "length_penalty": -10, "max_tokens": 8},
     ],
 )
-def test_the_ends_of_the_ranges_are_answered(complete, options):
+def test_range_limits_are_accepted(complete, options):
     assert complete(ignore_eos=True, seed=1, **options)["usage"]["completion_tokens"] >= 4
 
 
@@ -219,11 +220,11 @@ def test_the_ends_of_the_ranges_are_answered(complete, options):
         ({"evict": {}}, "evict: expected a valid string, got an object"),
     ],
 )
-def test_a_field_of_another_type_is_refused_with_what_was_given(post, options, message):
+def test_field_of_wrong_type_is_refused_with_its_value(post, options, message):
     assert error_of(post(COMPLETIONS, prompt=PROMPT, **options), 400)["message"] == message
 
 
-def test_pictures_are_refused(post):
+def test_images_are_refused(post):
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
 
     error = error_of(post(CHATS, messages=[{"role": "user", "content": [picture]}]), 400)
@@ -231,13 +232,13 @@ def test_pictures_are_refused(post):
     assert "messages.0.content" in error["message"]
 
 
-def test_a_refusal_is_no_stream(post):
+def test_refused_stream_is_a_plain_error_response(post):
     response = post(COMPLETIONS, prompt=PROMPT, max_tokens=1_000, stream=True)
 
     assert "whole KV memory" in error_of(response, 400)["message"]
 
 
-def test_an_unknown_model_is_not_found(post):
+def test_unknown_model_is_not_found(post):
     for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHATS, {"messages": MESSAGES})):
         error = error_of(post(path, model="gpt-9", **body), 404)
 
@@ -245,7 +246,7 @@ def test_an_unknown_model_is_not_found(post):
         assert error["message"].startswith("The model `gpt-9` does not exist.")
 
 
-def test_a_large_wrong_request_has_a_small_answer(post):
+def test_large_invalid_request_has_a_small_response(post):
     error_of(post(COMPLETIONS, prompt=PROMPT, model="\ud800" * 100_000), 404)
     error_of(post(COMPLETIONS, prompt=[["x"]] * 50_000), 400)
     error_of(post(COMPLETIONS, prompt=PROMPT, stop=[1] * 10_000), 400)
@@ -255,7 +256,7 @@ def test_a_large_wrong_request_has_a_small_answer(post):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"{prompt", "Expecting property name enclosed in double quotes at character 2"),
         (b'{"prompt":\n a}', "Expecting value at character 13 (line 2, column 2)"),
@@ -265,19 +266,19 @@ def test_a_large_wrong_request_has_a_small_answer(post):
         (b'{"seed": ' + b"9" * 5_000 + b"}", "more than 4,300 digits"),
     ],
 )
-def test_what_is_no_json_is_refused_with_the_position(serve, content, said):
+def test_invalid_json_is_refused_with_the_position(serve, content, message):
     async def main(client):
         headers = {"content-type": "application/json"}
         return await client.post(COMPLETIONS, content=content, headers=headers)
 
     error = error_of(serve(main), 400)
-    assert said in error["message"]
+    assert message in error["message"]
     assert error["param"] is None
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_a_body_that_is_not_announced_as_json_is_refused(serve, path, content_type):
+def test_body_without_json_content_type_is_refused(serve, path, content_type):
     headers = {} if content_type is None else {"content-type": content_type}
 
     response = serve(lambda client: client.post(path, content=b'{"prompt": "a"}', headers=headers))
@@ -288,7 +289,7 @@ def test_a_body_that_is_not_announced_as_json_is_refused(serve, path, content_ty
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/x+JSON"])
-def test_json_is_announced_in_several_ways(serve, content_type):
+def test_json_content_types_are_accepted(serve, content_type):
     headers = {"content-type": content_type}
     body = b'{"prompt": "Once", "max_tokens": 1}'
 
@@ -297,7 +298,7 @@ def test_json_is_announced_in_several_ways(serve, content_type):
     assert response.status_code == 200
 
 
-def test_unknown_paths_and_methods_answer_in_the_same_shape(serve):
+def test_unknown_paths_and_methods_have_the_error_format(serve):
     async def main(client):
         return await client.get("/v1/embeddings"), await client.get(COMPLETIONS)
 
@@ -307,7 +308,7 @@ def test_unknown_paths_and_methods_answer_in_the_same_shape(serve):
     assert error_of(wrong_method, 405)["message"] == "Method Not Allowed"
 
 
-def test_an_answer_that_fails_is_an_error_of_the_server(post, llm):
+def test_failed_output_is_a_server_error(post, llm):
     eos = list(llm.model.generation.eos_token_ids)
 
     response = post(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
@@ -315,7 +316,7 @@ def test_an_answer_that_fails_is_an_error_of_the_server(post, llm):
     assert "no token to choose" in error_of(response, 500)["message"]
 
 
-def test_a_bug_is_not_told_in_detail(serve, llm, monkeypatch):
+def test_internal_error_does_not_expose_details(serve, llm, monkeypatch):
     monkeypatch.setattr(llm.model.generation.__class__, "temperature", property(lambda _: 1 / 0))
 
     response = serve(lambda client: client.post(COMPLETIONS, json={"prompt": PROMPT}))
@@ -324,9 +325,9 @@ def test_a_bug_is_not_told_in_detail(serve, llm, monkeypatch):
     assert "division by zero" not in response.text
 
 
-def test_a_dead_engine_is_unhealthy_and_refuses(serve, llm, monkeypatch):
+def test_dead_engine_is_unhealthy_and_refuses_requests(serve, llm, monkeypatch):
     def broken_step():
-        llm.engine.__class__.step(llm.engine)  # so that the fixture finds it idle
+        llm.engine.__class__.step(llm.engine)  # the fixture requires an idle engine
         raise InvariantError("off by one page")
 
     async def main(client):

@@ -1,4 +1,4 @@
-"""A request says which of its tokens stay; the answer says how many did not."""
+"""Eviction per request: the `evict` field, and evicted tokens in the usage."""
 
 import pytest
 
@@ -12,16 +12,16 @@ def llm():
     return LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
 
 
-def test_a_request_names_its_policy_and_learns_how_many_tokens_left(complete):
-    whole = complete(max_tokens=40, ignore_eos=True)
+def test_request_sets_its_policy_and_usage_reports_evicted_tokens(complete):
+    full = complete(max_tokens=40, ignore_eos=True)
     capped = complete(max_tokens=40, ignore_eos=True, evict="h2o:cap=16,every=4")
 
-    assert whole["usage"]["evicted_tokens"] == 0
+    assert full["usage"]["evicted_tokens"] == 0
     assert capped["usage"]["evicted_tokens"] > 20
     assert capped["usage"]["completion_tokens"] == 40
 
 
-def test_a_policy_the_server_was_not_started_for_is_a_bad_request(post):
+def test_policy_that_is_not_allowed_is_refused(post):
     response = post("/v1/completions", prompt="Once", evict="tova:cap=99")
 
     assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""What a client without a key, or with a huge body, can reach and cost."""
+"""Access without a key, and the cost of huge bodies."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def error_of(response, status):
     return error
 
 
-def test_every_path_but_the_probes_needs_a_key(serve, llm):
+def test_every_path_except_the_probes_needs_a_key(serve, llm):
     paths = create_app(llm).openapi()["paths"]
     calls = [(method, path) for path, methods in paths.items() for method in methods]
     calls += [
@@ -53,9 +53,9 @@ def test_every_path_but_the_probes_needs_a_key(serve, llm):
         assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_the_probes_answer_whatever_the_key(serve):
+def test_probes_need_no_key(serve):
     async def main(client):
-        headers = [{}, {"Authorization": "Bearer nobody-000"}, A]
+        headers = [{}, {"Authorization": "Bearer sk-unknown-000"}, A]
         paths = ("/health", "/ready")
         return [(await client.get(p, headers=h)).status_code for h in headers for p in paths]
 
@@ -66,7 +66,7 @@ def test_every_open_path_has_a_route(llm):
     assert set(create_app(llm).openapi()["paths"]) >= OPEN_PATHS
 
 
-def test_a_key_opens_every_path(serve):
+def test_valid_key_is_accepted_on_every_path(serve):
     async def main(client):
         posts = [await client.post(path, json=body, headers=A) for path, body in BODIES.items()]
         gets = ("/v1/models", "/version", "/v1/kv/ledger", "/v1/kv/events")
@@ -76,7 +76,7 @@ def test_a_key_opens_every_path(serve):
         assert response.status_code == 200, response.text
 
 
-def test_a_websocket_needs_a_key_too():
+def test_websocket_needs_a_key():
     app = FastAPI()
 
     @app.websocket("/live")
@@ -93,7 +93,7 @@ def test_a_websocket_needs_a_key_too():
     assert refused.value.code == 1008
 
 
-def test_nothing_of_a_body_without_a_key_is_read(serve):
+def test_body_without_a_key_is_not_read(serve):
     read = []
 
     async def body():
@@ -110,7 +110,7 @@ def test_nothing_of_a_body_without_a_key_is_read(serve):
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_large_body_is_refused_before_it_is_read(serve, path, chunked):
+def test_too_large_body_is_refused_before_it_is_read_completely(serve, path, chunked):
     read = []
 
     async def parts():
@@ -130,7 +130,7 @@ def test_a_large_body_is_refused_before_it_is_read(serve, path, chunked):
     assert len(read) <= 12
 
 
-def test_a_body_of_just_the_limit_is_read(serve):
+def test_body_of_exactly_the_limit_is_accepted(serve):
     body = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
 
     def send(content):
@@ -152,18 +152,19 @@ def test_a_body_of_just_the_limit_is_read(serve):
         ("/tokenize", {"messages": [{"role": "user", "content": "Once "}]}, "messages"),
     ],
 )
-def test_a_text_that_cannot_fit_is_not_tokenized(serve, llm, monkeypatch, path, body, param):
+def test_too_long_text_is_not_tokenized(serve, llm, monkeypatch, path, body, param):
     long = json.loads(json.dumps(body).replace("Once ", "Once " * 20_000))
     tokenized = []
     tokenizer = type(llm.model.tokenizer)
-    encode = tokenizer._encode_plus
 
-    def seen(self, text, **options):
+    encode = tokenizer.__call__
+
+    def recorded(self, text, **options):
         tokenized.append(len(text))
         return encode(self, text, **options)
 
     async def main(client):
-        monkeypatch.setattr(tokenizer, "_encode_plus", seen)
+        monkeypatch.setattr(tokenizer, "__call__", recorded)
         return await client.post(path, json=long)
 
     error = error_of(serve(main), 400)
@@ -174,7 +175,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(serve, llm, monkeypatch, path, 
     assert max(tokenized, default=0) < 100
 
 
-def test_a_text_as_long_as_the_context_is_tokenized(serve):
+def test_text_of_the_context_length_is_tokenized(serve):
     longest = " particular" * 512
 
     response = serve(lambda client: client.post("/tokenize", json={"prompt": longest}))
@@ -182,7 +183,7 @@ def test_a_text_as_long_as_the_context_is_tokenized(serve):
     assert response.json()["count"] == 512
 
 
-def test_more_token_ids_than_a_sequence_has_are_not_decoded(serve, llm, monkeypatch):
+def test_too_many_token_ids_are_not_decoded(serve, llm, monkeypatch):
     decoded = []
 
     async def main(client):
@@ -201,7 +202,7 @@ def test_more_token_ids_than_a_sequence_has_are_not_decoded(serve, llm, monkeypa
     assert not decoded
 
 
-def test_a_stream_without_an_end_has_no_longest_text(serve):
+def test_request_with_cache_positions_has_no_text_limit(serve):
     body = {"prompt": "Once upon a time " * 1_000, "max_tokens": 1}
     options = {"evict": "recent:cap=64,positions=cache"}
 
@@ -211,13 +212,13 @@ def test_a_stream_without_an_end_has_no_longest_text(serve):
     assert "characters, at least" not in response.text
 
 
-def test_a_tenants_long_text_does_not_keep_another_waiting(serve, llm, monkeypatch):
-    begun, release = asyncio.Event(), asyncio.Event()
+def test_long_text_of_a_tenant_does_not_block_another_tenant(serve, llm, monkeypatch):
+    started, release = asyncio.Event(), asyncio.Event()
     texts = "quire.serve.text.encode_prompt"
 
     def slow(tokenizer, text, **options):
         if text.startswith("slow"):
-            loop.call_soon_threadsafe(begun.set)
+            loop.call_soon_threadsafe(started.set)
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
         return llm.encode(text)
 
@@ -225,22 +226,22 @@ def test_a_tenants_long_text_does_not_keep_another_waiting(serve, llm, monkeypat
         nonlocal loop
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(texts, slow)
-        slow_ones = [
+        slow_tasks = [
             asyncio.create_task(client.post("/tokenize", json={"prompt": "slow"}, headers=A))
             for _ in range(5)
         ]
-        await begun.wait()
+        await started.wait()
         quick = await client.post("/tokenize", json={"prompt": "quick"}, headers=B)
-        waiting = [not task.done() for task in slow_ones]
+        waiting = [not task.done() for task in slow_tasks]
         release.set()
-        return quick, waiting, await asyncio.gather(*slow_ones)
+        return quick, waiting, await asyncio.gather(*slow_tasks)
 
     loop = None
-    quick, waiting, slow_ones = serve(main, tenant_keys=KEYS)
+    quick, waiting, slow_responses = serve(main, tenant_keys=KEYS)
 
     assert quick.status_code == 200
     assert all(waiting)
-    assert [response.status_code for response in slow_ones] == [200] * 5
+    assert [response.status_code for response in slow_responses] == [200] * 5
 
 
 def test_freed_memory_is_returned_after_a_large_body(serve, monkeypatch):
@@ -256,7 +257,7 @@ def test_freed_memory_is_returned_after_a_large_body(serve, monkeypatch):
     assert serve(main) == (0, 1)
 
 
-def test_the_log_has_no_line_for_a_refused_key(serve, caplog):
+def test_refused_key_is_not_logged(serve, caplog):
     caplog.set_level(logging.WARNING)
 
     serve(lambda client: client.get("/v1/models"), tenant_keys=KEYS)

@@ -1,4 +1,4 @@
-"""A bounded pool of threads in which tenants take turns."""
+"""A bounded thread pool with round-robin scheduling between tenants."""
 
 import asyncio
 import threading
@@ -19,14 +19,14 @@ def run(main, threads):
     return asyncio.run(asyncio.wait_for(with_pool(), 20))
 
 
-def test_work_runs_in_a_thread_and_its_result_comes_back():
+def test_work_runs_in_a_thread_and_its_result_is_returned():
     async def main(pool):
         return await pool.run("a", lambda: threading.current_thread().name)
 
     assert run(main, 2).startswith("test")
 
 
-def test_an_error_comes_back_and_the_thread_is_free_again():
+def test_exception_is_raised_and_the_thread_is_reused():
     async def main(pool):
         with pytest.raises(ZeroDivisionError):
             await pool.run("a", lambda: 1 / 0)
@@ -35,7 +35,7 @@ def test_an_error_comes_back_and_the_thread_is_free_again():
     assert run(main, 1) == 3
 
 
-def test_tenants_take_turns_in_one_thread():
+def test_tenants_are_served_round_robin_in_one_thread():
     order = []
 
     async def main(pool):
@@ -48,7 +48,7 @@ def test_tenants_take_turns_in_one_thread():
     assert order == expected
 
 
-def test_tenants_with_one_job_at_a_time_do_not_starve_a_queue():
+def test_tenants_with_single_jobs_do_not_starve_a_queue():
     order = []
 
     async def one_at_a_time(pool, tenant):
@@ -65,7 +65,7 @@ def test_tenants_with_one_job_at_a_time_do_not_starve_a_queue():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_a_tenant_leaves_a_thread_for_others(threads):
+def test_one_tenant_leaves_a_thread_free(threads):
     running, most, lock = 0, 0, threading.Lock()
     pause = threading.Event()
 
@@ -86,24 +86,24 @@ def test_a_tenant_leaves_a_thread_for_others(threads):
     assert most == max(1, threads - 1)
 
 
-def test_work_that_is_cancelled_while_it_waits_does_not_run():
-    ran, gate = [], threading.Event()
+def test_cancelled_waiting_work_does_not_run():
+    calls, release = [], threading.Event()
 
     async def main(pool):
-        first = asyncio.create_task(pool.run("a", gate.wait))
+        first = asyncio.create_task(pool.run("a", release.wait))
         await asyncio.sleep(0)
-        second = asyncio.create_task(pool.run("a", lambda: ran.append(1)))
+        second = asyncio.create_task(pool.run("a", lambda: calls.append(1)))
         await asyncio.sleep(0)
         second.cancel()
-        gate.set()
+        release.set()
         await first
         return await pool.run("a", lambda: "next")
 
     assert run(main, 1) == "next"
-    assert not ran
+    assert not calls
 
 
-def test_nothing_is_kept_of_tenants_that_have_gone():
+def test_idle_tenants_are_removed():
     async def main(pool):
         await asyncio.gather(*(pool.run(str(n), int) for n in range(50)))
         return pool._tenants

@@ -1,4 +1,4 @@
-"""Fields that the server does not read: ignored, refused, or unknown."""
+"""Fields that the server does not read: ignored, refused or unknown fields."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from quire.serve.fields import IGNORED, MOST_EXTRA_FIELDS, nearest, unknown_fiel
 from quire.serve.protocol import ChatBody, CompletionBody
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-ASKED = {
+BODIES = {
     COMPLETIONS: {"prompt": "<|doc|>Once", "max_tokens": 2, "temperature": 0},
     CHATS: {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 2, "temperature": 0},
 }
@@ -21,7 +21,7 @@ def refused(response, param):
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "meant"),
+    ("path", "field", "expected"),
     [
         (COMPLETIONS, "evcit", "evict"),
         (COMPLETIONS, "temprature", "temperature"),
@@ -33,10 +33,10 @@ def refused(response, param):
         (COMPLETIONS, "stops", "stop"),
     ],
 )
-def test_a_near_miss_is_refused_with_the_name_that_was_meant(post, path, field, meant):
-    message = refused(post(path, **ASKED[path], **{field: 1}), field)
+def test_misspelled_field_is_refused_with_a_suggestion(post, path, field, expected):
+    message = refused(post(path, **BODIES[path], **{field: 1}), field)
 
-    assert f"did you mean `{meant}`?" in message
+    assert f"did you mean `{expected}`?" in message
 
 
 @pytest.mark.parametrize(
@@ -58,27 +58,27 @@ def test_a_near_miss_is_refused_with_the_name_that_was_meant(post, path, field, 
         (CHATS, "tool_choice", "required"),
     ],
 )
-def test_a_field_that_would_change_the_output_is_refused(post, path, field, value):
-    assert "not supported" in refused(post(path, **ASKED[path], **{field: value}), field)
+def test_unsupported_field_that_changes_the_output_is_refused(post, path, field, value):
+    assert "not supported" in refused(post(path, **BODIES[path], **{field: value}), field)
 
 
 @pytest.mark.parametrize(
-    ("field", "meant"),
+    ("field", "expected"),
     [
         ("max_new_tokens", "max_tokens"),
         ("max_length", "max_tokens"),
         ("repeat_penalty", "repetition_penalty"),
     ],
 )
-def test_other_servers_names_are_refused_with_ours(post, field, meant):
+def test_field_names_of_other_servers_are_refused_with_the_name_here(post, field, expected):
     path = COMPLETIONS
 
-    assert f"use `{meant}`" in refused(post(path, **ASKED[path], **{field: 2}), field)
+    assert f"use `{expected}`" in refused(post(path, **BODIES[path], **{field: 2}), field)
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_values_that_ask_for_nothing_are_accepted(post, path):
-    nothing = {
+@pytest.mark.parametrize("path", BODIES)
+def test_neutral_values_of_unsupported_fields_are_accepted(post, path):
+    neutral = {
         "modalities": ["text"],
         "response_format": {"type": "text"},
         "tools": [],
@@ -90,16 +90,16 @@ def test_values_that_ask_for_nothing_are_accepted(post, path):
         "evcit": None,
     }
 
-    response = post(path, **ASKED[path], **nothing)
+    response = post(path, **BODIES[path], **neutral)
 
     assert response.status_code == 200, response.text
     assert "x-ignored-fields" not in response.headers
-    assert response.json()["choices"] == post(path, **ASKED[path]).json()["choices"]
+    assert response.json()["choices"] == post(path, **BODIES[path]).json()["choices"]
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_documented_fields_are_ignored_without_a_word(post, caplog, path):
-    response = post(path, **ASKED[path], **{name: {"a": 1} for name in IGNORED})
+@pytest.mark.parametrize("path", BODIES)
+def test_documented_fields_are_ignored_silently(post, caplog, path):
+    response = post(path, **BODIES[path], **{name: {"a": 1} for name in IGNORED})
 
     assert response.status_code == 200, response.text
     assert "x-ignored-fields" not in response.headers
@@ -107,11 +107,11 @@ def test_documented_fields_are_ignored_without_a_word(post, caplog, path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ASKED)
-def test_other_unknown_fields_are_ignored_with_a_log_line_and_a_header(post, caplog, path, stream):
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_fields_are_ignored_with_a_log_line_and_a_header(post, caplog, path, stream):
     unknown = {"background": 1, "x\nüy" * 50: 2}
 
-    response = post(path, **ASKED[path], **unknown, stream=stream)
+    response = post(path, **BODIES[path], **unknown, stream=stream)
 
     assert response.status_code == 200, response.text
     header = response.headers["x-ignored-fields"]
@@ -124,34 +124,34 @@ def test_other_unknown_fields_are_ignored_with_a_log_line_and_a_header(post, cap
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        *ASKED.items(),
+        *BODIES.items(),
         ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": [5]}),
     ],
 )
-def test_unknown_fields_are_refused_where_the_server_is_told_to(serve, path, body):
+def test_unknown_fields_are_refused_if_configured(serve, path, body):
     async def main(client):
-        known = await client.post(path, json=body | {"user": "x"})
-        return known, await client.post(path, json=body | {"background": 1})
+        accepted = await client.post(path, json=body | {"user": "x"})
+        return accepted, await client.post(path, json=body | {"background": 1})
 
-    known, unknown = serve(main, unknown_fields="refuse")
+    accepted, unknown = serve(main, unknown_fields="refuse")
 
-    assert known.status_code == 200, known.text
+    assert accepted.status_code == 200, accepted.text
     assert "unknown field `background`: leave it out" in refused(unknown, "background")
 
 
-def test_fields_of_stream_options_and_messages_are_checked_too(post):
+def test_fields_of_stream_options_and_messages_are_checked(post):
     options = {"stream": True, "stream_options": {"include_usge": True}}
     message = {"role": "user", "contnet": "a"}
 
-    in_options = post(CHATS, **ASKED[CHATS], **options)
+    in_options = post(CHATS, **BODIES[CHATS], **options)
     in_message = post(CHATS, messages=[message])
 
     assert "`include_usage`" in refused(in_options, "stream_options.include_usge")
     assert "`content`" in refused(in_message, "messages.contnet")
 
 
-def test_many_unknown_fields_are_refused_before_each_is_compared(post):
+def test_too_many_unknown_fields_are_refused(post):
     many = {f"field-{number}": 1 for number in range(MOST_EXTRA_FIELDS + 1)}
 
     assert "expected at most 64 unknown fields, got 65" in refused(
@@ -169,12 +169,12 @@ def test_bad_token_ids_are_never_generated(complete, llm):
     assert banned["choices"][0]["text"] != first
 
 
-def test_max_completion_tokens_is_read_by_completions(complete):
+def test_max_completion_tokens_applies_to_completions(complete):
     assert complete(max_completion_tokens=2, max_tokens=None)["usage"]["completion_tokens"] == 2
     assert complete(max_completion_tokens=2, max_tokens=9)["usage"]["completion_tokens"] == 2
 
 
-def test_logprobs_false_asks_for_none_in_a_completion(complete, post):
+def test_logprobs_false_disables_logprobs_in_a_completion(complete, post):
     assert complete(logprobs=False)["choices"][0]["logprobs"] is None
     assert "true" in refused(post(COMPLETIONS, prompt="a", logprobs=True), "logprobs")
 
@@ -197,7 +197,7 @@ OPEN_WEBUI = {
 }
 OPEN_WEBUI_TITLE = {"stream": False, "max_completion_tokens": 8, "metadata": {"task": "title"}}
 
-# What litellm 1.106.2 sends for `completion(model="hosted_vllm/quire-tiny", ...)`, recorded
+# Recorded requests of litellm 1.106.2 for `completion(model="hosted_vllm/quire-tiny", ...)`
 LITELLM_PLAIN = {
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -230,7 +230,7 @@ LITELLM_EXTRA_BODY = {
     "top_k": 3,
     "do_sample": False,
 }
-# The fields that its proxy adds, and those it passes on from its own clients
+# The fields that its proxy adds or forwards from clients
 LITELLM_PROXY = LITELLM_PLAIN | {
     "user": "u",
     "metadata": {"trace_id": "t"},
@@ -251,8 +251,8 @@ LITELLM_PROXY = LITELLM_PLAIN | {
         *(LITELLM_FULL | LITELLM_STREAM, LITELLM_EXTRA_BODY, LITELLM_PROXY),
     ],
 )
-def test_what_open_webui_and_litellm_send_is_answered(serve, options, effort):
-    body = {"model": "quire-tiny", "messages": ASKED[CHATS]["messages"]} | options
+def test_requests_of_open_webui_and_litellm_are_accepted(serve, options, effort):
+    body = {"model": "quire-tiny", "messages": BODIES[CHATS]["messages"]} | options
     if effort is not None:
         body["reasoning_effort"] = effort
 
@@ -268,46 +268,46 @@ LITELLM_TEXT = {"logprobs": 1, "max_tokens": 3, "user": "u", "best_of": 1, "echo
     "options",
     [LITELLM_TEXT, {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}],
 )
-def test_text_completions_of_litellm_are_answered(post, options):
+def test_text_completions_of_litellm_are_accepted(post, options):
     response = post(COMPLETIONS, model="quire-tiny", prompt="Once", **options)
 
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_do_sample_false_stands_for_temperature_0(post, path):
-    requested = {name: value for name, value in ASKED[path].items() if name != "temperature"}
+@pytest.mark.parametrize("path", BODIES)
+def test_do_sample_false_is_temperature_0(post, path):
+    body = {name: value for name, value in BODIES[path].items() if name != "temperature"}
     options = {"max_tokens": 8, "seed": 3}
 
-    def choices(**more):
-        response = post(path, **requested | options | more)
+    def choices(**options_):
+        response = post(path, **body | options | options_)
         assert response.status_code == 200, response.text
         return response.json()["choices"]
 
-    drawn = choices(temperature=1.5)
+    sampled = choices(temperature=1.5)
     greedy = choices(temperature=0)
-    assert drawn != greedy
+    assert sampled != greedy
     assert choices(do_sample=False) == greedy
     assert choices(do_sample=False, temperature=0) == greedy
-    assert choices(do_sample=True, temperature=1.5) == drawn
-    assert choices(do_sample=None, temperature=1.5) == drawn
+    assert choices(do_sample=True, temperature=1.5) == sampled
+    assert choices(do_sample=None, temperature=1.5) == sampled
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", BODIES)
 def test_do_sample_false_excludes_a_temperature(post, path):
     message = refused(
-        post(path, **ASKED[path] | {"do_sample": False, "temperature": 0.7}), "do_sample"
+        post(path, **BODIES[path] | {"do_sample": False, "temperature": 0.7}), "do_sample"
     )
 
     assert "`do_sample`" in message
     assert "`temperature` 0.7" in message
-    refused(post(path, **ASKED[path], do_sample="perhaps"), "do_sample")
+    refused(post(path, **BODIES[path], do_sample="perhaps"), "do_sample")
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("mode", ["warn", "refuse"])
-def test_a_reasoning_effort_without_effect_is_named_in_the_header(serve, caplog, path, mode):
-    body = ASKED[path] | {"reasoning_effort": "high"}
+def test_reasoning_effort_without_effect_is_reported_in_the_header(serve, caplog, path, mode):
+    body = BODIES[path] | {"reasoning_effort": "high"}
 
     response = serve(lambda client: client.post(path, json=body), unknown_fields=mode)
 
@@ -316,8 +316,8 @@ def test_a_reasoning_effort_without_effect_is_named_in_the_header(serve, caplog,
     assert not caplog.text
 
 
-def test_an_unknown_reasoning_effort_is_refused(post):
-    refused(post(CHATS, **ASKED[CHATS], reasoning_effort="extreme"), "reasoning_effort")
+def test_unknown_reasoning_effort_is_refused(post):
+    refused(post(CHATS, **BODIES[CHATS], reasoning_effort="extreme"), "reasoning_effort")
 
 
 @pytest.mark.parametrize(
@@ -328,21 +328,21 @@ def test_an_unknown_reasoning_effort_is_refused(post):
         *("litellm_metadata", "litellm_call_id", "litellm_trace_id", "think", "system"),
     ],
 )
-def test_a_clients_own_field_is_no_near_miss(name):
+def test_client_specific_fields_are_not_misspellings(name):
     for body in (ChatBody, CompletionBody):
         assert unknown_fields({name: 1}, body.model_fields) == [name]
 
 
-def test_a_long_name_is_near_nothing():
+def test_long_name_has_no_nearest_field():
     assert nearest("temperature" * 10_000, ("temperature",)) is None
     with pytest.raises(RequestError, match="temperature"):
         unknown_fields({"temperture": 1}, ("temperature",))
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("field", ["temperature", "max_tokens", "n", "seed", "top_p", "priority"])
-def test_true_is_no_number(post, path, field):
-    message = refused(post(path, **ASKED[path] | {field: True}), field)
+def test_boolean_for_a_number_is_refused(post, path, field):
+    message = refused(post(path, **BODIES[path] | {field: True}), field)
 
     assert "got true" in message
 
@@ -354,35 +354,33 @@ def test_true_is_no_number(post, path, field):
         (CHATS, {"logprobs": True, "top_logprobs": 1, "add_generation_prompt": True}),
     ],
 )
-def test_flags_may_be_true_or_false(post, path, flags):
-    more = {"ignore_eos": True, "skip_special_tokens": False, "stream": False}
+def test_flags_accept_true_and_false(post, path, flags):
+    options_ = {"ignore_eos": True, "skip_special_tokens": False, "stream": False}
 
-    response = post(path, **ASKED[path], **flags, **more)
+    response = post(path, **BODIES[path], **flags, **options_)
 
     assert response.status_code == 200, response.text
 
 
-def test_token_ids_without_lists_around_them_are_refused_with_the_shape(post):
+def test_flat_bad_token_ids_are_refused_with_the_format(post):
     message = refused(
-        post(COMPLETIONS, **ASKED[COMPLETIONS], bad_token_ids=[5]),
+        post(COMPLETIONS, **BODIES[COMPLETIONS], bad_token_ids=[5]),
         "bad_token_ids",
     )
 
     assert "[[5], [7, 8]]" in message
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_a_negative_length_is_named_as_the_body_names_it(post, path):
-    requested = ASKED[path] | {"max_completion_tokens": -1}
+@pytest.mark.parametrize("path", BODIES)
+def test_negative_length_is_refused_with_the_name_in_the_body(post, path):
+    body = BODIES[path] | {"max_completion_tokens": -1}
 
-    assert refused(post(path, **requested), "max_completion_tokens").startswith(
-        "max_completion_tokens"
-    )
+    assert refused(post(path, **body), "max_completion_tokens").startswith("max_completion_tokens")
 
 
 @pytest.mark.parametrize("field", ["extra_body", "options"])
-def test_fields_inside_an_object_of_a_client_are_refused(post, field):
-    message = refused(post(CHATS, **ASKED[CHATS], **{field: {"top_k": 1}}), field)
+def test_fields_nested_in_a_client_object_are_refused(post, field):
+    message = refused(post(CHATS, **BODIES[CHATS], **{field: {"top_k": 1}}), field)
 
     assert "at the top level of the body" in message
-    assert post(CHATS, **ASKED[CHATS], **{field: {}}).status_code == 200
+    assert post(CHATS, **BODIES[CHATS], **{field: {}}).status_code == 200

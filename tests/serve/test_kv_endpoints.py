@@ -1,4 +1,4 @@
-"""The KV memory through HTTP: who holds it, and what has happened to it."""
+"""The KV memory through HTTP: the ledger and the event log."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ def get(serve, path, **options):
 
 @pytest.fixture
 def events(llm):
-    """The log of the server's engine; what a test adds can be found behind `start`."""
+    """Emit three events to the engine's log; return the number of the event before them."""
     log = llm.engine.events
     start = log.num_events
     for kind in ("admitted", "chunk", "freed"):
@@ -25,7 +25,7 @@ def events(llm):
     return start
 
 
-def test_the_ledger_of_an_idle_server_adds_up_to_the_arena(serve, llm):
+def test_ledger_of_an_idle_server_sums_to_the_arena(serve, llm):
     body = get(serve, "/v1/kv/ledger").json()
 
     assert body["total_bytes"] == llm.engine.pool.kv.memory.total_bytes
@@ -34,18 +34,18 @@ def test_the_ledger_of_an_idle_server_adds_up_to_the_arena(serve, llm):
     assert body == llm.ledger()
 
 
-def test_the_ledger_shows_who_is_being_answered(serve):
-    async def while_answering(client):
+def test_ledger_lists_running_requests(serve):
+    async def while_running(client):
         options = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
-        answer = asyncio.create_task(client.post("/v1/completions", json=options))
+        completion = asyncio.create_task(client.post("/v1/completions", json=options))
         body = {"axes": {"owner": {"requests": 0}}}
         while not body["axes"]["owner"]["requests"]:
-            assert not answer.done()
+            assert not completion.done()
             body = (await client.get("/v1/kv/ledger")).json()
-        await answer
+        await completion
         return body
 
-    body = serve(while_answering)
+    body = serve(while_running)
 
     [row] = body["requests"]
     assert row["tenant"] == "default"
@@ -73,7 +73,7 @@ def test_events_are_listed_oldest_first(serve, events):
     }
 
 
-def test_events_are_chosen_by_kind_number_and_count(serve, events):
+def test_events_are_filtered_by_kind_number_and_limit(serve, events):
     def kinds(query):
         return [e["kind"] for e in get(serve, f"/v1/kv/events?{query}").json()["data"]]
 
@@ -83,37 +83,37 @@ def test_events_are_chosen_by_kind_number_and_count(serve, events):
     assert kinds(f"since={events + 3}") == []
 
 
-def test_a_tenant_with_a_key_sees_its_own_and_a_stranger_nothing(serve, events):
+def test_tenant_sees_only_its_own_events_and_requests(serve, events):
     keys = TenantKeys({"red": ("sk-red-00000000",), "blue": ("sk-blue-00000000",)})
 
-    def ask(path, key):
+    def get_with_key(path, key):
         headers = {"authorization": f"Bearer {key}"}
         return serve(lambda client: client.get(path, headers=headers), tenant_keys=keys)
 
     path = f"/v1/kv/events?since={events}"
-    assert len(ask(path, "sk-red-00000000").json()["data"]) == 3
-    assert ask(path, "sk-blue-00000000").json()["data"] == []
-    assert ask("/v1/kv/ledger", "sk-blue-00000000").json()["requests"] == []
+    assert len(get_with_key(path, "sk-red-00000000").json()["data"]) == 3
+    assert get_with_key(path, "sk-blue-00000000").json()["data"] == []
+    assert get_with_key("/v1/kv/ledger", "sk-blue-00000000").json()["requests"] == []
     for path in ("/v1/kv/events", "/v1/kv/ledger"):
-        assert ask(path, "sk-nobody-000000").status_code == 401
+        assert get_with_key(path, "sk-unknown-000000").status_code == 401
 
 
-def test_a_tenant_with_a_key_sees_no_sums_over_others(serve, llm):
+def test_ledger_of_a_tenant_excludes_other_tenants(serve, llm):
     keys = TenantKeys({"red": ("sk-red-00000000",), "blue": ("sk-blue-00000000",)})
 
-    async def while_red_is_answered(client):
+    async def while_red_runs(client):
         red, blue = ({"authorization": f"Bearer sk-{name}-00000000"} for name in ("red", "blue"))
         options = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
-        answer = asyncio.create_task(client.post("/v1/completions", json=options, headers=red))
+        completion = asyncio.create_task(client.post("/v1/completions", json=options, headers=red))
         own = {"requests": []}
         while not own["requests"] or not own["requests"][0]["kv_bytes"]:
-            assert not answer.done()
+            assert not completion.done()
             own = (await client.get("/v1/kv/ledger", headers=red)).json()
         other = (await client.get("/v1/kv/ledger", headers=blue)).json()
-        assert (await answer).status_code == 200
+        assert (await completion).status_code == 200
         return own, other
 
-    own, other = serve(while_red_is_answered, tenant_keys=keys)
+    own, other = serve(while_red_runs, tenant_keys=keys)
 
     assert set(own) == set(other) == {"axes", "tenants", "requests"}
     [row] = own["requests"]
@@ -125,7 +125,7 @@ def test_a_tenant_with_a_key_sees_no_sums_over_others(serve, llm):
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         ("kinds=admitted,nonsense", "choose from admitted, chunk"),
         ("kinds=", "choose from"),
@@ -135,9 +135,9 @@ def test_a_tenant_with_a_key_sees_no_sums_over_others(serve, llm):
         ("kind=freed", "did you mean `kinds`?"),
     ],
 )
-def test_a_wrong_question_is_refused_in_openais_shape(serve, query, said):
+def test_invalid_query_is_refused_in_the_openai_format(serve, query, message):
     response = get(serve, f"/v1/kv/events?{query}")
 
     assert response.status_code == 400
-    assert said in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
     assert response.json()["error"]["type"] == "BadRequestError"

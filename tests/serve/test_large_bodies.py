@@ -1,4 +1,4 @@
-"""Large bodies are read in the threads that tokenize, and do not stop the event loop."""
+"""Large bodies are parsed in the tokenizer threads and do not block the event loop."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from quire.serve import json_route, protocol
+from quire.serve import json_route
 from quire.serve.json_route import MOST_INLINE_BYTES
 from quire.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -22,45 +22,45 @@ def readers(monkeypatch):
     """Names of the threads that parse and validate bodies."""
     seen = []
 
-    def noting(work):
-        def noted(value):
+    def recording(work):
+        def recorded(value, **options):
             seen.append(threading.current_thread().name)
-            return work(value)
+            return work(value, **options)
 
-        return noted
+        return recorded
 
-    monkeypatch.setattr(json_route, "loads_in_slices", noting(json_route.loads_in_slices))
-    monkeypatch.setattr(json_route.json, "loads", noting(json.loads))
-    monkeypatch.setattr(protocol, "_are_ids", noting(protocol._are_ids))
+    monkeypatch.setattr(json_route, "loads_in_slices", recording(json_route.loads_in_slices))
+    monkeypatch.setattr(json_route.json, "loads", recording(json.loads))
+    monkeypatch.setattr(CompletionBody, "model_validate", recording(CompletionBody.model_validate))
     return seen
 
 
-def answers(serve, path, *bodies):
+def post_all(serve, path, *bodies):
     async def main(client):
         return [await client.post(path, content=body, headers=JSON) for body in bodies]
 
     return serve(main)
 
 
-def test_a_large_body_is_parsed_and_validated_outside_the_loops_thread(serve, readers):
+def test_large_body_is_parsed_and_validated_outside_the_event_loop_thread(serve, readers):
     prompt = [5] * MOST_INLINE_BYTES
 
-    [response] = answers(serve, COMPLETIONS, json.dumps({"prompt": prompt}).encode())
+    [response] = post_all(serve, COMPLETIONS, json.dumps({"prompt": prompt}).encode())
 
     assert len(readers) >= 2
     assert all(name.startswith("quire-text") for name in readers)
     assert f"{len(prompt)} tokens" in response.text
 
 
-def test_a_small_body_is_parsed_at_once(serve, readers):
-    [response] = answers(serve, COMPLETIONS, b'{"prompt": [5], "max_tokens": 1}')
+def test_small_body_is_parsed_in_the_event_loop_thread(serve, readers):
+    [response] = post_all(serve, COMPLETIONS, b'{"prompt": [5], "max_tokens": 1}')
 
     assert response.status_code == 200
     assert set(readers) == {threading.main_thread().name}
 
 
-def test_the_loop_runs_while_a_large_body_is_parsed(serve, monkeypatch):
-    """`json.loads` in a thread would not do: it holds the interpreter's lock until it returns."""
+def test_event_loop_runs_while_a_large_body_is_parsed(serve, monkeypatch):
+    """`json.loads` in a thread would not suffice: it holds the GIL until it returns."""
     beats, during = 0, []
     read = json_route.loads_in_slices
 
@@ -99,8 +99,8 @@ def test_the_loop_runs_while_a_large_body_is_parsed(serve, monkeypatch):
         ("/detokenize", {"tokens": [5, 6]}),
     ],
 )
-def test_a_large_body_is_answered_like_a_small_one(serve, readers, path, body):
-    large, small = answers(
+def test_large_and_small_bodies_have_equal_responses(serve, readers, path, body):
+    large, small = post_all(
         serve, path, json.dumps(body | {"user": PAD}).encode(), json.dumps(body).encode()
     )
 
@@ -111,7 +111,7 @@ def test_a_large_body_is_answered_like_a_small_one(serve, readers, path, body):
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong"),
+    ("path", "fields"),
     [
         (COMPLETIONS, '"prompt": "a", "n": 0'),
         (COMPLETIONS, '"prompt": ["a", 1]'),
@@ -123,9 +123,9 @@ def test_a_large_body_is_answered_like_a_small_one(serve, readers, path, body):
         ("/detokenize", '"tokens": "text"'),
     ],
 )
-def test_a_large_body_is_refused_like_a_small_one(serve, path, wrong):
-    large, small = answers(
-        serve, path, f'{{{wrong}, "user": "{PAD}"}}'.encode(), f"{{{wrong}}}".encode()
+def test_large_and_small_bodies_have_equal_errors(serve, path, fields):
+    large, small = post_all(
+        serve, path, f'{{{fields}, "user": "{PAD}"}}'.encode(), f"{{{fields}}}".encode()
     )
 
     assert large.status_code == small.status_code == 400
@@ -145,36 +145,36 @@ def test_a_large_body_is_refused_like_a_small_one(serve, path, wrong):
         (json.dumps({"prompt": "a", "x": dict.fromkeys(map(str, range(140_000)))}), "131,072"),
     ],
 )
-def test_what_is_wrong_with_a_large_body_as_a_whole_is_said(serve, body, message):
-    [response] = answers(serve, COMPLETIONS, body.encode())
+def test_invalid_large_body_is_refused_with_the_reason(serve, body, message):
+    [response] = post_all(serve, COMPLETIONS, body.encode())
 
     assert response.status_code == 400
     assert len(response.content) < 2_000
     assert message in response.json()["error"]["message"]
 
 
-NUMBER = 20_000
+LENGTH = 20_000
 
 
 @pytest.mark.parametrize(
     ("model", "body"),
     [
-        (CompletionBody, {"prompt": "a", "allowed_token_ids": [""] * NUMBER}),
-        (CompletionBody, {"prompt": "a", "stop_token_ids": [""] * NUMBER}),
-        (CompletionBody, {"prompt": "a", "stop": [1] * NUMBER}),
-        (CompletionBody, {"prompt": "a", "bad_token_ids": [[""] * NUMBER]}),
-        (CompletionBody, {"prompt": "a", "bad_token_ids": [""] * NUMBER}),
-        (CompletionBody, {"prompt": "a", "logit_bias": {f"x{n}": "" for n in range(NUMBER)}}),
-        (CompletionBody, {"prompt": [["x"]] * NUMBER}),
-        (ChatBody, {"messages": [1] * NUMBER}),
-        (ChatBody, {"messages": [{"role": "u", "content": [1] * NUMBER}]}),
-        (ChatBody, {"messages": [{"role": "u", "content": [{"type": "x"}] * NUMBER}]}),
-        (TokenizeBody, {"messages": [1] * NUMBER}),
-        (DetokenizeBody, {"tokens": [""] * NUMBER}),
+        (CompletionBody, {"prompt": "a", "allowed_token_ids": [""] * LENGTH}),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": [""] * LENGTH}),
+        (CompletionBody, {"prompt": "a", "stop": [1] * LENGTH}),
+        (CompletionBody, {"prompt": "a", "bad_token_ids": [[""] * LENGTH]}),
+        (CompletionBody, {"prompt": "a", "bad_token_ids": [""] * LENGTH}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {f"x{n}": "" for n in range(LENGTH)}}),
+        (CompletionBody, {"prompt": [["x"]] * LENGTH}),
+        (ChatBody, {"messages": [1] * LENGTH}),
+        (ChatBody, {"messages": [{"role": "u", "content": [1] * LENGTH}]}),
+        (ChatBody, {"messages": [{"role": "u", "content": [{"type": "x"}] * LENGTH}]}),
+        (TokenizeBody, {"messages": [1] * LENGTH}),
+        (DetokenizeBody, {"tokens": [""] * LENGTH}),
     ],
 )
-def test_the_first_error_of_a_list_is_the_last_one_looked_for(model, body):
-    with pytest.raises(ValidationError) as wrong:
+def test_validation_of_a_list_stops_at_the_first_errors(model, body):
+    with pytest.raises(ValidationError) as refused:
         model.model_validate(body)
 
-    assert wrong.value.error_count() <= 3
+    assert refused.value.error_count() <= 3

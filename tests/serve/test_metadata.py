@@ -7,12 +7,12 @@ import pytest
 METADATA = {"trace": "t-9"}
 
 
-def test_a_completion_repeats_its_metadata(complete):
+def test_completion_response_includes_its_metadata(complete):
     assert complete(metadata=METADATA)["metadata"] == METADATA
     assert "metadata" not in complete()
 
 
-def test_chunks_of_a_stream_repeat_it(post):
+def test_stream_chunks_include_the_metadata(post):
     messages = [{"role": "user", "content": "Once"}]
     response = post(
         "/v1/chat/completions", messages=messages, max_tokens=2, stream=True, metadata=METADATA
@@ -24,7 +24,7 @@ def test_chunks_of_a_stream_repeat_it(post):
 
 
 @pytest.mark.parametrize("metadata", [{"n": 1}, {"n": "v" * 513}, {str(i): "" for i in range(17)}])
-def test_what_is_no_metadata_is_refused(post, metadata):
+def test_invalid_metadata_is_refused(post, metadata):
     response = post("/v1/completions", prompt="Once", max_tokens=1, metadata=metadata)
 
     assert response.status_code == 400

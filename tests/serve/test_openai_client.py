@@ -24,7 +24,7 @@ PATIENCE_S = 30.0
 def wait_until(condition):
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
 
 
@@ -43,13 +43,13 @@ def client(llm):
     assert not thread.is_alive()
 
 
-def test_the_client_finds_the_model(client):
+def test_client_lists_the_model(client):
     [model] = client.models.list().data
 
     assert client.models.retrieve(model.id).id == model.id == "quire-tiny"
 
 
-def test_the_client_completes(client):
+def test_client_completion(client):
     options = {"model": "quire-tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
 
     whole = client.completions.create(**options, logprobs=1)
@@ -66,7 +66,7 @@ def test_the_client_completes(client):
     assert chunks[-1].usage.kv_peak_bytes > 0
 
 
-def test_the_client_chats(client):
+def test_client_chat(client):
     options = {"model": "quire-tiny", "messages": MESSAGES, "max_tokens": 5}
 
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=1)
@@ -81,19 +81,19 @@ def test_the_client_chats(client):
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason == "length"
 
 
-def test_the_client_passes_our_own_options(client):
-    answer = client.completions.create(
+def test_client_extra_body_options_apply(client):
+    completion = client.completions.create(
         model="quire-tiny",
         prompt=PROMPT,
         max_tokens=3,
         extra_body={"allowed_token_ids": [352], "top_k": 3, "ignore_eos": True},
     )
 
-    assert answer.usage.completion_tokens == 3
-    assert len(set(answer.choices[0].text.split())) == 1
+    assert completion.usage.completion_tokens == 3
+    assert len(set(completion.choices[0].text.split())) == 1
 
 
-def test_the_client_passes_fields_that_have_no_effect_here(client):
+def test_client_fields_without_effect_are_accepted(client):
     response = client.chat.completions.with_raw_response.create(
         model="quire-tiny",
         messages=MESSAGES,
@@ -114,7 +114,7 @@ def test_the_client_passes_fields_that_have_no_effect_here(client):
     assert response.parse().usage.completion_tokens == 3
 
 
-def test_the_client_raises_its_own_errors(client):
+def test_client_raises_its_error_types(client):
     with pytest.raises(openai.BadRequestError, match="top_p") as bad:
         client.completions.create(model="quire-tiny", prompt=PROMPT, top_p=2)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
@@ -123,7 +123,7 @@ def test_the_client_raises_its_own_errors(client):
     assert bad.value.type == "BadRequestError"
 
 
-def test_the_client_sees_an_error_in_the_middle_of_a_stream(client, llm):
+def test_client_raises_an_error_within_a_stream(client, llm):
     eos = list(llm.model.generation.eos_token_ids)
     stream = client.completions.create(
         model="quire-tiny",
@@ -136,7 +136,7 @@ def test_the_client_sees_an_error_in_the_middle_of_a_stream(client, llm):
         list(stream)
 
 
-def test_closing_the_stream_stops_the_request(client, llm):
+def test_closing_the_stream_cancels_the_request(client, llm):
     before = llm.engine.num_generated_tokens
     with client.completions.create(
         model="quire-tiny",
@@ -151,9 +151,9 @@ def test_closing_the_stream_stops_the_request(client, llm):
     assert llm.engine.num_generated_tokens - before < 400
 
 
-def test_a_port_in_use_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_port_in_use_is_refused_by_number():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
 
         with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}.*--port"):
             bind("127.0.0.1", port)
@@ -172,7 +172,7 @@ run_server(llm, bind("127.0.0.1", 0), ServerConfig(served_model_name="tiny"))
 """
 
 
-def test_a_server_that_is_stopped_finishes_what_it_has_begun():
+def test_stopped_server_finishes_running_requests():
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Texts and bytes of single tokens, whatever the tokenizer's kind."""
+"""Texts and bytes of single tokens, for all kinds of tokenizers."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -9,7 +9,7 @@ from quire.serve.logprobs import TokenPieces
 
 @pytest.fixture(scope="module")
 def sentence_pieces():
-    """A tokenizer of SentencePiece's kind: leading spaces belong to tokens, bytes fall back."""
+    """A tokenizer like SentencePiece: tokens include leading spaces, with byte fallback."""
     names = ["<unk>", "▁Hello", "▁world", "s", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
     tokenizer = Tokenizer(
         models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>")
@@ -25,7 +25,7 @@ def sentence_pieces():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_a_leading_space_belongs_to_its_token(sentence_pieces):
+def test_token_text_includes_its_leading_space(sentence_pieces):
     pieces = TokenPieces(sentence_pieces)
 
     assert sentence_pieces.decode([2]) == "world"
@@ -33,13 +33,13 @@ def test_a_leading_space_belongs_to_its_token(sentence_pieces):
     assert pieces.raw(2) == b" world"
 
 
-def test_byte_tokens_have_their_byte(sentence_pieces):
+def test_byte_tokens_have_exact_bytes(sentence_pieces):
     pieces = TokenPieces(sentence_pieces)
 
     assert b"".join(pieces.raw(token) for token in (4, 5, 6, 7)).decode() == "😀"
 
 
-def test_every_byte_of_a_byte_level_tokenizer_is_exact(llm):
+def test_byte_level_tokens_have_exact_bytes(llm):
     pieces = TokenPieces(llm.model.tokenizer)
     text = "naïve 你好 😀 \x00\n\t~"
 

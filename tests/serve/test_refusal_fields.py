@@ -1,4 +1,4 @@
-"""Every refusal that a body can cause names a field: no call leaves `param` out."""
+"""Every refusal that a body can cause names a field: every call sets `param`."""
 
 import ast
 from pathlib import Path
@@ -13,8 +13,8 @@ MODULES = (
     *sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / "serve").glob("*.py")),
 )
 WITHOUT_A_FIELD = {
-    "tenancy/accounts.py": 2,  # the tenant is the API key's
-    "serve/fields.py": 1,  # too many unknown fields: it is not one of them
+    "tenancy/accounts.py": 2,  # the tenant follows from the API key
+    "serve/fields.py": 1,  # too many unknown fields: no single field
 }
 
 

@@ -1,4 +1,4 @@
-"""n, best_of and beam search over HTTP: the answers Python gives, numbered prompt by prompt."""
+"""n, best_of and beam search over HTTP: the same choices as in Python, ordered by prompt."""
 
 import pytest
 
@@ -10,12 +10,12 @@ BEAMS = {"n": 2, "beam_width": 3, "use_beam_search": True, "early_stopping": "ne
 
 
 def python_texts(llm, **options) -> list[str]:
-    answers = llm.generate(PROMPTS, SamplingParams(max_tokens=4, **options))
-    return [choice.text for answer in answers for choice in answer.choices]
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=4, **options))
+    return [choice.text for output in outputs for choice in output.choices]
 
 
 @pytest.mark.parametrize("options", [BEST, BEAMS, {"n": 3, "temperature": 1.0, "seed": 1}])
-def test_choices_are_numbered_prompt_by_prompt(complete, llm, options):
+def test_choices_are_numbered_in_prompt_order(complete, llm, options):
     body = complete(prompt=PROMPTS, max_tokens=4, **options)
 
     assert [choice["text"] for choice in body["choices"]] == python_texts(llm, **options)
@@ -23,7 +23,7 @@ def test_choices_are_numbered_prompt_by_prompt(complete, llm, options):
 
 
 @pytest.mark.parametrize("options", [BEST, BEAMS])
-def test_ranked_choices_are_streamed_when_they_have_ended(stream, llm, options):
+def test_ranked_choices_are_streamed_after_they_have_ended(stream, llm, options):
     chunks = stream("/v1/completions", prompt=PROMPTS, max_tokens=4, **options)
 
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -32,16 +32,16 @@ def test_ranked_choices_are_streamed_when_they_have_ended(stream, llm, options):
     assert all(choice["finish_reason"] in ("length", "stop") for choice in choices)
 
 
-def test_usage_counts_the_prompt_once_and_every_answer(complete):
-    one = complete(max_tokens=4)["usage"]
+def test_usage_counts_the_prompt_once_and_every_choice(complete):
+    single = complete(max_tokens=4)["usage"]
     two = complete(max_tokens=4, n=2)["usage"]
     best = complete(max_tokens=4, **BEST)["usage"]
 
-    assert two["prompt_tokens"] == one["prompt_tokens"] == best["prompt_tokens"]
+    assert two["prompt_tokens"] == single["prompt_tokens"] == best["prompt_tokens"]
     assert (two["completion_tokens"], best["completion_tokens"]) == (8, 16)
 
 
-def test_a_chat_can_be_searched_with_beams(chat):
+def test_chat_with_beam_search(chat):
     body = chat(use_beam_search=True, n=2)
 
     assert [choice["index"] for choice in body["choices"]] == [0, 1]

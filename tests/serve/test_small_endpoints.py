@@ -1,4 +1,4 @@
-"""Models, health, version, and text to tokens and back."""
+"""Endpoints for models, health, version, tokenize and detokenize."""
 
 from dataclasses import replace
 
@@ -12,16 +12,16 @@ def get(serve, path, **options):
     return serve(lambda client: client.get(path), **options)
 
 
-def test_the_model_is_listed_with_the_length_that_fits(serve, llm):
+def test_model_card_has_the_longest_length_that_fits(serve, llm):
     [card] = get(serve, "/v1/models").json()["data"]
 
     longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions, KEEP_ALL)
     assert card["id"] == card["root"] == "quire-tiny"
     assert card["object"] == "model"
-    assert card["max_model_len"] == longest == 512  # 4 MiB of 8,192 B a token
+    assert card["max_model_len"] == longest == 512  # 4 MiB at 8,192 B per token
 
 
-def test_the_model_is_served_under_another_name(serve):
+def test_model_can_be_served_under_another_name(serve):
     options = {"served_model_name": "org/mine"}
 
     [card] = get(serve, "/v1/models", **options).json()["data"]
@@ -41,11 +41,11 @@ class _AnyTime:
 ANY_TIME = _AnyTime()
 
 
-def test_the_version_is_the_packages(serve):
+def test_version_is_the_package_version(serve):
     assert get(serve, "/version").json() == {"version": __version__}
 
 
-def test_text_becomes_tokens_and_tokens_text(post, llm):
+def test_tokenize_and_detokenize_a_text(post, llm):
     text = "Hello é wörld 你"
 
     body = post("/tokenize", prompt=text, return_token_strs=True).json()
@@ -57,7 +57,7 @@ def test_text_becomes_tokens_and_tokens_text(post, llm):
     assert post("/detokenize", tokens=body["tokens"]).json() == {"prompt": text}
 
 
-def test_a_chat_becomes_tokens_under_its_template(post, llm):
+def test_tokenize_applies_the_chat_template(post, llm):
     messages = [{"role": "user", "content": "Hello"}]
 
     body = post("/tokenize", messages=messages, add_generation_prompt=False).json()
@@ -80,7 +80,7 @@ def test_a_chat_becomes_tokens_under_its_template(post, llm):
         ("/detokenize", {"tokens": "text"}, "tokens"),
     ],
 )
-def test_wrong_text_and_tokens_are_refused(post, path, body, param):
+def test_invalid_text_and_tokens_are_refused(post, path, body, param):
     response = post(path, **body)
 
     assert response.status_code == 400
@@ -88,11 +88,11 @@ def test_wrong_text_and_tokens_are_refused(post, path, body, param):
     assert (error["type"], error["param"]) == ("BadRequestError", param)
 
 
-def test_a_model_without_a_tokenizer_is_served_by_token_ids(serve, llm, monkeypatch):
+def test_model_without_a_tokenizer_accepts_token_ids_only(serve, llm, monkeypatch):
     ids = llm.encode("<|doc|>Once upon a time")
-    bare = replace(llm.model, tokenizer=None)
-    monkeypatch.setattr(llm, "model", bare)
-    monkeypatch.setattr(llm.engine, "model", bare)
+    without_tokenizer = replace(llm.model, tokenizer=None)
+    monkeypatch.setattr(llm, "model", without_tokenizer)
+    monkeypatch.setattr(llm.engine, "model", without_tokenizer)
 
     async def main(client):
         by_ids = {"prompt": ids, "max_tokens": 2, "logprobs": 0}
@@ -116,7 +116,7 @@ def test_a_model_without_a_tokenizer_is_served_by_token_ids(serve, llm, monkeypa
     assert params == ["prompt", "prompt", "messages", "tokens"]
 
 
-def test_a_server_that_drains_is_healthy_and_not_ready(serve):
+def test_draining_server_is_healthy_and_not_ready(serve):
     async def main(client):
         before = await client.get("/ready")
         client._transport.app.state.service.drain()

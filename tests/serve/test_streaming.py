@@ -1,4 +1,4 @@
-"""Server-sent events of completions and chats: the same as whole bodies, in pieces."""
+"""Server-sent events of completions and chats equal the responses without streaming."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def joined(chunks, index=0):
     return "".join(choice["text"] for choice in choices), choices
 
 
-def test_the_pieces_of_a_completion_make_the_whole(stream, complete):
+def test_completion_chunks_equal_the_whole_completion(stream, complete):
     whole = complete(max_tokens=6)["choices"][0]
 
     chunks = stream(COMPLETIONS, prompt=PROMPT, max_tokens=6)
@@ -28,7 +28,7 @@ def test_the_pieces_of_a_completion_make_the_whole(stream, complete):
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_a_chat_begins_with_the_role_and_ends_with_the_reason(stream, chat):
+def test_chat_stream_starts_with_the_role_and_ends_with_the_finish_reason(stream, chat):
     whole = chat(**CHAT)["choices"][0]
 
     chunks = stream(CHATS, **CHAT)
@@ -56,7 +56,7 @@ def test_several_choices_share_one_stream(stream, complete):
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
 
 
-def test_the_echoed_prompt_comes_first(stream, complete):
+def test_echoed_prompt_is_streamed_first(stream, complete):
     whole = complete(max_tokens=5, echo=True)["choices"][0]["text"]
 
     chunks = stream(COMPLETIONS, prompt=PROMPT, max_tokens=5, echo=True)
@@ -65,19 +65,19 @@ def test_the_echoed_prompt_comes_first(stream, complete):
     assert joined(chunks)[0] == whole
 
 
-def test_usage_comes_in_a_last_chunk_without_choices(stream, complete, chat):
+def test_usage_is_in_a_last_chunk_without_choices(stream, complete, chat):
     options = {"include_usage": True}
 
     completion = stream(COMPLETIONS, prompt=PROMPT, max_tokens=4, stream_options=options)
-    chatted = stream(CHATS, **CHAT, stream_options=options)
+    chat_chunks = stream(CHATS, **CHAT, stream_options=options)
 
-    assert completion[-1]["choices"] == chatted[-1]["choices"] == []
+    assert completion[-1]["choices"] == chat_chunks[-1]["choices"] == []
     assert completion[-1]["usage"] == complete()["usage"]
-    assert chatted[-1]["usage"] == chat(**CHAT)["usage"]
-    assert all("usage" not in chunk for chunk in completion[:-1] + chatted[:-1])
+    assert chat_chunks[-1]["usage"] == chat(**CHAT)["usage"]
+    assert all("usage" not in chunk for chunk in completion[:-1] + chat_chunks[:-1])
 
 
-def test_usage_is_counted_along_on_request(stream):
+def test_continuous_usage_stats_are_in_every_chunk(stream):
     chunks = stream(
         COMPLETIONS,
         prompt=PROMPT,
@@ -91,7 +91,7 @@ def test_usage_is_counted_along_on_request(stream):
     assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
 
 
-def test_the_logprobs_of_the_pieces_make_the_whole(stream, complete):
+def test_streamed_logprobs_equal_the_whole_logprobs(stream, complete):
     whole = complete(max_tokens=6, logprobs=1)["choices"][0]["logprobs"]
 
     _, choices = joined(stream(COMPLETIONS, prompt=PROMPT, max_tokens=6, logprobs=1))
@@ -101,8 +101,8 @@ def test_the_logprobs_of_the_pieces_make_the_whole(stream, complete):
 
 
 @pytest.mark.parametrize("text", ["é", "你", "😀"])
-def test_split_characters_are_held_back_with_their_logprobs(stream, llm, text):
-    """The bytes of one character, forced one by one: no chunk shows half of it."""
+def test_incomplete_characters_are_held_back_with_their_logprobs(stream, llm, text):
+    """The bytes of a character are generated one by one: no chunk has an incomplete character."""
     ids = llm.encode(text)
     assert len(ids) > 1
 
@@ -117,8 +117,8 @@ def test_split_characters_are_held_back_with_their_logprobs(stream, llm, text):
     assert "".join(contents) == raw.decode(errors="replace")
 
 
-def test_an_answer_that_fails_ends_the_stream_with_an_error(stream, llm):
-    """min_tokens holds back the end tokens, and they are all that is allowed."""
+def test_failed_output_ends_the_stream_with_an_error(stream, llm):
+    """min_tokens masks the EOS tokens, which are the only allowed tokens."""
     eos = list(llm.model.generation.eos_token_ids)
 
     chunks = stream(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)

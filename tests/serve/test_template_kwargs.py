@@ -1,4 +1,4 @@
-"""Variables of the chat template that a request sets."""
+"""`chat_template_kwargs`: variables of the chat template set by a request."""
 
 import pytest
 
@@ -15,7 +15,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def text_of(serve, llm, monkeypatch):
-    """The text that `/tokenize` makes of a chat under a template with variables."""
+    """The prompt text of a chat under a template with variables, by `/tokenize`."""
     monkeypatch.setattr(llm.model.tokenizer, "chat_template", TEMPLATE)
 
     def send(**kwargs):
@@ -37,13 +37,13 @@ def error_of(response):
     return response.json()["error"]
 
 
-def test_the_template_reads_the_variables_of_a_request(text_of):
+def test_template_reads_the_variables_of_a_request(text_of):
     assert text_of() == "<|doc|>Once"
     assert text_of(enable_thinking=True) == "<|doc|>Once Think"
     assert text_of(enable_thinking=False, label="x", level=5) == "<|doc|>Once2x!"
 
 
-def test_a_chat_has_the_same_prompt_as_tokenize(text_of, post, llm):
+def test_chat_and_tokenize_have_the_same_prompt(text_of, post, llm):
     options = {"max_tokens": 1, "chat_template_kwargs": {"enable_thinking": True}}
 
     with_variables = prompt_tokens(post(CHATS, messages=MESSAGES, **options))
@@ -52,7 +52,7 @@ def test_a_chat_has_the_same_prompt_as_tokenize(text_of, post, llm):
     assert with_variables > prompt_tokens(post(CHATS, messages=MESSAGES, max_tokens=1))
 
 
-def test_a_template_that_mentions_the_effort_gets_it(text_of, post, llm):
+def test_template_that_reads_reasoning_effort_gets_it(text_of, post, llm):
     expected = len(llm.encode(text_of(reasoning_effort="high")))
 
     response = post(CHATS, messages=MESSAGES, max_tokens=1, reasoning_effort="high")
@@ -61,7 +61,7 @@ def test_a_template_that_mentions_the_effort_gets_it(text_of, post, llm):
     assert "x-ignored-fields" not in response.headers
 
 
-def test_a_variable_goes_before_the_field_of_the_same_name(text_of, post, llm):
+def test_variable_overrides_the_field_of_the_same_name(text_of, post, llm):
     options = {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": ""}}
 
     response = post(CHATS, messages=MESSAGES, max_tokens=1, **options)
@@ -85,14 +85,14 @@ def test_a_variable_goes_before_the_field_of_the_same_name(text_of, post, llm):
         ({f"x{number}": 1 for number in range(65)}, "at most 64"),
     ],
 )
-def test_what_the_template_refuses_names_the_field(text_of, post, path, kwargs, message):
+def test_variables_refused_by_the_template_name_the_field(text_of, post, path, kwargs, message):
     error = error_of(post(path, messages=MESSAGES, chat_template_kwargs=kwargs))
 
     assert error["param"] == "chat_template_kwargs"
     assert message in error["message"]
 
 
-def test_messages_that_the_template_refuses_are_named_beside_variables(post, llm, monkeypatch):
+def test_messages_refused_by_the_template_name_messages(post, llm, monkeypatch):
     template = "{{ raise_exception('roles must alternate') }}{{ level }}"
     monkeypatch.setattr(llm.model.tokenizer, "chat_template", template)
 
@@ -102,7 +102,7 @@ def test_messages_that_the_template_refuses_are_named_beside_variables(post, llm
     assert "roles must alternate" in error["message"]
 
 
-def test_variables_that_the_template_does_not_mention_are_unknown_fields(text_of, serve, caplog):
+def test_variables_unused_by_the_template_are_unknown_fields(text_of, serve, caplog):
     options = {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, "x" * 9000: 1}}
     body = {"messages": MESSAGES, "max_tokens": 1} | options
 
@@ -117,7 +117,7 @@ def test_variables_that_the_template_does_not_mention_are_unknown_fields(text_of
     assert error_of(refused)["param"] == "chat_template_kwargs.thinking"
 
 
-def test_an_empty_object_of_variables_changes_nothing(post):
+def test_empty_template_kwargs_have_no_effect(post):
     response = post(CHATS, messages=MESSAGES, max_tokens=1, chat_template_kwargs={})
 
     assert response.status_code == 200

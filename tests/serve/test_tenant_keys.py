@@ -1,3 +1,5 @@
+"""API keys of tenants: parsing, lookup, and the tenant of a request."""
+
 import pytest
 
 from quire.errors import ConfigError, UnknownName
@@ -10,7 +12,7 @@ KEYS = {"a": (KEY_A, "sk-a-9b2e4410"), "b": (KEY_B,)}
 BODY = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 
 
-def test_a_key_says_who_asks():
+def test_key_selects_the_tenant():
     keys = TenantKeys(KEYS)
 
     assert keys.tenant_of(f"Bearer {KEY_A}") == "a"
@@ -18,18 +20,18 @@ def test_a_key_says_who_asks():
     assert keys.tenant_of(f"Bearer {KEY_B}") == "b"
 
 
-@pytest.mark.parametrize("header", ["Bearer nobody", "Bearer", "", f"Basic {KEY_A}", KEY_A, "ü x"])
-def test_a_key_that_nobody_has_is_refused(header):
+@pytest.mark.parametrize("header", ["Bearer unknown", "Bearer", "", f"Basic {KEY_A}", KEY_A, "ü x"])
+def test_unknown_key_is_refused(header):
     with pytest.raises(Unauthorized, match="unknown API key"):
         TenantKeys(KEYS).tenant_of(header)
 
 
-def test_without_keys_the_header_says_nothing():
+def test_without_keys_the_header_is_ignored():
     assert TenantKeys().tenant_of("Bearer anything") == "default"
 
 
 @pytest.mark.parametrize("specs", [(), parse_tenants("a;b")])
-def test_who_sends_no_key_is_refused_unless_there_is_a_default_tenant(specs):
+def test_missing_key_is_refused_without_a_default_tenant(specs):
     with pytest.raises(Unauthorized, match="missing API key"):
         TenantKeys(KEYS, specs).tenant_of(None)
 
@@ -46,18 +48,18 @@ def test_who_sends_no_key_is_refused_unless_there_is_a_default_tenant(specs):
         ({"a b": (KEY_A,)}, ConfigError, "tenant name"),
     ],
 )
-def test_keys_that_cannot_be_are_refused(keys, error, message):
+def test_invalid_keys_are_refused(keys, error, message):
     with pytest.raises(error, match=message):
         TenantKeys(keys, parse_tenants("a;b"))
 
 
 @pytest.mark.parametrize("keys", [None, {}, {"a": ()}])
-def test_tenants_nobody_can_speak_for_are_refused(keys):
+def test_tenants_without_keys_are_refused(keys):
     with pytest.raises(ConfigError, match="give --tenant-keys FILE, or add tenant 'default'"):
         TenantKeys(keys, parse_tenants("a;b"))
 
 
-def test_a_file_of_keys(tmp_path):
+def test_tenant_keys_are_read_from_a_file(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text(f'a = ["{KEY_A}", "sk-a-9b2e4410"]\nb = "{KEY_B}"\n')
 
@@ -72,7 +74,7 @@ def test_a_file_of_keys(tmp_path):
         ("a = [1]", "an API key or a list"),
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path, text, message):
+def test_invalid_key_file_is_refused(tmp_path, text, message):
     path = tmp_path / "keys.toml"
     path.write_text(text)
 
@@ -80,7 +82,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, text, message):
         read_tenant_keys(path)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_missing_key_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot read --tenant-keys"):
         read_tenant_keys(tmp_path / "none.toml")
 
@@ -105,7 +107,7 @@ def send(serve, body, headers=None, tenants="a;b"):
     )
 
 
-def test_the_key_and_never_the_body_says_whose_request_it_is(serve, submitted):
+def test_tenant_is_taken_from_the_key_not_the_body(serve, submitted):
     headers = {"Authorization": f"Bearer {KEY_B}"}
     response = send(serve, BODY | {"tenant": "a", "cache_salt": "mine"}, headers)
 
@@ -113,14 +115,14 @@ def test_the_key_and_never_the_body_says_whose_request_it_is(serve, submitted):
     assert [(r.tenant, r.spec.cache_salt) for r in submitted] == [("b", "mine")]
 
 
-def test_a_request_without_a_key_is_the_default_tenants(serve, submitted):
+def test_request_without_a_key_belongs_to_the_default_tenant(serve, submitted):
     assert send(serve, BODY, tenants="a;b;default").status_code == 200
 
     assert [(r.tenant, r.spec.cache_salt) for r in submitted] == [("default", "")]
 
 
-def test_a_stranger_is_refused_before_anything_runs(serve, submitted):
-    response = send(serve, BODY, {"Authorization": "Bearer sk-nobody"})
+def test_unknown_key_is_refused_before_submission(serve, submitted):
+    response = send(serve, BODY, {"Authorization": "Bearer sk-unknown"})
 
     assert response.status_code == 401
     assert response.json()["error"]["type"] == "AuthenticationError"
@@ -128,7 +130,7 @@ def test_a_stranger_is_refused_before_anything_runs(serve, submitted):
 
 
 @pytest.mark.parametrize("salt", ["x" * 129, "a\nb", "a\x00", "\u200b"])
-def test_a_salt_that_cannot_be_is_refused(serve, submitted, salt):
+def test_invalid_cache_salt_is_refused(serve, submitted, salt):
     response = send(serve, BODY | {"cache_salt": salt}, {"Authorization": f"Bearer {KEY_B}"})
 
     assert response.status_code == 400

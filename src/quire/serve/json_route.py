@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -129,16 +130,17 @@ def _check_content_type(content_type: str | None) -> None:
 # Parses large JSON in slices, so that other threads can run in between.
 #
 # `json.loads` is one call into C that holds the GIL: 0.4 s for 8 MiB of token ids. Here Python code
-# walks through arrays and objects, and passes at most `_MOST_SCALARS` numbers and strings of an
+# walks through arrays and objects, and passes at most `MOST_SCALARS` numbers and strings of an
 # array to `json.loads` per call.
 
 MOST_NODES = 1 << 17
 """Limit of arrays, objects and members of objects in one body: each is parsed in Python."""
 
-_MOST_SCALARS = 4096
+MOST_SCALARS = 4096
+"""Numbers and strings of an array that are parsed by one call of `json.loads`."""
+
 _SCALAR = r'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^\s"\[\]{},:]++)'
 _SPACE = r"[ \t\n\r]*+"
-_SCALARS = re.compile(rf"(?:{_SPACE}{_SCALAR}{_SPACE},){{1,{_MOST_SCALARS}}}+")
 _SPACES = re.compile(_SPACE)
 _decode = json.JSONDecoder().raw_decode
 
@@ -147,8 +149,12 @@ class TooManyNodes(ValueError):
     """JSON with more arrays, objects and members than `MOST_NODES`."""
 
 
-def loads_in_slices(raw: bytes) -> object:
+def loads_in_slices(raw: bytes, *, most_scalars: int = MOST_SCALARS) -> object:
     """Parse JSON with the same result as `json.loads`.
+
+    Args:
+        raw: JSON in UTF-8, UTF-16 or UTF-32.
+        most_scalars: most numbers and strings of an array that are parsed by one call.
 
     Raises:
         ValueError: the same errors as `json.loads`.
@@ -156,7 +162,7 @@ def loads_in_slices(raw: bytes) -> object:
         TooManyNodes: more than `MOST_NODES`.
     """
     text = raw.decode(json.detect_encoding(raw), "surrogatepass")
-    reader = _Reader(text)
+    reader = _Reader(text, _scalars(most_scalars))
     value, end = reader.value(_skip(text, 0))
     end = _skip(text, end)
     if end != len(text):
@@ -167,8 +173,9 @@ def loads_in_slices(raw: bytes) -> object:
 class _Reader:
     """Parser of one text; each method returns a value and the index after it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, scalars: re.Pattern[str]) -> None:
         self._text = text
+        self._run_of_scalars = scalars
         self._nodes = 0
 
     def value(self, start: int) -> tuple[object, int]:
@@ -208,7 +215,7 @@ class _Reader:
 
     def _scalars(self, start: int, values: list[object]) -> int:
         """Append numbers and strings that are followed by a comma; return the index after them."""
-        while (run := _SCALARS.match(self._text, start)) is not None:
+        while (run := self._run_of_scalars.match(self._text, start)) is not None:
             try:
                 values += json.loads(f"[{run[0][:-1]}]")
             except json.JSONDecodeError as error:
@@ -244,6 +251,12 @@ class _Reader:
         self._nodes += 1
         if self._nodes > MOST_NODES:
             raise TooManyNodes
+
+
+@cache
+def _scalars(most: int) -> re.Pattern[str]:
+    """Pattern of one to `most` scalars, each followed by a comma."""
+    return re.compile(rf"(?:{_SPACE}{_SCALAR}{_SPACE},){{1,{most}}}+")
 
 
 def _skip(text: str, start: int) -> int:

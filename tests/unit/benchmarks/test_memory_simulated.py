@@ -11,7 +11,7 @@ from benchmarks.memory.simulated import SimulatedConfig
 from quire.errors import ConfigError
 from quire.sim.models import model_shape
 from quire.sim.traces.base import TraceOptions
-from unit.sim.traces import request, trace
+from support.sim_traces import request, trace
 
 LENGTHS = ((300, 40), (5_000, 10), (700, 90), (30, 200), (90, 30), (1_200, 15))
 
