@@ -1,4 +1,4 @@
-"""Runs `quire` in this process, over tiny models."""
+"""Fixtures that run `quire` in this process with tiny models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ Quire = Callable[..., Result]
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
-    # these models are so small that a second thread only waits
+    # a second thread does not help with models of this size
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

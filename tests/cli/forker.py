@@ -1,7 +1,7 @@
-"""Runs `quire` command lines, each in a forked process of its own; torch is loaded only once.
+"""Runs `quire` command lines, each in its own forked process; torch is loaded only once.
 
-Reads a JSON list of arguments from each line of standard input; writes the process id, and when the
-process has ended, its wait status.
+Reads a JSON list of arguments from each line of standard input; writes the process id, and its wait
+status when the process has ended.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from quire.cli import batch_run
 from quire.cli.main import run
 
-GROUP_RECORDS = 4  # written often, so that kills find many states of the file
+GROUP_RECORDS = 4  # written often, so that kills occur at many states of the file
 
 
 def main() -> None:
@@ -23,25 +23,25 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             become_quire(json.loads(line))
-        say(child)
-        say(os.waitpid(child, 0)[1])
+        write(child)
+        write(os.waitpid(child, 0)[1])
 
 
-def say(number: int) -> None:
+def write(number: int) -> None:
     sys.stdout.write(f"{number}\n")
     sys.stdout.flush()
 
 
 def become_quire(arguments: list[str]) -> None:
     sys.argv = ["quire", *arguments]
-    os.dup2(2, 1)  # standard output belongs to the conversation with the test
+    os.dup2(2, 1)  # standard output is reserved for messages to the test
     status = 99
     try:
         run()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 98
     finally:
-        os._exit(status)  # never back into the loop above, whatever happened
+        os._exit(status)  # never return to the loop of the parent
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`quire batch` on a random model: every line once, whatever stands in it."""
+"""`quire batch` on a random model: every input line has exactly one record."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import batch_run
+from quire.cli.progress import LiveProgress
 from support.command_line import last_json, read_records, write_lines
 
 OPTIONS = ("--kv-memory", "64KiB", "--max-tokens", "6", "--no-verify")
@@ -17,7 +18,7 @@ BAD = [
     {"prompt": [1], "max_token": 3},
     {"prompt": "text, but there is no tokenizer"},
     {"prompt": [5] * 600},  # more than the context
-    {"prompt": [5] * 300},  # more KV than there is
+    {"prompt": [5] * 300},  # more KV than the memory holds
 ]
 
 
@@ -27,7 +28,7 @@ def prompts(count: int) -> list[object]:
 
 @pytest.fixture
 def batch(quire, zoo_folder: Path, tmp_path: Path):
-    """Runs lines into tmp_path/out.jsonl."""
+    """Run lines with their records in tmp_path/out.jsonl."""
 
     def run(lines: list[object] | None, *arguments: object):
         source = tmp_path / "in.jsonl"
@@ -40,7 +41,7 @@ def batch(quire, zoo_folder: Path, tmp_path: Path):
     return run
 
 
-def test_every_line_is_answered_once(batch):
+def test_every_line_has_one_record(batch):
     result, target = batch(prompts(20), "--max-num-seqs", "2")
 
     records = read_records(target)
@@ -60,15 +61,15 @@ def completion(name: str, prompt: object, **body: object) -> object:
     }
 
 
-def test_a_line_with_several_prompts_has_one_record_with_all_choices(batch):
-    requested = [[2, 7, 9], [3, 7, 9], [4, 7, 9]]
-    alone = [completion(str(i), prompt) for i, prompt in enumerate(requested)]
+def test_line_with_several_prompts_has_one_record_with_all_choices(batch):
+    token_ids = [[2, 7, 9], [3, 7, 9], [4, 7, 9]]
+    alone = [completion(str(i), prompt) for i, prompt in enumerate(token_ids)]
 
-    result, target = batch([*alone, completion("all", requested)])
+    result, target = batch([*alone, completion("all", token_ids)])
 
     assert result.exit_code == 0, result.output
-    found = {r["custom_id"]: r["response"]["body"] for r in read_records(target)}
-    *single, several = (found[name] for name in ("0", "1", "2", "all"))
+    bodies = {r["custom_id"]: r["response"]["body"] for r in read_records(target)}
+    *single, several = (bodies[name] for name in ("0", "1", "2", "all"))
     texts = [choice["text"] for body in single for choice in body["choices"]]
     assert [choice["text"] for choice in several["choices"]] == texts
     assert [choice["index"] for choice in several["choices"]] == list(range(6))
@@ -85,7 +86,7 @@ def test_one_refused_prompt_of_several_refuses_the_line(batch):
     assert "1025 prompts x 2 outputs" in errors["b"]
 
 
-def test_bad_lines_get_an_error_record_and_the_others_run(batch):
+def test_invalid_lines_have_error_records_and_the_others_run(batch):
     mixed = [line for pair in zip(prompts(len(BAD)), BAD, strict=True) for line in pair]
 
     result, target = batch(mixed)
@@ -98,7 +99,7 @@ def test_bad_lines_get_an_error_record_and_the_others_run(batch):
         assert (record["error"] is None) == (number % 2 == 1), record
 
 
-def test_a_line_that_never_fits_is_named_in_words(batch):
+def test_line_that_never_fits_is_named_in_its_error(batch):
     _, target = batch([*prompts(1), {"id": "long", "prompt": [5] * 300}, {"prompt": [5] * 300}])
 
     errors = {record["line"]: record["error"] for record in read_records(target)}
@@ -110,17 +111,17 @@ def test_a_line_that_never_fits_is_named_in_words(batch):
     assert not any("request-" in error for error in (errors[2], errors[3]))
 
 
-def test_failed_lines_are_tried_again_when_told_to_and_the_others_stay(batch):
+def test_retry_failed_runs_only_the_failed_lines(batch):
     lines = [*prompts(3), {"id": "long", "prompt": [5] * 300}, "{"]
     _, target = batch(lines)
-    answered = [record for record in read_records(target) if record["error"] is None]
+    succeeded = [record for record in read_records(target) if record["error"] is None]
 
-    more = ("--kv-memory", "512KiB", "--json")
-    again, _ = batch(None, *more)
-    assert again.exit_code == 1  # nothing was tried, and it is still so
-    assert last_json(again)["claims"]["requests_completed"] == 0
+    options = ("--kv-memory", "512KiB", "--json")
+    repeated, _ = batch(None, *options)
+    assert repeated.exit_code == 1  # no line was retried
+    assert last_json(repeated)["claims"]["requests_completed"] == 0
 
-    retried, _ = batch(None, "--retry-failed", *more)
+    retried, _ = batch(None, "--retry-failed", *options)
     records = {record["line"]: record for record in read_records(target)}
     assert retried.exit_code == 1
     assert "error records: 1 of 5 lines" in retried.stderr
@@ -128,14 +129,14 @@ def test_failed_lines_are_tried_again_when_told_to_and_the_others_stay(batch):
     assert last_json(retried)["claims"]["requests_completed_before"] == 3
     assert records[4]["error"] is None
     assert "not JSON" in records[5]["error"]
-    assert read_records(target)[:3] == answered
+    assert read_records(target)[:3] == succeeded
     assert len(read_records(target)) == 5
 
 
-def test_failed_lines_of_openais_format_are_tried_again_too(batch):
+def test_retry_failed_runs_failed_lines_of_the_openai_format(batch):
     body = {"prompt": [5] * 300, "max_tokens": 2}
-    requested = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
-    batch([requested])
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    batch([line])
 
     result, target = batch(None, "--retry-failed", "--kv-memory", "512KiB")
 
@@ -144,32 +145,32 @@ def test_failed_lines_of_openais_format_are_tried_again_too(batch):
     assert record["response"]["status_code"] == 200
 
 
-def test_blank_lines_are_no_requests(batch):
+def test_blank_lines_are_skipped(batch):
     result, target = batch(["", *prompts(2), "   ", ""])
 
     assert sorted(record["line"] for record in read_records(target)) == [2, 3]
     assert result.exit_code == 0
 
 
-def test_both_formats_may_stand_in_one_file(batch):
+def test_both_formats_can_be_mixed_in_one_file(batch):
     body = {"prompt": [3, 4], "max_tokens": 2}
-    requested = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
 
-    _, target = batch([requested, *prompts(1)])
+    _, target = batch([line, *prompts(1)])
 
     by_line = {record["line"]: record for record in read_records(target)}
     assert by_line[1]["response"]["body"]["usage"]["completion_tokens"] == 2
     assert by_line[2]["usage"]["completion_tokens"] == 6
 
 
-def test_options_of_a_line_win_over_those_of_the_command(batch):
+def test_line_options_override_command_options(batch):
     _, target = batch([{"prompt": [3], "max_tokens": 2}, {"prompt": [3]}])
 
     counts = {r["line"]: r["usage"]["completion_tokens"] for r in read_records(target)}
     assert counts == {1: 2, 2: 6}
 
 
-def test_a_second_start_answers_nothing_again(batch):
+def test_second_run_repeats_no_line(batch):
     batch(prompts(5))
     result, target = batch(None, "--json")
 
@@ -178,31 +179,35 @@ def test_a_second_start_answers_nothing_again(batch):
     assert len(read_records(target)) == 5
 
 
-def test_a_cut_output_is_completed_with_the_same_answers(batch):
+def test_truncated_output_is_completed_with_equal_records(batch):
     _, target = batch(prompts(8))
-    whole = {r["line"]: r["text"] for r in read_records(target)}
+    expected = {r["line"]: r["text"] for r in read_records(target)}
     target.write_bytes(target.read_bytes()[:-100])
 
     result, _ = batch(None)
 
     assert result.exit_code == 0
-    assert {r["line"]: r["text"] for r in read_records(target)} == whole
+    assert {r["line"]: r["text"] for r in read_records(target)} == expected
     assert len(read_records(target)) == 8
 
 
-def test_sampled_answers_of_a_continued_run_are_those_of_an_undisturbed_one(batch):
+def test_sampled_outputs_of_a_resumed_run_equal_an_uninterrupted_run(batch):
     _, target = batch(prompts(8), "--temperature", "1.5")
-    whole = {r["line"]: (r["text"], r["usage"]["completion_tokens"]) for r in read_records(target)}
+    expected = {
+        r["line"]: (r["text"], r["usage"]["completion_tokens"]) for r in read_records(target)
+    }
     lines = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(lines[:3]))
 
     batch(None, "--temperature", "1.5")
 
-    again = {r["line"]: (r["text"], r["usage"]["completion_tokens"]) for r in read_records(target)}
-    assert again == whole
+    resumed = {
+        r["line"]: (r["text"], r["usage"]["completion_tokens"]) for r in read_records(target)
+    }
+    assert resumed == expected
 
 
-def test_another_input_or_other_options_are_refused_until_told_to_start_over(batch):
+def test_other_input_or_options_are_refused_without_overwrite(batch):
     _, target = batch(prompts(3))
     before = target.read_bytes()
 
@@ -219,7 +224,7 @@ def test_another_input_or_other_options_are_refused_until_told_to_start_over(bat
     assert len(read_records(target)) == 4
 
 
-def test_options_that_change_no_answer_may_change(batch):
+def test_options_that_do_not_change_outputs_can_change_on_resume(batch):
     _, target = batch(prompts(3))
     target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
 
@@ -229,7 +234,7 @@ def test_options_that_change_no_answer_may_change(batch):
     assert len(read_records(target)) == 3
 
 
-def test_the_input_is_never_overwritten(quire, zoo_folder: Path, tmp_path: Path):
+def test_output_path_equal_to_the_input_is_refused(quire, zoo_folder: Path, tmp_path: Path):
     source = write_lines(tmp_path / "in.jsonl", prompts(2))
     before = source.read_bytes()
 
@@ -241,7 +246,7 @@ def test_the_input_is_never_overwritten(quire, zoo_folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl", "out.jsonl.state", "link.jsonl"])
 @pytest.mark.parametrize("is_there", [False, True])
-def test_events_are_never_written_among_records_or_requests(
+def test_kv_events_into_an_input_or_output_file_are_refused(
     quire, zoo_folder: Path, tmp_path: Path, name: str, is_there: bool
 ):
     source, target = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
@@ -258,7 +263,7 @@ def test_events_are_never_written_among_records_or_requests(
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.exists()} == before
 
 
-def test_lines_with_a_cache_salt_are_answered(batch):
+def test_lines_with_a_valid_cache_salt_run(batch):
     lines = [{"prompt": [2, 7, 9], "cache_salt": salt} for salt in ("a", "", None, "a" * 129, 7)]
 
     _, target = batch(lines)
@@ -269,20 +274,20 @@ def test_lines_with_a_cache_salt_are_answered(batch):
     assert "expected cache_salt to be a text, got 7" in errors[5]
 
 
-def test_lines_share_kv_with_those_of_their_salt(batch, tmp_path: Path):
+def test_lines_share_kv_only_with_equal_cache_salt(batch, tmp_path: Path):
     prompt = list(range(2, 2 + 64))
     lines = [{"prompt": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
 
     events = tmp_path / "events.jsonl"
     batch(lines, "--max-num-seqs", "1", "--kv-memory", "1MiB", "--kv-events", events)
 
-    found = [e["cached_tokens"] for e in read_records(events) if e["kind"] == "admitted"]
-    assert found[:2] == [0, 0]
-    assert found[2] > 0
+    cached = [e["cached_tokens"] for e in read_records(events) if e["kind"] == "admitted"]
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
-def test_an_input_that_is_no_file_is_refused(quire, tmp_path: Path, name: str):
+def test_input_that_is_not_a_file_is_refused(quire, tmp_path: Path, name: str):
     result = quire("batch", "quire-tiny", tmp_path / name, tmp_path / "out.jsonl")
 
     assert result.exit_code == 2
@@ -290,7 +295,7 @@ def test_an_input_that_is_no_file_is_refused(quire, tmp_path: Path, name: str):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_an_output_that_cannot_be_written_is_refused(quire, tmp_path: Path):
+def test_unwritable_output_is_refused(quire, tmp_path: Path):
     source = write_lines(tmp_path / "in.jsonl", prompts(1))
 
     result = quire("batch", "quire-tiny", source, tmp_path / "nowhere" / "out.jsonl")
@@ -299,15 +304,15 @@ def test_an_output_that_cannot_be_written_is_refused(quire, tmp_path: Path):
     assert "cannot be written" in result.stderr
 
 
-def test_an_empty_input_is_done_at_once(batch):
+def test_empty_input_gives_an_empty_output(batch):
     result, target = batch([])
 
     assert result.exit_code == 0
     assert read_records(target) == []
 
 
-def test_data_rows_are_answered_by_their_key(batch):
-    rows = [{"tokens": [3, 4], "answer": "x", "max_tokens": "no option here"}]
+def test_data_rows_use_the_prompt_key(batch):
+    rows = [{"tokens": [3, 4], "answer": "x", "max_tokens": "not an option"}]
 
     _, target = batch(rows, "--prompt-key", "tokens", "--with-prompt")
 
@@ -315,7 +320,7 @@ def test_data_rows_are_answered_by_their_key(batch):
     assert (record["error"], record["prompt"]) == (None, [3, 4])
 
 
-def test_text_gets_the_prefix_and_a_chat_its_template(quire, tmp_path: Path):
+def test_text_prompt_gets_the_prefix_and_chat_the_template(quire, tmp_path: Path):
     lines = [
         {"question": "The king", "answer": "?"},
         {"question": "The queen"},
@@ -335,7 +340,7 @@ def test_text_gets_the_prefix_and_a_chat_its_template(quire, tmp_path: Path):
         *quick,
     )
 
-    chat = {"messages": [{"role": "user", "content": "The king"}]}  # its template adds <|doc|>
+    chat = {"messages": [{"role": "user", "content": "The king"}]}  # the template adds <|doc|>
     write_lines(source, [chat, {"prompt": "<|doc|>The queen"}])
     by_template = tmp_path / "chat.jsonl"
     quire("batch", "quire-tiny", source, by_template, *quick)
@@ -344,17 +349,15 @@ def test_text_gets_the_prefix_and_a_chat_its_template(quire, tmp_path: Path):
     assert texts[0][1]
 
 
-def test_few_lines_are_submitted_at_a_time(batch, monkeypatch):
+def test_number_of_submitted_lines_is_bounded(batch, monkeypatch):
     waiting = []
     monkeypatch.setattr(batch_run, "WINDOW_PER_RUNNING", 2)
-    step = batch_run.BatchRun._after_step
 
-    def watch(self, on_step):
-        stats = self._llm.stats()
+    def record(progress, num_done, read_stats):
+        stats = read_stats()
         waiting.append(stats.num_running + stats.num_waiting)
-        step(self, on_step)
 
-    monkeypatch.setattr(batch_run.BatchRun, "_after_step", watch)
+    monkeypatch.setattr(LiveProgress, "show", record)
 
     result, target = batch(prompts(40), "--max-num-seqs", "3")
 
@@ -363,39 +366,36 @@ def test_few_lines_are_submitted_at_a_time(batch, monkeypatch):
     assert max(waiting) <= 6
 
 
-def test_the_last_line_is_the_whole_envelope(batch):
+def test_last_line_is_the_json_envelope(batch):
     result, _ = batch([*prompts(3), "{"], "--json")
 
-    answer = last_json(result)
-    assert answer["name"] == "batch"
-    assert answer["claims"]["requests_completed"] == 4
-    assert answer["claims"]["requests_with_errors"] == 1
-    assert answer["arms"]["finish_reasons"]["error"] == 1
-    assert {"config", "commit", "versions", "hardware", "seconds"} <= answer.keys()
+    report = last_json(result)
+    assert report["name"] == "batch"
+    assert report["claims"]["requests_completed"] == 4
+    assert report["claims"]["requests_with_errors"] == 1
+    assert report["arms"]["finish_reasons"]["error"] == 1
+    assert {"config", "commit", "versions", "hardware", "seconds"} <= report.keys()
 
 
-def test_an_interrupt_keeps_what_is_answered_and_says_how_to_go_on(batch, monkeypatch):
-    step = batch_run.BatchRun._after_step
-
-    def interrupt(self, on_step):
-        step(self, on_step)
-        if self.tally.completed >= 3:
+def test_interrupt_keeps_records_and_explains_how_to_resume(batch, monkeypatch):
+    def interrupt(progress, num_done, read_stats):
+        if num_done >= 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch_run.BatchRun, "_after_step", interrupt)
+    monkeypatch.setattr(LiveProgress, "show", interrupt)
     result, target = batch(prompts(12), "--max-num-seqs", "1")
     monkeypatch.undo()
 
     assert result.exit_code == 130
     assert "run the same command to resume" in result.stderr
-    done = len(read_records(target))
-    assert 3 <= done < 12
+    num_records = len(read_records(target))
+    assert 3 <= num_records < 12
 
     batch(None, "--max-num-seqs", "1")
     assert len(read_records(target)) == 12
 
 
-def test_answers_of_a_state_file_are_readable(batch):
+def test_state_file_is_json_with_the_config(batch):
     _, target = batch(prompts(1))
 
     state = json.loads(Path(f"{target}.state").read_text())
@@ -403,13 +403,11 @@ def test_answers_of_a_state_file_are_readable(batch):
     assert state["config"]["max_tokens"] == 6
 
 
-def test_names_of_several_lines_are_warned_of_and_all_are_answered(batch):
+def test_duplicate_ids_are_warned_about_and_all_lines_run(batch):
     body = {"prompt": [3, 4], "max_tokens": 2}
-    requested = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
 
-    result, target = batch(
-        [*prompts(2), requested, {"id": "c", "prompt": [3]}, "{", requested, requested]
-    )
+    result, target = batch([*prompts(2), line, {"id": "c", "prompt": [3]}, "{", line, line])
 
     warnings = [line for line in result.stderr.splitlines() if line.startswith("warning")]
     assert warnings == [
@@ -419,13 +417,13 @@ def test_names_of_several_lines_are_warned_of_and_all_are_answered(batch):
     assert len(read_records(target)) == 7
 
 
-def test_names_that_are_unique_are_not_warned_of(batch):
+def test_unique_ids_give_no_warning(batch):
     result, _ = batch(prompts(4))
 
     assert "warning" not in result.stderr
 
 
-def test_to_start_over_and_to_retry_exclude_each_other(batch):
+def test_overwrite_and_retry_failed_exclude_each_other(batch):
     result, target = batch(prompts(1), "--overwrite", "--retry-failed")
 
     assert result.exit_code == 2
@@ -434,7 +432,7 @@ def test_to_start_over_and_to_retry_exclude_each_other(batch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_for_events_loses_no_record(batch):
+def test_full_disk_for_events_keeps_all_records(batch):
     result, target = batch(prompts(3), "--kv-events", "/dev/full", "--json")
 
     assert result.exit_code == 2
@@ -447,22 +445,22 @@ def test_a_full_disk_for_events_loses_no_record(batch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (("in.jsonl", "out.jsonl"), "name the model first, as in quire batch quire-tiny in.jsonl"),
         (("in.jsonl",), ", got in.jsonl"),
         ((), ", got no arguments"),
     ],
 )
-def test_a_batch_without_its_model_is_refused_with_what_to_type(quire, tmp_path, given, said):
-    result = quire("batch", *given)
+def test_batch_without_a_model_is_refused_with_the_usage(quire, tmp_path, arguments, message):
+    result = quire("batch", *arguments)
 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: expected quire batch MODEL INPUT OUTPUT")
-    assert said in result.stderr
+    assert message in result.stderr
 
 
-def test_records_repeat_the_metadata_of_their_lines(batch):
+def test_records_include_the_metadata_of_their_lines(batch):
     metadata = {"trace": "t-9"}
     lines = [
         {"id": "plain", "prompt": [2, 7, 9], "metadata": metadata},

@@ -1,4 +1,4 @@
-"""`quire batch` under SIGKILL: whenever it dies, the next start answers the rest, once."""
+"""`quire batch` under SIGKILL: a restart completes the remaining lines without duplicates."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from support.command_line import read_records, write_lines
 
 KILLS = 6
 NUM_LINES = 120
-BROKEN_EVERY = 40
-DONE = 1  # exit status of a whole run with broken lines
+INVALID_EVERY = 40
+DONE = 1  # exit status of a complete run with invalid lines
 PATIENCE_S = 30.0
 
 
 class Forker:
-    """A process that runs `quire` in children which may be killed."""
+    """A process that runs `quire` in child processes that can be killed."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Forker:
         if kill_when is not None:
             while not kill_when():
                 time.sleep(0.002)
-            with suppress(ProcessLookupError):  # it was quicker than us
+            with suppress(ProcessLookupError):  # the child has already ended
                 os.kill(child, signal.SIGKILL)
         return os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
 
@@ -61,8 +61,10 @@ def forker():
     running.close()
 
 
-def moments(rng: random.Random, target: Path, patience_s: float) -> Iterator[Callable[[], bool]]:
-    """When to kill: at the start and while loading, and then a little after more was written."""
+def kill_conditions(
+    rng: random.Random, target: Path, patience_s: float
+) -> Iterator[Callable[[], bool]]:
+    """Conditions of kills: at the start, while loading, and shortly after more was written."""
     for index in range(KILLS):
         size = target.stat().st_size if target.exists() else 0
         wanted = size + rng.randrange(1, 4000) if index % 3 else 0
@@ -83,26 +85,26 @@ def requests() -> list[object]:
         {"prompt": [2 + i % 120, 7, 9 + i % 11], "max_tokens": 4 + i % 12, "temperature": 1.0}
         for i in range(NUM_LINES)
     ]
-    lines[BROKEN_EVERY - 1 :: BROKEN_EVERY] = ["{"] * (NUM_LINES // BROKEN_EVERY)
+    lines[INVALID_EVERY - 1 :: INVALID_EVERY] = ["{"] * (NUM_LINES // INVALID_EVERY)
     return lines
 
 
-def answers_of(path: Path) -> dict[int, tuple[object, ...]]:
+def outputs_by_line(path: Path) -> dict[int, tuple[object, ...]]:
     records = read_records(path)
-    answers = {
+    outputs = {
         r["line"]: (r["id"], r["text"], r["finish_reason"], r["usage"], r["error"]) for r in records
     }
-    assert len(answers) == len(records), "a line was answered twice"
-    return {line: without_times(answer) for line, answer in answers.items()}
+    assert len(outputs) == len(records), "a line has two records"
+    return {line: without_timings(output) for line, output in outputs.items()}
 
 
-def without_times(answer: tuple[object, ...]) -> tuple[object, ...]:
-    name, text, reason, usage, error = answer
+def without_timings(output: tuple[object, ...]) -> tuple[object, ...]:
+    name, text, reason, usage, error = output
     tokens = usage and (usage["prompt_tokens"], usage["completion_tokens"])
     return name, text, reason, tokens, error
 
 
-def test_killed_at_any_moment_every_request_is_answered_exactly_once(forker, tmp_path: Path):
+def test_batch_killed_at_any_time_writes_every_result_once(forker, tmp_path: Path):
     rng = random.Random(2026)
     model = zoo.save("llama", tmp_path / "model")
     source = write_lines(tmp_path / "in.jsonl", requests())
@@ -115,29 +117,29 @@ def test_killed_at_any_moment_every_request_is_answered_exactly_once(forker, tmp
         "11",
         "--no-verify",
     )
-    calm, target = tmp_path / "calm.jsonl", tmp_path / "out.jsonl"
+    uninterrupted, target = tmp_path / "uninterrupted.jsonl", tmp_path / "out.jsonl"
 
-    assert forker.run("batch", model, source, calm, *options) == DONE
+    assert forker.run("batch", model, source, uninterrupted, *options) == DONE
 
     sizes = set()
-    for kill_when in moments(rng, target, PATIENCE_S):
+    for kill_when in kill_conditions(rng, target, PATIENCE_S):
         status = forker.run("batch", model, source, target, *options, kill_when=kill_when)
         size = target.stat().st_size if target.exists() else 0
         sizes.add(size)
         if status == DONE:
             break
         assert status == -signal.SIGKILL
-        if size and rng.random() < 0.5:  # as if the machine had died in the middle of a write
+        if size and rng.random() < 0.5:  # simulates a machine failure during a write
             os.truncate(target, rng.randrange(max(0, size - 300), size))
 
     assert forker.run("batch", model, source, target, *options) == DONE
-    assert answers_of(target) == answers_of(calm)
-    assert answers_of(target).keys() == set(range(1, NUM_LINES + 1))
-    assert len(sizes - {0}) >= 3, "too few kills hit the middle"
+    assert outputs_by_line(target) == outputs_by_line(uninterrupted)
+    assert outputs_by_line(target).keys() == set(range(1, NUM_LINES + 1))
+    assert len(sizes - {0}) >= 3, "too few kills occurred during the run"
 
 
 @pytest.mark.slow
-def test_the_installed_program_survives_a_kill(tmp_path: Path):
+def test_installed_program_completes_after_a_kill(tmp_path: Path):
     program = Path(sys.executable).with_name("quire")
     if not program.is_file():
         pytest.skip("quire is not installed here as a script")
@@ -151,7 +153,7 @@ def test_the_installed_program_survives_a_kill(tmp_path: Path):
         time.sleep(0.01)
     first.kill()
     first.wait()
-    again = subprocess.run(command, capture_output=True)
+    second = subprocess.run(command, capture_output=True)
 
-    assert again.returncode == DONE, again.stderr
-    assert answers_of(target).keys() == set(range(1, NUM_LINES + 1))
+    assert second.returncode == DONE, second.stderr
+    assert outputs_by_line(target).keys() == set(range(1, NUM_LINES + 1))

@@ -1,4 +1,4 @@
-"""`quire generate` and `quire plan` on damaged copies of quire-tiny: exit 2 and one line."""
+"""`quire generate` and `quire plan` on damaged copies of quire-tiny: exit code 2 and one line."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ def tiny(tmp_path: Path) -> Path:
     return Path(shutil.copytree(find_model("quire-tiny")[0], tmp_path / "tiny"))
 
 
-def _ends_in_one_line(result, message: str) -> None:
+def _assert_one_error_line(result, message: str) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -36,11 +36,11 @@ def _ends_in_one_line(result, message: str) -> None:
         ({"hidden_act": "nope"}, "'hidden_act' is 'nope', which Transformers does not know"),
     ],
 )
-def test_a_config_that_cannot_be(quire, tiny: Path, changes: dict, message: str):
+def test_invalid_config_is_refused(quire, tiny: Path, changes: dict, message: str):
     path = tiny / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    _ends_in_one_line(quire("generate", tiny, "-p", "x"), message)
+    _assert_one_error_line(quire("generate", tiny, "-p", "x"), message)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_a_config_that_cannot_be(quire, tiny: Path, changes: dict, message: str)
         ({"max_new_tokens": "x"}, "'max_new_tokens' is 'x', expected an integer from 1"),
     ],
 )
-def test_generation_defaults_that_cannot_be(quire, tiny: Path, values: dict, message: str):
+def test_invalid_generation_config_is_refused(quire, tiny: Path, values: dict, message: str):
     (tiny / "generation_config.json").write_text(json.dumps(values))
 
-    _ends_in_one_line(quire("generate", tiny, "-p", "x"), f"generation_config.json: {message}")
+    _assert_one_error_line(quire("generate", tiny, "-p", "x"), f"generation_config.json: {message}")
 
 
-def test_an_end_token_beyond_the_vocabulary(quire, tiny: Path):
+def test_eos_token_id_outside_the_vocabulary_is_ignored(quire, tiny: Path):
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**9}))
     result = quire("generate", tiny, "-p", "x", "--max-tokens", "4", "--min-tokens", "2")
 
@@ -66,28 +66,28 @@ def test_an_end_token_beyond_the_vocabulary(quire, tiny: Path):
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])
-def test_a_config_of_brackets(quire, tiny: Path, command: str):
+def test_deeply_nested_config_is_refused(quire, tiny: Path, command: str):
     (tiny / "config.json").write_text("[" * 100_000)
     prompt = ("-p", "x") if command == "generate" else ()
 
-    _ends_in_one_line(quire(command, tiny, *prompt), "nested too deeply")
+    _assert_one_error_line(quire(command, tiny, *prompt), "nested too deeply")
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])
-def test_a_name_of_300_characters(quire, monkeypatch, command: str):
+def test_model_name_of_300_characters_is_refused(quire, monkeypatch, command: str):
     def offline(*_: object, **__: object) -> str:
         raise OSError("no network")
 
     monkeypatch.setattr("quire.models.source.snapshot_download", offline)
     prompt = ("-p", "x") if command == "generate" else ()
 
-    _ends_in_one_line(quire(command, "a" * 300, *prompt), "there is no folder 'aaa")
+    _assert_one_error_line(quire(command, "a" * 300, *prompt), "there is no folder 'aaa")
 
 
-def test_a_weight_that_is_not_a_number(quire, tiny: Path):
+def test_nan_weight_is_refused(quire, tiny: Path):
     name = "model.layers.2.mlp.up_proj.weight"
     tensors = load_file(tiny / "model.safetensors")
     tensors[name].view(-1)[7] = torch.nan
     save_file(tensors, tiny / "model.safetensors", metadata={"format": "pt"})
 
-    _ends_in_one_line(quire("generate", tiny, "-p", "x"), f"weights contain NaN in {name}")
+    _assert_one_error_line(quire("generate", tiny, "-p", "x"), f"weights contain NaN in {name}")

@@ -1,4 +1,4 @@
-"""`quire demo`, `quire doctor` and `quire eval gate`, small."""
+"""`quire demo`, `quire doctor` and `quire eval gate` with small sizes."""
 
 import json
 
@@ -24,7 +24,7 @@ def demo_result():
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
-def test_the_demo_answers_everything_exactly(demo_result):
+def test_demo_outputs_equal_transformers(demo_result):
     claims = last_json(demo_result)["claims"]
 
     assert demo_result.exit_code == 0
@@ -33,7 +33,7 @@ def test_the_demo_answers_everything_exactly(demo_result):
     assert claims["facts_asked"] == 2
 
 
-def test_the_demo_measures_memory_and_time(demo_result):
+def test_demo_reports_memory_and_time(demo_result):
     claims = last_json(demo_result)["claims"]
 
     assert claims["kv_total_bytes"] <= 4 * 2**20
@@ -44,61 +44,61 @@ def test_the_demo_measures_memory_and_time(demo_result):
     assert 0 < claims["token_p50_s"] <= claims["token_p99_s"]
 
 
-def test_the_demo_shows_a_table_and_the_comparison(demo_result):
+def test_demo_prints_a_table_and_the_comparison(demo_result):
     for text in ("peak running requests", "whole context reserved", "compared with Transformers"):
         assert text in demo_result.stdout
 
 
-def test_a_different_answer_is_seen():
+def test_different_output_is_detected():
     llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="2MiB"), verify=False)
-    (right,) = llm.generate("<|doc|>The king said")
-    wrong_ids = (*right.token_ids[:3], right.token_ids[3] + 1, *right.token_ids[4:])
-    wrong = type(right)(
-        **{n: getattr(right, n) for n in right.__slots__} | {"token_ids": wrong_ids}
+    (correct,) = llm.generate("<|doc|>The king said")
+    wrong_ids = (*correct.token_ids[:3], correct.token_ids[3] + 1, *correct.token_ids[4:])
+    wrong = type(correct)(
+        **{n: getattr(correct, n) for n in correct.__slots__} | {"token_ids": wrong_ids}
     )
 
-    assert compare_with_generate("quire-tiny", [right]) == Exactness(1, 1, 0)
-    assert not compare_with_generate("quire-tiny", [right, wrong]).passed
+    assert compare_with_generate("quire-tiny", [correct]) == Exactness(1, 1, 0)
+    assert not compare_with_generate("quire-tiny", [correct, wrong]).passed
 
 
-def test_a_demo_of_no_requests_or_too_many_is_refused(quire):
+def test_demo_request_count_out_of_range_is_refused(quire):
     for count in (0, NUM_QUESTIONS + 1):
         with pytest.raises(ConfigError, match="64"):
             demo_prompts(count, 8, rough_measure)
 
 
-def test_the_questions_are_whole_and_different():
-    requested = questions()
+def test_demo_questions_are_complete_and_distinct():
+    prompts = questions()
 
-    assert len(set(requested)) == NUM_QUESTIONS
-    assert requested[0].startswith("Janet")
-    assert all(len(question) > 40 for question in requested)
+    assert len(set(prompts)) == NUM_QUESTIONS
+    assert prompts[0].startswith("Janet")
+    assert all(len(question) > 40 for question in prompts)
 
 
-def test_a_healthy_machine_passes(quire):
+def test_doctor_passes_on_a_healthy_machine(quire):
     result = quire("doctor", "--json")
 
-    answer = last_json(result)
+    report = last_json(result)
     assert result.exit_code == 0, result.output
-    assert answer["claims"] == {"healthy": 1}
-    names = {finding["name"] for finding in answer["arms"]["findings"]}
+    assert report["claims"] == {"healthy": 1}
+    names = {finding["name"] for finding in report["arms"]["findings"]}
     assert {"torch", "threads", "memory", "attention auto", "packaged model"} <= names
 
 
-def test_a_fault_is_shown_and_counted(quire, monkeypatch):
+def test_doctor_reports_a_fault(quire, monkeypatch):
     def broken(*arguments: object, **options: object) -> None:
-        raise ModelError("the weights are gone")
+        raise ModelError("the weights are missing")
 
     monkeypatch.setattr("quire.models.loader.load_model", broken)
 
     result = quire("doctor", "--json")
 
     assert result.exit_code == 1
-    assert "the weights are gone" in json.dumps(last_json(result))
+    assert "the weights are missing" in json.dumps(last_json(result))
     assert last_json(result)["claims"] == {"healthy": 0}
 
 
-def test_a_wrong_trial_answer_is_a_fault(monkeypatch):
+def test_doctor_reports_a_wrong_test_output(monkeypatch):
     monkeypatch.setattr(
         "quire.cli.exactness.compare_with_generate", lambda *arguments: Exactness(1, 0, 0)
     )
@@ -109,7 +109,7 @@ def test_a_wrong_trial_answer_is_a_fault(monkeypatch):
     assert findings["packaged model"].ok
 
 
-def test_the_gate_reports_its_cases(quire, monkeypatch):
+def test_gate_reports_its_cases(quire, monkeypatch):
     from quire.cli import evaluate
     from quire.evals.gate import GateCase
 
@@ -127,14 +127,14 @@ def test_the_gate_reports_its_cases(quire, monkeypatch):
         "float32",
     )
 
-    answer = last_json(result)
+    report = last_json(result)
     assert result.exit_code == (0 if "passed" in result.stdout else 1)
-    assert answer["claims"].keys() == {"kv_96_full", "kv_96_evicted"}
-    assert answer["claims"]["kv_96_full"] > answer["claims"]["kv_96_evicted"]
-    assert len(answer["arms"]["rows"]) == 10
+    assert report["claims"].keys() == {"kv_96_full", "kv_96_evicted"}
+    assert report["claims"]["kv_96_full"] > report["claims"]["kv_96_evicted"]
+    assert len(report["arms"]["rows"]) == 10
 
 
-def test_the_gate_refuses_a_policy_of_the_caller(quire):
+def test_gate_refuses_an_eviction_policy(quire):
     result = quire("eval", "gate", "--quick", "--evict", "recent:cap=64,every=8")
 
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""`quire generate` and `quire chat` on the packaged model, and what they refuse."""
+"""`quire generate`, `quire chat` and `quire serve` on the packaged model, and refused options."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ def expected():
     return llm.generate(PROMPT, SamplingParams(max_tokens=5))[0]
 
 
-def test_the_answer_goes_to_standard_output_and_its_cost_beside(quire, expected):
+def test_output_is_on_stdout_and_usage_on_stderr(quire, expected):
     result = quire("generate", "--prompt", PROMPT, *QUICK)
 
     assert result.exit_code == 0
@@ -30,7 +30,7 @@ def test_the_answer_goes_to_standard_output_and_its_cost_beside(quire, expected)
     assert "5 output tokens" in result.stderr
 
 
-def test_a_cap_above_the_prompt_evicts_nothing_and_says_so(quire, expected):
+def test_cap_above_the_prompt_evicts_nothing_and_reports_it(quire, expected):
     capped = quire("generate", "--prompt", PROMPT, "--evict", "recent:cap=9000", *QUICK)
 
     assert capped.stdout == expected.text + "\n"
@@ -38,31 +38,31 @@ def test_a_cap_above_the_prompt_evicts_nothing_and_says_so(quire, expected):
     assert "evicted" not in quire("generate", "--prompt", PROMPT, *QUICK).stderr
 
 
-def test_standard_input_is_the_prompt_without_its_last_line_end(quire, expected):
+def test_stdin_is_the_prompt_without_its_trailing_newline(quire, expected):
     assert quire("generate", *QUICK, input=PROMPT + "\n").stdout == expected.text + "\n"
 
 
-def test_the_last_line_is_json_when_asked(quire, expected):
-    answer = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
+def test_json_option_prints_json_as_the_last_line(quire, expected):
+    report = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
 
-    assert answer["text"] == expected.text
-    assert answer["token_ids"] == list(expected.token_ids)
-    assert answer["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 5
-    assert answer["config"]["kv"]["memory"] == 2 << 20
+    assert report["text"] == expected.text
+    assert report["token_ids"] == list(expected.token_ids)
+    assert report["finish_reason"] == "length"
+    assert report["usage"]["completion_tokens"] == 5
+    assert report["config"]["kv"]["memory"] == 2 << 20
 
 
-def test_several_answers_stand_one_below_the_other(quire):
-    several = ("--n", "2", "--temperature", "1", "--seed", "3")
-    result = quire("generate", "-p", PROMPT, "--json", *several, *QUICK)
-    answer = last_json(result)
+def test_several_choices_are_printed_in_order(quire):
+    options = ("--n", "2", "--temperature", "1", "--seed", "3")
+    result = quire("generate", "-p", PROMPT, "--json", *options, *QUICK)
+    report = last_json(result)
 
-    texts = [choice["text"] for choice in answer["choices"]]
+    texts = [choice["text"] for choice in report["choices"]]
     assert result.stdout.startswith(f"[0]\n{texts[0]}\n[1]\n{texts[1]}\n")
-    assert answer["text"] == texts[0]
+    assert report["text"] == texts[0]
 
 
-def test_beams_come_with_their_scores(quire):
+def test_beams_are_printed_with_scores(quire):
     beams = ("--n", "2", "--use-beam-search", "--beam-width", "3")
     result = quire("generate", "-p", PROMPT, "--json", *beams, *QUICK)
     best, second = last_json(result)["choices"]
@@ -71,16 +71,16 @@ def test_beams_come_with_their_scores(quire):
     assert result.stdout.startswith(f"[0, score {best['score']:.3f}]\n{best['text']}\n[1, score")
 
 
-def test_options_of_a_file_reach_the_model(quire, tmp_path: Path):
+def test_config_file_options_apply(quire, tmp_path: Path):
     config = tmp_path / "quire.toml"
     config.write_text("kv-memory = '2MiB'\nverify = false\n[sampling]\nmax_tokens = 2\n")
 
-    answer = last_json(quire("generate", "-p", PROMPT, "--json", "--config", config))
+    report = last_json(quire("generate", "-p", PROMPT, "--json", "--config", config))
 
-    assert answer["usage"]["completion_tokens"] == 2
+    assert report["usage"]["completion_tokens"] == 2
 
 
-def test_verbose_says_what_the_memory_is(quire):
+def test_verbose_reports_the_kv_memory(quire):
     assert "2,097,152 B of KV" in quire("generate", "-p", PROMPT, "-v", *QUICK).stderr
 
 
@@ -108,7 +108,7 @@ def assert_refused(result, *parts: str) -> None:
         (("--threads", "-1"), ("threads",)),
     ],
 )
-def test_wrong_options_are_one_line_that_names_them(quire, arguments, parts):
+def test_invalid_options_are_one_error_line(quire, arguments, parts):
     result = quire("generate", "-p", PROMPT, "--no-verify", *arguments)
 
     assert result.exit_code == 2
@@ -116,15 +116,15 @@ def test_wrong_options_are_one_line_that_names_them(quire, arguments, parts):
     assert "Traceback" not in result.stderr
 
 
-def test_a_prompt_over_the_context_is_refused_with_both_numbers(quire):
+def test_prompt_over_the_context_is_refused_with_the_limit(quire):
     assert_refused(quire("generate", *QUICK, input="one two three " * 3000), "4096")
 
 
-def test_a_prompt_that_can_never_fit_is_refused_with_the_bytes(quire):
+def test_prompt_that_never_fits_is_refused_with_the_bytes(quire):
     assert_refused(quire("generate", *QUICK, input="one two three " * 300), "2,097,152 B")
 
 
-def test_half_a_surrogate_pair_is_refused(quire):
+def test_lone_surrogate_is_refused(quire):
     assert_refused(quire("generate", "-p", "a\udc80", *QUICK), "surrogate")
 
 
@@ -133,7 +133,7 @@ def test_an_empty_prompt_is_refused(quire):
     assert_refused(quire("generate", *QUICK, input="\n"), "empty")
 
 
-def test_model_folders_that_cannot_be_read_are_refused_by_what_is_missing(quire, tmp_path: Path):
+def test_incomplete_model_folders_are_refused_with_the_missing_file(quire, tmp_path: Path):
     empty, no_weights = tmp_path / "empty", tmp_path / "no-weights"
     empty.mkdir()
     zoo.save("llama", no_weights)
@@ -145,35 +145,35 @@ def test_model_folders_that_cannot_be_read_are_refused_by_what_is_missing(quire,
     assert_refused(quire("generate", no_weights, "-p", "x"), "no-weights")
 
 
-def test_a_model_without_a_tokenizer_is_refused_for_text(quire, zoo_folder: Path):
+def test_text_prompt_without_a_tokenizer_is_refused(quire, zoo_folder: Path):
     result = quire("generate", zoo_folder, "-p", "x", "--kv-memory", "1MiB")
 
     assert_refused(result, "no tokenizer")
 
 
-def test_a_chat_answers_every_line_and_forgets_when_told(quire):
-    said = "hello\n\nhello\n/reset\nhello\n/exit\nnever\n"
+def test_chat_replies_to_every_line_and_reset_clears_the_conversation(quire):
+    message = "hello\n\nhello\n/reset\nhello\n/exit\nnever\n"
 
-    result = quire("chat", *QUICK, input=said)
+    result = quire("chat", *QUICK, input=message)
 
-    answers = [line for line in result.stdout.splitlines() if line]
+    replies = [line for line in result.stdout.splitlines() if line]
     assert result.exit_code == 0
     assert "conversation cleared" in result.stderr
-    assert len(answers) == 3
-    assert answers[0] == answers[2]  # after /reset the same words get the same answer
+    assert len(replies) == 3
+    assert replies[0] == replies[2]  # after /reset the same message has the same reply
 
 
-def test_a_full_context_is_said_and_the_chat_goes_on(quire):
-    said = "one two three " * 3000 + "\nhello\n"
+def test_full_context_is_reported_and_the_chat_continues(quire):
+    message = "one two three " * 3000 + "\nhello\n"
 
-    result = quire("chat", *QUICK, input=said)
+    result = quire("chat", *QUICK, input=message)
 
     assert result.exit_code == 0
     assert "/reset" in result.stderr.split("error: ")[1]
     assert result.stdout.strip()
 
 
-def test_a_message_that_never_fits_is_refused_and_the_chat_goes_on(quire):
+def test_message_that_never_fits_is_refused_and_the_chat_continues(quire):
     result = quire("chat", *QUICK, input="one two three " * 300 + "\nhello\n")
 
     assert result.exit_code == 0
@@ -181,19 +181,19 @@ def test_a_message_that_never_fits_is_refused_and_the_chat_goes_on(quire):
     assert result.stdout.strip()
 
 
-def test_a_system_message_opens_the_conversation(quire):
+def test_system_message_starts_the_conversation(quire):
     plain = quire("chat", *QUICK, input="hello\n").stdout
 
     assert quire("chat", *QUICK, "--system", "It was night. ", input="hello\n").stdout != plain
 
 
-def test_a_model_without_a_tokenizer_cannot_chat(quire, zoo_folder: Path):
+def test_chat_without_a_tokenizer_is_refused(quire, zoo_folder: Path):
     result = quire("chat", zoo_folder, "--kv-memory", "1MiB", input="hello\n")
 
     assert "no tokenizer" in result.stderr
 
 
-def test_serve_hands_the_model_and_the_address_on(quire, monkeypatch):
+def test_serve_passes_model_address_and_keys(quire, monkeypatch):
     calls = []
     monkeypatch.setattr(
         "quire.serve.app.run_server",
@@ -211,17 +211,17 @@ def test_serve_hands_the_model_and_the_address_on(quire, monkeypatch):
     assert not keys.tells_tenants_apart
 
 
-def test_serve_refuses_a_taken_port_before_the_model_is_loaded(quire, monkeypatch):
+def test_serve_refuses_a_port_in_use_before_the_model_is_loaded(quire, monkeypatch):
     monkeypatch.setattr("quire.cli.settings.Settings.open_llm", lambda _: pytest.fail("loaded"))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = quire("serve", "--port", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        result = quire("serve", "--port", listener.getsockname()[1])
 
     assert result.exit_code == 2
     assert "cannot listen on 127.0.0.1 port" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--port", "70000"), "a port from 0 to 65535"),
         (("--max-body", "0"), "max-body of at least 1 byte"),
@@ -233,20 +233,20 @@ def test_serve_refuses_a_taken_port_before_the_model_is_loaded(quire, monkeypatc
         (("--served-model-name", ""), "served-model-name"),
     ],
 )
-def test_serve_refuses_options_that_cannot_be(quire, flags, said):
+def test_serve_refuses_invalid_options(quire, flags, message):
     result = quire("serve", *flags)
 
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
-def test_the_configuration_in_json_can_be_read_back(quire):
-    answer = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
+def test_json_config_is_serializable(quire):
+    report = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
 
-    assert json.loads(json.dumps(answer["config"])) == answer["config"]
+    assert json.loads(json.dumps(report["config"])) == report["config"]
 
 
-def test_what_happens_to_kv_is_appended_to_a_file(quire, tmp_path: Path):
+def test_kv_events_are_appended_to_a_file(quire, tmp_path: Path):
     events = tmp_path / "events.jsonl"
     events.write_text('{"kind": "before"}\n', encoding="utf-8")
 
@@ -258,9 +258,7 @@ def test_what_happens_to_kv_is_appended_to_a_file(quire, tmp_path: Path):
     assert [record["number"] for record in records[1:]] == list(range(1, len(records)))
 
 
-def test_a_file_of_kv_events_that_cannot_be_written_is_refused_before_the_model_is_read(
-    quire, tmp_path: Path
-):
+def test_unwritable_kv_events_file_is_refused_before_the_model_is_loaded(quire, tmp_path: Path):
     events = tmp_path / "nowhere" / "events.jsonl"
 
     result = quire("generate", "no such model", "-p", PROMPT, "--kv-events", events)
@@ -268,7 +266,7 @@ def test_a_file_of_kv_events_that_cannot_be_written_is_refused_before_the_model_
     assert_refused(result, "KV events cannot be written", "events.jsonl", "--kv-events")
 
 
-def test_publishing_kv_events_at_no_address_is_refused_before_the_model_is_read(quire):
+def test_invalid_kv_events_endpoint_is_refused_before_the_model_is_loaded(quire):
     result = quire("serve", "no such model", "--kv-events-endpoint", "nonsense")
 
     assert_refused(result, "quire[events]" if _missing("zmq", "msgpack") else "tcp://*:5557")
@@ -279,7 +277,7 @@ def _missing(*modules: str) -> bool:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_for_events_loses_no_answer(quire, expected):
+def test_full_disk_for_events_keeps_the_output(quire, expected):
     result = quire("generate", "-p", PROMPT, "--kv-events", "/dev/full", *QUICK)
 
     assert result.exit_code == 2
@@ -288,7 +286,7 @@ def test_a_full_disk_for_events_loses_no_answer(quire, expected):
     assert result.stderr.splitlines()[-1].startswith("error: KV events cannot be written to /dev/")
 
 
-def test_a_prefix_cache_that_was_asked_for_and_cannot_be_is_refused(quire):
+def test_prefix_caching_with_a_contiguous_store_is_refused(quire):
     contiguous = ("--kv-store", "contiguous_growing", *QUICK)
 
     assert quire("generate", "-p", PROMPT, *contiguous).exit_code == 0
@@ -301,7 +299,7 @@ def test_a_prefix_cache_that_was_asked_for_and_cannot_be_is_refused(quire):
     )
 
 
-def test_the_prompt_may_be_the_second_argument(quire, expected):
+def test_prompt_can_be_the_second_argument(quire, expected):
     assert quire("generate", "quire-tiny", PROMPT, *QUICK).stdout == expected.text + "\n"
     assert quire("generate", "quire-tiny", *QUICK, input=PROMPT).stdout == expected.text + "\n"
 
@@ -315,7 +313,7 @@ def test_the_prompt_may_be_the_second_argument(quire, expected):
         (("--model", "m", "-p", "x"), ("--model is not an option", "quire generate MODEL PROMPT")),
     ],
 )
-def test_arguments_out_of_place_are_refused_with_what_to_type(quire, arguments, parts):
+def test_misplaced_arguments_are_refused_with_the_usage(quire, arguments, parts):
     assert_refused(quire("generate", *arguments), *parts)
 
 
@@ -333,9 +331,9 @@ def test_arguments_out_of_place_are_refused_with_what_to_type(quire, arguments, 
         (("bench", "latency"), "quire bench latency MODEL"),
     ],
 )
-@pytest.mark.parametrize("given", [("--model", "m"), ("--model=m",), ("-m", "m")])
-def test_a_model_given_as_an_option_is_refused_with_what_to_type(quire, command, usage, given):
-    result = quire(*command, *given)
+@pytest.mark.parametrize("option", [("--model", "m"), ("--model=m",), ("-m", "m")])
+def test_model_as_an_option_is_refused_with_the_usage(quire, command, usage, option):
+    result = quire(*command, *option)
 
-    assert_refused(result, f"{given[0][:7]} is not an option: the model is the first argument")
+    assert_refused(result, f"{option[0][:7]} is not an option: the model is the first argument")
     assert result.stderr.strip().endswith(f"as in {usage}")

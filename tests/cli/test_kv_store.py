@@ -1,4 +1,4 @@
-"""`quire kv-store` as a program: it keeps what engines give it, and ends when it is told to."""
+"""`quire kv-store` as a process: it stores KV across restarts, and ends on a signal."""
 
 import signal
 import subprocess
@@ -18,23 +18,23 @@ def start(path):
     store = subprocess.Popen(
         [sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True
     )
-    said = store.stdout.readline()
-    assert said.startswith("Storing up to 4.00 MiB of prefixes in"), said
-    host, port = said.rsplit(maxsplit=1)[1].split(":")
+    line = store.stdout.readline()
+    assert line.startswith("Storing up to 4.00 MiB of prefixes in"), line
+    host, port = line.rsplit(maxsplit=1)[1].split(":")
     return store, NetworkTier(host, int(port), tries=1)
 
 
 @pytest.mark.parametrize("memory", ["0", "1B", "64kB"])
-def test_a_memory_that_holds_nothing_is_refused(quire, memory):
+def test_too_small_memory_is_refused(quire, memory):
     result = quire("kv-store", "--memory", memory, "--port", "0")
 
     assert result.exit_code == 2
     assert f"expected --memory of 1.00 MiB or more, got {memory!r}" in result.stderr
 
 
-def test_a_store_outlives_engines_and_itself(tmp_path):
+def test_stored_kv_survives_a_restart_of_the_store(tmp_path):
     store, tier = start(tmp_path / "kv")
-    for number in range(6):  # two more than there is room for
+    for number in range(6):  # two more than fit
         tier.write(str(number), bytes([number]) * MIB)
     assert set(tier.stored()) == set("2345")
     tier.close()
@@ -45,9 +45,9 @@ def test_a_store_outlives_engines_and_itself(tmp_path):
         tier.stored()
 
     store, tier = start(tmp_path / "kv")
-    into = bytearray(3)
-    tier.read("5", memoryview(into))
-    assert into == b"\5\5\5"
+    buffer = bytearray(3)
+    tier.read("5", memoryview(buffer))
+    assert buffer == b"\5\5\5"
     tier.close()
     store.send_signal(signal.SIGINT)
     assert store.wait(30) == 0

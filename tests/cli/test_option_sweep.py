@@ -1,6 +1,7 @@
-"""A sample of absurd values for every option: one-line errors, and no traceback."""
+"""Invalid and extreme values for every option: one-line errors without a traceback."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,12 +15,7 @@ from support.option_sweep import VALUES, arguments_of, commands, options_of, pro
 
 LOADING = ("generate", "chat", "batch", "serve", "eval gate")
 HUGE = "100000000000"
-
-
-@pytest.fixture(autouse=True)
-def _commands_made_once(monkeypatch):
-    made = get_command(app)  # of hundreds of options, which would be made for every line
-    monkeypatch.setattr("typer.testing._get_command", lambda _: made)
+COMMAND = get_command(app)
 
 
 @pytest.fixture
@@ -31,15 +27,22 @@ def stop_at_the_model(monkeypatch):
     monkeypatch.setattr(Settings, "open_llm", stop)
 
 
-def ended(arguments: list[str]) -> str | None:
-    result = CliRunner().invoke(app, arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        return repr(result.exception)
-    return problem(result.exit_code, result.stderr)
+def problem_of(arguments: list[str]) -> str | None:
+    """Run a command line as `CliRunner.invoke` does, without building all options again."""
+    exit_code: object = 0
+    with CliRunner().isolation() as (_, stderr, _):
+        try:
+            COMMAND.main(args=arguments, prog_name="quire")
+        except SystemExit as end:
+            exit_code = end.code
+        except Exception as error:
+            return repr(error)
+        sys.stderr.flush()
+        return problem(exit_code, stderr.getvalue().decode())
 
 
 def sample(name: str) -> Iterator[str]:
-    """Each option once, with one value after the other."""
+    """Each option once, with the values in turn."""
     start = LOADING.index(name) if name in LOADING else 0
     values = itertools.islice(itertools.cycle(VALUES), start, None)
     for option in options_of(commands()[name]):
@@ -47,32 +50,32 @@ def sample(name: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", LOADING)
-def test_absurd_values_end_in_one_line_before_a_model_is_loaded(
+def test_sampled_invalid_values_are_one_line_errors_before_a_model_is_loaded(
     name, tmp_path, monkeypatch, stop_at_the_model
 ):
     monkeypatch.chdir(tmp_path)
     start = arguments_of(name, tmp_path)
     assert CliRunner().invoke(app, start).stderr == "error: a model would be loaded\n"
 
-    found = {given: ended([*start, given]) for given in sample(name)}
+    found = {option: problem_of([*start, option]) for option in sample(name)}
 
-    assert {given: wrong for given, wrong in found.items() if wrong} == {}
+    assert {option: text for option, text in found.items() if text} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["simulate", *LOADING])
-def test_all_absurd_values_end_in_one_line(name, tmp_path, monkeypatch, stop_at_the_model):
+def test_all_invalid_values_are_one_line_errors(name, tmp_path, monkeypatch, stop_at_the_model):
     monkeypatch.chdir(tmp_path)
     start = arguments_of(name, tmp_path)
-    given = [f"{o}={value}" for o in options_of(commands()[name]) for value in VALUES]
+    options = [f"{flag}={value}" for flag in options_of(commands()[name]) for value in VALUES]
 
-    found = {each: ended([*start, each]) for each in given}
+    found = {option: problem_of([*start, option]) for option in options}
 
-    assert {each: wrong for each, wrong in found.items() if wrong} == {}
+    assert {option: text for option, text in found.items() if text} == {}
 
 
 @pytest.mark.parametrize(
-    "given",
+    "option",
     [
         f"--max-num-seqs={HUGE}",
         f"--max-num-batched-tokens={HUGE}",
@@ -86,16 +89,16 @@ def test_all_absurd_values_end_in_one_line(name, tmp_path, monkeypatch, stop_at_
         "--max-num-seqs=1000000000",
     ],
 )
-def test_a_huge_number_ends_in_one_line(given, zoo_folder, tmp_path, monkeypatch):
+def test_huge_number_is_a_one_line_error(option, zoo_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": [3, 4]}\n')
     engine = ["--kv-memory=64KiB", "--max-tokens=2", "--no-verify", "--threads=1"]
 
-    assert ended(["batch", str(zoo_folder), "in.jsonl", "out.jsonl", *engine, given]) is None
+    assert problem_of(["batch", str(zoo_folder), "in.jsonl", "out.jsonl", *engine, option]) is None
 
 
-def test_a_problem_is_what_is_neither_a_run_nor_a_refusal():
-    fine = [
+def test_problem_detects_results_that_are_neither_success_nor_refusal():
+    valid = [
         (0, ""),
         (1, "x"),
         (None, ""),
@@ -103,8 +106,8 @@ def test_a_problem_is_what_is_neither_a_run_nor_a_refusal():
         (2, "note\nerror: no\n"),
         (2, "Usage: q"),
     ]
-    wrong = [(2, ""), (2, "error: \n"), (2, "error: no\nmore\n"), (97, "error: no"), (-11, "")]
+    invalid = [(2, ""), (2, "error: \n"), (2, "error: no\nmore\n"), (97, "error: no"), (-11, "")]
 
-    assert [problem(*each) for each in fine] == [None] * len(fine)
-    assert all(problem(*each) for each in wrong)
+    assert [problem(*option) for option in valid] == [None] * len(valid)
+    assert all(problem(*option) for option in invalid)
     assert problem(1, "Traceback (most recent call last):\n  x\nValueError: y\n") == "ValueError: y"

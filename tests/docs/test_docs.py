@@ -1,4 +1,4 @@
-"""Documents that repeat the code say what the code says; their examples run; their links lead."""
+"""Generated documents are current, examples run, and links are valid."""
 
 import doctest
 import importlib.util
@@ -33,7 +33,7 @@ def test_generated_documents_are_current(
     assert stale == 0, capsys.readouterr().out
 
 
-def test_a_changed_document_is_stale(
+def test_changed_document_is_stale(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path("docs/reference/codecs.md")
@@ -81,20 +81,20 @@ def test_every_command_has_its_help_in_the_reference() -> None:
         ("weights.md", 7),
     ],
 )
-def test_the_arithmetic_of_a_page_runs(page: str, examples: int) -> None:
+def test_doctests_of_a_page_pass(page: str, examples: int) -> None:
     results = doctest.testfile(str(DOCS / page), module_relative=False, encoding="utf-8")
 
     assert results.attempted > examples
     assert results.failed == 0
 
 
-def test_the_policy_of_the_tutorial_keeps_what_it_says(
+def test_tutorial_policy_prints_the_shown_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire.policies import registry
 
     [snippet] = snippets(DOCS / "add-a-policy.md")
-    tutorial = ModuleType("tutorial")  # a dataclass looks its module up
+    tutorial = ModuleType("tutorial")  # a dataclass looks up its module
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)
 
     with registry.temporary_registrations():
@@ -103,7 +103,7 @@ def test_the_policy_of_the_tutorial_keeps_what_it_says(
     assert capsys.readouterr().out == snippet.output
 
 
-def test_the_eviction_page_prints_what_its_code_prints(
+def test_eviction_page_shows_the_output_of_its_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     [snippet] = snippets(DOCS / "eviction.md")
@@ -114,7 +114,7 @@ def test_the_eviction_page_prints_what_its_code_prints(
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_between_documents_lead_somewhere(path: Path) -> None:
+def test_links_between_documents_are_valid(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
 

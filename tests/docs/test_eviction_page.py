@@ -1,4 +1,4 @@
-"""docs/make_page.py eviction: from runs of both benches to one page."""
+"""docs/make_page.py eviction: one page from the runs of both benchmarks."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ def part(claim: str, value: float, *, maps: tuple[HeatMap, ...] = ()) -> PartRes
     return PartResult(claims={claim: value}, tables=(table,), maps=maps, raw={"a": [1]})
 
 
-def test_the_two_benches_share_a_page(maker: ModuleType, tmp_path: Path):
-    """Both have a part called quality: neither replaces the other's."""
+def test_two_benchmarks_share_a_page(maker: ModuleType, tmp_path: Path):
+    """Both have a part named quality: neither replaces the other."""
     pytest.importorskip("matplotlib")
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
@@ -59,9 +59,9 @@ def test_the_two_benches_share_a_page(maker: ModuleType, tmp_path: Path):
     assert "| r | 0.9 |" in text
     assert "![Kept](images/measured-eviction-kept.svg)" in text
     assert "<svg" in (tmp_path / "images" / "measured-eviction-kept.svg").read_text()
-    kept = json.loads((tmp_path / "results" / "eviction.json").read_text())
-    assert set(kept["arms"]) == {"batch-max-quality", "rules-quality", "rules-kept"}
-    assert "raw" not in kept["arms"]["rules-kept"]
+    stored = json.loads((tmp_path / "results" / "eviction.json").read_text())
+    assert set(stored["arms"]) == {"batch-max-quality", "rules-quality", "rules-kept"}
+    assert "raw" not in stored["arms"]["rules-kept"]
 
     maker.main(["eviction"], tmp_path)
     assert (tmp_path / "eviction-measured.md").read_text() == text
@@ -80,18 +80,18 @@ def test_every_part_has_a_title(maker: ModuleType):
     from benchmarks.eviction.parts import Material
     from benchmarks.eviction.parts import make_parts as eviction_parts
 
-    def nothing(*_: object) -> None:
+    def unused(*_: object) -> None:
         raise AssertionError("no part is run here")
 
     material = Material(
-        load=nothing,
-        prompt_maker_for=nothing,
-        running_for=nothing,
+        load=unused,
+        prompt_maker_for=unused,
+        running_for=unused,
         stored=CellFile(None),
         commit=None,
-        show=nothing,
+        show=unused,
     )
-    names = [f"batch-max-{name}" for name in (*batch_max_parts(nothing, nothing), "paper")]
+    names = [f"batch-max-{name}" for name in (*batch_max_parts(unused, unused), "paper")]
     names += [f"rules-{name}" for name in eviction_parts(material)]
 
     assert list(maker.PAGES["eviction"].parts) == names

@@ -1,4 +1,4 @@
-"""The page about the ledger shows a snapshot that adds up, and names what code gives out."""
+"""The ledger page: its snapshot is consistent, and all fields and events are documented."""
 
 import json
 import re
@@ -14,7 +14,7 @@ SNAPSHOT, EVENT = (json.loads(block) for block in re.findall(r"```json\n(.*?)```
 
 
 def names(value):
-    """The names of all fields, without those that are data (of codecs, reference counts)."""
+    """The names of all fields, without those that are data (codecs, reference counts)."""
     if isinstance(value, list):
         return names(value[0]) if value else {}
     if isinstance(value, dict):
@@ -22,7 +22,7 @@ def names(value):
     return {}
 
 
-def test_the_snapshot_adds_up():
+def test_snapshot_sums_are_consistent():
     check_sums(SNAPSHOT)
 
     assert {extent["sharing"] for row in SNAPSHOT["requests"] for extent in row["extents"]} == {
@@ -32,7 +32,7 @@ def test_the_snapshot_adds_up():
     assert SNAPSHOT["axes"]["owner"]["prefix_cache"] > 0
 
 
-def test_the_snapshot_has_the_fields_of_a_real_one():
+def test_snapshot_has_the_fields_of_the_engines_ledger():
     model = engines.load("llama")
     engine = engines.engine_for(model, room=2, longest=40, page_tokens=4)
     engine.submit(GenerationRequest([3] * 20, engines.greedy(8)))
@@ -50,8 +50,8 @@ def test_the_snapshot_has_the_fields_of_a_real_one():
 
 def test_every_kind_of_event_has_a_row():
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PAGE, re.MULTILINE)
-    told = [kind for row in rows for kind in re.findall(r"\w+", row)]
+    documented = [kind for row in rows for kind in re.findall(r"\w+", row)]
 
-    assert tuple(told) == KINDS
+    assert tuple(documented) == KINDS
     assert EVENT["kind"] in KINDS
     assert f"newest of {KEPT_EVENTS:,} stored events" in PAGE

@@ -1,4 +1,4 @@
-"""docs/make_page.py memory: from runs to the page, and again from what it kept."""
+"""docs/make_page.py memory: a page from runs, and again from the stored results."""
 
 import json
 from pathlib import Path
@@ -37,8 +37,8 @@ def part(ratio: float) -> PartResult:
     )
 
 
-def test_runs_become_a_page_pictures_and_kept_numbers(maker: ModuleType, tmp_path: Path):
-    """The second run replaces the part it holds; the first one's other part stays."""
+def test_runs_are_written_as_page_images_and_stored_results(maker: ModuleType, tmp_path: Path):
+    """The second run replaces its part; the other part of the first run is retained."""
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     first = run_object(beam=part(1.5), waste=PartResult(claims={"waste": 1}, tables=()))
@@ -52,9 +52,9 @@ def test_runs_become_a_page_pictures_and_kept_numbers(maker: ModuleType, tmp_pat
     assert "| a | 1.25 |" in text
     assert "![Peaks](images/measured-beam.svg)" in text
     assert "<svg" in (tmp_path / "images" / "measured-beam.svg").read_text()
-    kept = json.loads((tmp_path / "results" / "memory.json").read_text())
-    assert kept["claims"] == {"beam4_memory_ratio": 1.25, "waste": 1}
-    assert "raw" not in kept["arms"]["beam"]
+    stored = json.loads((tmp_path / "results" / "memory.json").read_text())
+    assert stored["claims"] == {"beam4_memory_ratio": 1.25, "waste": 1}
+    assert "raw" not in stored["arms"]["beam"]
 
     (tmp_path / "memory-measured.md").unlink()
     maker.main(["memory"], tmp_path)

@@ -1,4 +1,4 @@
-"""docs/make_page.py offload: from runs of the bench, part by part, to a page."""
+"""docs/make_page.py offload: a page from separate runs of the benchmark."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def maker() -> ModuleType:
     return load_maker()
 
 
-def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
+def test_separately_run_parts_share_a_page(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     runs = (

@@ -1,4 +1,4 @@
-"""docs/make_page.py quant: from runs of the bench, part by part, to a page."""
+"""docs/make_page.py quant: a page from separate runs of the benchmark."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def maker() -> ModuleType:
     return load_maker()
 
 
-def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
+def test_separately_run_parts_share_a_page(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     runs = (
@@ -31,8 +31,8 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     assert "| `int8_attention_speedup` | 2 | at least 1.5 |" in text
     assert "| `int8_kl` | 0.003 |  |" in text
     assert text.index("## Attention of a decode") < text.index("## Texts and tasks")
-    kept = json.loads((tmp_path / "results" / "quant.json").read_text())
-    assert set(kept["arms"]) == {"quality", "attention"}
+    stored = json.loads((tmp_path / "results" / "quant.json").read_text())
+    assert set(stored["arms"]) == {"quality", "attention"}
 
 
 def test_every_part_has_a_title(maker: ModuleType):
@@ -40,16 +40,16 @@ def test_every_part_has_a_title(maker: ModuleType):
     from benchmarks.eviction.parts import Material
     from benchmarks.quant.parts import make_parts
 
-    def nothing(*_: object) -> None:
+    def unused(*_: object) -> None:
         raise AssertionError("no part is run here")
 
     material = Material(
-        load=nothing,
-        prompt_maker_for=nothing,
-        running_for=nothing,
+        load=unused,
+        prompt_maker_for=unused,
+        running_for=unused,
         stored=CellFile(None),
         commit=None,
-        show=nothing,
+        show=unused,
     )
 
     assert list(maker.PAGES["quant"].parts) == list(make_parts(material))

@@ -19,7 +19,7 @@ def maker() -> ModuleType:
     return load_maker()
 
 
-def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
+def test_separately_run_parts_share_a_page(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     runs = (
@@ -44,7 +44,7 @@ def test_every_part_has_a_title(maker: ModuleType):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_page_prints_what_its_code_prints(capsys: pytest.CaptureFixture[str]):
+def test_page_shows_the_output_of_its_code(capsys: pytest.CaptureFixture[str]):
     [snippet] = snippets(PAGE)
 
     exec(snippet.code, {"__name__": "page"})

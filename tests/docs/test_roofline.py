@@ -1,4 +1,4 @@
-"""docs/make_page.py roofline: from a run of a bench to the page, and again from that."""
+"""docs/make_page.py roofline: a page from a run, and again from the stored results."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def run_object() -> dict[str, Any]:
     }
 
 
-def test_a_run_becomes_a_page_a_picture_and_kept_numbers(maker: ModuleType, tmp_path: Path):
+def test_run_is_written_as_page_image_and_stored_results(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run.out").write_text("read 1 GB/s\n" + json.dumps(run_object()) + "\n")
@@ -54,12 +54,12 @@ def test_a_run_becomes_a_page_a_picture_and_kept_numbers(maker: ModuleType, tmp_
     for name in (*PARTS, ENGINE, "total"):
         assert f"\n| {name} | " in text
     assert (tmp_path / "images/roofline.svg").read_text().startswith("<svg")
-    kept = json.loads((tmp_path / "results/throughput.json").read_text())
-    assert kept["claims"] == run_object()["claims"]
-    assert list(kept["arms"]) == ["parts"]
+    stored = json.loads((tmp_path / "results/throughput.json").read_text())
+    assert stored["claims"] == run_object()["claims"]
+    assert list(stored["arms"]) == ["parts"]
 
 
-def test_the_page_can_be_made_again_from_what_was_kept(maker: ModuleType, tmp_path: Path):
+def test_page_is_regenerated_from_stored_results(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run.out").write_text(json.dumps(run_object()))
@@ -72,12 +72,12 @@ def test_the_page_can_be_made_again_from_what_was_kept(maker: ModuleType, tmp_pa
     assert (tmp_path / "roofline.md").read_text() == first
 
 
-def test_the_committed_page_is_that_of_the_committed_run(maker: ModuleType):
-    kept = ROOT / "docs/results/throughput.json"
-    if not kept.is_file():
-        pytest.skip("no run of the throughput bench has been kept yet")
-    run = json.loads(kept.read_text(encoding="utf-8"))
+def test_committed_page_equals_the_page_of_the_committed_run(maker: ModuleType):
+    stored = ROOT / "docs/results/throughput.json"
+    if not stored.is_file():
+        pytest.skip("no run of the throughput benchmark is stored")
+    run = json.loads(stored.read_text(encoding="utf-8"))
 
-    made = maker.roofline_page(run)
+    generated = maker.roofline_page(run)
 
-    assert (ROOT / "docs/roofline.md").read_text(encoding="utf-8") == made
+    assert (ROOT / "docs/roofline.md").read_text(encoding="utf-8") == generated

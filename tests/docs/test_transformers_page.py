@@ -1,4 +1,4 @@
-"""The page about Transformers prints what its code prints."""
+"""The page about Transformers shows the output of its code."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from support.snippets import ROOT, snippets
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_page_prints_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_shows_the_output_of_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     [snippet] = snippets(ROOT / "docs/transformers.md")
 
     exec(snippet.code, {"__name__": "page"})

@@ -1,8 +1,7 @@
 /* Runs attention.c under the address and undefined-behaviour sanitizers.
  *
- * Random lanes in pages that end exactly where their memory ends, compared with the plainest
- * attention in double precision: walks, walks that are merged, blocks, whole rows or not, column sums. Free slots hold
- * NaN. Exit code 0 when everything agrees.
+ * Random lanes in pages that end at the end of their allocation, compared with plain attention in double precision:
+ * walks, merged walks, blocks, whole and partial rows, column sums. Free slots contain NaN. Exit code 0 if all agree.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,7 +47,7 @@ static int one_case(int path, int dtype) {
     part walks[60], blocks[12], merges[3], sum_parts[9];
     int num_walks = 0, num_blocks = 0, num_merges = 0, num_sums = 0, num_partials = 0;
     for (int r = 0; r < rows; r++) {
-        if (new_tokens[r] > 1 && quire_block_queries(path, dim) && between(0, 1)) { /* in one piece */
+        if (new_tokens[r] > 1 && quire_block_queries(path, dim) && between(0, 1)) { /* in one part */
             blocks[num_blocks++] = (part){r, 0, new_tokens[r] * group, 1};
         } else if (new_tokens[r] > 1 && quire_block_queries(path, dim)) {
             for (int first = 0; first < new_tokens[r] * group; first += 50, num_blocks++) {
@@ -57,7 +56,7 @@ static int one_case(int path, int dtype) {
             }
             for (int first = 0; first < widest; first += 256)
                 sum_parts[num_sums++] = (part){r, first, 256, -1};
-        } else if (new_tokens[r] == 1 && !window && between(0, 1)) { /* in pieces */
+        } else if (new_tokens[r] == 1 && !window && between(0, 1)) { /* in several parts */
             merges[num_merges++] = (part){r, 0, (widest + 63) / 64, num_partials};
             for (int first = 0; first < widest; first += 64)
                 walks[num_walks++] = (part){r, first, 64, num_partials++};
@@ -140,7 +139,7 @@ static int one_case(int path, int dtype) {
     return 1;
 }
 
-/* Some coding of vectors; its planes are laid one behind the other from *at on, in bytes of a page. */
+/* A random coding of vectors; its planes are consecutive from *at on, in bytes of a page. */
 static coding some_coding(int dim, int records, int64_t *at, int64_t *codes) {
     int kind = dim % 4 ? 0 : between(0, 3), bits = kind == BIT_CODES ? 2 << between(0, 1) : 8;
     int channels = kind == BIT_CODES && between(0, 1) ? dim / 4 : dim, stretch = dim * bits / 8, run = channels;
@@ -160,7 +159,7 @@ static coding some_coding(int dim, int records, int64_t *at, int64_t *codes) {
     return c;
 }
 
-/* Codes of any kind, in pages that end where their memory ends, against what they decode to. */
+/* Attention over codes equals attention over the decoded vectors; pages end at the end of their allocation. */
 static int one_coded(int path) {
     int dims[] = {8, 12, 33, 64, 96, 128, 256}, dim = dims[between(0, 6)], tokens = between(1, 35);
     int heads = between(1, 3), group = between(1, 9), count = between(0, 1) ? 1 : between(2, 30);
@@ -175,7 +174,7 @@ static int one_coded(int path) {
         const uint8_t **planes[4] = {&both[side]->scales, &both[side]->zeros, &both[side]->outliers, &both[side]->indices};
         coding *c = both[side];
         for (int k = 0; k < 4; k++)
-            if (*planes[k]) *planes[k] = arena + (int64_t)*planes[k]; /* codes stand before them */
+            if (*planes[k]) *planes[k] = arena + (int64_t)*planes[k]; /* after the codes */
         for (int64_t p = 0; p < columns; p++) {
             int halves = heads * tokens * (dim / c->channels);
             for (int i = 0; c->scales && i < halves; i++) ((uint16_t *)(c->scales + p * page_bytes))[i] = to_f16(0.01f * number());
@@ -237,7 +236,7 @@ static int one_coded(int path) {
             }
             for (int d = 0; d < dim; d++) {
                 double error = fabs(expected[d] - got[d]);
-                if (dtype == BF16) error -= fabs(expected[d]) / 250; /* it is rounded to 1/256 at most */
+                if (dtype == BF16) error -= fabs(expected[d]) / 250; /* rounding error of at most 1/256 */
                 if (!(error <= worst)) worst = error;
             }
         }
@@ -251,7 +250,7 @@ static int one_coded(int path) {
     return 1;
 }
 
-/* Every new vector stands in its slot, in planes that end where their memory ends. */
+/* Every new vector is written to its slot, in planes that end at the end of their allocation. */
 static int one_write(void) {
     int tokens = between(1, 40), lanes = between(1, 3), heads = between(1, 3), per_page = between(1, 17);
     int bytes = 2 * between(1, 130), pages = (tokens + per_page - 1) / per_page * lanes, all = lanes * heads;
@@ -288,7 +287,7 @@ static int one_write(void) {
     return wrong != 0;
 }
 
-/* A ring of slots, each onto the next, in a plane that ends where its memory ends. */
+/* A ring of slots, each moved to the next, in a plane that ends at the end of its allocation. */
 static int one_move(void) {
     int pages = between(1, 9), heads = between(1, 3), tokens = between(1, 17), bytes = between(1, 300);
     int64_t slots = (int64_t)pages * tokens, page_bytes = (int64_t)heads * tokens * bytes;
@@ -315,7 +314,7 @@ static int one_move(void) {
     return wrong != 0;
 }
 
-/* Every live slot gets its look, in pages and column sums that end where their memory ends. */
+/* Every live slot gets its statistic; pages and column sums end at the end of their allocation. */
 static int one_tally(int path) {
     int rows = between(1, 3), lanes = between(1, 3), per_lane = between(1, 2), group = between(1, 4);
     int tokens = between(0, 1) ? 16 : between(1, 90), widest = 0, heads = between(0, 2), count = between(0, 2);
@@ -350,17 +349,18 @@ static int one_tally(int path) {
         for (int k = 0; k < kv_heads; k++)
             for (int s = 0; s < slots[r * lanes + k / per_lane]; s++) {
                 int held = slots[r * lanes + k / per_lane];
-                double look = heads == HEADS_MAX ? -1e9 : 0;
+                double weight_seen = heads == HEADS_MAX ? -1e9 : 0;
                 for (int g = 0; g < group; g++) {
                     double weight = sums[((step_rows[r] * kv_heads + k) * group + g) * widest + s];
-                    look = heads == HEADS_MAX ? fmax(look, weight) : look + weight;
+                    weight_seen = heads == HEADS_MAX ? fmax(weight_seen, weight) : weight_seen + weight;
                 }
-                if (heads == HEADS_MEAN) look /= group;
-                double added = count == COUNT_SUM ? look : count == COUNT_SQUARES ? look * look : look < 1.0 / held;
+                if (heads == HEADS_MEAN) weight_seen /= group;
+                double added = count == COUNT_SUM ? weight_seen
+                               : count == COUNT_SQUARES ? weight_seen * weight_seen : weight_seen < 1.0 / held;
                 int64_t page = table[(table_rows[r] * lanes + k / per_lane) * columns + s / tokens];
                 int64_t at = page * (int64_t)page_floats + (int64_t)(k % per_lane) * tokens + s % tokens;
                 double expected = (s < held - fresh[r] ? before[at] : 0) + added;
-                int near = count == COUNT_LOW && fabs(look - 1.0 / held) < 1e-6; /* either is right */
+                int near = count == COUNT_LOW && fabs(weight_seen - 1.0 / held) < 1e-6; /* either is right */
                 wrong |= !near && !(fabs(expected - numbers[at]) <= 1e-5);
             }
     free(numbers), free(before), free(sums), free(table);
