@@ -35,7 +35,7 @@ def problem_of(arguments: list[str]) -> str | None:
             COMMAND.main(args=arguments, prog_name="quire")
         except SystemExit as end:
             exit_code = end.code
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - any exception is a problem
             return repr(error)
         sys.stderr.flush()
         return problem(exit_code, stderr.getvalue().decode())
