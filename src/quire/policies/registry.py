@@ -78,7 +78,7 @@ def registered_budgets() -> Mapping[str, type[Budget]]:
 
 @contextmanager
 def temporary_registrations() -> Iterator[None]:
-    """Discard what is registered in the block; entry points are read again in it and after it."""
+    """Discard what the block registers; entry points are reloaded in the block and after it."""
     registered()
     registered_budgets()
     saved_policies, saved_budgets = dict(_POLICIES), dict(_BUDGETS)
@@ -86,9 +86,10 @@ def temporary_registrations() -> Iterator[None]:
     try:
         yield
     finally:
-        for table, saved in ((_POLICIES, saved_policies), (_BUDGETS, saved_budgets)):
-            table.clear()
-            table.update(saved)
+        _POLICIES.clear()
+        _POLICIES.update(saved_policies)
+        _BUDGETS.clear()
+        _BUDGETS.update(saved_budgets)
         _loaded.clear()
 
 
