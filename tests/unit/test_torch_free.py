@@ -1,4 +1,4 @@
-"""What the contract calls torch-free loads neither torch nor Transformers, whatever imports it."""
+"""Modules of the no-torch import contract load neither torch nor Transformers."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ PACKAGES = ("config", "layout", "scheduler", "tenancy", "plan", "sim")
 
 
 def torch_free_modules() -> list[str]:
-    """Modules of the contract, those inside of packages included."""
+    """Modules of the contract, including those inside packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
     [contract] = [each for each in contracts if each["id"] == "no-torch"]
@@ -28,7 +28,7 @@ def torch_free_modules() -> list[str]:
     return sorted(found)
 
 
-def test_the_contract_names_all_bookkeeping() -> None:
+def test_contract_includes_all_torch_free_packages() -> None:
     found = torch_free_modules()
 
     for package in PACKAGES:

@@ -1,4 +1,4 @@
-"""Types and shapes of what tests call are checked: quire leaves that to them."""
+"""The type and shape checks of the test suite detect violations."""
 
 import jaxtyping
 import pytest
@@ -23,7 +23,7 @@ def doubled(numbers: Float[Tensor, " n"], *, wrong: bool = False) -> Float[Tenso
 @checked
 def tail(numbers: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     if len(numbers) > 1:
-        tail(numbers[1:])  # n is another one there
+        tail(numbers[1:])  # n has another size in this call
     return numbers
 
 
@@ -44,7 +44,7 @@ def test_shapes_of_quire_are_checked():
         apply_temperature(logits, torch.ones(3))
 
 
-def test_types_of_quire_are_checked_where_there_are_no_shapes():
+def test_types_without_shapes_are_checked():
     assert len(list(group_needs([Need(1)]))) == 1
     with pytest.raises(WRONG, match="needs"):
         list(group_needs(Need(1)))
@@ -52,31 +52,31 @@ def test_types_of_quire_are_checked_where_there_are_no_shapes():
         Need("1")
 
 
-def test_what_comes_back_is_checked_against_what_went_in():
+def test_return_shape_is_checked_against_argument_shapes():
     doubled(torch.ones(3))
     with pytest.raises(WRONG):
         doubled(torch.ones(3), wrong=True)
 
 
-def test_a_name_means_one_size_in_one_call():
+def test_axis_name_has_one_size_per_call():
     assert len(tail(torch.ones(3))) == 3
     by_name(torch.ones(3), torch.ones(3))
     with pytest.raises(WRONG):
         by_name(torch.ones(1), torch.ones(3))
 
 
-def test_an_axis_may_be_named_after_an_argument():
+def test_axis_size_can_be_an_argument():
     assert len(first(torch.ones(3), 2, 2)) == 2
     with pytest.raises(WRONG):
         first(torch.ones(3), 2, 1)
 
 
 @checked
-def of_nobody(number: "Unknown", count: int) -> "Unknown":
+def with_unknown_type(number: "Unknown", count: int) -> "Unknown":
     return number
 
 
-def test_a_type_that_is_there_for_the_type_checker_alone_is_anything():
-    assert of_nobody(1, 2) == 1
+def test_unresolvable_annotation_is_not_checked():
+    assert with_unknown_type(1, 2) == 1
     with pytest.raises(WRONG, match="count"):
-        of_nobody(1, "2")
+        with_unknown_type(1, "2")

@@ -12,7 +12,7 @@ from quire.kv.arena import HUGE_PAGE_BYTES, Arena, choose_slab_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PagePool
 from quire.layout.pages import CacheLayout, LaneGroup
-from unit.kv.small_memory import plain_class
+from support.small_memory import plain_class
 
 MIB = 1024 * 1024
 

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.sharing import fork
-from unit.kv.small_memory import (
+from support.small_memory import (
     grow,
     keys,
     mask,

@@ -14,7 +14,7 @@ from quire.kv.sharing import fork, reference_pages, release_reference
 from quire.kv.stores.registry import STORES, placement_maker
 from quire.kv.stores.runs import LaneLimits
 from quire.layout.pages import LaneGroup
-from unit.kv.small_memory import (
+from support.small_memory import (
     grow,
     keys,
     mask,
@@ -24,8 +24,8 @@ from unit.kv.small_memory import (
     used_pages,
     with_groups,
 )
-from unit.kv.statistics_rows import KV, NAMES, RING, SUMS
-from unit.kv.statistics_rows import started as row_of
+from support.statistics_rows import KV, NAMES, RING, SUMS
+from support.statistics_rows import started as row_of
 
 MORE = LaneGroup(name="more", page_class=plain_class(positions=True), layers=(2,), ordered=False)
 

@@ -6,7 +6,7 @@ import torch
 from quire.kv.flat_batch import DeviceTable
 from quire.kv.tables import LaneTable
 from quire.layout.pages import LaneGroup
-from unit.kv.small_memory import plain_class
+from support.small_memory import plain_class
 
 ROWS = np.array([0, 1])
 

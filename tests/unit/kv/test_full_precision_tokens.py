@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from unit.kv.full_precision_account import CPU, CheckedMemory, play
+from support.full_precision_account import CPU, CheckedMemory, play
 
 FORMATS = [
     "int4+residual=5",

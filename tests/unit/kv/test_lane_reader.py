@@ -10,7 +10,7 @@ from quire.errors import PolicyError
 from quire.kv.lane_reader import LaneReader
 from quire.layout.statistics import AttentionSum, QueryRing
 from quire.policies.view import SlotReader
-from unit.kv.remembering import FULL_LAYERS, HEAD_DIM, Sequence, evict, make_kv, start, step
+from support.statistics_account import FULL_LAYERS, HEAD_DIM, Sequence, evict, make_kv, start, step
 
 STATISTICS = (AttentionSum(), QueryRing(4))
 

@@ -36,8 +36,8 @@ from quire.kv.stored_sequences import Swapped
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from unit.kv.host_bytes import HostBytes, vector_bytes
-from unit.kv.small_memory import drop_pages
+from support.host_bytes import HostBytes, vector_bytes
+from support.small_memory import drop_pages
 
 MAX_ROWS = 6
 WINDOW = 13

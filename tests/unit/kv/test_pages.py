@@ -9,7 +9,7 @@ import quire.kv.pages as pages_module
 from quire.errors import InvariantError, OutOfPages
 from quire.kv.arena import Arena
 from quire.kv.pages import PagePool
-from unit.kv.small_memory import plain_class
+from support.small_memory import plain_class
 
 PAGE = plain_class(tokens=4, head_dim=8)  # 128 B
 

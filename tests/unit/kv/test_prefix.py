@@ -6,55 +6,15 @@ from quire.kv import prefix as prefix_module
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import Block, PrefixIdentity, private_salt, root_key
 from quire.layout.pages import LaneGroup
-from unit.kv.small_memory import grow, keys, one_group, plain_class, with_groups, write_lane
+from support.prefix_index import DEFAULT_IDENTITY, TOKENS, Listener, prefill
+from support.small_memory import grow, keys, one_group, plain_class, with_groups, write_lane
 
-DEFAULT_IDENTITY = PrefixIdentity(root_key("a model"))
-TOKENS = list(range(50, 70))
 WINDOW = LaneGroup(name="window", page_class=plain_class(), layers=(1,), window=6)
 FULL = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
 SUMS = LaneGroup(
     name="sums", page_class=plain_class(head_dim=32, value=False), layers=(0,), private=True
 )
 OF_SUMS = frozenset({"sums"})
-
-
-class Listener:
-    def __init__(self):
-        self.known = {}
-
-    def stored(self, block_hashes, parent_hash, token_ids, page_tokens):
-        assert len(token_ids) == len(block_hashes) * page_tokens
-        assert parent_hash is None or parent_hash in self.known
-        for number, key in enumerate(block_hashes):
-            assert key not in self.known
-            self.known[key] = token_ids[number * page_tokens : (number + 1) * page_tokens]
-
-    def removed(self, block_hashes):
-        for key in block_hashes:
-            del self.known[key]
-
-
-def prefill(index, tokens, identity=DEFAULT_IDENTITY):
-    """Start a row from its cached prefix, prefill the rest, publish; return row and lease."""
-    memory = index.memory
-    lease = index.match(identity, tokens)
-    found = lease.tokens
-    row = index.start(lease) if found else memory.start()
-    grow(memory, row, len(tokens) - found)
-    for name in ("kv", "window"):
-        if name in memory.tables and found < len(tokens):
-            write_new(memory, row, name, found)
-    index.publish(lease, row, tokens[lease.tokens :])
-    index.confirm()
-    return row, lease
-
-
-def write_new(memory, row, name, found):
-    """Write only the tokens after the cached prefix: shared pages are read-only."""
-    before = keys(memory, row, name=name)
-    write_lane(memory, row, 0, name=name)
-    if name == "kv":
-        assert keys(memory, row, name=name)[:found] == before[:found]
 
 
 def close(index, row, lease):

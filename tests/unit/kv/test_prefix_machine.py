@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import PrefixIdentity, private_salt, root_key
 from quire.layout.pages import LaneGroup
-from unit.kv.small_memory import places, plain_class, with_groups
+from support.small_memory import places, plain_class, with_groups
 
 PAGE = 2
 ROOT = root_key("machine")

@@ -20,7 +20,7 @@ from quire.kv.sharing import (
     referenced_statistics_pages,
     start_from_references,
 )
-from unit.kv.full_precision_account import CPU, PAGE, WINDOW, CheckedMemory, play
+from support.full_precision_account import CPU, PAGE, WINDOW, CheckedMemory, play
 
 FORMATS = [
     "int2+residual=6+promoted=3:int8",

@@ -6,7 +6,7 @@ import pytest
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.sharing import fork, reference_pages, release_reference, start_from_references
 from quire.layout.pages import LaneGroup
-from unit.kv.small_memory import (
+from support.small_memory import (
     drop_pages,
     grow,
     keys,

@@ -17,7 +17,7 @@ from quire.kv.listeners import (
     prove_one_to_one,
     retained_pages,
 )
-from unit.kv.small_memory import mask
+from support.small_memory import mask
 
 MASKS = hnp.arrays(bool, st.tuples(st.integers(1, 3), st.integers(0, 20)))
 

@@ -19,7 +19,7 @@ from quire.layout.statistics import (
     ResidualSimilarity,
     SquareSum,
 )
-from unit.kv.remembering import (
+from support.statistics_account import (
     CPU,
     FULL_LAYERS,
     GROUP,

@@ -19,9 +19,9 @@ from quire.kv.stores.runs import LaneLimits
 from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.layout.pages import CacheLayout, LaneGroup
-from unit.kv.host_bytes import HostBytes
-from unit.kv.small_memory import grow, keys, plain_class, used_pages, with_groups
-from unit.kv.statistics_rows import (
+from support.host_bytes import HostBytes
+from support.small_memory import grow, keys, plain_class, used_pages, with_groups
+from support.statistics_rows import (
     GROUPS,
     KV,
     NAMES,

@@ -13,7 +13,7 @@ from quire.kv.sharing import fork
 from quire.kv.stores.registry import STORES
 from quire.kv.swap import append_tail, can_split, can_swap_in, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
-from unit.kv.stored_tokens import (
+from support.stored_tokens import (
     EVICTING,
     FULL,
     MAX_TOKENS,

@@ -25,8 +25,8 @@ from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.layout.codec_names import codec_spec
 from quire.layout.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from unit.kv.small_memory import drop_pages, grow, plain_class
-from unit.kv.stored_tokens import (
+from support.small_memory import drop_pages, grow, plain_class
+from support.stored_tokens import (
     EVICTING,
     FULL,
     LAYOUT,

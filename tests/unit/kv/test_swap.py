@@ -11,7 +11,7 @@ from quire.kv.sharing import fork
 from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.layout.pages import LaneGroup
 from quire.offload.swap.host_pool import HostPool
-from unit.kv.small_memory import (
+from support.small_memory import (
     drop_pages,
     grow,
     keys,

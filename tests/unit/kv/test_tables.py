@@ -7,7 +7,7 @@ from quire.errors import ConfigError, InvariantError
 from quire.kv.sharing import fork
 from quire.kv.tables import INITIAL_PAGES_PER_LANE, NO_PAGE, LaneTable
 from quire.layout.pages import LaneGroup
-from unit.kv.small_memory import drop_pages, grow, one_group, plain_class, started, used_pages
+from support.small_memory import drop_pages, grow, one_group, plain_class, started, used_pages
 
 GROUP = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))  # 4 tokens per page
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from quire.errors import HostMemoryFull
 from quire.kv.swap import swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
-from unit.kv.host_side import CopyFailed, HostArray
+from support.host_array import CopyFailed, HostArray
 from unit.kv.test_memory_machine import LAYOUT, MAX_ROWS, SEEDS, MemoryMachine
 
 CALLS = st.none() | st.integers(0, 8)  # number of copies before one fails

@@ -6,8 +6,8 @@ import pytest
 from quire.errors import OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.prefix import PrefixIndex
-from unit.kv.small_memory import keys, mask, one_group, used_pages
-from unit.kv.test_prefix import DEFAULT_IDENTITY, TOKENS, Listener, prefill
+from support.prefix_index import DEFAULT_IDENTITY, TOKENS, Listener, prefill
+from support.small_memory import keys, mask, one_group, used_pages
 
 PAGE_BYTES = 192
 

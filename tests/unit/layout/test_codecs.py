@@ -1,4 +1,4 @@
-"""Bytes of codecs by hand, what is written as their names, and what head_dim does not allow."""
+"""Codecs: vector bytes worked out by hand, names and options, and rejected head dimensions."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import CODECS, PAIRS, codec_pair, codec_spec
 from quire.layout.pages import PageClass
 
-FLOAT16_BYTES = 2 * 128  # of a vector of 128 numbers
+FLOAT16_BYTES = 2 * 128  # a vector of 128 elements
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ FLOAT16_BYTES = 2 * 128  # of a vector of 128 numbers
         ("kvquant3", 48 + 2 * (1 + 2)),
     ],
 )
-def test_a_vector_of_128_numbers_takes(text, vector_bytes):
+def test_bytes_of_a_vector_of_128_elements(text, vector_bytes):
     assert codec_spec(text).vector_bytes(128, 32) == vector_bytes
 
 
@@ -42,19 +42,19 @@ def test_effective_bits_count_scales():
 @pytest.mark.parametrize(
     ("codec", "least"), [("int8", 1.88), ("int4", 3.4), ("int4_outliers", 3.0)]
 )
-def test_so_many_times_the_tokens_of_half_precision_fit(codec, least):
-    """The page of 8 heads of 128 and 16 tokens, padding counted."""
-    of = {
+def test_codec_stores_at_least_this_multiple_of_half_precision_tokens(codec, least):
+    """A page of 8 heads of 128 and 16 tokens, padding included."""
+    page_bytes = {
         name: PageClass(
             key=codec_spec(name), value=codec_spec(name), head_dim=128, heads=8, tokens=16
         ).page_bytes
         for name in ("bfloat16", codec)
     }
 
-    assert of["bfloat16"] / of[codec] >= least
+    assert page_bytes["bfloat16"] / page_bytes[codec] >= least
 
 
-def test_a_long_vector_needs_two_bytes_to_say_which_number_is_an_outlier():
+def test_outlier_indices_of_a_long_vector_are_two_bytes():
     planes = {plane.name: plane for plane in codec_spec("int4_outliers").planes(320)}
 
     assert planes["outlier_indices"].dtype == "int16"
@@ -64,11 +64,11 @@ def test_a_long_vector_needs_two_bytes_to_say_which_number_is_an_outlier():
 @pytest.mark.parametrize(
     ("head_dim", "group"), [(128, 64), (64, 64), (80, 40), (96, 48), (32, 32), (8, 8), (256, 64)]
 )
-def test_the_default_group_is_the_largest_up_to_64_that_divides_head_dim(head_dim, group):
+def test_default_group_is_the_largest_divisor_of_head_dim_up_to_64(head_dim, group):
     assert codec_spec("int4").group_of(head_dim) == group
 
 
-def test_groups_that_do_not_divide_head_dim_are_refused_with_those_that_do():
+def test_group_that_does_not_divide_head_dim_is_rejected_with_alternatives():
     with pytest.raises(ConfigError, match=r"groups of 64 do not divide head_dim 80; .* 40 or 80"):
         codec_spec("int4:group=64").planes(80)
     with pytest.raises(ConfigError, match=r"do not divide head_dim 4; choose group=4, or leave"):
@@ -76,7 +76,7 @@ def test_groups_that_do_not_divide_head_dim_are_refused_with_those_that_do():
 
 
 @pytest.mark.parametrize(("codec", "head_dim"), [("int4", 9), ("int2", 6), ("int3", 20)])
-def test_codes_that_fill_no_whole_bytes_are_refused(codec, head_dim):
+def test_head_dim_that_does_not_fill_whole_bytes_is_rejected(codec, head_dim):
     with pytest.raises(ConfigError, match=f"got {head_dim}; use int8"):
         codec_spec(codec).planes(head_dim)
 
@@ -84,7 +84,7 @@ def test_codes_that_fill_no_whole_bytes_are_refused(codec, head_dim):
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def test_an_option_becomes_part_of_the_name_and_another_codec():
+def test_codec_options_are_part_of_the_name():
     found = codec_spec("int4_outliers:group=32, percent=2")
 
     assert found.name == "int4_outliers:group=32,percent=2"
@@ -92,13 +92,13 @@ def test_an_option_becomes_part_of_the_name_and_another_codec():
     assert codec_spec("int4_outliers:group=32,percent=2.0") == found != codec_spec("int4_outliers")
 
 
-def test_keys_and_values_may_be_named_apart_or_as_a_pair():
+def test_codec_pair_accepts_one_codec_two_codecs_or_a_pair_name():
     assert [one.name for one in codec_pair("int8")] == ["int8", "int8"]
     assert [one.name for one in codec_pair("int8 / int4:group=32")] == ["int8", "int4:group=32"]
     assert [one.name for one in codec_pair("kivi2")] == ["int2_page", "int2:group=32"]
 
 
-def test_every_pair_is_made_of_codecs():
+def test_every_pair_consists_of_known_codecs():
     for key, value in PAIRS.values():
         assert {codec_spec(key).rule, codec_spec(value).rule} <= CODECS.keys()
 
@@ -119,16 +119,16 @@ def test_every_pair_is_made_of_codecs():
         ("int4:group=8,group=8", "option 'group' is given twice in codec 'int4:group=8,group=8'"),
     ],
 )
-def test_what_is_written_wrong_is_said(text, message):
+def test_invalid_codec_text_is_rejected_with_the_reason(text, message):
     with pytest.raises(ConfigError, match=message):
         codec_pair(text)
 
 
-def test_more_than_two_codecs_are_refused():
+def test_more_than_two_codecs_are_rejected():
     with pytest.raises(ConfigError, match="expected one codec, or keys/values"):
         codec_pair("int8/int4/int2")
 
 
-def test_an_unknown_codec_is_an_unknown_name():
+def test_empty_codec_name_is_unknown():
     with pytest.raises(UnknownName):
         codec_spec("")

@@ -1,4 +1,4 @@
-"""What a KV format says, and the lane groups and bytes that follow."""
+"""KV formats: parsing, defaults, and the resulting lane groups and bytes."""
 
 import pytest
 
@@ -26,7 +26,7 @@ MODEL = ModelSpec(
 MIXED = "int4+residual=64+promoted=32:int8"
 
 
-def test_a_format_is_a_codec_and_what_stays_as_it_was():
+def test_format_has_codecs_and_full_precision_options():
     form = read_format("int8/int4:group=16 + sinks=4 + residual=64 + plain=bfloat16")
 
     assert (form.key.name, form.value.name) == ("int8", "int4:group=16")
@@ -35,7 +35,7 @@ def test_a_format_is_a_codec_and_what_stays_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("text", "written"),
+    ("text", "expected"),
     [
         ("none", "float16"),
         ("none/none", "float16"),
@@ -47,8 +47,8 @@ def test_a_format_is_a_codec_and_what_stays_as_it_was():
         ("int4+sinks=2+plain=float32", "int4+sinks=2+plain=float32"),
     ],
 )
-def test_nothing_is_left_to_the_model(text, written):
-    assert fill_plain(text, "float16") == written
+def test_fill_plain_makes_the_plain_type_explicit(text, expected):
+    assert fill_plain(text, "float16") == expected
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_nothing_is_left_to_the_model(text, written):
         ("int8/int4_page+residual=3", 8, 7),
     ],
 )
-def test_so_many_newest_tokens_are_kept(text, page_tokens, recent):
+def test_number_of_newest_tokens_in_full_precision(text, page_tokens, recent):
     assert read_format(text).recent(page_tokens) == recent
 
 
@@ -92,18 +92,18 @@ def test_so_many_newest_tokens_are_kept(text, page_tokens, recent):
         ("nome", UnknownName, "did you mean none?"),
     ],
 )
-def test_what_cannot_be_is_said(text, error, message):
+def test_invalid_format_is_rejected_with_the_reason(text, error, message):
     with pytest.raises(error, match=message):
         read_format(text)
 
 
-def test_a_layout_must_be_told_what_plain_numbers_are():
+def test_layout_needs_an_explicit_plain_type():
     with pytest.raises(ConfigError, match=r"needs their type, such as \+plain=float32"):
         layout_for(MODEL, codec="kivi4", page_tokens=32)
 
 
-def test_kept_tokens_have_one_page_in_each_lane_whatever_the_length():
-    """4 + 64 tokens, key and value, 2 heads of 32 numbers of 2 bytes."""
+def test_full_precision_tokens_use_one_page_per_lane_for_any_length():
+    """4 + 64 tokens, key and value, 2 heads of 32 elements of 2 bytes."""
     layout = layout_for(MODEL, codec="int4+sinks=4+residual=64+plain=float16", page_tokens=16)
     groups = {group.name: group for group in layout.groups}
 
@@ -118,7 +118,7 @@ def test_kept_tokens_have_one_page_in_each_lane_whatever_the_length():
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])
-def test_kept_tokens_are_laid_out_as_their_group_is(heads_apart):
+def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
     layout = layout_for(
         MODEL,
         codec="int4+sinks=1+plain=float16",
@@ -136,8 +136,8 @@ def test_kept_tokens_are_laid_out_as_their_group_is(heads_apart):
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])
-def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart):
-    """Windows lose none to a rule; keys in int8, values in fp8, a position each."""
+def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
+    """Window lanes are not evicted by a rule; keys in int8, values in fp8, one position each."""
     layout = layout_for(
         MODEL,
         codec="int2+residual=9+promoted=7:int8/fp8+plain=float16",
@@ -145,16 +145,23 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
         evicting=True,
         heads_apart=heads_apart,
     )
-    [finer] = [group for group in layout.groups if group.promoted is not None]
+    [group] = [group for group in layout.groups if group.promoted is not None]
     full, kept = layout.groups[:2]
 
-    assert (finer.name, finer.promoted.of, finer.fixed_slots) == ("full.promoted", "full", 7)
-    assert (finer.num_lanes, finer.page_class.heads) == (full.num_lanes, full.page_class.heads)
-    heads, head_dim = finer.page_class.heads, MODEL.head_dim
+    assert (group.name, group.promoted.of, group.fixed_slots) == (
+        "full.promoted",
+        "full",
+        7,
+    )
+    assert (group.num_lanes, group.page_class.heads) == (
+        full.num_lanes,
+        full.page_class.heads,
+    )
+    heads, head_dim = group.page_class.heads, MODEL.head_dim
     record_bytes = 2 * heads * (head_dim + 2) + 4
-    assert 7 * record_bytes <= finer.page_class.page_bytes <= 7 * record_bytes + 64
+    assert 7 * record_bytes <= group.page_class.page_bytes <= 7 * record_bytes + 64
     _, fixed_bytes = page_and_fixed_bytes(layout)
-    fixed = (kept, finer)
+    fixed = (kept, group)
     assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in fixed)
     assert statistics_used(layout, ()) == {
         "full.full_precision",
@@ -163,7 +170,7 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
     }
 
 
-def test_nothing_that_evicts_has_no_records():
+def test_layout_without_eviction_has_no_promoted_group():
     layout = layout_for(MODEL, codec=f"{MIXED}+plain=float16", page_tokens=16)
 
     assert all(group.promoted is None for group in layout.groups)
@@ -187,23 +194,23 @@ def test_nothing_that_evicts_has_no_records():
         ("int4+promoted=3:int8+promoted=3:int8", "given twice"),
     ],
 )
-def test_records_that_cannot_be_are_refused(text, reason):
+def test_invalid_promotion_is_rejected_with_the_reason(text, reason):
     with pytest.raises(ConfigError, match=reason):
         read_format(text)
 
 
-def test_a_codec_without_records_is_the_same_but_for_them():
+def test_without_records_removes_the_promotion_only():
     assert without_records(MIXED) == "int4+residual=64"
     assert without_records("int2 + promoted = 3:int8 + sinks=4") == "int2 + sinks=4"
     assert without_records("int8/int4") == "int8/int4"
 
 
-def test_an_unknown_codec_of_records_is_named():
+def test_unknown_promotion_codec_is_named():
     with pytest.raises(UnknownName, match="int9"):
         read_format("int4+residual=9+promoted=3:int9")
 
 
-def test_a_window_keeps_no_more_as_it_was_made_than_it_sees():
+def test_full_precision_window_is_limited_by_the_sliding_window():
     layout = layout_for(MODEL, codec="int4+residual=100+plain=float16", page_tokens=16)
 
     kept = {
@@ -214,13 +221,13 @@ def test_a_window_keeps_no_more_as_it_was_made_than_it_sees():
     assert kept == {"full.full_precision": 100, "window_64.full_precision": 64}
 
 
-def test_messages_show_the_codec_as_it_was_written():
+def test_messages_show_the_codec_as_given():
     text = f"{MIXED}+plain=float32"
     with pytest.raises(ConfigError, match=rf"KV codec '{MIXED.replace('+', '.')}': the scores"):
         refuse_excluded(text, Storing(form=read_format(text)))
 
 
-def test_plain_layers_are_groups_of_their_own():
+def test_plain_layers_have_separate_groups():
     layout = layout_for(MODEL, codec="int8+plain_layers=2+plain=float16", page_tokens=16)
 
     assert {group.name: group.layers for group in layout.groups} == {
@@ -232,7 +239,7 @@ def test_plain_layers_are_groups_of_their_own():
     assert [group.page_class.is_plain for group in layout.groups] == [False, True, False, True]
 
 
-def test_all_layers_may_be_plain():
+def test_all_layers_can_be_plain():
     layout = layout_for(MODEL, codec="int8+plain_layers=3+plain=float16", page_tokens=16)
 
     assert all(group.page_class.is_plain for group in layout.groups)
@@ -252,7 +259,7 @@ def test_all_layers_may_be_plain():
         (MIXED, {"evicts": True, "every": 65}, "before the rule scores them"),
     ],
 )
-def test_every_row_of_the_table_is_reached(text, requested, reason):
+def test_every_excluded_combination_is_rejected(text, requested, reason):
     storing = Storing(form=read_format(text), **requested)
     [row] = [row for row in EXCLUDED if row.meets(storing)]
 
@@ -272,11 +279,11 @@ def test_every_row_of_the_table_is_reached(text, requested, reason):
         (MIXED, {"evicts": True, "every": 64}),
     ],
 )
-def test_what_goes_together_is_not_refused(text, requested):
+def test_valid_combination_is_accepted(text, requested):
     refuse_excluded(text, Storing(form=read_format(text), **requested))
 
 
-def test_a_plain_codec_is_the_one_the_model_computes_in():
+def test_plain_codec_must_be_the_models_dtype():
     assert stored_codec("none", "float32") == "float32"
     with pytest.raises(ConfigError, match=r"computes in float32, .* or --dtype float16"):
         stored_codec("int8/float16", "float32")

@@ -1,4 +1,4 @@
-"""Lane groups of a model: which there are, and how many bytes their pages take."""
+"""Lane groups of a model and the bytes of their pages."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def bytes_by_name(layout):
     return {group.name: group.page_class.page_bytes for group in layout.groups}
 
 
-def test_without_eviction_a_page_holds_all_heads_of_a_layer():
+def test_page_holds_all_heads_of_a_layer_without_eviction():
     layout = layout_of(None, None)
 
     assert bytes_by_name(layout) == {"full": 2 * 2 * 16 * 32 * 2}
@@ -56,14 +56,14 @@ def test_without_eviction_a_page_holds_all_heads_of_a_layer():
     assert layout.groups[0].ordered
 
 
-def test_evicting_layers_carry_positions_and_those_with_a_window_stay_as_they_are():
+def test_only_evicting_layers_store_positions():
     layout = layout_of(None, 64, None, evicting=True)
 
     assert bytes_by_name(layout) == {"full": 4096 + 64, "window_64": 4096}
     assert [group.ordered for group in layout.groups] == [False, True]
 
 
-def test_keys_are_before_rope_in_all_layers_or_in_none():
+def test_pre_rope_keys_apply_to_all_layers_or_none():
     layouts = [layout_of(None, 64, evicting=True, rotated=rotated) for rotated in (True, False)]
 
     assert [[g.page_class.rotated for g in layout.groups] for layout in layouts] == [
@@ -73,7 +73,7 @@ def test_keys_are_before_rope_in_all_layers_or_in_none():
     assert bytes_by_name(layouts[0]) == bytes_by_name(layouts[1])
 
 
-def test_heads_apart_have_a_lane_each_in_layers_that_evict_only():
+def test_heads_apart_applies_to_evicting_layers_only():
     layout = layout_of(None, 64, None, evicting=True, heads_apart=True)
     full, window = layout.groups
 
@@ -83,7 +83,7 @@ def test_heads_apart_have_a_lane_each_in_layers_that_evict_only():
     assert layout_of(None, heads_apart=True) == layout_of(None)
 
 
-def test_statistics_have_pages_of_float32_in_one_plane_a_record_for_each_head():
+def test_statistics_pages_have_one_float32_plane_with_a_record_per_head():
     """A slot of an attention sum is 4 bytes; a ring of 8 holds 4 queries of 32 and a position."""
     layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
 
@@ -97,7 +97,7 @@ def test_statistics_have_pages_of_float32_in_one_plane_a_record_for_each_head():
     }
 
 
-def test_with_heads_apart_statistics_have_a_lane_for_each_head_too():
+def test_statistics_have_one_lane_per_head_with_heads_apart():
     layout = layout_of(None, None, evicting=True, heads_apart=True, statistics=STATISTICS)
 
     assert [group.num_lanes for group in layout.groups] == [4] * 5
@@ -110,7 +110,7 @@ def test_with_heads_apart_statistics_have_a_lane_for_each_head_too():
     }
 
 
-def test_records_of_slots_mirror_their_group_and_others_are_of_fixed_number():
+def test_slot_statistics_mirror_their_group_and_others_have_fixed_records():
     layout = layout_of(None, evicting=True, statistics=STATISTICS)
     sums, ring, moments, shift = layout.groups[1:]
 
@@ -121,7 +121,7 @@ def test_records_of_slots_mirror_their_group_and_others_are_of_fixed_number():
     assert all(group.private and not group.ordered for group in layout.groups[1:])
 
 
-def test_statistics_of_one_shape_share_a_pool():
+def test_statistics_of_equal_shape_share_a_page_class():
     layout = layout_of(
         None, evicting=True, statistics=(AttentionSum(), SquareSum(), AttentionSum())
     )
@@ -133,7 +133,7 @@ def test_statistics_of_one_shape_share_a_pool():
     assert len(layout.page_classes) == 2
 
 
-def test_a_sequence_of_one_token_takes_all_records_of_fixed_number():
+def test_sequence_of_one_token_has_all_fixed_records():
     layout = layout_of(None, None, evicting=True, statistics=(QueryRing(window=8),))
     ring = layout.groups[1]
 
@@ -141,7 +141,7 @@ def test_a_sequence_of_one_token_takes_all_records_of_fixed_number():
     assert [ring.bytes_at_most(tokens, 1) for tokens in (0, 1, 1000)] == [0, 2 * 8256, 2 * 8256]
 
 
-def test_a_sequence_uses_the_groups_of_its_own_statistics():
+def test_sequence_uses_the_groups_of_its_own_statistics():
     layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
 
     assert statistics_used(layout, ()) == frozenset()
@@ -152,7 +152,7 @@ def test_a_sequence_uses_the_groups_of_its_own_statistics():
     assert statistics_used(layout_of(64), STATISTICS) == frozenset()
 
 
-def test_layers_with_windows_only_have_no_statistics():
+def test_model_with_window_layers_only_has_no_statistics():
     assert bytes_by_name(layout_of(64, 64, evicting=True, statistics=STATISTICS)) == {
         "window_64": 4096
     }
@@ -180,7 +180,7 @@ def page_class(*, tokens=4, value=True, positions=False):
         {"fixed_slots": 3, "window": 8},
     ],
 )
-def test_a_group_of_statistics_is_of_one_kind(rules):
+def test_statistics_group_must_mirror_or_have_fixed_slots(rules):
     with pytest.raises(ConfigError, match="expected either mirrors or fixed_slots of 1 or more"):
         LaneGroup(name="x", page_class=page_class(value=False), layers=(0,), **rules)
 
@@ -200,7 +200,7 @@ SUMS = LaneGroup(name="sums", page_class=page_class(value=False), layers=(0, 1),
         ("kv", (0, 1), 8),
     ],
 )
-def test_a_mirror_has_the_lanes_and_the_pages_of_what_it_mirrors(mirrors, layers, tokens):
+def test_mirror_with_other_lanes_or_pages_is_rejected(mirrors, layers, tokens):
     page = page_class(tokens=tokens, value=False)
     mirror = LaneGroup(name="x", page_class=page, layers=layers, mirrors=mirrors)
 
@@ -209,7 +209,7 @@ def test_a_mirror_has_the_lanes_and_the_pages_of_what_it_mirrors(mirrors, layers
         CacheLayout((KV, WINDOW, SUMS, mirror))
 
 
-def test_kept_signatures_of_too_many_heads_are_refused():
+def test_signature_bits_of_too_many_heads_are_rejected():
     """A float32 number holds 24 bits exactly."""
     model = model_of(None)
 

@@ -1,4 +1,4 @@
-"""ModelSpec: what is read from a config.json, what follows from it, and what is refused."""
+"""ModelSpec: reading of config.json, derived values, and rejected models."""
 
 import json
 import math
@@ -36,7 +36,7 @@ GPT2: dict[str, Any] = {
     "n_ctx": 1024,
     "vocab_size": 50_257,
 }
-# as published with google/gemma-3-4b: the decoder is nested, and most of its keys are left out
+# as published with google/gemma-3-4b: the decoder is nested and omits most of its keys
 GEMMA3_4B: dict[str, Any] = {
     "model_type": "gemma3",
     "text_config": {
@@ -57,7 +57,7 @@ def windows(config: dict[str, Any]) -> list[int | None]:
     return [layer.window for layer in ModelSpec.from_config(config).layers]
 
 
-def test_grouped_heads_and_a_derived_head_dim_are_read():
+def test_grouped_query_heads_and_a_derived_head_dim():
     model = ModelSpec.from_config(LLAMA_8B)
 
     assert (model.num_heads, model.num_kv_heads, model.head_dim) == (32, 8, 128)
@@ -66,7 +66,7 @@ def test_grouped_heads_and_a_derived_head_dim_are_read():
     assert windows(LLAMA_8B) == [None] * 32
 
 
-def test_absent_kv_heads_mean_one_per_query_head():
+def test_missing_kv_heads_default_to_the_query_heads():
     for config in (
         without(LLAMA_8B, "num_key_value_heads"),
         LLAMA_8B | {"num_key_value_heads": None},
@@ -74,11 +74,11 @@ def test_absent_kv_heads_mean_one_per_query_head():
         assert ModelSpec.from_config(config).num_kv_heads == 32
 
 
-def test_a_given_head_dim_wins_over_the_derived_one():
+def test_explicit_head_dim_overrides_the_derived_one():
     assert ModelSpec.from_config(LLAMA_8B | {"head_dim": 256}).head_dim == 256
 
 
-def test_gpt2_names_are_read():
+def test_gpt2_key_names():
     model = ModelSpec.from_config(GPT2)
 
     assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (
@@ -93,7 +93,7 @@ def test_gpt2_names_are_read():
     assert ModelSpec.from_config(GPT2 | {"n_inner": 2000}).intermediate_size == 2000
 
 
-def test_multi_query_means_one_kv_head_unless_the_newer_falcon_says_otherwise():
+def test_multi_query_has_one_kv_head_except_in_new_falcon_models():
     bigcode = GPT2 | {"model_type": "gpt_bigcode"}
     falcon = without(LLAMA_8B, "num_key_value_heads", "intermediate_size", model_type="falcon")
 
@@ -122,18 +122,18 @@ def test_opt_with_narrow_embeddings_counts_the_projections():
     assert model.num_parameters == pytest.approx(331_196_416, rel=0.01)
 
 
-def test_mistral_windows_all_layers_and_null_means_none():
+def test_mistral_has_windows_in_all_layers_or_none():
     mistral = LLAMA_8B | {"model_type": "mistral"}
 
     assert windows(mistral | {"sliding_window": 4096}) == [4096] * 32
     assert windows(mistral | {"sliding_window": None}) == [None] * 32
 
 
-def test_llama_takes_no_notice_of_a_stray_window():
+def test_llama_ignores_sliding_window():
     assert windows(LLAMA_8B | {"sliding_window": 4096}) == [None] * 32
 
 
-def test_qwen2_has_windows_only_above_max_window_layers_and_only_if_asked():
+def test_qwen2_has_windows_above_max_window_layers_if_enabled():
     qwen = LLAMA_8B | {"model_type": "qwen2", "sliding_window": 128, "max_window_layers": 30}
 
     assert windows(qwen) == [None] * 32
@@ -141,7 +141,7 @@ def test_qwen2_has_windows_only_above_max_window_layers_and_only_if_asked():
     assert windows(qwen | {"use_sliding_window": True}) == [None] * 30 + [128] * 2
 
 
-def test_layer_types_decide_which_layers_slide():
+def test_layer_types_select_the_window_layers():
     kinds = ["sliding_attention", "full_attention"] * 16
 
     assert windows(LLAMA_8B | {"model_type": "x", "sliding_window": 8, "layer_types": kinds}) == (
@@ -149,7 +149,7 @@ def test_layer_types_decide_which_layers_slide():
     )
 
 
-def test_a_nested_gemma3_is_read_with_the_defaults_of_its_family():
+def test_nested_gemma3_config_uses_the_defaults_of_its_family():
     model = ModelSpec.from_config(GEMMA3_4B)
 
     assert model.architecture == "gemma3_text"
@@ -186,7 +186,7 @@ WINDOWED = (
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_windows_of_a_silent_config_are_those_of_transformers(kind: str):
+def test_default_windows_equal_those_of_transformers(kind: str):
     reference = AutoConfig.for_model(kind)
     config = without(reference.to_dict(), "layer_types", "sliding_window")
     kinds = getattr(reference, "layer_types", None) or (
@@ -200,7 +200,7 @@ def test_windows_of_a_silent_config_are_those_of_transformers(kind: str):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "opt", "gemma", "falcon"])
 @pytest.mark.parametrize("key", ["tie_word_embeddings"])
-def test_silent_configs_are_tied_as_in_transformers(kind: str, key: str):
+def test_default_tied_embeddings_equal_those_of_transformers(kind: str, key: str):
     config = AutoConfig.for_model(kind).to_dict()
 
     assert ModelSpec.from_config(without(config, key)).tied_embeddings == config[key]
@@ -215,7 +215,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_parameters_are_within_one_percent_of_the_model_itself(kind: str):
+def test_parameter_count_is_within_one_percent_of_the_model(kind: str):
     config = AutoConfig.for_model(kind)
     layers = "num_layers" if kind == "gpt_neo" else "num_hidden_layers"
     if kind != "gpt_neo":  # fewer layers build faster; its layer list must have the full length
@@ -231,7 +231,7 @@ def test_parameters_are_within_one_percent_of_the_model_itself(kind: str):
     )
 
 
-def test_parameters_of_the_packaged_model_are_exact():
+def test_parameter_count_of_the_packaged_model_is_exact():
     folder = Path(str(resources.files("quire") / "assets" / "quire-tiny"))
     with (folder / "model.safetensors").open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -241,7 +241,7 @@ def test_parameters_of_the_packaged_model_are_exact():
     assert ModelSpec.from_config(read_config(folder)).num_parameters == stored
 
 
-def test_known_models_have_their_published_size():
+def test_parameter_counts_of_known_models_equal_the_published_ones():
     """Llama 3 8B: 8,030,261,248; 70B: 70,553,706,496; Mixtral 8x7B: 46.7e9, 12.9e9 active."""
     big = LLAMA_8B | {
         "hidden_size": 8192,
@@ -263,7 +263,7 @@ def test_known_models_have_their_published_size():
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_every_parameter_is_counted_biases_and_norms_too(name: str):
+def test_parameter_count_includes_biases_and_norms(name: str):
     model = zoo.build(name)
 
     spec = ModelSpec.from_config(model.config.to_dict())
@@ -271,7 +271,7 @@ def test_every_parameter_is_counted_biases_and_norms_too(name: str):
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_query_key_and_value_biases_of_qwen2_are_counted():
+def test_qkv_biases_of_qwen2_are_counted():
     """Qwen2.5-7B: 28 layers of 3584 + 2 * 512 biases. Published: 7,615,616,512 parameters."""
     config = {
         "model_type": "qwen2",
@@ -288,7 +288,7 @@ def test_query_key_and_value_biases_of_qwen2_are_counted():
     assert ModelSpec.from_config(config).num_parameters == 7_615_616_512
 
 
-def test_experts_in_some_layers_only_are_counted_there():
+def test_experts_are_counted_in_sparse_layers_only():
     """Layers 1, 3 of 4 have 4 experts of width 10 and a shared part of 6; layers 0, 2 are dense.
 
     MLP values = 3 * 8 * (2 * (4 * 10 + 6) + 2 * 20) + 2 * 8 * 4 (router) = 24 * 132 + 64 = 3232.
@@ -315,7 +315,7 @@ def test_experts_in_some_layers_only_are_counted_there():
 
 
 def test_window_layers_hold_at_most_their_window():
-    """2 KV heads of 4, K and V, 2 bytes: 32 B a token and layer; 100 tokens: 100 + 10 + 100."""
+    """2 KV heads of 4, K and V, 2 bytes: 32 B per token and layer; 100 tokens: 100 + 10 + 100."""
     model = ModelSpec(
         architecture="x",
         num_layers=3,
@@ -352,7 +352,7 @@ def test_window_layers_hold_at_most_their_window():
         "max_position_embeddings",
     ],
 )
-def test_a_missing_key_is_named(key: str):
+def test_missing_config_key_is_named(key: str):
     with pytest.raises(ModelError, match=key):
         ModelSpec.from_config(without(LLAMA_8B, key))
 
@@ -372,7 +372,7 @@ def test_a_missing_key_is_named(key: str):
         ({"num_local_experts": 8}, "no 'num_experts_per_tok'"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_name(change: dict[str, Any], message: str):
+def test_invalid_config_value_is_rejected_with_its_name(change: dict[str, Any], message: str):
     with pytest.raises(ModelError, match=message):
         ModelSpec.from_config(LLAMA_8B | change)
 
@@ -388,20 +388,18 @@ def test_a_value_that_cannot_be_is_refused_with_its_name(change: dict[str, Any],
         ({"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
     ],
 )
-def test_models_whose_kv_is_not_plain_are_refused_with_the_reason(
-    change: dict[str, Any], reason: str
-):
+def test_models_without_plain_kv_are_rejected_with_the_reason(change: dict[str, Any], reason: str):
     with pytest.raises(UnsupportedModel, match=reason):
         ModelSpec.from_config(LLAMA_8B | change)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "mamba2", "jamba", "bert", "gemma3n_text", "lfm2"])
-def test_transformers_own_configs_of_such_models_are_refused(kind: str):
+def test_default_configs_of_unsupported_models_are_rejected(kind: str):
     with pytest.raises(UnsupportedModel):
         ModelSpec.from_config(AutoConfig.for_model(kind).to_dict())
 
 
-def test_a_spec_built_by_hand_is_checked(tmp_path: Path):
+def test_constructed_spec_is_validated(tmp_path: Path):
     good = ModelSpec.from_config(LLAMA_8B)
     fields = {name: getattr(good, name) for name in good.__dataclass_fields__}
 
@@ -411,7 +409,7 @@ def test_a_spec_built_by_hand_is_checked(tmp_path: Path):
         ModelSpec(**(fields | {"num_kv_heads": 5}))
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path):
+def test_folder_without_a_model_is_rejected(tmp_path: Path):
     with pytest.raises(ModelError, match="no such folder"):
         read_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"has no config\.json"):
@@ -424,7 +422,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path):
         read_config(tmp_path)
 
 
-def test_dtypes_have_sizes_and_unknown_ones_get_a_hint():
+def test_dtype_bytes_and_unknown_dtype_suggestion():
     assert dtype_bytes("float32") == 4
     assert dtype_bytes("torch.bfloat16") == 2
     with pytest.raises(UnknownName, match="did you mean"):

@@ -1,4 +1,4 @@
-"""Fields of config dataclasses check themselves against their annotations."""
+"""Config dataclasses: fields are checked against their annotations."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,7 +14,7 @@ Colour = Literal["red", "green"]
 
 @dataclass(frozen=True, kw_only=True)
 class Paint:
-    """A config."""
+    """A config dataclass."""
 
     colour: Colour = option("red", help="its colour", flag="paint-colour")
     coats: int | None = option(None, help="layers of it")
@@ -24,7 +24,7 @@ class Paint:
         check_options(self)
 
 
-def test_a_choice_is_taken_and_another_value_refused_by_the_name_of_its_flag():
+def test_invalid_choice_is_rejected_with_its_flag_and_a_suggestion():
     assert Paint(colour="green").colour == "green"
 
     expected = "expected paint-colour to be one of red, green, got 'gren': did you mean green"
@@ -33,23 +33,23 @@ def test_a_choice_is_taken_and_another_value_refused_by_the_name_of_its_flag():
 
 
 @pytest.mark.parametrize("value", [None, 3, "", "purple"])
-def test_a_choice_with_nothing_near_offers_all(value):
+def test_invalid_choice_without_a_near_match_lists_all_choices(value):
     with pytest.raises(ConfigError, match=r"one of red, green, got .*[^?]$"):
         require_choice("colour", value, ("red", "green"))
 
 
-def test_other_fields_are_checked_by_type():
+def test_fields_without_choices_are_checked_by_type():
     assert Paint(coats=2).coats == 2
     with pytest.raises(ConfigError, match="expected coats to be int or None, got '2'"):
         Paint(coats="2")
 
 
-def test_only_a_literal_has_choices():
+def test_only_literal_types_have_choices():
     assert choices_of(Colour) == ("red", "green")
     assert choices_of(str) == choices_of(int | None) == ()
 
 
-def test_a_parsed_field_holds_what_its_text_means_and_takes_that_too():
+def test_parsed_field_stores_its_value_and_accepts_it_again():
     paint = Paint(can="2KiB")
 
     assert (Paint().can, paint.can) == (None, 2048)

@@ -1,3 +1,5 @@
+"""Page classes, lane groups and layouts: bytes, planes and bounds of window lanes."""
+
 from itertools import pairwise, product
 
 import numpy as np
@@ -21,30 +23,30 @@ def page_class(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=1
 # ---- bytes of a page -----------------------------------------------------------------------------
 
 
-def test_a_page_of_16_tokens_8_heads_of_128_in_bfloat16_takes_64_kib():
+def test_page_of_16_tokens_8_heads_of_128_in_bfloat16_is_64_kib():
     page = page_class()
 
     assert page.key_bytes == 16 * 8 * 128 * 2 == 32_768
     assert page.page_bytes == 65_536
 
 
-def test_an_int8_page_carries_two_bytes_of_scale_a_vector():
+def test_int8_page_has_two_scale_bytes_per_vector():
     page = page_class("int8")
 
     assert page.key_bytes == 16 * 8 * (128 + 2) == 16_640
     assert page.page_bytes == 33_280
 
 
-def test_positions_add_four_bytes_a_slot_in_whole_vectors_whatever_the_heads():
-    """16 slots take 64 bytes, which round up to one vector of 128 numbers of 2 bytes."""
+def test_positions_add_four_bytes_per_slot_rounded_up_to_a_vector():
+    """16 slots need 64 bytes, rounded up to one vector of 128 elements of 2 bytes."""
     for heads in (1, 8):
         plain, page = page_class(heads=heads), page_class(heads=heads, positions=True)
         assert page.positions_offset_bytes == plain.page_bytes
         assert page.page_bytes == plain.page_bytes + 256
 
 
-def test_pages_with_keys_before_rope_are_of_another_class():
-    """Pools are kept by class: as many bytes, and never each other's pages."""
+def test_pages_with_pre_rope_keys_are_a_separate_class():
+    """Pools are per class: equal bytes, but the pages are not interchangeable."""
     after, before = page_class(), page_class(rotated=False)
 
     assert before.page_bytes == after.page_bytes
@@ -59,7 +61,7 @@ def test_statistics_pages_have_one_plane():
     assert page.page_bytes == page.key_bytes
 
 
-def test_keys_and_values_may_have_codecs_of_their_own():
+def test_keys_and_values_can_have_different_codecs():
     page = page_class("int8", value=codec_spec("bfloat16"))
 
     assert page.page_bytes == 16_640 + 32_768
@@ -73,7 +75,7 @@ def test_keys_and_values_may_have_codecs_of_their_own():
     head_dim=st.integers(1, 17).map(lambda eights: 8 * eights),
     positions=st.booleans(),
 )
-def test_pages_are_aligned_and_their_padding_is_less_than_a_line(
+def test_pages_are_aligned_and_padded_by_less_than_a_cache_line(
     key, value, heads, tokens, head_dim, positions
 ):
     page = page_class(
@@ -86,7 +88,7 @@ def test_pages_are_aligned_and_their_padding_is_less_than_a_line(
     assert page.positions_offset_bytes % 4 == 0
     assert page.positions_offset_bytes >= page.key_bytes + page.value_bytes
     assert page.page_bytes % page.alignment_bytes == 0
-    between = len(page.key_planes + page.value_planes)  # a byte where floats follow single bytes
+    between = len(page.key_planes + page.value_planes)  # one byte if floats follow single bytes
     assert 0 <= page.page_bytes - content < page.alignment_bytes + 4 + between
 
 
@@ -97,7 +99,7 @@ def test_pages_are_aligned_and_their_padding_is_less_than_a_line(
     tokens=st.integers(1, 33),
     head_dim=st.sampled_from((8, 24, 64, 80, 128, 320)),
 )
-def test_planes_stand_one_behind_the_other_codes_first(key, value, heads, tokens, head_dim):
+def test_planes_are_consecutive_with_codes_first(key, value, heads, tokens, head_dim):
     page = page_class(
         key, value=codec_spec(value), heads=heads, tokens=tokens, head_dim=head_dim, positions=True
     )
@@ -114,19 +116,19 @@ def test_planes_stand_one_behind_the_other_codes_first(key, value, heads, tokens
     assert placed[-1].end_bytes <= page.positions_offset_bytes
 
 
-def test_whole_pages_hold_all_slots():
+def test_pages_for_rounds_up_to_whole_pages():
     page = page_class(tokens=16)
 
     assert [page.pages_for(slots) for slots in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["head_dim", "heads", "tokens"])
-def test_a_page_of_nothing_is_refused(name):
+def test_empty_page_is_rejected(name):
     with pytest.raises(ConfigError, match=f"{name} >= 1, got 0"):
         page_class(**{name: 0})
 
 
-def test_an_unknown_codec_offers_near_names():
+def test_unknown_codec_error_suggests_near_names():
     with pytest.raises(UnknownName, match=r"unknown codec 'float8': did you mean"):
         codec_spec("float8")
 
@@ -134,7 +136,7 @@ def test_an_unknown_codec_offers_near_names():
 # ---- groups and layouts --------------------------------------------------------------------------
 
 
-def test_slots_without_order_must_carry_positions():
+def test_unordered_slots_must_store_positions():
     with pytest.raises(ConfigError, match="need pages with positions"):
         LaneGroup(name="kv", page_class=page_class(), layers=(0,), ordered=False)
 
@@ -142,7 +144,7 @@ def test_slots_without_order_must_carry_positions():
 
 
 @pytest.mark.parametrize(("window", "ordered"), [(0, True), (-1, True), (8, False)])
-def test_a_window_needs_order_and_a_token(window, ordered):
+def test_window_needs_ordered_lanes_and_at_least_one_token(window, ordered):
     with pytest.raises(ConfigError, match="a window needs ordered lanes and at least 1 token"):
         LaneGroup(
             name="kv",
@@ -153,13 +155,13 @@ def test_a_window_needs_order_and_a_token(window, ordered):
         )
 
 
-def test_one_head_pages_have_a_lane_for_each_head_of_each_layer():
+def test_one_head_pages_have_a_lane_per_head_and_layer():
     group = LaneGroup(name="kv", page_class=page_class(heads=1), layers=(1, 4), lanes_per_layer=8)
 
     assert group.num_lanes == 16
 
 
-def test_groups_of_a_layout_have_names_of_their_own():
+def test_groups_of_a_layout_must_have_unique_names():
     group = LaneGroup(name="kv", page_class=page_class(), layers=(0,))
 
     with pytest.raises(ConfigError, match="unique names"):
@@ -168,7 +170,7 @@ def test_groups_of_a_layout_have_names_of_their_own():
         CacheLayout(())
 
 
-def test_a_sequence_of_one_token_takes_a_page_for_every_lane():
+def test_sequence_of_one_token_needs_one_page_per_lane():
     layout = CacheLayout(
         (
             LaneGroup(name="full", page_class=page_class(), layers=(0, 1)),
@@ -181,7 +183,7 @@ def test_a_sequence_of_one_token_takes_a_page_for_every_lane():
     assert layout.page_classes == (page_class(), page_class("int8"))
 
 
-# ---- what a lane takes at its peak ---------------------------------------------------------------
+# ---- peak of a lane ------------------------------------------------------------------------------
 
 
 def window_group(window, tokens_per_page):
@@ -190,7 +192,7 @@ def window_group(window, tokens_per_page):
 
 
 def peak_slots_and_pages(group, chunks):
-    """Most slots and most pages of a lane while chunks of so many tokens stream through."""
+    """The peak slots and pages of a lane while it grows by these chunks."""
     memory = KVMemory(CacheLayout((group,)), 64 * 1024, 1)
     row, table = np.array([memory.start()]), memory.tables["kv"]
     peaks = []
@@ -201,7 +203,7 @@ def peak_slots_and_pages(group, chunks):
 
 
 @pytest.mark.parametrize("per_page", [1, 2, 3, 4, 5])
-def test_a_window_lane_never_holds_more_than_its_bound_and_touches_it(per_page):
+def test_window_lane_bound_is_tight(per_page):
     for window, chunk in product(range(1, 11), range(1, 9)):
         group = window_group(window, per_page)
         num_chunks = 2 * (window + per_page) + 6  # every alignment of chunks and pages
@@ -221,7 +223,7 @@ def test_a_window_lane_never_holds_more_than_its_bound_and_touches_it(per_page):
     per_page=st.integers(1, 6),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=40),
 )
-def test_ragged_chunks_stay_within_the_bound_of_the_largest(window, per_page, chunks):
+def test_chunks_of_different_lengths_stay_within_the_bound_of_the_largest(window, per_page, chunks):
     group = window_group(window, per_page)
 
     slots, pages = peak_slots_and_pages(group, chunks)
@@ -230,7 +232,7 @@ def test_ragged_chunks_stay_within_the_bound_of_the_largest(window, per_page, ch
     assert pages * group.page_class.page_bytes <= group.bytes_at_most(sum(chunks), max(chunks))
 
 
-def test_single_tokens_reach_the_bound_in_pages_exactly():
+def test_single_token_steps_reach_the_page_bound_exactly():
     for window, per_page in product(range(1, 30), range(1, 8)):
         group = window_group(window, per_page)
 
@@ -240,18 +242,18 @@ def test_single_tokens_reach_the_bound_in_pages_exactly():
         assert pages == group.page_class.pages_for(slots)
 
 
-def test_a_lane_without_a_window_holds_every_token():
+def test_lane_without_a_window_holds_every_token():
     group = window_group(None, 4)
 
     assert group.slots_at_most(1000, 64) == 1000
     assert group.bytes_at_most(1000, 64) == 250 * group.page_class.page_bytes
 
 
-def test_a_short_sequence_holds_no_more_than_its_tokens():
+def test_bound_of_a_short_sequence_is_its_tokens():
     assert window_group(512, 4).slots_at_most(10, 64) == 10
 
 
-def test_bytes_at_most_count_every_lane():
+def test_bytes_at_most_counts_every_lane():
     page = page_class(heads=1)
     group = LaneGroup(name="kv", page_class=page, layers=(0, 1), lanes_per_layer=8, window=64)
 

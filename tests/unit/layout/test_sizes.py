@@ -24,7 +24,7 @@ from quire.layout.sizes import format_size, parse_size
         ("0.1KiB", 102),
     ],
 )
-def test_a_size_is_read_with_its_unit(text: str | int, size_bytes: int):
+def test_parse_size_with_units(text: str | int, size_bytes: int):
     assert parse_size(text) == size_bytes
 
 
@@ -32,7 +32,7 @@ def test_a_size_is_read_with_its_unit(text: str | int, size_bytes: int):
     "text",
     ["-1", "-64MiB", -1, "", "MiB", "64M", "64 miles", "1e9", "nan", "inf", "1,000", "٣MiB", True],
 )
-def test_what_is_not_a_size_is_refused_with_an_example(text: str | int):
+def test_invalid_size_is_rejected_with_an_example(text: str | int):
     with pytest.raises(ConfigError, match="64MiB"):
         parse_size(text)
 
@@ -48,10 +48,10 @@ def test_what_is_not_a_size_is_refused_with_an_example(text: str | int):
         (-2048, "-2.00 KiB"),
     ],
 )
-def test_sizes_are_shown_in_binary_units(size_bytes: int, text: str):
+def test_format_size_uses_binary_units(size_bytes: int, text: str):
     assert format_size(size_bytes) == text
 
 
 @given(st.integers(min_value=0, max_value=1 << 50))
-def test_a_shown_size_reads_back_within_its_rounding(size_bytes: int):
+def test_parse_size_of_format_size_is_equal_within_rounding(size_bytes: int):
     assert parse_size(format_size(size_bytes)) == pytest.approx(size_bytes, rel=0.006, abs=1)

@@ -1,7 +1,7 @@
-"""Prefixes that go to a disk and come back, under random load, restarts, crashes and damage.
+"""Prefixes in a disk tier, under random load, restarts, crashes and damage.
 
-Every byte of a page says which token it belongs to, and where; pages nobody holds are poison. So a
-row that was put together from cached blocks, loaded ones and read ones must say its own tokens.
+Every byte of a page encodes its token and position; free pages are poison. A row assembled from
+cached, loaded and prefilled blocks must have the bytes of its own tokens.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.errors import OutOfPages
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_key import PrefixIdentity, blocks_of, private_salt, root_key
+from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of, private_salt, root_key
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.prefix_load import PrefixLoad
@@ -26,7 +26,9 @@ from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
 from quire.plan.fitting import RateEstimator
-from unit.kv.small_memory import places, plain_class, with_groups
+from support.disk_blocks import disk_blocks
+from support.prefix_index import Listener
+from support.small_memory import places, plain_class, with_groups
 
 PAGE = 2
 MIB = 1 << 20
@@ -34,19 +36,21 @@ FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0, 1)
 WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=2 * PAGE), layers=(2,), window=5)
 BLOCK = 2 * PAGE
 ORIGIN = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1] * 3
-TEXTS = st.builds(  # they part at some place, or nowhere
+TEXTS = st.builds(  # texts differ from some position on, or not at all
     lambda parts, end: ([*ORIGIN[:parts], 2, *ORIGIN])[:end], st.integers(0, 30), st.integers(2, 30)
 )
 PICK = st.integers(0, 1 << 20)
 
 
 class PrefixTierMachine(RuleBasedStateMachine):
-    @initialize(window=st.booleans(), pages=st.integers(150, 400), room=st.sampled_from([2, 16]))
-    def build(self, window, pages, room):
+    @initialize(
+        window=st.booleans(), pages=st.integers(150, 400), disk_mib=st.sampled_from([2, 16])
+    )
+    def build(self, window, pages, disk_mib):
         self.groups = (FULL, WINDOW) if window else (FULL,)
         self.block = BLOCK if window else PAGE
         self.total_bytes = pages * FULL.page_class.page_bytes
-        self.room = room
+        self.disk_mib = disk_mib
         self.folder = Path(tempfile.mkdtemp())
         self.damaged = self.opened = False
         self.num_loaded = 0
@@ -54,8 +58,9 @@ class PrefixTierMachine(RuleBasedStateMachine):
 
     def open(self):
         self.memory = with_groups(*self.groups, total_bytes=self.total_bytes, max_rows=3)
-        self.index = PrefixIndex(self.memory)
-        self.disk = DiskTier(self.folder, self.room * MIB, direct=False)
+        self.listener = Listener()
+        self.index = PrefixIndex(self.memory, self.listener)
+        self.disk = DiskTier(self.folder, self.disk_mib * MIB, direct=False)
         records = BlockRecords(self.memory, self.index.block_tokens)
         self.store = PrefixStore(self.disk, "nature", records.record_bytes)
         self.store.run_blocks = 3
@@ -65,12 +70,12 @@ class PrefixTierMachine(RuleBasedStateMachine):
     # ---- rules ---------------------------------------------------------------------------------
 
     @rule(texts=st.lists(TEXTS, min_size=3, max_size=6), pick=PICK, late=st.booleans())
-    def read_some(self, texts, pick, late):
+    def prefill_some(self, texts, pick, late):
         for number, tokens in enumerate(texts):
-            self.read("aab"[number % 3], tokens, pick + number, late)
+            self.prefill("aab"[number % 3], tokens, pick + number, late)
 
-    def read(self, tenant, tokens, pick, late):
-        """Enter with what is cached, load a part of what is stored, read the rest, leave."""
+    def prefill(self, tenant, tokens, pick, late):
+        """Start from the cached prefix, load some stored blocks, prefill the rest, release."""
         if not self.index.reclaim(self.pages_of(len(tokens) + BLOCK)):
             return
         identity = PrefixIdentity(root_key("machine"), private_salt(b"key", tenant, ""))
@@ -83,7 +88,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         if found:
             at = self.restore(row, tokens, at, found, pick, late=late)
         self.grow(row, tokens, at, len(tokens))
-        self.says(row, tokens)
+        self.check_row(row, tokens)
         if lease.publishes:
             self.index.publish(lease, row, tokens[lease.tokens :])
         self.index.confirm()
@@ -103,7 +108,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         with contextlib.suppress(OutOfPages):
             load.extend_down(first)
         moves = random.Random(pick)
-        for _ in range(moves.randrange(8) if late else 99):  # who comes late finds only a part
+        for _ in range(moves.randrange(8) if late else 99):  # a late load finds only some segments
             if not load.load_segment():
                 break
         assert self.damaged or late or load.loaded_from <= max(first, pages.first)
@@ -124,35 +129,43 @@ class PrefixTierMachine(RuleBasedStateMachine):
             self.write(row, tokens, start, end)
 
     @rule(pages=st.integers(1, 40))
-    def make_room(self, pages):
+    def reclaim(self, pages):
         self.index.reclaim({FULL.page_class: pages})
 
     @rule(killed=st.booleans())
-    def begin_anew(self, killed):
+    def reopen(self, killed):
         if killed:
             self.crash()
         else:
             self.restart()
 
     def restart(self):
-        """All that was cached is there again, where the disk has room and nothing was damaged."""
-        cached = set(self.index._nodes)
+        """Cached blocks are stored after a restart, if the disk is large enough and undamaged."""
+        cached = set(self.listener.known)
         self.tier.close()
         self.tier.close()
-        assert cached == set(self.index._nodes)
+        assert cached == set(self.listener.known)
         self.index.clear()
         assert not any(pool.num_used for pool in self.memory.pools.values())
         self.open()
-        if not self.damaged and len(self.disk.stored()) < self.room:  # nothing had to go
-            assert cached <= set(self.store._places)
+        if not self.damaged and len(self.disk.stored()) < self.disk_mib:  # no entry was evicted
+            assert not any(map(self.store.lacks, cached))
 
     def crash(self):
-        """What was written is there, what was cached is not."""
+        """Only written blocks are stored after a crash."""
         self.tier.transfer_worker.close()
-        written = set(self.store._places)
+        written = set(self.stored_places())
         self.store.close()
         self.open()
-        assert self.damaged or set(self.store._places) == written
+        assert self.damaged or set(self.stored_places()) == written
+
+    def stored_places(self):
+        """The places of all blocks in the store, by key; checks that the disk lists their keys."""
+        listed = {key for stored in self.disk.stored().values() for key in stored.facts["keys"]}
+        blocks = [Block(bytes.fromhex(key), b"", 0) for key in sorted(listed)]
+        found = [pair for block in blocks for pair in self.store.find([block])]
+        assert len(found) == len(self.store)
+        return {block.key: place for block, place in found}
 
     @rule(pick=PICK, cut=st.booleans())
     def damage(self, pick, cut):
@@ -161,9 +174,9 @@ class PrefixTierMachine(RuleBasedStateMachine):
         if not len(self.store):
             return
         self.damaged = True
-        place = random.Random(pick).choice(list(self.store._places.values()))
-        entry = self.disk._entries[place.entry]
-        offset = entry.blocks[0] * MIB + pick % entry.stored.num_bytes
+        place = random.Random(pick).choice(list(self.stored_places().values()))
+        num_bytes = self.disk.stored()[place.entry].num_bytes
+        offset = disk_blocks(self.folder, place.entry)[0] * MIB + pick % num_bytes
         with open(path, "r+b") as file:
             file.seek(offset)
             byte = file.read(1)
@@ -191,32 +204,32 @@ class PrefixTierMachine(RuleBasedStateMachine):
                 new = (positions >= start) & (positions < end)
                 values = self.values(tokens, positions[new])[:, None, None]
                 vectors = np.broadcast_to(values, (len(values), 1, 16))
-                where = (page[new], offset[new])
-                self.memory.store.write_slots(table.group.page_class, where, vectors, vectors, None)
+                slots = (page[new], offset[new])
+                self.memory.store.write_slots(table.group.page_class, slots, vectors, vectors, None)
 
-    def says(self, row, tokens):
-        """Every slot of a row says the token at its position, poison in between or not."""
+    def check_row(self, row, tokens):
+        """Check that every slot of a row encodes the token at its position."""
         self.memory.store.poison_free(self.memory)
         for table in self.memory.tables.values():
             for lane in range(table.group.num_lanes):
                 place, positions = places(table, row, lane), table.slot_positions(row, lane)
                 key, value, _ = self.memory.store.read_slots(table.group.page_class, place)
-                wanted = self.values(tokens, positions)[:, None]
-                assert (key[:, 0] == wanted).all()
-                assert (value[:, 0] == wanted).all()
+                expected = self.values(tokens, positions)[:, None]
+                assert (key[:, 0] == expected).all()
+                assert (value[:, 0] == expected).all()
                 assert positions[-1] == len(tokens) - 1
 
-    # ---- what must always hold -----------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------------
 
     @invariant()
-    def books_add_up(self):
+    def check_accounts(self):
         if not getattr(self, "opened", False):
             return
         self.memory.check()
         self.tier.transfer_worker.drain()
         self.disk.check()
         stored = self.disk.stored()
-        assert {place.entry for place in self.store._places.values()} <= set(stored)
+        assert {place.entry for place in self.stored_places().values()} <= set(stored)
         assert self.disk.used_bytes <= self.disk.total_bytes
 
     def teardown(self):

@@ -1,4 +1,4 @@
-"""Speeds that follow what is measured, and the splits that follow them."""
+"""Measured speeds and the splits computed from them."""
 
 import random
 from dataclasses import replace
@@ -40,7 +40,7 @@ def step(x: int, speeds: Speeds, tokens: int = TOKENS, host: int = 0):
 
 
 def machine(speeds: Speeds, noise: float = 0.0, seed: int = 0) -> VirtualClock:
-    """A machine of such speeds, whatever a schedule expects."""
+    """A simulated machine with these speeds, independent of the schedule's estimates."""
     draw = random.Random(seed)
 
     def seconds(op):
@@ -59,7 +59,7 @@ def of(speeds: Speeds, rows: int = 4):
     return speeds.rates(SIZES, rows=rows, tokens=TOKENS)
 
 
-def test_probes_of_two_sizes_find_the_machine():
+def test_probes_of_two_sizes_measure_the_speeds():
     probes = [(step(n // 2, MACHINE, n), no_work) for n in (40, 400)]
 
     found = measure_speeds(machine(MACHINE), probes)
@@ -74,7 +74,7 @@ def test_probes_of_two_sizes_find_the_machine():
 
 
 @given(st.integers(0, 5))
-def test_a_wrong_prior_is_forgotten_within_a_few_steps(seed):
+def test_wrong_initial_speeds_are_corrected_within_a_few_steps(seed):
     wrong = replace(MACHINE, inward=CopyRate(bytes_per_s=3e9), project_token_s=2e-3, layer_s=1e-4)
     profiler, clock = OffloadProfiler(wrong), machine(MACHINE, 0.05, seed)
 
@@ -89,7 +89,7 @@ def test_a_wrong_prior_is_forgotten_within_a_few_steps(seed):
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2, 4])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
-def test_a_change_of_the_link_is_followed_within_ten_steps(factor, noise):
+def test_split_follows_a_link_speed_change_within_ten_steps(factor, noise):
     changed = replace(MACHINE, inward=CopyRate(bytes_per_s=1e9 * factor, call_s=1e-5))
     profiler, control = OffloadProfiler(MACHINE), SplitController()
     clocks = [machine(MACHINE, noise, 1)] * 12 + [machine(changed, noise, 2)] * 10
@@ -106,7 +106,7 @@ def test_a_change_of_the_link_is_followed_within_ten_steps(factor, noise):
     assert profiler.num_changes >= 1
 
 
-def test_noise_is_not_taken_for_a_change():
+def test_noise_is_not_detected_as_a_change():
     profiler, clock = OffloadProfiler(MACHINE), machine(MACHINE, 0.1, 3)
 
     for _ in range(40):
@@ -115,7 +115,7 @@ def test_noise_is_not_taken_for_a_change():
     assert profiler.num_changes <= 2
 
 
-def test_a_detector_needs_more_than_one_sample():
+def test_change_detector_needs_several_samples():
     detector = ChangeDetector()
 
     assert not any(detector.add(1.0, 1.0) for _ in range(99))
@@ -125,21 +125,21 @@ def test_a_detector_needs_more_than_one_sample():
 
 
 @pytest.mark.parametrize("off", [0.5, 0.7, 1.5, 2.0])
-def test_waits_correct_a_model_that_stays_wrong(off):
-    """The model believes in another rate of recomputing for ever; only the waits tell."""
-    believed = replace(MACHINE, project_token_s=MACHINE.project_token_s * off)
+def test_measured_waits_correct_a_wrong_cost_model(off):
+    """The model's recompute speed stays wrong; only measured waits show the error."""
+    assumed = replace(MACHINE, project_token_s=MACHINE.project_token_s * off)
     control, clock = SplitController(), machine(MACHINE)
 
     for _ in range(40):
-        split = control.split(of(believed), TOKENS)
-        control.observe(clock.run(step(split, believed)), of(believed), TOKENS)
+        split = control.split(of(assumed), TOKENS)
+        control.observe(clock.run(step(split, assumed)), of(assumed), TOKENS)
 
     best_s = pipelined_seconds(of(MACHINE), TOKENS, pipelined_split(of(MACHINE), TOKENS))
     assert pipelined_seconds(of(MACHINE), TOKENS, split) <= best_s * 1.06
     assert control.correction > 0 if off > 1 else control.correction < 0
 
 
-def test_small_gains_move_nothing_and_splits_grow_with_the_length():
+def test_split_ignores_small_gains_and_grows_with_the_length():
     control = SplitController(unit=16)
     rates = of(MACHINE)
     first = control.split(rates, 1000)
@@ -151,13 +151,13 @@ def test_small_gains_move_nothing_and_splits_grow_with_the_length():
     assert control.split(nearly, 2000) == pytest.approx(2 * first, abs=16)
     assert control.num_moves == 0
     slow = replace(rates, recompute_s=rates.recompute_s * 3)
-    assert control.split(slow, 1000) == pytest.approx(first - 250, abs=16)  # a quarter at a time
+    assert control.split(slow, 1000) == pytest.approx(first - 250, abs=16)  # a quarter per step
     for _ in range(4):
         control.split(slow, 1000)
     assert control.split(slow, 1000) == pytest.approx(pipelined_split(slow, 1000), abs=40)
     assert control.split(replace(rates, x_s=rates.kv_s), 1000) == 0
 
 
-def test_a_controller_is_told_what_is_wrong():
+def test_invalid_unit_of_the_controller_is_rejected():
     with pytest.raises(ConfigError, match="unit >= 1"):
         SplitController(unit=0)

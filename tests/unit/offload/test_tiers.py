@@ -1,4 +1,4 @@
-"""Tiers: one conformance suite for all, then what each must survive."""
+"""Tiers: contract tests for all, then failures of each."""
 
 import errno
 import os
@@ -24,6 +24,7 @@ from quire.offload.tiers.disk_files import BLOCK_BYTES
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.network import MAGIC, NetworkTier
 from quire.offload.tiers.server import StoreServer
+from support.disk_blocks import disk_blocks
 
 MIB = 1 << 20
 
@@ -42,28 +43,28 @@ def read(tier, key, num_bytes, first=0) -> bytes:
 def tier(request, tmp_path):
     if request.param == "network":
         server = StoreServer(HostTier(8 * MIB))
-        made = NetworkTier(*server.address)
-        yield made
-        made.close()
+        opened = NetworkTier(*server.address)
+        yield opened
+        opened.close()
         server.close()
         return
     if request.param == "host":
-        made = HostTier(8 * MIB)
+        opened = HostTier(8 * MIB)
     else:
-        made = DiskTier(tmp_path / "kv", 8 * MIB, direct=request.param == "disk")
-    yield made
-    made.check()
-    made.close()
+        opened = DiskTier(tmp_path / "kv", 8 * MIB, direct=request.param == "disk")
+    yield opened
+    opened.check()
+    opened.close()
 
 
-def test_a_tier_is_a_tier(tier):
+def test_new_tier_is_empty(tier):
     assert isinstance(tier, Tier)
     assert tier.total_bytes == 8 * MIB
     assert tier.used_bytes == 0
     assert tier.stored() == {}
 
 
-def test_bytes_come_back_whole_and_in_ranges(tier):
+def test_written_bytes_are_read_whole_and_in_ranges(tier):
     data = data_of(2 * MIB + 12_345)
     tier.write("a/0", data, {"tokens": 7, "codec": "int8"})
     tier.write("a/1", b"")
@@ -78,17 +79,17 @@ def test_bytes_come_back_whole_and_in_ranges(tier):
     assert set(stored) == {"a/0", "a/1"}
 
 
-def test_tensors_are_bytes_too(tier):
+def test_tensors_are_written_and_read_as_bytes(tier):
     tensor = torch.randn(300, 70)
     tier.write("x", memoryview(tensor.numpy()))
-    back = torch.empty_like(tensor)
+    restored = torch.empty_like(tensor)
 
-    tier.read("x", memoryview(back.numpy()))
+    tier.read("x", memoryview(restored.numpy()))
 
-    assert torch.equal(back, tensor)
+    assert torch.equal(restored, tensor)
 
 
-def test_writing_again_replaces_and_dropping_frees(tier):
+def test_second_write_replaces_and_drop_frees(tier):
     tier.write("a", data_of(MIB, 1))
     tier.write("a", data_of(3 * MIB, 2))
     assert read(tier, "a", 3 * MIB) == data_of(3 * MIB, 2)
@@ -101,7 +102,7 @@ def test_writing_again_replaces_and_dropping_frees(tier):
         read(tier, "a", 1)
 
 
-def test_a_full_tier_says_so_and_keeps_what_it_has(tier):
+def test_full_tier_raises_and_keeps_its_entries(tier):
     tier.write("a", data_of(6 * MIB))
 
     with pytest.raises(StorageError, match=r"'b' needs .*raise --(swap-space|disk-kv-memory)"):
@@ -113,7 +114,7 @@ def test_a_full_tier_says_so_and_keeps_what_it_has(tier):
     assert set(tier.stored()) == {"a"}
 
 
-def test_more_than_there_is_cannot_be_read(tier):
+def test_read_beyond_an_entry_raises(tier):
     tier.write("a", data_of(100))
 
     for first, count in ((0, 101), (50, 51), (101, 0)):
@@ -121,7 +122,7 @@ def test_more_than_there_is_cannot_be_read(tier):
             read(tier, "a", count, first)
 
 
-def test_threads_share_a_tier(tier):
+def test_threads_can_share_a_tier(tier):
     def fill(name):
         for i in range(4):
             tier.write(name, data_of(300_000, i))
@@ -139,10 +140,10 @@ def test_threads_share_a_tier(tier):
 # ---- host --------------------------------------------------------------------------------------
 
 
-def test_a_host_pool_is_exactly_as_large_as_asked_for_and_entries_lie_in_one_piece():
+def test_host_tier_has_its_exact_size_and_contiguous_entries():
     tier = HostTier(5 * MIB + 64)
 
-    assert tier.total_bytes == 5 * MIB + 64  # no power of two
+    assert tier.total_bytes == 5 * MIB + 64  # not a power of two
     view = tier.reserve("a", 3 * MIB)
     view.fill_(7)
     assert read(tier, "a", 3) == b"\7\7\7"
@@ -151,11 +152,11 @@ def test_a_host_pool_is_exactly_as_large_as_asked_for_and_entries_lie_in_one_pie
     tier.drop("a")
     tier.write("c", data_of(2 * MIB))
     with pytest.raises(StorageError, match="contiguous B"):
-        tier.write("d", data_of(2 * MIB))  # as much is free, but not together
+        tier.write("d", data_of(2 * MIB))  # 2 MiB are free, but not contiguous
     tier.check()
 
 
-def test_a_host_pool_larger_than_free_memory_is_refused(monkeypatch):
+def test_host_tier_above_free_memory_is_rejected(monkeypatch):
     monkeypatch.setattr(host_module, "free_host_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"at most 3,145,728 B .*got 4,194,304 B; lower"):
@@ -165,7 +166,7 @@ def test_a_host_pool_larger_than_free_memory_is_refused(monkeypatch):
 # ---- disk --------------------------------------------------------------------------------------
 
 
-def test_another_engine_finds_what_one_wrote(tmp_path):
+def test_entries_are_found_after_a_restart(tmp_path):
     first = DiskTier(tmp_path, 8 * MIB)
     first.write("a", data_of(2 * MIB + 5), {"tokens": 3})
     first.write("b", data_of(MIB))
@@ -183,7 +184,7 @@ def test_another_engine_finds_what_one_wrote(tmp_path):
     second.close()
 
 
-def test_a_smaller_tier_discards_what_lies_beyond_it(tmp_path):
+def test_smaller_tier_discards_entries_beyond_its_size(tmp_path):
     first = DiskTier(tmp_path, 8 * MIB)
     for name in "abcd":
         first.write(name, data_of(2 * MIB, ord(name)))
@@ -198,7 +199,7 @@ def test_a_smaller_tier_discards_what_lies_beyond_it(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])
-def test_a_torn_line_of_the_index_is_as_if_it_had_not_been_written(tmp_path, cut):
+def test_torn_index_line_is_ignored(tmp_path, cut):
     tier = DiskTier(tmp_path, 8 * MIB)
     tier.write("a", data_of(MIB, 1))
     tier.write("b", data_of(MIB, 2))
@@ -206,15 +207,15 @@ def test_a_torn_line_of_the_index_is_as_if_it_had_not_been_written(tmp_path, cut
     index = tmp_path / "index"
     index.write_bytes(index.read_bytes()[:-cut])
 
-    again = DiskTier(tmp_path, 8 * MIB)
+    reopened = DiskTier(tmp_path, 8 * MIB)
 
-    assert set(again.stored()) == {"a"}
-    assert read(again, "a", MIB) == data_of(MIB, 1)
-    again.close()
+    assert set(reopened.stored()) == {"a"}
+    assert read(reopened, "a", MIB) == data_of(MIB, 1)
+    reopened.close()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated"])
-def test_damaged_blocks_are_named_and_never_given_out(tmp_path, damage):
+def test_damaged_blocks_are_named_and_never_returned(tmp_path, damage):
     tier = DiskTier(tmp_path, 8 * MIB)
     tier.write("a", data_of(3 * MIB, 1))
     tier.write("b", data_of(MIB, 2))
@@ -224,19 +225,19 @@ def test_damaged_blocks_are_named_and_never_given_out(tmp_path, damage):
     content[MIB + 17] ^= 1
     blocks.write_bytes(content if damage == "flipped" else content[: MIB + 17])
 
-    again = DiskTier(tmp_path, 8 * MIB)
+    reopened = DiskTier(tmp_path, 8 * MIB)
 
-    assert read(again, "a", MIB) == data_of(3 * MIB, 1)[:MIB]  # this block is whole
+    assert read(reopened, "a", MIB) == data_of(3 * MIB, 1)[:MIB]  # this block is whole
     with pytest.raises(CorruptData, match="block 1 of 'a'"):
-        read(again, "a", 3 * MIB)
-    assert "a" not in again.stored()
+        read(reopened, "a", 3 * MIB)
+    assert "a" not in reopened.stored()
     if damage == "flipped":
-        assert read(again, "b", MIB) == data_of(MIB, 2)
-    again.check()
-    again.close()
+        assert read(reopened, "b", MIB) == data_of(MIB, 2)
+    reopened.check()
+    reopened.close()
 
 
-def test_a_disk_that_fills_up_fails_the_write_alone(tmp_path, monkeypatch):
+def test_full_disk_fails_only_the_write(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, 8 * MIB)
     tier.write("a", data_of(MIB, 1))
 
@@ -252,12 +253,12 @@ def test_a_disk_that_fills_up_fails_the_write_alone(tmp_path, monkeypatch):
         assert tier.used_bytes == MIB
     tier.write("b", data_of(MIB, 2))
     tier.close()
-    again = DiskTier(tmp_path, 8 * MIB)
-    assert set(again.stored()) == {"a", "b"}
-    again.close()
+    reopened = DiskTier(tmp_path, 8 * MIB)
+    assert set(reopened.stored()) == {"a", "b"}
+    reopened.close()
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+def test_unwritable_folder_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name another folder"):
         DiskTier(tmp_path / "file" / "kv", 8 * MIB)
@@ -269,17 +270,17 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="Read-only file system"):
         DiskTier(tmp_path / "kv", 8 * MIB)
     monkeypatch.undo()
-    DiskTier(tmp_path / "kv", 8 * MIB).close()  # the failed one has let it go
+    DiskTier(tmp_path / "kv", 8 * MIB).close()  # the failed tier has released its lock
 
 
-def test_a_tier_larger_than_the_disk_is_refused(tmp_path):
+def test_tier_larger_than_the_disk_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"lower --disk-kv-memory"):
         DiskTier(tmp_path, 1 << 50)
     with pytest.raises(ConfigError, match="1,048,576 B or more"):
         DiskTier(tmp_path, 1000)
 
 
-def test_two_engines_do_not_share_a_folder(tmp_path):
+def test_folder_in_use_by_another_engine_is_rejected(tmp_path):
     first = DiskTier(tmp_path, 2 * MIB)
 
     with pytest.raises(ConfigError, match="in use by another engine"):
@@ -287,19 +288,19 @@ def test_two_engines_do_not_share_a_folder(tmp_path):
     first.close()
 
 
-def test_the_index_does_not_grow_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "_MOST_STALE_LINES", 10)
+def test_size_of_the_index_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "MOST_STALE_LINES", 10)
     tier = DiskTier(tmp_path, 2 * MIB)
-    tier.write("kept", b"1")
+    tier.write("other", b"1")
     for _ in range(20):
         tier.write("a", b"2")
         tier.drop("a")
 
-    assert tier._journal.num_lines < 20
+    assert len((tmp_path / "index").read_text().splitlines()) < 20
     tier.close()
-    again = DiskTier(tmp_path, 2 * MIB)
-    assert set(again.stored()) == {"kept"}
-    again.close()
+    reopened = DiskTier(tmp_path, 2 * MIB)
+    assert set(reopened.stored()) == {"other"}
+    reopened.close()
 
 
 _WRITER = """
@@ -314,11 +315,11 @@ for i in range(100_000):
 """
 
 
-def test_an_index_that_cannot_be_written_anew_goes_on_as_it_is(tmp_path, monkeypatch):
-    """A disk that fills up while an entry is dropped: nobody is failed, and lines go on."""
+def test_failed_rewrite_of_the_index_keeps_the_old_index(tmp_path, monkeypatch):
+    """The disk is full while an entry is dropped: no call fails, and new lines are appended."""
     tier = DiskTier(tmp_path, 4 * BLOCK_BYTES)
     tier.write("a", b"a")
-    monkeypatch.setattr("quire.offload.tiers.disk._MOST_STALE_LINES", -4)
+    monkeypatch.setattr("quire.offload.tiers.disk.MOST_STALE_LINES", -4)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -329,12 +330,12 @@ def test_an_index_that_cannot_be_written_anew_goes_on_as_it_is(tmp_path, monkeyp
     tier.write("b", b"b")
     tier.close()
 
-    again = DiskTier(tmp_path, 4 * BLOCK_BYTES)
-    assert set(again.stored()) == {"b"}
-    again.close()
+    reopened = DiskTier(tmp_path, 4 * BLOCK_BYTES)
+    assert set(reopened.stored()) == {"b"}
+    reopened.close()
 
 
-def test_an_engine_killed_while_it_writes_leaves_whole_entries_only(tmp_path):
+def test_killed_engine_leaves_only_complete_entries(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -357,7 +358,7 @@ def test_an_engine_killed_while_it_writes_leaves_whole_entries_only(tmp_path):
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """Writes, drops, restarts and damage in any order: what is read is what was written."""
+    """Writes, drops, restarts and damage in any order: reads return the written bytes."""
 
     def __init__(self):
         super().__init__()
@@ -389,12 +390,12 @@ class DiskMachine(RuleBasedStateMachine):
         self.tier = DiskTier(self.path, 6 * MIB, direct=False)
         assert self.tier.num_discarded == 0
 
-    @rule(key=st.sampled_from("abc"), share=st.floats(0, 1))
-    def damage(self, key, share):
+    @rule(key=st.sampled_from("abc"), fraction=st.floats(0, 1))
+    def damage(self, key, fraction):
         if not self.expected.get(key):
             return
-        blocks = self.tier._entries[key].blocks
-        place = int(share * (len(self.expected[key]) - 1))
+        blocks = disk_blocks(self.path, key)
+        place = int(fraction * (len(self.expected[key]) - 1))
         with open(self.path / "blocks", "r+b") as file:
             file.seek(blocks[place // BLOCK_BYTES] * BLOCK_BYTES + place % BLOCK_BYTES)
             was = file.read(1)[0]
@@ -404,7 +405,7 @@ class DiskMachine(RuleBasedStateMachine):
             read(self.tier, key, len(self.expected.pop(key)))
 
     @invariant()
-    def what_is_read_is_what_was_written(self):
+    def check_entries(self):
         self.tier.check()
         assert set(self.tier.stored()) == set(self.expected)
         for key, data in self.expected.items():
@@ -422,12 +423,12 @@ TestDisk = DiskMachine.TestCase
 # ---- network -----------------------------------------------------------------------------------
 
 
-def test_a_store_over_a_disk_outlives_its_server(tmp_path):
-    for turn in range(2):
+def test_store_over_a_disk_tier_survives_its_server(tmp_path):
+    for attempt in range(2):
         disk = DiskTier(tmp_path, 4 * MIB)
         server = StoreServer(disk)
         tier = NetworkTier(*server.address)
-        if turn == 0:
+        if attempt == 0:
             tier.write("a", data_of(MIB + 1), {"tokens": 5})
         assert read(tier, "a", MIB + 1) == data_of(MIB + 1)
         tier.close()
@@ -435,7 +436,7 @@ def test_a_store_over_a_disk_outlives_its_server(tmp_path):
         disk.close()
 
 
-def test_corrupt_data_of_the_store_stays_corrupt_data(tmp_path):
+def test_corrupt_data_error_is_passed_over_the_network(tmp_path):
     disk = DiskTier(tmp_path, 4 * MIB, direct=False)
     server = StoreServer(disk)
     tier = NetworkTier(*server.address)
@@ -450,7 +451,7 @@ def test_corrupt_data_of_the_store_stays_corrupt_data(tmp_path):
     disk.close()
 
 
-def test_a_store_that_stalls_is_asked_again():
+def test_request_to_a_stalled_store_is_retried():
     waits = iter([0.4, 0, 0])
     server = StoreServer(HostTier(MIB), delay=lambda _: next(waits, 0))
     tier = NetworkTier(*server.address, timeout_s=0.2)
@@ -463,7 +464,7 @@ def test_a_store_that_stalls_is_asked_again():
     server.close()
 
 
-def test_a_store_that_is_gone_is_named():
+def test_unreachable_store_is_named():
     server = StoreServer(HostTier(MIB))
     tier = NetworkTier(*server.address, timeout_s=0.2, tries=2)
     tier.write("a", b"123")
@@ -476,19 +477,19 @@ def test_a_store_that_is_gone_is_named():
 
 @settings(max_examples=20)
 @given(st.binary(max_size=200), st.booleans())
-def test_what_is_no_message_ends_the_connection_and_harms_nobody(noise, like_a_head):
+def test_invalid_message_ends_only_its_connection(noise, with_magic):
     server = StoreServer(HostTier(MIB))
     tier = NetworkTier(*server.address)
     tier.write("a", b"123")
     with socket.create_connection(server.address) as other:
-        other.sendall((MAGIC if like_a_head else b"") + noise)
+        other.sendall((MAGIC if with_magic else b"") + noise)
 
     assert read(tier, "a", 3) == b"123"
     tier.close()
     server.close()
 
 
-def test_a_throttled_store_sends_all_bytes():
+def test_throttled_store_sends_all_bytes():
     server = StoreServer(HostTier(4 * MIB), bytes_per_s=200e6)
     tier = NetworkTier(*server.address)
     tier.write("a", data_of(3 * MIB))
@@ -498,7 +499,7 @@ def test_a_throttled_store_sends_all_bytes():
     server.close()
 
 
-def test_an_address_that_is_taken_is_refused():
+def test_invalid_listen_address_is_rejected():
     server = StoreServer(HostTier(MIB))
 
     with pytest.raises(StorageError, match="cannot listen at"):

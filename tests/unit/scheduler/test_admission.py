@@ -14,7 +14,7 @@ from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.admission.rules import RULES, Estimated, highest_point, make_admission
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.requests import make_request
-from unit.scheduler.scheduler_load import make_layout, make_scheduler
+from support.scheduler_load import make_layout, make_scheduler
 
 
 def memory_of(pages, *, page_tokens=4, max_rows=32):

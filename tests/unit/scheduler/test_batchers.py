@@ -15,7 +15,7 @@ from quire.scheduler.batchers.registry import (
 from quire.scheduler.batchers.units import is_prefilled, unit_of
 from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
-from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+from support.scheduler_load import SchedulerLoad, Setting
 
 ROWS = 3
 ALL_BATCHERS = [*BATCHERS, "baton_pd:prefill=sync", "baton_pd:hold=host", "pd:ahead=5"]

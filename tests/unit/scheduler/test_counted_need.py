@@ -19,7 +19,7 @@ from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.group import num_rows
-from unit.scheduler.scheduler_load import RING, SUMS, EvictionSpec, SchedulerLoad, Setting
+from support.scheduler_load import RING, SUMS, EvictionSpec, SchedulerLoad, Setting
 
 MAX_TOKENS, AMPLE_BYTES = 80, 1 << 24
 PLAIN = ("float32", "int8", "int8+sinks=2+residual=8")

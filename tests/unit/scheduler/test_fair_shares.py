@@ -10,7 +10,7 @@ from quire.errors import NeverFits
 from quire.scheduler.request import Request, RequestGroup
 from quire.scheduler.request_parts import RequestState
 from quire.sim.fairness import jain_index
-from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+from support.scheduler_load import SchedulerLoad, Setting
 
 PROMPT_TOKENS, MAX_TOKENS = 24, 16
 SETTING = Setting(page_tokens=8, pages=120, max_num_batched_tokens=64, max_num_seqs=8)

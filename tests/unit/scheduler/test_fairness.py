@@ -16,7 +16,7 @@ from quire.scheduler.step import StepPlan
 from quire.tenancy import meter
 from quire.tenancy.meter import OTHERS
 from support.requests import make_request
-from unit.scheduler.scheduler_load import make_layout
+from support.scheduler_load import make_layout
 
 PAGE_TOKENS = 2
 

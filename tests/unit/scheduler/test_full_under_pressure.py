@@ -3,7 +3,7 @@
 import pytest
 
 from quire.layout.eviction import PRESSURE, EvictionSpec
-from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+from support.scheduler_load import SchedulerLoad, Setting
 
 
 @pytest.mark.parametrize("page_tokens", [1, 8])

@@ -7,7 +7,7 @@ import pytest
 from quire.errors import NeverFits
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE, EvictionSpec
 from quire.scheduler.request import RequestGroup
-from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+from support.scheduler_load import SchedulerLoad, Setting
 
 THREE_PAGES = Setting(
     page_tokens=8,

@@ -15,7 +15,7 @@ from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
 from support.engines import load
 from support.kv_options import kv_config
-from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+from support.scheduler_load import SchedulerLoad, Setting
 
 RULE = "h2o:cap=300,every=8"
 NUMBERS = re.compile(r"need ([\d,]+) B of KV, the whole KV memory has ([\d,]+) B")

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.scheduler.request_parts import RequestState
-from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+from support.scheduler_load import SchedulerLoad, Setting
 
 
 def group_in_prefill(**setting):

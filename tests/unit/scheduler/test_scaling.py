@@ -10,7 +10,7 @@ from quire.scheduler.batchers.registry import BATCHERS
 from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import greedy, load
-from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+from support.scheduler_load import SchedulerLoad, Setting
 
 SCALE_DOWN_AT, ROWS, NUM_REQUESTS = 0.6, 6, 14
 

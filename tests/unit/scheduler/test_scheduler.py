@@ -15,7 +15,7 @@ from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 from support.requests import make_request
-from unit.scheduler.scheduler_load import RetainsNewest, make_layout, make_scheduler
+from support.scheduler_load import RetainsNewest, make_layout, make_scheduler
 
 
 class Load:

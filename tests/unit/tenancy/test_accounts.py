@@ -1,3 +1,7 @@
+"""Tenant holdings: rights to memory, shares, limits and reclaimable bytes."""
+
+import pickle
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -9,122 +13,123 @@ from quire.tenancy.tenants import PUBLIC, TenantSpec, parse_tenants
 POOL = 1000
 
 
-def book_of(text, **held):
-    book = TenantAccounts(parse_tenants(text), POOL)
-    book.note(held)
-    return book
+def accounts_of(text, **held):
+    accounts = TenantAccounts(parse_tenants(text), POOL)
+    accounts.note(held)
+    return accounts
 
 
-def test_guarantees_over_the_pool_are_refused_with_the_numbers():
+def test_guarantees_above_the_pool_size_are_rejected_with_the_sizes():
     with pytest.raises(ConfigError, match=r"1,100 B \(a 600 B, b 500 B\).*1,000 B; lower"):
-        book_of("a:guaranteed=600B;b:guaranteed=500B")
+        accounts_of("a:guaranteed=600B;b:guaranteed=500B")
 
 
-def test_a_name_twice_is_refused():
+def test_duplicate_tenant_is_rejected():
     with pytest.raises(ConfigError, match="is given twice"):
         TenantAccounts([TenantSpec(name="a"), TenantSpec(name="a")], POOL)
 
 
-def test_an_unknown_tenant_is_told_who_is_known():
+def test_unknown_tenant_error_lists_the_tenants():
     with pytest.raises(RequestError, match=r"unknown tenant 'c': expected one of a, b"):
-        checked_tenant(book_of("b;a"), "c")
+        checked_tenant(accounts_of("b;a"), "c")
 
 
 @pytest.mark.parametrize("name", ["", "a\x00b", PUBLIC, "ü", "a" * 65])
-def test_without_tenants_every_name_that_can_be_one_is_taken(name):
-    book = TenantAccounts((), POOL)
+def test_any_valid_tenant_name_is_accepted_without_configured_tenants(name):
+    accounts = TenantAccounts((), POOL)
 
-    assert checked_tenant(book, "anybody") == "anybody"
+    assert checked_tenant(accounts, "anybody") == "anybody"
     with pytest.raises(RequestError):
-        checked_tenant(book, name)
+        checked_tenant(accounts, name)
 
 
-def test_names_that_clients_invent_are_not_kept():
-    book = TenantAccounts((), POOL)
+def test_unconfigured_tenant_names_are_not_stored():
+    accounts = TenantAccounts((), POOL)
+    empty_bytes = len(pickle.dumps(accounts))
     for number in range(5_000):
-        checked_tenant(book, f"user-{number}")
+        checked_tenant(accounts, f"user-{number}")
 
-    assert not book.specs
-    assert book.tenants == []
-    assert sum(len(vars(book)[name]) for name in ("specs", "_specs", "_held")) == 0
+    assert not accounts.specs
+    assert accounts.tenants == []
+    assert len(pickle.dumps(accounts)) == empty_bytes
 
 
-def test_a_request_over_its_tenants_limit_never_fits():
-    book = book_of("a:guaranteed=100B,burst=50B;b")
+def test_request_above_the_limit_of_its_tenant_never_fits():
+    accounts = accounts_of("a:guaranteed=100B,burst=50B;b")
 
-    book.refuse_if_never("a", 150)
-    book.refuse_if_never("b", POOL)
+    accounts.refuse_if_never("a", 150)
+    accounts.refuse_if_never("b", POOL)
     with pytest.raises(NeverFits, match=r"151 B of KV, tenant 'a' may hold 150 B"):
-        book.refuse_if_never("a", 151)
+        accounts.refuse_if_never("a", 151)
 
 
-def test_rights_go_down_as_a_tenant_holds_more():
-    book = book_of("a:guaranteed=200B,burst=500B;b:guaranteed=200B", a=100, b=100)
+def test_right_to_memory_decreases_with_held_bytes():
+    accounts = accounts_of("a:guaranteed=200B,burst=500B;b:guaranteed=200B", a=100, b=100)
 
-    rights = [book.may_take("a", n).right for n in (100, 101, 400, 401, 600, 601)]
+    rights = [accounts.may_take("a", n).right for n in (100, 101, 400, 401, 600, 601)]
 
-    assert rights == [  # the shared part of 600 halves: a's share is 500, its limit 700
+    assert rights == [  # half of the shared 600: a's share is 500, its limit 700
         *(Right.GUARANTEED, Right.SHARE, Right.SHARE),
         *(Right.ABOVE_SHARE, Right.ABOVE_SHARE, Right.REFUSED),
     ]
-    assert not book.may_take("a", 601)
-    assert "701 B, over its limit of 700 B" in book.may_take("a", 601).reason
+    assert not accounts.may_take("a", 601)
+    assert "701 B, over its limit of 700 B" in accounts.may_take("a", 601).reason
 
 
-def test_who_is_not_there_leaves_its_part_of_the_shared_part():
-    book = book_of("a;b:weight=3", a=10)
-    assert book.share_bytes("a") == POOL
+def test_share_of_an_absent_tenant_is_divided_among_the_others():
+    accounts = accounts_of("a;b:weight=3", a=10)
+    assert accounts.share_bytes("a") == POOL
 
-    book.note({"a": 10}, waiting=["b"])
+    accounts.note({"a": 10}, waiting=["b"])
 
-    assert (book.share_bytes("a"), book.share_bytes("b")) == (250, 750)
-
-
-def test_shared_prefixes_are_nobodys_and_make_the_shared_part_smaller():
-    book = book_of("a;b", a=100, b=100, public=200)
-
-    assert book.share_bytes("a") == 400
-    assert book.tenants == ["a", "b"]
-    assert book.reclaimable_for("a", 50) == []
+    assert (accounts.share_bytes("a"), accounts.share_bytes("b")) == (250, 750)
 
 
-def test_who_borrows_most_gives_first():
-    book = book_of("a:guaranteed=300B;b:guaranteed=100B;c;d:weight=4", b=350, c=300, d=350)
+def test_public_prefixes_reduce_the_shared_memory():
+    accounts = accounts_of("a;b", a=100, b=100, public=200)
 
-    assert [book.over_quota_bytes(t) for t in "abcd"] == [0, 250, 300, 350]
-    assert book.reclaimable_for("a", 300) == [("c", 300)]
-    assert book.reclaimable_for("a", 200) == [("c", 200)]
-    assert book.reclaimable_for("b", 10) == []  # it borrows itself
-
-    book.note({"b": 350, "c": 100, "d": 550})
-    assert book.reclaimable_for("a", 300) == [("b", 250), ("d", 50)]
+    assert accounts.share_bytes("a") == 400
+    assert accounts.tenants == ["a", "b"]
+    assert accounts.reclaimable_for("a", 50) == []
 
 
-def test_a_flood_gives_back_what_is_over_its_share():
-    book = TenantAccounts((), POOL)
-    book.note({"flood": 1000}, waiting=["flood", "small"])
+def test_tenant_furthest_over_quota_is_reclaimed_first():
+    accounts = accounts_of("a:guaranteed=300B;b:guaranteed=100B;c;d:weight=4", b=350, c=300, d=350)
 
-    assert book.may_take("small", 500).right is Right.SHARE
-    assert book.reclaimable_for("small", 120) == [("flood", 120)]
-    assert book.reclaimable_for("small", 501) == []  # more than its share: it only borrows
-    assert book.over_share_bytes("flood") == 500
+    assert [accounts.over_quota_bytes(t) for t in "abcd"] == [0, 250, 300, 350]
+    assert accounts.reclaimable_for("a", 300) == [("c", 300)]
+    assert accounts.reclaimable_for("a", 200) == [("c", 200)]
+    assert accounts.reclaimable_for("b", 10) == []  # it is over its quota itself
+
+    accounts.note({"b": 350, "c": 100, "d": 550})
+    assert accounts.reclaimable_for("a", 300) == [("b", 250), ("d", 50)]
 
 
-def test_an_account_never_falls_below_nothing():
-    book = book_of("a")
-    book.add("a", 5)
+def test_bytes_above_the_share_of_a_flooding_tenant_are_reclaimable():
+    accounts = TenantAccounts((), POOL)
+    accounts.note({"flood": 1000}, waiting=["flood", "small"])
+
+    assert accounts.may_take("small", 500).right is Right.SHARE
+    assert accounts.reclaimable_for("small", 120) == [("flood", 120)]
+    assert accounts.reclaimable_for("small", 501) == []  # more than its own share
+    assert accounts.over_share_bytes("flood") == 500
+
+
+def test_account_below_zero_raises():
+    accounts = accounts_of("a")
+    accounts.add("a", 5)
 
     with pytest.raises(InvariantError, match="frees 1 B more"):
-        book.add("a", -6)
-    assert book.held_bytes("a") == 5
+        accounts.add("a", -6)
+    assert accounts.held_bytes("a") == 5
 
 
 weights = st.sampled_from([0.5, 1.0, 2.0, 7.0])
 
 
 @st.composite
-def accounts(draw):
-    """Any guarantees and holdings that a pool has: names, their options, held bytes, who waits."""
+def holdings(draw):
+    """Tenants' options, held bytes, and the names of waiting tenants, for a valid pool."""
     names = "abcd"[: draw(st.integers(1, 4))]
     left, options = POOL, []
     for name in names:
@@ -138,46 +143,46 @@ def accounts(draw):
     return options, held, draw(st.sets(st.sampled_from(names)))
 
 
-def book_with(options, held, waiting):
+def accounts_with(options, held, waiting):
     specs = [
         TenantSpec(name=name, weight=weight, guaranteed_bytes=guaranteed, burst_bytes=burst)
         for name, weight, guaranteed, burst in options
     ]
-    book = TenantAccounts(specs, POOL)
-    book.note(held, waiting)
-    return book
+    accounts = TenantAccounts(specs, POOL)
+    accounts.note(held, waiting)
+    return accounts
 
 
-@given(accounts(), st.integers(1, POOL))
-def test_what_is_a_tenants_own_can_always_be_found(account, requested):
-    """Free bytes, idle shared prefixes and what others must give back cover guarantee and share."""
-    book, tenant = book_with(*account), "a"
-    assume(book.may_take(tenant, requested).right >= Right.SHARE)
-    free = POOL - sum(book.held_bytes(t) for t in [*book.tenants, PUBLIC])
-    found = free + book.held_bytes(PUBLIC)
+@given(holdings(), st.integers(1, POOL))
+def test_guarantee_and_share_can_always_be_reclaimed(account, requested):
+    """Free bytes, idle public prefixes and reclaimable bytes cover guarantee and share."""
+    accounts, tenant = accounts_with(*account), "a"
+    assume(accounts.may_take(tenant, requested).right >= Right.SHARE)
+    free = POOL - sum(accounts.held_bytes(t) for t in [*accounts.tenants, PUBLIC])
+    found = free + accounts.held_bytes(PUBLIC)
 
-    taken = book.reclaimable_for(tenant, requested)
+    reclaimed = accounts.reclaimable_for(tenant, requested)
 
     assert (
-        found + sum(size for _, size in taken) >= requested
-        or sum(size for _, size in taken) == requested
+        found + sum(size for _, size in reclaimed) >= requested
+        or sum(size for _, size in reclaimed) == requested
     )
-    assert len({t for t, _ in taken}) == len(taken)
-    for other, size in taken:
+    assert len({t for t, _ in reclaimed}) == len(reclaimed)
+    for other, size in reclaimed:
         assert other != tenant
-        kept = book.held_bytes(other) - size
+        remaining = accounts.held_bytes(other) - size
         assert size > 0
-        assert kept >= book.spec(other).guaranteed_bytes  # nobody loses what it is guaranteed
-        if book.may_take(tenant, requested).right is Right.SHARE:
-            assert kept >= book.share_bytes(other)
+        assert remaining >= accounts.spec(other).guaranteed_bytes  # guarantees are not reclaimed
+        if accounts.may_take(tenant, requested).right is Right.SHARE:
+            assert remaining >= accounts.share_bytes(other)
 
 
-@given(accounts())
-def test_shares_never_add_up_to_more_than_the_pool(account):
-    book = book_with(*account)
-    here = [t for t in book.tenants if book.held_bytes(t)]
-    idle = [s.guaranteed_bytes for s in book.specs if s.name not in here]
-    book.note({t: book.held_bytes(t) for t in [*here, PUBLIC]})
+@given(holdings())
+def test_shares_and_idle_guarantees_fit_in_the_pool(account):
+    accounts = accounts_with(*account)
+    present = [t for t in accounts.tenants if accounts.held_bytes(t)]
+    idle = [s.guaranteed_bytes for s in accounts.specs if s.name not in present]
+    accounts.note({t: accounts.held_bytes(t) for t in [*present, PUBLIC]})
 
-    total = sum(map(book.share_bytes, here)) + sum(idle)
+    total = sum(map(accounts.share_bytes, present)) + sum(idle)
     assert total <= POOL

@@ -1,3 +1,5 @@
+"""The fair queue compared with sorted lists, its cost, and the fairness theorem of its source."""
+
 import itertools
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError
 from quire.scheduler.request import Request
-from quire.tenancy.fair_queue import IDLE_KEPT, FairQueue, TokenPrices, _Entry
+from quire.tenancy.fair_queue import IDLE_KEPT, FairQueue, TokenPrices
 from support.requests import make_request
 
 TENANTS = ("a", "b", "c")
@@ -30,7 +32,7 @@ def request(tenant="default", *, priority=0, prompt=1, output=1):
 
 
 class PlainQueue:
-    """The same in lists: everything is searched."""
+    """The same queue as plain lists with linear searches."""
 
     def __init__(self):
         self.waiting, self.times, self.last_left = [], dict.fromkeys(TENANTS, 0.0), None
@@ -72,7 +74,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.plain.waiting)
     @rule()
-    def let_the_first_in(self):
+    def admit_first(self):
         first = next(self.queue.ordered())
         self.queue.pop(first)
         self.plain.remove(first)
@@ -80,7 +82,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def throw_one_out(self, data):
+    def preempt(self, data):
         victim = data.draw(st.sampled_from(self.running))
         self.running.remove(victim)
         self.queue.push(victim)
@@ -89,10 +91,10 @@ class FairQueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.waiting)
     @rule(data=st.data(), number=st.integers(0, 10**6))
     def cancel(self, data, number):
-        gone = self.plain.waiting[number % len(self.plain.waiting)]
-        self.queue.discard(gone)
-        self.queue.discard(gone)
-        self.plain.remove(gone)
+        cancelled = self.plain.waiting[number % len(self.plain.waiting)]
+        self.queue.discard(cancelled)
+        self.queue.discard(cancelled)
+        self.plain.remove(cancelled)
 
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, 10**6))
@@ -105,7 +107,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), tokens=st.tuples(*[st.integers(0, 50)] * 3))
     def serve(self, tenant, tokens):
-        if tenant not in self.here:  # who has gone is served nothing
+        if tenant not in self.here:  # absent tenants are not served
             return
         prompt, output, cached = tokens
         self.queue.charge(tenant, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
@@ -116,7 +118,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         return {r.tenant for r in [*self.running, *self.plain.waiting]}
 
     @invariant()
-    def the_order_is_the_plain_one(self):
+    def check_order(self):
         assert list(self.queue.ordered()) == self.plain.ordered()
         assert len(self.queue) == len(self.plain.waiting)
         times, floor = self.plain.times, self.plain.floor
@@ -147,7 +149,7 @@ def test_one_tenant_is_served_by_priority_and_arrival(steps):
     assert list(queue.ordered()) == sorted(waiting, key=lambda r: r.order)
 
 
-def test_idle_time_is_not_saved_up():
+def test_idle_time_is_not_credited():
     queue = FairQueue()
     queue.push(request("busy"))
     queue.charge("busy", prompt_tokens=1000)
@@ -157,7 +159,7 @@ def test_idle_time_is_not_saved_up():
     assert queue.virtual_time("idle") == 1000
 
 
-def test_one_that_comes_to_an_empty_queue_is_lifted_to_who_left_last():
+def test_tenant_entering_an_empty_queue_is_lifted_to_the_last_one_that_left():
     queue = FairQueue()
     queue.push(only := request("busy"))
     queue.pop(only)
@@ -168,7 +170,7 @@ def test_one_that_comes_to_an_empty_queue_is_lifted_to_who_left_last():
     assert queue.virtual_time("idle") == 1000
 
 
-def test_idle_tenants_above_the_floor_are_remembered_up_to_a_number():
+def test_number_of_tracked_idle_tenants_is_bounded():
     queue = FairQueue()
     queue.push(request("slow"))
     for number in range(IDLE_KEPT + 5):
@@ -183,7 +185,7 @@ def test_idle_tenants_above_the_floor_are_remembered_up_to_a_number():
     assert [queue.virtual_time(f"t{number}") for number in (3, 5, 6)] == [0, 15, 16]
 
 
-def test_the_first_of_another_tenant_follows_one_that_cannot_enter():
+def test_heads_are_the_first_requests_of_each_tenant():
     queue = FairQueue()
     flood = [request("flood") for _ in range(5)]
     for one in flood:
@@ -194,7 +196,7 @@ def test_the_first_of_another_tenant_follows_one_that_cannot_enter():
     assert list(queue.ordered()) == [*flood, small]
 
 
-def test_a_request_waits_once_and_leaves_once():
+def test_request_is_pushed_once_and_popped_once():
     queue = FairQueue()
     queue.push(one := request())
     with pytest.raises(InvariantError, match="is waiting already"):
@@ -206,21 +208,33 @@ def test_a_request_waits_once_and_leaves_once():
     assert one not in queue
 
 
-def test_prices_below_zero_are_refused():
+def test_negative_token_prices_are_rejected():
     with pytest.raises(ConfigError, match="expected token prices >= 0"):
         TokenPrices(cached=-1.0)
 
 
-def test_many_waiting_requests_cost_their_logarithm(monkeypatch):
-    """Counted: an entry compares with a path of the heap, never with the whole line."""
-    compared, plain = [0], _Entry.__lt__
+class CountedOrder(tuple):
+    """A sort key that counts its comparisons."""
 
-    def counting(this, other):
-        compared[0] += 1
-        return plain(this, other)
+    num_comparisons = 0
 
-    monkeypatch.setattr(_Entry, "__lt__", counting)
-    queue, many = FairQueue(), [request(t, priority=-n) for t in "ab" for n in range(4_000)]
+    def __lt__(self, other):
+        CountedOrder.num_comparisons += 1
+        return super().__lt__(other)
+
+
+class CountedRequest:
+    """A request with a counted sort key."""
+
+    def __init__(self, tenant, priority):
+        self.request_id, self.tenant = f"r{next(numbers)}", tenant
+        self.order = CountedOrder((priority, 0.0, next(numbers)))
+
+
+def test_cost_of_push_and_pop_is_logarithmic():
+    """An entry is compared with a path of the heap, not with all entries."""
+    queue, many = FairQueue(), [CountedRequest(t, -n) for t in "ab" for n in range(4_000)]
+    CountedOrder.num_comparisons = 0
     for one in many:
         queue.push(one)
     for one in many[1_000:3_000]:
@@ -231,14 +245,14 @@ def test_many_waiting_requests_cost_their_logarithm(monkeypatch):
         queue.charge(first.tenant, prompt_tokens=10)
 
     assert len(queue) == 4_000
-    assert compared[0] < 2 * len(many) * 13  # log2 of 8,000; searching would take millions
+    assert len(many) < CountedOrder.num_comparisons < 2 * len(many) * 13  # log2 of 8,000
 
 
 # ---- the theorem, on a serving loop without a model ----------------------------------------------
 
 
 class Server:
-    """Lets the next one in while memory holds it at full length; one token each in every step."""
+    """Admits requests while their full length fits; each step decodes one token per request."""
 
     def __init__(self, queue, memory_tokens, weights, refill=lambda: None):
         self.refill = refill
@@ -280,7 +294,7 @@ lengths = st.tuples(st.integers(4, 40), st.integers(4, 40))
     st.sampled_from([(1.0, 1.0), (1.0, 3.0), (0.5, 0.25)]),
     st.integers(0, 20),
 )
-def test_backlogged_tenants_differ_by_a_constant(a_sizes, b_sizes, weights, late_steps):
+def test_service_of_backlogged_tenants_differs_by_a_constant(a_sizes, b_sizes, weights, late_steps):
     """Sheng et al. 2024, Theorem 4.4: |W_a(t1, t2) - W_b(t1, t2)| <= 2 U over any interval in which
     both have requests waiting; with weights the service is divided by them, and U by the least."""
     by_name = dict(zip("ab", weights, strict=True))
@@ -292,14 +306,14 @@ def test_backlogged_tenants_differ_by_a_constant(a_sizes, b_sizes, weights, late
 
     def refill():
         waiting = [r.tenant for r in queue.ordered()]
-        for name in here:  # two, so that it still waits when the first is let in
+        for name in here:  # two, so that one still waits when the first is admitted
             for _ in range(2 - waiting.count(name)):
                 prompt, output = next(sizes[name])
                 queue.push(request(name, prompt=prompt, output=output))
 
     server, gaps = Server(queue, memory_tokens, by_name, refill), []
     for step in range(late_steps + 40):
-        if step == late_steps:  # b comes late: its idle time buys nothing
+        if step == late_steps:  # b arrives late: its idle time is not credited
             here.append("b")
         if step >= late_steps:
             gaps.append(server.served.get("a", 0) - server.served.get("b", 0))
@@ -308,7 +322,7 @@ def test_backlogged_tenants_differ_by_a_constant(a_sizes, b_sizes, weights, late
     assert max(gaps) - min(gaps) <= bound
 
 
-def test_a_flood_of_twenty_times_more_takes_no_more_than_its_half():
+def test_flooding_tenant_gets_no_more_than_half():
     """Jain's index (a + b)^2 / (2 (a^2 + b^2)) of served tokens while both are backlogged."""
     weights = {"flood": 1.0, "small": 1.0}
     queue = FairQueue(weights)

@@ -1,9 +1,11 @@
+"""Tenant meters: counters by tenant and their bounded number."""
+
 from quire.tenancy.accounts import TenantAccounts
 from quire.tenancy.meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
 from quire.tenancy.tenants import parse_tenants
 
 
-def test_a_meter_counts_each_tenant_alone():
+def test_meter_counts_each_tenant_separately():
     meter = TenantMeter()
     meter.submitted("a")
     meter.submitted("a")
@@ -30,24 +32,24 @@ def test_a_meter_counts_each_tenant_alone():
     )
 
 
-def test_a_report_shows_the_accounts_of_bytes():
-    book = TenantAccounts(parse_tenants("a:guaranteed=200B;b"), 1000)
-    book.note({"b": 300, "public": 100}, waiting=["a"])
+def test_report_includes_bytes_of_the_accounts():
+    accounts = TenantAccounts(parse_tenants("a:guaranteed=200B;b"), 1000)
+    accounts.note({"b": 300, "public": 100}, waiting=["a"])
     meter = TenantMeter()
     meter.submitted("b")
 
-    assert meter.report(book) == (
+    assert meter.report(accounts) == (
         TenantStats(tenant="a", guaranteed_bytes=200, share_bytes=550),
         TenantStats(tenant="b", num_requests=1, held_bytes=300, share_bytes=350),
     )
 
 
-def test_rows_not_seen_for_long_are_added_up_and_busy_ones_stay():
+def test_least_recent_idle_tenants_are_folded_into_others():
     meter = TenantMeter()
     for number in range(IDLE_KEPT + 3):
         meter.submitted(f"t{number}")
         meter.admitted(f"t{number}", 0.5)
-    meter.served("t0", output_tokens=3)  # so it was seen last of all
+    meter.served("t0", output_tokens=3)  # the most recent one
 
     meter.fold(busy={"t1"})
 
@@ -58,10 +60,10 @@ def test_rows_not_seen_for_long_are_added_up_and_busy_ones_stay():
     assert rows[OTHERS] == TenantStats(tenant=OTHERS, num_requests=2, num_admitted=2, queue_s=1.0)
 
 
-def test_others_have_no_bytes_of_their_own():
-    book, meter = TenantAccounts((), 1000), TenantMeter()
+def test_others_row_has_no_bytes():
+    accounts, meter = TenantAccounts((), 1000), TenantMeter()
     for number in range(IDLE_KEPT + 1):
         meter.submitted(f"t{number}")
     meter.fold(busy=())
 
-    assert meter.report(book)[-1] == TenantStats(tenant=OTHERS, num_requests=1)
+    assert meter.report(accounts)[-1] == TenantStats(tenant=OTHERS, num_requests=1)

@@ -1,3 +1,5 @@
+"""Bytes of pages by tenant: private, shared, public and idle pages."""
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +11,12 @@ from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import EvictionSpec
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.tenancy.page_owners import bytes_by_tenant
-from unit.kv.small_memory import grow, one_group, plain_class, started, with_groups
+from support.small_memory import grow, one_group, plain_class, started, with_groups
 
 PAGE_BYTES = 128  # four tokens
 
 
-def test_a_tenant_is_charged_with_the_pages_of_its_rows():
+def test_tenant_is_charged_for_the_pages_of_its_rows():
     memory = one_group(num_lanes=2)
     a, b = started(memory, 5), started(memory, 9)
 
@@ -23,7 +25,7 @@ def test_a_tenant_is_charged_with_the_pages_of_its_rows():
     assert held == {"public": 0, "a": 2 * 2 * PAGE_BYTES, "b": 2 * 3 * PAGE_BYTES}
 
 
-def test_what_a_store_keeps_aside_for_a_row_is_charged_too():
+def test_reserved_pages_of_a_row_are_charged_too():
     maker = placement_maker("contiguous_max", LaneLimits.of(64, EvictionSpec()))
     group = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
     memory = KVMemory(CacheLayout((group,)), 64 * 1024, 4, placement=maker)
@@ -33,7 +35,7 @@ def test_what_a_store_keeps_aside_for_a_row_is_charged_too():
     assert bytes_by_tenant(memory, {"a": [row]})["a"] == 16 * PAGE_BYTES
 
 
-def test_pages_that_a_tenants_forks_share_count_once():
+def test_pages_shared_by_forks_of_one_tenant_count_once():
     memory = one_group()
     row = started(memory, 8)
     child = fork(memory, row)
@@ -42,7 +44,7 @@ def test_pages_that_a_tenants_forks_share_count_once():
     assert bytes_by_tenant(memory, {"a": [row, child]})["a"] == 3 * PAGE_BYTES
 
 
-def test_a_shared_prefix_is_nobodys_while_requests_read_it():
+def test_public_prefix_is_charged_to_no_tenant():
     memory = one_group(max_rows=8)
     cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
     rows = [
@@ -60,7 +62,7 @@ def test_a_shared_prefix_is_nobodys_while_requests_read_it():
     assert private == {"public": 0, "a": 3 * PAGE_BYTES}
 
 
-def test_the_first_pages_of_a_row_can_be_public():
+def test_first_pages_of_a_row_can_be_public():
     memory = one_group(max_rows=8, num_lanes=2)
     cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
     rows = [
@@ -69,7 +71,7 @@ def test_the_first_pages_of_a_row_can_be_public():
     ]
     for row in rows:
         grow(memory, row, 3)
-    alone = started(memory, 8)  # nobody else holds its pages: it is no shared prefix yet
+    alone = started(memory, 8)  # no other row shares its pages: not a public prefix yet
 
     held = bytes_by_tenant(
         memory, {"a": [rows[0], alone], "b": rows[1:]}, public_tokens={rows[0]: 7, alone: 8}
@@ -78,10 +80,10 @@ def test_the_first_pages_of_a_row_can_be_public():
     first, second = 2 * PAGE_BYTES, 2 * PAGE_BYTES  # of both lanes; 7 tokens are one whole page
     assert held["public"] == first
     assert held["a"] == second + 2 * PAGE_BYTES + 4 * PAGE_BYTES
-    assert held["b"] == 2 * PAGE_BYTES  # the second page of the prefix is a's: it was named first
+    assert held["b"] == 2 * PAGE_BYTES  # the prefix's second page is charged to a
 
 
-def test_an_idle_prefix_is_its_tenants():
+def test_idle_prefix_is_charged_to_its_tenant():
     memory = one_group()
     row = started(memory, 8)
     cached_reference = reference_pages(memory, row, 0, 8)
@@ -94,8 +96,8 @@ def test_an_idle_prefix_is_its_tenants():
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20), st.booleans()), max_size=6))
-def test_accounts_add_up_to_the_pages_in_use(steps):
-    """Against sets of page numbers."""
+def test_bytes_by_tenant_add_up_to_the_used_pages(steps):
+    """Compared with sets of page numbers."""
     groups = [
         LaneGroup(name="full", page_class=plain_class(), layers=(0, 1)),
         LaneGroup(name="wide", page_class=plain_class(head_dim=16), layers=(2,)),

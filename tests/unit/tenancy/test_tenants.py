@@ -1,3 +1,5 @@
+"""Parsing of tenants and their options."""
+
 import pytest
 
 from quire.errors import ConfigError, UnknownName
@@ -6,7 +8,7 @@ from quire.tenancy.tenants import TenantSpec, parse_tenants
 MIB = 2**20
 
 
-def test_a_text_names_tenants_with_their_options():
+def test_parse_tenants_with_options():
     specs = parse_tenants(" a:weight=2, guaranteed=64MiB,burst=32MiB; team-b.x ;c:burst=0;")
 
     assert specs == (
@@ -17,7 +19,7 @@ def test_a_text_names_tenants_with_their_options():
     assert [spec.limit_bytes for spec in specs] == [96 * MIB, None, 0]
 
 
-def test_an_empty_text_names_nobody():
+def test_empty_text_has_no_tenants():
     assert parse_tenants("  ") == ()
 
 
@@ -42,16 +44,16 @@ def test_an_empty_text_names_nobody():
         ("public", "tenant name 'public' is reserved"),
     ],
 )
-def test_a_text_that_cannot_be_is_refused(text, message):
+def test_invalid_tenants_text_is_rejected(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_tenants(text)
 
 
-def test_an_option_with_a_typing_error_offers_the_nearest():
+def test_misspelled_tenant_option_error_suggests_the_nearest():
     with pytest.raises(UnknownName, match="did you mean guaranteed"):
         parse_tenants("a:garanteed=1MiB")
 
 
-def test_negative_bytes_are_refused():
+def test_negative_burst_is_rejected():
     with pytest.raises(ConfigError, match="burst >= 0"):
         TenantSpec(name="a", burst_bytes=-5)

@@ -22,7 +22,8 @@ from quire.kv.extents import Extent, ExtentMap
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
 from quire.offload.tiers.disk_files import BLOCK_BYTES, FORMAT, BlockFile, Journal
 
-_MOST_STALE_LINES = 1024
+MOST_STALE_LINES = 1024
+"""Index lines without a current entry above which `drop` rewrites the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class DiskTier:
         with self._turn, contextlib.suppress(StorageError, ConfigError):
             if self._forget(key):
                 self._journal.add({"drop": key})
-                if self._journal.num_lines > 2 * len(self._entries) + _MOST_STALE_LINES:
+                if self._journal.num_lines > 2 * len(self._entries) + MOST_STALE_LINES:
                     self._rewrite()
 
     def close(self) -> None:

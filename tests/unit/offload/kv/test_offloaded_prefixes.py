@@ -1,7 +1,7 @@
-"""Sequences whose first pages are on the host attend as those whose pages are all in the arena.
+"""Attention with offloaded prefixes equals attention with all pages in the arena.
 
-Two memories take the same steps. In one, fronts go to the host and come back as a seed says, and
-all staging is filled with NaN behind every step: what was attended must have been brought.
+Two memories run the same steps. In one, prefixes are offloaded and loaded at random, and all
+staging is filled with NaN after every step: attended pages must have been prefetched.
 """
 
 import time
@@ -54,8 +54,8 @@ FULL_LAYERS = 5
 MATH = AttentionMath(scale=0.5)
 
 
-class SlowCarrier(ThreadTransferWorker):
-    """Dawdles, so that who does not wait finds NaN."""
+class SlowTransferWorker(ThreadTransferWorker):
+    """Delays every copy: attention that does not wait reads NaN."""
 
     def submit(self, copy, num_bytes):
         def slowly():
@@ -65,8 +65,8 @@ class SlowCarrier(ThreadTransferWorker):
         return super().submit(slowly, num_bytes)
 
 
-class BrokenCarrier:
-    """Loses what it carries."""
+class FailingTransferWorker:
+    """Fails every copy."""
 
     def submit(self, copy, num_bytes):
         lost = Future()
@@ -77,10 +77,10 @@ class BrokenCarrier:
         return ClockMarks()
 
 
-class OneFails(ThreadTransferWorker):
-    """Loses the copy of one number and dawdles over those behind it."""
+class OneCopyFails(ThreadTransferWorker):
+    """Fails one copy and delays the copies after it."""
 
-    number = 8  # of the last of 5 layers, after two for each of the others
+    number = 8  # the first copy of the last of 5 layers: two copies per layer
 
     def __init__(self):
         super().__init__()
@@ -89,13 +89,13 @@ class OneFails(ThreadTransferWorker):
     def submit(self, copy, num_bytes):
         number = len(self.copies)
 
-        def one_fails():
+        def fail_or_copy():
             if number == self.number:
                 raise OSError("the link is gone")
             time.sleep(0.2 if number > self.number else 0)
             copy()
 
-        self.copies.append(super().submit(one_fails, num_bytes))
+        self.copies.append(super().submit(fail_or_copy, num_bytes))
         return self.copies[-1]
 
 
@@ -121,7 +121,7 @@ def make(
 
 
 def step(kv, tokens, seed):
-    """Grow rows and attend in every layer: [layer, token, head, number]."""
+    """Grow rows and compute attention in every layer: [layer, token, head, head_dim]."""
     order = sorted(tokens, key=lambda row: tokens[row] != 1)
     rows = np.array(order, dtype=np.int64)
     counts = np.array([tokens[row] for row in order], dtype=np.int32)
@@ -139,18 +139,18 @@ def step(kv, tokens, seed):
 
 
 def page_bytes(kv):
-    """Of pages in use, without what slab borders waste."""
+    """Bytes of used pages, without waste at slab borders."""
     return sum(pool.used_bytes for pool in kv.memory.pools.values())
 
 
 def poison(kv):
-    """What lay in the staging is gone."""
+    """Fill all staging with NaN."""
     prefixes = kv.offload.prefixes
     for row in prefixes.rows:
-        for piece in prefixes.page_groups(row):
-            page_class = kv.memory.tables[piece.group].group.page_class
+        for page_group in prefixes.page_groups(row):
+            page_class = kv.memory.tables[page_group.group].group.page_class
             whole = kv.store.views(page_class).whole
-            whole[torch.from_numpy(piece.staging.reshape(-1)).long()] = 0xFF
+            whole[torch.from_numpy(page_group.staging.reshape(-1)).long()] = 0xFF
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ def poison(kv):
 )
 @settings(max_examples=4)
 @given(seed=st.integers(0, 10_000), evicting=st.booleans())
-def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
+def test_attention_is_equal_with_offloaded_prefixes(codec, backend, seed, evicting):
     make_backend = ReferenceAttention if backend is ReferenceAttention else lambda: backend(CPU)
     offloaded, whole = (
         make(codec, backend=make_backend(), transfer_worker=transfer_worker, evicting=evicting)
-        for transfer_worker in (SlowCarrier(), None)
+        for transfer_worker in (SlowTransferWorker(), None)
     )
     rng, prefixes = np.random.default_rng(seed), offloaded.offload.prefixes
     rows = [offloaded.memory.start() for _ in range(3)]
@@ -206,8 +206,8 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
     assert not prefixes.pool.used_bytes
 
 
-def test_of_a_front_the_arena_holds_two_layers():
-    """24 tokens are 6 pages in each of 5 layers; 2 x 6 stay, and 2 layers' windows as they were."""
+def test_offloaded_prefix_occupies_two_layers_of_staging():
+    """24 tokens are 6 pages in each of 5 layers; 2 x 6 pages remain as staging."""
     kv = make()
     row = kv.memory.start()
     step(kv, {row: 24}, 0)
@@ -224,9 +224,9 @@ def test_of_a_front_the_arena_holds_two_layers():
     kv.memory.check()
 
 
-def test_one_staging_slot_holds_one_layer_at_a_time():
-    """24 tokens are 6 pages in each of 5 layers; 6 of them stay in the arena."""
-    kv, whole = make(transfer_worker=SlowCarrier()), make()
+def test_halved_staging_holds_one_layer_at_a_time():
+    """24 tokens are 6 pages in each of 5 layers; 6 pages remain as staging."""
+    kv, whole = make(transfer_worker=SlowTransferWorker()), make()
     rows = [one.memory.start() for one in (kv, whole)]
     for one, row in zip((kv, whole), rows, strict=True):
         step(one, {row: 24}, 0)
@@ -252,7 +252,7 @@ def test_one_staging_slot_holds_one_layer_at_a_time():
     kv.memory.check()
 
 
-def test_a_full_host_takes_no_part_of_a_group():
+def test_offload_to_full_host_memory_changes_nothing():
     kv = make(host_bytes=FULL_LAYERS * 2 * 256)
     row = kv.memory.start()
     step(kv, {row: 24}, 0)
@@ -267,8 +267,8 @@ def test_a_full_host_takes_no_part_of_a_group():
     assert kv.offload.prefixes.offload(row, 4)
 
 
-def test_a_row_counts_its_staging_once():
-    """6 pages of a lane: 2 slots of them for 5 layers, where there were 5 times as many."""
+def test_row_bytes_count_staging_once():
+    """6 pages per lane: 2 staging slots of 6 pages replace 5 layers of 6 pages."""
     kv = make()
     row = kv.memory.start()
     step(kv, {row: 26}, 0)
@@ -279,8 +279,8 @@ def test_a_row_counts_its_staging_once():
     assert kv.memory.row_bytes(row) == before - (FULL_LAYERS - SLOTS) * 6 * each
 
 
-def test_a_full_arena_makes_room_by_hosting():
-    """What goes makes room for its own staging, and then for others."""
+def test_offload_frees_pages_of_a_full_arena():
+    """The offloaded pages free memory for their own staging, and then for new tokens."""
     kv = make(sequences=1)
     row = kv.memory.start()
     while kv.memory.can_grow(np.array([row]), np.array([PAGE], dtype=np.int32)):
@@ -294,14 +294,14 @@ def test_a_full_arena_makes_room_by_hosting():
     kv.memory.check()
 
 
-def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
+def test_shared_prefix_is_offloaded_without_changing_its_source():
     kv, whole = make(), make()
     cached_references = []
     for one in (kv, whole):
-        lender = one.memory.start()
-        step(one, {lender: 12}, 3)
-        # layers with a window lend what a query still sees: nothing is dropped yet
-        cached_references.append(reference_pages(one.memory, lender, 0, 8))
+        source = one.memory.start()
+        step(one, {source: 12}, 3)
+        # no window page has been freed yet
+        cached_references.append(reference_pages(one.memory, source, 0, 8))
     rows = [
         start_from_references(one.memory, [cached_reference])
         for one, cached_reference in zip((kv, whole), cached_references, strict=True)
@@ -321,7 +321,7 @@ def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
     kv.memory.check()
 
 
-def test_what_would_read_or_move_a_front_is_refused():
+def test_operations_on_an_offloaded_prefix_are_rejected():
     kv = make(evicting=True)
     row = kv.memory.start()
     step(kv, {row: 12}, 4)
@@ -329,7 +329,7 @@ def test_what_would_read_or_move_a_front_is_refused():
     keep = np.ones((FULL_LAYERS, 12), dtype=bool)
     keep[:, 3] = False
 
-    for refused in (
+    for operation in (
         lambda: fork(kv.memory, row),
         lambda: reference_pages(kv.memory, row, 0, 8),
         lambda: swap_out(kv.memory, [row]),
@@ -337,15 +337,15 @@ def test_what_would_read_or_move_a_front_is_refused():
         lambda: kv.memory.truncate(row, 5),
     ):
         with pytest.raises(ConfigError, match=r"first 2 pages .* are in CPU memory; load them"):
-            refused()
+            operation()
     kv.memory.check()
     kv.offload.prefixes.load_back(row)
     plan_compaction(kv.memory, "full", row, keep)
     swap_out(kv.memory, [row])
 
 
-def test_a_front_is_of_slots_that_there_are():
-    """Of a sequence that has lost a token, 11 slots fill 2 pages."""
+def test_offload_covers_only_existing_slots():
+    """After one eviction, 11 slots fill 2 pages."""
     kv = make(evicting=True)
     row = kv.memory.start()
     step(kv, {row: 12}, 5)
@@ -356,7 +356,7 @@ def test_a_front_is_of_slots_that_there_are():
     assert kv.memory.tables["full"].staged[row] == 2
 
 
-def test_a_front_comes_back_only_where_there_is_room():
+def test_load_back_needs_free_pages():
     kv = make(sequences=2)
     row, other = kv.memory.start(), kv.memory.start()
     step(kv, {row: 24}, 6)
@@ -373,8 +373,8 @@ def test_a_front_comes_back_only_where_there_is_room():
     kv.memory.check()
 
 
-def test_a_front_comes_back_in_the_room_of_its_pages():
-    """Its staging is a part of them: of a memory with room for no more than all it comes back."""
+def test_load_back_reuses_its_staging_pages():
+    """The staging counts as free: a memory with exactly enough pages in total suffices."""
     kv = make(sequences=2)
     row = kv.memory.start()
     step(kv, {row: 24}, 6)
@@ -382,19 +382,19 @@ def test_a_front_comes_back_in_the_room_of_its_pages():
     before = list(stored_pages(kv.memory, kv.store, row))
     kv.offload.prefixes.offload(row, 24)
     poison(kv)
-    taken = []
+    blockers = []
     while kv.memory.fits({page_class: 19}):  # six pages in each of five layers, two of them staged
-        taken += pool.allocate(1).tolist()
+        blockers += pool.allocate(1).tolist()
 
     kv.offload.prefixes.load_back(row)
 
     assert list(stored_pages(kv.memory, kv.store, row)) == before
-    pool.release(np.array(taken, dtype=np.int32))
+    pool.release(np.array(blockers, dtype=np.int32))
     kv.memory.check()
 
 
-def test_a_copy_that_fails_is_told_to_who_would_have_attended():
-    kv = make(transfer_worker=BrokenCarrier())
+def test_failed_prefetch_raises_in_the_step():
+    kv = make(transfer_worker=FailingTransferWorker())
     row = kv.memory.start()
     step(kv, {row: 12}, 7)
     kv.offload.prefixes.offload(row, 8)
@@ -405,9 +405,9 @@ def test_a_copy_that_fails_is_told_to_who_would_have_attended():
     kv.memory.check()
 
 
-def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
-    """A layer's bytes come in a copy for fronts with one staging slot and one for the others."""
-    kv = make(transfer_worker=OneFails())
+def test_other_copies_are_awaited_after_a_failed_copy():
+    """A layer has one copy for prefixes with one staging slot and one for the others."""
+    kv = make(transfer_worker=OneCopyFails())
     rows = [kv.memory.start() for _ in range(2)]
     for row in rows:
         step(kv, {row: 16}, 9)
@@ -423,14 +423,14 @@ def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
     assert all(copy.done() for copy in copies)
 
 
-def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
-    """The copy for a layer that never ran is done before its pages change hands."""
-    kv = make(transfer_worker=SlowCarrier())
+def test_copies_of_an_aborted_step_end_before_its_pages_are_reused():
+    """The copy for a layer that was not computed completes before its pages are freed."""
+    kv = make(transfer_worker=SlowTransferWorker())
     row = kv.memory.start()
     step(kv, {row: 16}, 9)
     kv.offload.prefixes.offload(row, 16)
     kv.memory.grow(np.array([row]), np.array([1], dtype=np.int32))
-    StepAttention(kv, np.array([row]), np.array([1], dtype=np.int32))  # and no layer attends
+    StepAttention(kv, np.array([row]), np.array([1], dtype=np.int32))  # no layer is computed
 
     kv.memory.release([row])
     kv.store.arena.fill_(0x11)

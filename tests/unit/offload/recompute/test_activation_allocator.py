@@ -1,4 +1,4 @@
-"""Blocks of attention inputs: each one sequence's or free, whatever is written, cut, forgotten."""
+"""Blocks of the activation allocator: each is free or belongs to one sequence."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,29 +20,29 @@ PAGE, BLOCK = 4, 8
     ),
     until=st.integers(0, 60),
 )
-def test_what_is_known_is_where_it_was_written(actions, until):
-    """Against a record of every slot's place."""
-    book, length, places = ActivationAllocator(7, BLOCK, PAGE), {}, {}
+def test_known_inputs_are_at_their_recorded_slots(actions, until):
+    """Compared with a record of the location of every slot."""
+    allocator, length, places = ActivationAllocator(7, BLOCK, PAGE), {}, {}
     for kind, row, number in actions:
         held = length.get(row, 0)
         if kind == "note":
-            for segment in book.note(row, held, number, until):
+            for segment in allocator.note(row, held, number, until):
                 for i in range(segment.tokens):
                     places[row, segment.start + i] = (segment.block, segment.offset + i)
             length[row] = held + number
         elif kind == "cut":
             length[row] = min(held, number)
-            book.cut(row, length[row])
+            allocator.cut(row, length[row])
         else:
             length.pop(row, None)
-            book.forget([row])
-        book.check()
+            allocator.forget([row])
+        allocator.check()
         for each in length:
-            known = book.known(each)
+            known = allocator.known(each)
             assert known.stop <= max(min(until, length[each]), known.start)
             assert known.start % PAGE == 0
             slot = known.start
-            for segment in book.segments(each, known.start, known.stop) if known else ():
+            for segment in allocator.segments(each, known.start, known.stop) if known else ():
                 assert segment.offset + segment.tokens <= BLOCK
                 for i in range(segment.tokens):
                     assert places[each, slot + i] == (segment.block, segment.offset + i)
@@ -50,18 +50,18 @@ def test_what_is_known_is_where_it_was_written(actions, until):
             assert slot == max(known.stop, known.start) or not known
 
 
-def test_a_cached_prefix_has_no_inputs_and_the_next_page_begins_them():
-    book = ActivationAllocator(4, BLOCK, PAGE)
+def test_inputs_after_a_cached_prefix_start_at_the_next_page():
+    allocator = ActivationAllocator(4, BLOCK, PAGE)
 
-    assert [s.start for s in book.note(0, 5, 9, 100)] == [8]
-    assert book.known(0) == range(8, 14)
+    assert [s.start for s in allocator.note(0, 5, 9, 100)] == [8]
+    assert allocator.known(0) == range(8, 14)
 
 
-def test_where_there_is_no_room_inputs_end():
-    book = ActivationAllocator(2, BLOCK, PAGE)
-    book.note(0, 0, 30, 100)
+def test_inputs_end_if_no_block_is_free():
+    allocator = ActivationAllocator(2, BLOCK, PAGE)
+    allocator.note(0, 0, 30, 100)
 
-    assert book.known(0) == range(2 * BLOCK)
-    assert book.note(1, 0, 4, 100) == []
-    assert book.known(1) == range(0)
-    assert book.used_blocks == book.peak_blocks == 2
+    assert allocator.known(0) == range(2 * BLOCK)
+    assert allocator.note(1, 0, 4, 100) == []
+    assert allocator.known(1) == range(0)
+    assert allocator.used_blocks == allocator.peak_blocks == 2

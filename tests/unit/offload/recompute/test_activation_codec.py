@@ -1,4 +1,4 @@
-"""Attention inputs in rows of bytes: what a codec makes of vectors, and where it lies."""
+"""Activation codecs: attention inputs encoded as rows of bytes."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ HIDDEN = 192  # three vectors of 64
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["none", *ONE_BY_ONE])
-def test_rows_decode_to_what_the_codec_makes_of_vectors(name, dtype):
+def test_decoded_rows_equal_the_codecs_decoded_vectors(name, dtype):
     codec = ActivationCodec(parse_activation_codec(name), HIDDEN, dtype)
     inputs = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
 
@@ -32,7 +32,7 @@ def test_rows_decode_to_what_the_codec_makes_of_vectors(name, dtype):
     assert torch.equal(codec.decode(rows[2:5]), expected[2:5])
 
 
-def test_bytes_of_a_row():
+def test_row_bytes_by_codec():
     """int8: 192 codes, three float16 scales; int4: 96 bytes, scales and zeros of three groups."""
     plain, int8, int4 = (
         ActivationCodec(parse_activation_codec(name), HIDDEN, torch.bfloat16).row_bytes
@@ -42,6 +42,6 @@ def test_bytes_of_a_row():
 
 
 @pytest.mark.parametrize("name", ["int4_page", "kivi4", "int8/int4"])
-def test_what_is_not_written_token_by_token_is_refused(name):
+def test_codec_that_is_not_per_token_is_rejected(name):
     with pytest.raises((ConfigError, UnknownName)):
         parse_activation_codec(name)

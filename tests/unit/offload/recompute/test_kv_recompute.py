@@ -1,7 +1,7 @@
-"""Fronts of which any part is made again from X, carried, or attended to where it lies.
+"""Offloaded prefixes that are partly recomputed from X, transferred, or attended on the CPU.
 
-Two memories take the same steps, as in `test_hosted`; staging and X are NaN behind every step,
-copies dawdle, and each step divides its fronts anew. Eviction moves slots, and X with them.
+Two memories run the same steps, as in `test_offloaded_prefixes`. Staging and X are NaN after every
+step, copies are delayed, and each step divides its prefixes at random. Evictions move slots and X.
 """
 
 import numpy as np
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import PagedKV, StepAttention
+from quire.layout.layout import SLOTS
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.prefix_splits import divide_prefixes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
@@ -27,17 +28,17 @@ from unit.offload.kv.test_offloaded_prefixes import (
     NUM_HEADS,
     NUM_KV_HEADS,
     PAGE,
-    SlowCarrier,
+    SlowTransferWorker,
     make,
     poison,
 )
 
 HIDDEN, WIDTH = MODEL.hidden_size, NUM_KV_HEADS * HEAD_DIM
-LAYERS = (1, 3, 4, 5)  # of the group with full attention, the first left out
+LAYERS = (1, 3, 4, 5)  # full-attention layers, without layer 0
 
 
 class Linear:
-    """Keys and values are products of X; keys know their position."""
+    """Keys and values are products of X; keys depend on their position."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(1)
@@ -54,8 +55,8 @@ class Linear:
         return self.keys_and_values(0, self.embedding[token_ids], positions)
 
 
-class Known:
-    """Tokens of rows."""
+class RowTokens:
+    """Token ids of rows."""
 
     def __init__(self):
         self.tokens, self.until = {}, 1 << 30
@@ -70,16 +71,16 @@ class Known:
         return self.until
 
 
-class Anyhow:
-    """Divides fronts as a seed says, none and all included."""
+class RandomSplits:
+    """Divides prefixes at random, from none to all of their tokens."""
 
     def __init__(self, seed):
         self.rng, self.timed, self.shares = np.random.default_rng(seed), [], {}
 
     def divide(self, prefixes, rows):
-        total = sum(front.columns for front in prefixes.values()) * PAGE
-        made, host = (int(self.rng.choice([0, total // 3, total])) for _ in range(2))
-        self.shares = divide_prefixes(prefixes, made, host, PAGE)
+        total = sum(prefix.columns for prefix in prefixes.values()) * PAGE
+        recomputed, host = (int(self.rng.choice([0, total // 3, total])) for _ in range(2))
+        self.shares = divide_prefixes(prefixes, recomputed, host, PAGE)
         return self.shares
 
     def learn(self, timed):
@@ -87,33 +88,42 @@ class Anyhow:
 
 
 def kv_offload(kv, seed, *, blocks=64):
-    """Let a memory make again and attend on the host."""
+    """Give a memory a KV offload with KV recompute and CPU attention."""
     first = kv.offload
     groups = [table.group for table in kv.memory.tables.values()]
-    made = [group.name for group in groups if group.window is None and can_recompute(group)]
+    recomputed_groups = [
+        group.name for group in groups if group.window is None and can_recompute(group)
+    ]
     store = ActivationStore(
         ActivationAllocator(blocks, 2 * PAGE, PAGE),
         LAYERS,
         ActivationCodec(None, HIDDEN, torch.float32),
         CPU,
     )
-    kv_recompute = KVRecompute(Linear(), store, Known(), CPU)
-    kv_recompute.chunk_tokens = 5  # ends inside of pages
+    kv_recompute = KVRecompute(Linear(), store, RowTokens(), CPU)
+    kv_recompute.chunk_tokens = 5  # chunks end inside pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
     offload = type(first)(
         kv.memory,
         first.prefixes,
         first.transfer_worker,
-        splits=Anyhow(seed),
+        splits=RandomSplits(seed),
         kv_recompute=kv_recompute,
-        recomputed_groups=made,
+        recomputed_groups=recomputed_groups,
         attention=CPUAttention(kv.memory, kv.store, kv.coded, first.prefixes, in_parts),
     )
     return PagedKV(kv.memory, kv.store, kv.backend, offload=offload)
 
 
+def fix_split(kv, recomputed, host):
+    """Divide all prefixes with these numbers of recomputed and CPU-attended tokens."""
+    kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(
+        prefixes, recomputed, host, PAGE
+    )
+
+
 def step(kv, model, known, tokens, seed):
-    """Grow rows and attend in every layer: [layer, token, head, number]."""
+    """Grow rows and compute attention in every layer: [layer, token, head, head_dim]."""
     order = sorted(tokens, key=lambda row: tokens[row] != 1)
     rows = np.array(order, dtype=np.int64)
     counts = np.array([tokens[row] for row in order], dtype=np.int32)
@@ -127,7 +137,7 @@ def step(kv, model, known, tokens, seed):
         more = torch.randint(MODEL.vocab_size, (count,), generator=generator).tolist()
         known[row] = [*held[:start], *more]
         ids, positions = ids + more, positions + list(range(start, start + count))
-    out, places = [], torch.tensor(positions)
+    out, token_positions = [], torch.tensor(positions)
     for layer in range(MODEL.num_layers):
         inputs = torch.randn(len(ids), HIDDEN, generator=generator)
         if layer == 0:
@@ -135,26 +145,27 @@ def step(kv, model, known, tokens, seed):
         if attention.wants_inputs:
             attention.note_input(layer, inputs)
         query = torch.randn(len(ids), NUM_HEADS, HEAD_DIM, generator=generator)
-        key, value = model.keys_and_values(layer, inputs, places)
+        key, value = model.keys_and_values(layer, inputs, token_positions)
         out.append(attention.attend(layer, MATH, query, key, value))
     return torch.stack(out)
 
 
-def spoil(kv):
-    """What a step staged is gone."""
+def poison_staging(kv):
+    """Fill all staging of a step with NaN."""
     kv.offload.prefixes.use.finalize()
     poison(kv)
-    for staging in kv.offload.kv_recompute._staging.values():
-        staging.fill_(0xFF)  # NaN as float32
+    kv_recompute = kv.offload.kv_recompute
+    tokens = kv_recompute.staging_bytes // (SLOTS * kv_recompute.store.codec.row_bytes)
+    kv_recompute.staging("full", tokens).fill_(0xFF)  # NaN as float32
 
 
-def lose(memories, row, rng):
-    """Let a row lose tokens, as many in each layer, others in each."""
+def evict_random_tokens(memories, row, rng):
+    """Evict random tokens of a row, the same number in each layer."""
     slots = int(memories[0].memory.tables["full"].num_slots[row, 0])
-    kept = int(rng.integers(1, slots + 1))
+    num_retained = int(rng.integers(1, slots + 1))
     keep = np.zeros((FULL_LAYERS, slots), dtype=bool)
     for lane in keep:
-        lane[rng.permutation(slots)[:kept]] = True
+        lane[rng.permutation(slots)[:num_retained]] = True
     for kv in memories:
         plan = plan_compaction(kv.memory, "full", row, keep)
         commit_compaction(kv.memory, plan)
@@ -163,8 +174,8 @@ def lose(memories, row, rng):
 @pytest.mark.parametrize(("codec", "tolerance"), [("float32", 1e-5), ("int8+plain=float32", 2e-2)])
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10_000), evicting=st.booleans(), until=st.sampled_from([13, 1 << 30]))
-def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed, evicting, until):
-    split = kv_offload(make(codec, transfer_worker=SlowCarrier(), evicting=evicting), seed)
+def test_attention_is_equal_for_all_divisions_of_a_prefix(codec, tolerance, seed, evicting, until):
+    split = kv_offload(make(codec, transfer_worker=SlowTransferWorker(), evicting=evicting), seed)
     whole, rng, model, known = (
         make(codec, evicting=evicting),
         np.random.default_rng(seed),
@@ -180,7 +191,7 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
         tokens = {row: int(rng.choice([1, 1, 3, 9])) for row in chosen}
         found, expected = (step(kv, model, known, tokens, seed + number) for kv in (split, whole))
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
-        spoil(split)
+        poison_staging(split)
         row = int(rng.choice(rows))
         if rng.random() < 0.7:
             prefixes.offload(row, int(split.memory.lengths[row]))
@@ -192,7 +203,7 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
             and row not in prefixes.rows
             and split.memory.lengths[row]
         ):
-            lose((split, whole), row, rng)
+            evict_random_tokens((split, whole), row, rng)
         split.memory.check()
         kv_recompute.store.allocator.check()
     split.memory.release(rows)
@@ -200,31 +211,29 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
     assert not prefixes.pool.used_bytes
 
 
-def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
-    """And what there is no X of is carried."""
+def test_whole_prefix_can_be_recomputed_or_attended_on_the_cpu():
+    """In both cases no KV is transferred."""
     total = 24
-    for made, host in ((total, 0), (0, total)):
+    for recomputed, host in ((total, 0), (0, total)):
         kv, model, known = kv_offload(make(), 0), Linear(), {}
         kv.offload.kv_recompute.tokens.tokens = known
-        kv.offload.splits.divide = lambda prefixes, rows, made=made, host=host: divide_prefixes(
-            prefixes, made, host, PAGE
-        )
+        fix_split(kv, recomputed, host)
         row = kv.memory.start()
         step(kv, model, known, {row: total + 1}, 3)
         kv.offload.prefixes.offload(row, total)
         step(kv, model, known, {row: 1}, 4)
 
-        assert kv.offload.kv_recompute.num_recomputed == made * FULL_LAYERS
+        assert kv.offload.kv_recompute.num_recomputed == recomputed * FULL_LAYERS
         assert kv.offload.attention.num_attended == host * FULL_LAYERS
         kv.offload.step(kv.flat_batch(np.array([row]), np.array([1], dtype=np.int32)))
         transferred = [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
         assert not transferred
 
 
-def test_without_room_for_x_all_is_carried():
+def test_tokens_without_stored_x_are_transferred():
     kv, model, known = kv_offload(make(), 0, blocks=1), Linear(), {}
     kv.offload.kv_recompute.tokens.tokens = known
-    kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(prefixes, 1000, 0, PAGE)
+    fix_split(kv, 1000, 0)
     row = kv.memory.start()
     step(kv, model, known, {row: 25}, 3)
     kv.offload.prefixes.offload(row, 24)
@@ -233,8 +242,8 @@ def test_without_room_for_x_all_is_carried():
     assert kv.offload.kv_recompute.num_recomputed == 2 * PAGE * FULL_LAYERS
 
 
-class Failing(ThreadTransferWorker):
-    """Loses copies of one kind."""
+class FailingTransferWorker(ThreadTransferWorker):
+    """Fails every copy."""
 
     def submit(self, copy, num_bytes):
         def lost():
@@ -243,11 +252,11 @@ class Failing(ThreadTransferWorker):
         return super().submit(lost, num_bytes)
 
 
-@pytest.mark.parametrize("made", [0, 1])
-def test_a_copy_that_fails_is_told_and_nothing_is_left_under_way(made):
-    kv, model, known = kv_offload(make(transfer_worker=Failing()), 0), Linear(), {}
+@pytest.mark.parametrize("recomputed_pages", [0, 2])
+def test_failed_copy_raises_and_leaves_no_transfer_in_flight(recomputed_pages):
+    kv, model, known = kv_offload(make(transfer_worker=FailingTransferWorker()), 0), Linear(), {}
     kv.offload.kv_recompute.tokens.tokens = known
-    kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(prefixes, made * 8, 0, PAGE)
+    fix_split(kv, recomputed_pages * PAGE, 0)
     row = kv.memory.start()
     step(kv, model, known, {row: 12}, 3)
     kv.offload.prefixes.offload(row, 8)

@@ -1,4 +1,4 @@
-"""The host pool: where pages lie in it, what is refused, and copies that fail."""
+"""The host pool: location of pages, refusals, and failing copies."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from quire.errors import HostMemoryFull, InvariantError
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.pages import LaneGroup
 from quire.offload.swap.host_pool import HostPool
-from unit.kv.host_side import CopyFailed, HostSide
-from unit.kv.small_memory import (
+from support.host_array import CopyFailed, HostArray
+from support.small_memory import (
     grow,
     keys,
     one_group,
@@ -21,18 +21,18 @@ PAGE_BYTES = 128
 
 
 def pooled(memory, total_bytes=64 * PAGE_BYTES):
-    side = HostSide(memory.store, total_bytes)
-    return HostPool(total_bytes, side), side
+    host = HostArray(memory.store, total_bytes)
+    return HostPool(total_bytes, host), host
 
 
-def test_pages_of_a_layer_stand_together_whatever_order_they_had_in_the_arena():
+def test_pages_of_a_layer_are_contiguous_in_the_pool():
     memory = one_group(num_lanes=2)
     row = started(memory, 4)
     other = started(memory, 4)
     for _ in range(2):  # pages of both rows and both lanes alternate
         grow(memory, row, 4)
         grow(memory, other, 4)
-    pool, side = pooled(memory)
+    pool, host = pooled(memory)
     before = [
         memory.store.pages_of(memory.layout.page_classes[0])[pages].tobytes()
         for pages in [memory.tables["kv"].row_pages(row)]
@@ -40,40 +40,40 @@ def test_pages_of_a_layer_stand_together_whatever_order_they_had_in_the_arena():
 
     swapped = swap_out(memory, [row], pool)
 
-    assert side.pieces == [6 * PAGE_BYTES]
-    assert side.bytes[: 6 * PAGE_BYTES].tobytes() == before[0]
+    assert host.copy_sizes == [6 * PAGE_BYTES]
+    assert host.bytes[: 6 * PAGE_BYTES].tobytes() == before[0]
     assert swapped.stored.space.num_extents == 1
 
 
-def test_each_page_class_has_an_extent_of_its_own():
+def test_each_page_class_has_a_separate_extent():
     sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
     memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
-    pool, side = pooled(memory)
+    pool, host = pooled(memory)
 
     swap_out(memory, [started(memory, 8)], pool)
 
-    assert side.pieces == [2 * 128, 2 * 64]
+    assert host.copy_sizes == [2 * 128, 2 * 64]
     assert (pool.used_bytes, pool.peak_bytes) == (384, 384)
 
 
-def test_a_sequence_that_finds_no_hole_large_enough_is_split_into_the_largest_ones():
+def test_sequence_without_a_large_enough_hole_is_split_over_the_largest_holes():
     memory = one_group(max_rows=6)
-    pool, side = pooled(memory, 10 * PAGE_BYTES)
-    parts = [swap_out(memory, [started(memory, 4 * n)], pool) for n in (2, 1, 3, 1, 2)]
+    pool, host = pooled(memory, 10 * PAGE_BYTES)
+    swapped_out = [swap_out(memory, [started(memory, 4 * n)], pool) for n in (2, 1, 3, 1, 2)]
     for index in (0, 2, 4):  # leaves holes of 2, 3 and 2 + 1 pages
-        parts[index].discard()
-    side.pieces.clear()
+        swapped_out[index].discard()
+    host.copy_sizes.clear()
 
     swapped = swap_out(memory, [started(memory, 28)], pool)
     memory.store.poison_free(memory)
     [row] = swap_in(memory, swapped)
 
-    assert side.pieces == [3 * PAGE_BYTES, 3 * PAGE_BYTES, PAGE_BYTES] * 2
+    assert host.copy_sizes == [3 * PAGE_BYTES, 3 * PAGE_BYTES, PAGE_BYTES] * 2
     assert keys(memory, row) == list(range(28))
     pool.check()
 
 
-def test_a_full_pool_refuses_and_the_sequence_stays():
+def test_swap_out_to_a_full_pool_raises_and_keeps_the_sequence():
     memory = one_group()
     pool, _ = pooled(memory, 3 * PAGE_BYTES)
     row = started(memory, 13)
@@ -87,7 +87,7 @@ def test_a_full_pool_refuses_and_the_sequence_stays():
     assert (pool.used_bytes, pool.peak_bytes) == (0, 0)
 
 
-def test_a_pool_full_for_the_second_class_gives_the_first_one_back():
+def test_pool_full_for_the_second_class_frees_the_first():
     sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
     memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
     pool, _ = pooled(memory, 2 * 128)
@@ -99,32 +99,32 @@ def test_a_pool_full_for_the_second_class_gives_the_first_one_back():
     pool.check()
 
 
-@pytest.mark.parametrize("works", [0, 1])
-def test_a_copy_that_fails_leaves_the_sequence_where_it_was(works):
+@pytest.mark.parametrize("calls_before_failure", [0, 1])
+def test_failed_copy_leaves_the_sequence_unchanged(calls_before_failure):
     memory = one_group()
-    pool, side = pooled(memory)
+    pool, host = pooled(memory)
     row = started(memory, 10)
 
-    side.fail_after = works  # the copy itself, or the wait for it
+    host.fail_after = calls_before_failure  # the copy itself, or the wait for it
     with pytest.raises(CopyFailed):
         swap_out(memory, [row], pool)
     assert (pool.used_bytes, keys(memory, row)) == (0, list(range(10)))
 
-    side.fail_after = None
+    host.fail_after = None
     swapped = swap_out(memory, [row], pool)
-    side.fail_after = works
+    host.fail_after = calls_before_failure
     with pytest.raises(CopyFailed):
         swap_in(memory, swapped)
     assert (pool.used_bytes, used_pages(memory)) == (3 * PAGE_BYTES, 0)
     assert memory.live_rows.tolist() == []
 
-    side.fail_after = None
+    host.fail_after = None
     [row] = swap_in(memory, swapped)
     assert (pool.used_bytes, keys(memory, row)) == (0, list(range(10)))
     pool.check()
 
 
-def test_a_cancelled_sequence_frees_its_bytes_once():
+def test_discarded_sequence_frees_its_bytes_once():
     memory = one_group()
     pool, _ = pooled(memory)
     swapped = swap_out(memory, [started(memory, 10)], pool)
@@ -136,7 +136,7 @@ def test_a_cancelled_sequence_frees_its_bytes_once():
         swapped.discard()
 
 
-def test_closing_frees_all():
+def test_clear_frees_all_bytes():
     memory = one_group()
     pool, _ = pooled(memory)
     for tokens in (4, 9):
@@ -148,17 +148,17 @@ def test_closing_frees_all():
     pool.check()
 
 
-def test_a_pool_of_no_bytes_takes_nothing():
+def test_pool_of_zero_bytes_is_always_full():
     with pytest.raises(HostMemoryFull, match="0 of 0 B"):
         swap_out(memory := one_group(), [started(memory, 1)], HostPool(0))
     HostPool(0).check()
 
 
-def test_bytes_are_rounded_down_to_what_pages_are_multiples_of():
+def test_pool_size_is_rounded_down_to_page_alignment():
     assert HostPool(1000).total_bytes == 960
 
 
-def test_a_sequence_without_tokens_takes_no_room():
+def test_sequence_without_tokens_uses_no_bytes():
     memory = one_group()
     pool, _ = pooled(memory)
 

@@ -1,4 +1,4 @@
-"""Copies of pages between an arena and the host: directly, packed in pieces, and on a device."""
+"""Copies of pages between an arena and CPU memory: direct, packed in batches, and on a device."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from quire.offload.swap.host_store import (
     host_copies,
     pin_memory,
 )
-from unit.kv.small_memory import grow, plain_class
+from support.small_memory import grow, plain_class
 
 SMALL, LARGE = plain_class(), plain_class(tokens=8, heads=2, head_dim=16, positions=True)
 LAYOUT = CacheLayout(
@@ -35,41 +35,41 @@ CPU = torch.device("cpu")
 
 
 @given(st.integers(0, 5_000), st.integers(1, 5_000), st.integers(5_000, 100_000))
-def test_pieces_are_whole_equal_and_none_is_small(num_pages, page_bytes, staging_bytes):
-    pieces = list(batches_of(num_pages, page_bytes, staging_bytes))
+def test_batches_cover_all_pages_and_are_at_least_half_full(num_pages, page_bytes, staging_bytes):
+    batches = list(batches_of(num_pages, page_bytes, staging_bytes))
 
-    assert [first for first, _ in pieces] == [0, *(end for _, end in pieces)][: len(pieces)]
-    assert sum(end - first for first, end in pieces) == num_pages
-    assert all(0 < (end - first) * page_bytes <= staging_bytes for first, end in pieces)
-    if len(pieces) > 1:
+    assert [first for first, _ in batches] == [0, *(end for _, end in batches)][: len(batches)]
+    assert sum(end - first for first, end in batches) == num_pages
+    assert all(0 < (end - first) * page_bytes <= staging_bytes for first, end in batches)
+    if len(batches) > 1:
         half = staging_bytes // page_bytes // 2
-        assert min(end - first for first, end in pieces) >= half
+        assert min(end - first for first, end in batches) >= half
 
 
-def test_pages_of_16_kib_leave_in_pieces_of_at_least_8_mib():
-    pieces = list(batches_of(1_025, 16 << 10, STAGING_BYTES))
+def test_pages_of_16_kib_are_copied_in_batches_of_at_least_8_mib():
+    batches = list(batches_of(1_025, 16 << 10, STAGING_BYTES))
 
-    assert pieces == [(0, 512), (512, 1_025)]
+    assert batches == [(0, 512), (512, 1_025)]
 
 
 def filled(device, copies, *, tokens=(37, 5, 64), total_bytes=1 << 20):
-    """A memory whose pages hold random bytes; rows grow in turns, so their pages alternate."""
+    """A memory of random bytes; rows grow token by token, so their pages alternate."""
     memory = KVMemory(LAYOUT, total_bytes, len(tokens), store=partial(PageStore, device=device))
     store = memory.store
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, store.arena.shape, dtype=torch.uint8, generator=generator)
     store.arena.copy_(noise)
     pool = HostPool(1 << 20, copies(store))
-    numbers = [memory.start() for _ in tokens]
+    rows = [memory.start() for _ in tokens]
     for position in range(max(tokens)):
-        for row, count in zip(numbers, tokens, strict=True):
+        for row, count in zip(rows, tokens, strict=True):
             if position < count:
                 grow(memory, row, 1)
-    return memory, pool, numbers
+    return memory, pool, rows
 
 
 def row_bytes(memory, row):
-    """Bytes of a row's pages, lane by lane, of each group."""
+    """Bytes of a row's pages by group, lane by lane."""
     found = {}
     for name, table in memory.tables.items():
         pages = torch.from_numpy(table.row_pages(row).astype(np.int64))
@@ -79,7 +79,7 @@ def row_bytes(memory, row):
 
 
 def scramble(memory):
-    """Overwrite the whole arena; whatever is in use must come from the host again."""
+    """Overwrite the whole arena, so that all restored bytes come from CPU memory."""
     memory.store.arena.fill_(0x5A)
 
 
@@ -87,12 +87,12 @@ def direct(store):
     return host_copies(store, 1 << 20, LARGE.page_bytes)
 
 
-def staged_in_tiny_pieces(store):
+def staged_in_tiny_batches(store):
     return StagedCopies(store, torch.zeros(1 << 20, dtype=torch.uint8), LARGE.page_bytes)
 
 
-@pytest.mark.parametrize("copies", [direct, staged_in_tiny_pieces])
-def test_bytes_come_back_identical(copies):
+@pytest.mark.parametrize("copies", [direct, staged_in_tiny_batches])
+def test_swap_restores_identical_bytes(copies):
     check_round_trip(CPU, copies)
 
 
@@ -102,15 +102,15 @@ def check_round_trip(device, copies):
 
     swapped = swap_out(memory, rows, pool)
     scramble(memory)
-    back = swap_in(memory, swapped)
+    restored = swap_in(memory, swapped)
 
-    assert [row_bytes(memory, row) for row in back] == before
+    assert [row_bytes(memory, row) for row in restored] == before
     assert (pool.used_bytes, pool.peak_bytes) == (0, swapped.num_bytes)
     memory.check()
 
 
-@pytest.mark.parametrize("copies", [direct, staged_in_tiny_pieces])
-def test_a_tail_comes_back_identical_behind_its_head(copies):
+@pytest.mark.parametrize("copies", [direct, staged_in_tiny_batches])
+def test_swapped_tail_is_restored_identically(copies):
     memory, pool, rows = filled(CPU, copies)
     before = row_bytes(memory, rows[2])
     head = {n: memory.tables[n].pages[rows[2]].copy() for n in memory.tables}
@@ -126,7 +126,7 @@ def test_a_tail_comes_back_identical_behind_its_head(copies):
 
 
 def copy_head(memory, pages, row, tokens):
-    """What computing the head again does: its old bytes (nobody has written there) once more."""
+    """Stand in for the recompute of the head: copy its old bytes, which are still intact."""
     for name, table in memory.tables.items():
         count = tokens // table.group.page_class.tokens
         old, new = pages[name][:, :count].reshape(-1), table.pages[row][:, :count].reshape(-1)
@@ -135,14 +135,14 @@ def copy_head(memory, pages, row, tokens):
         memory.store.write_pages(table.group.page_class, new[moved], payload)
 
 
-def test_a_cpu_copies_directly_and_a_device_in_pieces():
+def test_cpu_uses_direct_copies():
     store = PageStore(1 << 16, CPU)
 
     assert isinstance(host_copies(store, 1 << 10, 128), DirectCopies)
 
 
-def test_pieces_are_counted():
-    memory, pool, rows = filled(CPU, staged_in_tiny_pieces)
+def test_copied_batches_are_counted():
+    memory, pool, rows = filled(CPU, staged_in_tiny_batches)
     num_bytes = memory.row_bytes(rows[0])
 
     swap_out(memory, [rows[0]], pool)
@@ -151,7 +151,7 @@ def test_pieces_are_counted():
     assert pool.copies.num_batches >= num_bytes / LARGE.page_bytes
 
 
-def test_host_memory_is_pinned_for_as_long_as_it_is_used(monkeypatch):
+def test_host_memory_is_pinned_until_its_holder_is_freed(monkeypatch):
     runtime = Runtime(code=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     host = torch.zeros(256, dtype=torch.uint8)
@@ -163,7 +163,7 @@ def test_host_memory_is_pinned_for_as_long_as_it_is_used(monkeypatch):
     assert runtime.pinned == {}
 
 
-def test_memory_that_is_not_pinned_is_refused(monkeypatch):
+def test_failed_pinning_is_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
     host = torch.zeros(256, dtype=torch.uint8)
 
@@ -172,7 +172,7 @@ def test_memory_that_is_not_pinned_is_refused(monkeypatch):
 
 
 class Runtime:
-    """What of CUDA's runtime pins memory."""
+    """A stand-in for the functions of the CUDA runtime that pin memory."""
 
     def __init__(self, code):
         self.code, self.pinned = code, {}
@@ -187,15 +187,15 @@ class Runtime:
 
 
 @pytest.mark.gpu
-def test_bytes_come_back_identical_from_pinned_memory():
+def test_swap_restores_identical_bytes_from_pinned_memory():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     check_round_trip(torch.device("cuda"), direct)
 
 
 @pytest.mark.gpu
-def test_pages_cross_the_link_in_pieces_of_a_mebibyte_or_more():
-    """64 MiB of 16 KiB pages: packed, four fillings of the staging each way."""
+def test_device_copies_are_batches_of_a_mebibyte_or_more():
+    """64 MiB of 16 KiB pages: four batches of the staging buffer in each direction."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     page_class = plain_class(tokens=16, heads=4, head_dim=64)

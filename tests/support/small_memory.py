@@ -6,7 +6,7 @@ from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from unit.kv.host_bytes import HostBytes
+from support.host_bytes import HostBytes
 
 PLAIN = codec_spec("float16")
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from unit.kv.host_bytes import POISON
+from support.host_bytes import POISON
 
 
 class CopyFailed(Exception):

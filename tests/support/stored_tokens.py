@@ -6,8 +6,8 @@ from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.runs import LaneLimits
 from quire.layout.pages import CacheLayout, LaneGroup
-from unit.kv.host_bytes import POISON, HostBytes
-from unit.kv.small_memory import plain_class
+from support.host_bytes import POISON, HostBytes
+from support.small_memory import plain_class
 
 WINDOW = 10
 MAX_TOKENS = 96

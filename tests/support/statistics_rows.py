@@ -1,7 +1,7 @@
 """Lane groups with statistics per slot and with a fixed number of records."""
 
 from quire.layout.pages import LaneGroup
-from unit.kv.small_memory import grow, plain_class, write_lane
+from support.small_memory import grow, plain_class, write_lane
 
 KV = LaneGroup(name="kv", page_class=plain_class(positions=True), layers=(0, 1), ordered=False)
 SUMS = LaneGroup(name="kv.sums", page_class=plain_class(value=False), layers=(0, 1), mirrors="kv")
