@@ -133,11 +133,11 @@ class BatchMemory:
             self.take_out(max(batch_slots.live, key=lambda query: query.rank))
         if self._taken < batch_slots.slab.rows:
             rows, columns = self._taken, batch_slots.columns + 1
-            while not self._fits_beside(rows, columns) and self._send_ready_to_host():
+            while not self._fits_in_addition(rows, columns) and self._send_ready_to_host():
                 pass
             batch_slots.resize(rows, 0)
 
-    def _fits_beside(self, rows: int, columns: int) -> bool:
+    def _fits_in_addition(self, rows: int, columns: int) -> bool:
         """Whether a partial slab of this size fits in addition to the current slab."""
         assert self._scale_at is not None
         shape = self._model.shape

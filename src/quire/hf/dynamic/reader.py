@@ -92,7 +92,7 @@ class Reader:
                 return
             self.reading = self._begin(group)
         if self.reading is not None:
-            with self._side.beside():
+            with self._side.use():
                 self._read_on(self.reading, self._options.prefill_tokens, record)
             if self.reading.done and not self._side.overlaps:
                 self._finish(self.reading)
@@ -185,11 +185,11 @@ class SideStream:
 
     @property
     def overlaps(self) -> bool:
-        """Whether work in a `beside` block may still run when the block ends."""
+        """Whether work in a `use` block may still run when the block ends."""
         return self._stream is not None
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Run the block on the side stream, after all work already queued on the device."""
         if self._stream is None:
             yield
