@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from support.type_checks import check_types, start_test
+from support.type_checks import check_types, restart_sampling
 
 check_types()  # before anything of quire is imported
 
@@ -40,6 +40,6 @@ torch.set_num_threads(1)  # pytest-xdist runs one worker on each core
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Restart the sampling of type checks; skip tests marked `gpu` without a GPU."""
-    start_test()
+    restart_sampling()
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -94,7 +94,7 @@ class Watched:
 
     def __post_init__(self) -> None:
         self._builders: dict[str, OutputBuilder] = {}
-        self.seen = self.engine._runner = SeenLogits(self.engine._runner)
+        self.seen = self.engine.runner = SeenLogits(self.engine.runner)
         self.engine.events.subscribe(self._hear)
         self._generated, self._since, self._since_s = 0, 0, time.monotonic()
 

@@ -80,7 +80,7 @@ def params_of(number: int) -> SamplingParams:
 def run(model: LoadedModel, numbers: list[int], kv: dict | None = None, **schedule) -> Run:
     config = kv_config(**{"memory": "16MiB", "enable_prefix_caching": False, **(kv or {})})
     engine = Engine(model, config, ScheduleConfig(**{"batch_invariant": True, **schedule}))
-    done, runner = Run(), engine._runner
+    done, runner = Run(), engine.runner
 
     class Spy:
         def run(self, plan: StepPlan) -> list:
@@ -91,7 +91,7 @@ def run(model: LoadedModel, numbers: list[int], kv: dict | None = None, **schedu
                     done.logits.setdefault((name, result.first_position + i), []).append(row)
             return results
 
-    engine._runner = Spy()
+    engine.runner = Spy()
     for number in numbers:
         engine.submit(GenerationRequest(PROMPTS[number], params_of(number), request_id=str(number)))
     while engine.has_work:

@@ -96,8 +96,14 @@ def check(answer: RequestOutput, expected) -> None:
         assert list(choice.token_ids) == tokens
 
 
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "ends"),
+    [
+        *((name, True) for name in ARCHITECTURES),
+        (ARCHITECTURES[0], False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ARCHITECTURES[1:]),
+    ],
+)
 def test_beams_equal_transformers(architecture, ends):
     """All widths, length penalties and kinds of early stopping, at once in one engine."""
     engine = engines.engine_for(engines.load(architecture), room=40.0, longest=30, page_tokens=4)

@@ -15,7 +15,7 @@ from support import zoo
 from support.engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
 
 TOLERANCE = 1e-4
-NUM_PROMPTS, LONGEST = 32, 40
+NUM_PROMPTS, LONGEST = 20, 40
 PAGE_TOKENS = (1, 4, 16)
 CHUNK_TOKENS = (1, 7, 64, 2048)
 # room in units of the longest request
@@ -124,7 +124,7 @@ def check_forced_logits(
     for page_tokens, chunk_tokens, arena in cases:
         engine = engine_of(model, page_tokens, chunk_tokens, arena, attention)
         forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-        engine._sampling_step.sampler = forced
+        engine.sampling_step.sampler = forced
         _, cancelled = drive(engine, expected, seed=page_tokens * 100 + chunk_tokens)
 
         assert forced.worst <= TOLERANCE, (page_tokens, chunk_tokens, arena)
@@ -190,7 +190,7 @@ def test_logits_equal_transformers_on_cuda(architecture):
     model, expected = load(architecture, "cuda"), reference(architecture)
     engine = engine_of(model, 16, 64, "scarce")
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-    engine._sampling_step.sampler = forced
+    engine.sampling_step.sampler = forced
     drive(engine, expected, seed=1)
 
     assert forced.worst <= 1e-3

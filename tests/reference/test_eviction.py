@@ -49,8 +49,8 @@ def run(
         KVConfig(memory=memory, page_tokens=page_tokens, evict=evict),
         ScheduleConfig(**schedule),
     )
-    recorder = Recorder(engine._sampling_step.sampler)
-    engine._sampling_step.sampler = recorder
+    recorder = Recorder(engine.sampling_step.sampler)
+    engine.sampling_step.sampler = recorder
     for i, prompt in enumerate(prompts):
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=f"r{i}"))
     usages = {}

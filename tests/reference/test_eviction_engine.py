@@ -97,7 +97,7 @@ def run(
             **options,
         )
         engine = Engine(loaded(model), config, ScheduleConfig(**schedule))
-    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     done = Run(engine, recorder.logits)
     engine.events.subscribe(
         lambda event: done.reasons.append(event.data["reason"]) if event.kind == "evicted" else None
@@ -119,7 +119,7 @@ def run(
                 done.errors[delta.request_id] = delta.error
         engine.check()
     assert set(done.errors.values()) <= {None}, done.errors
-    engine._sampling_step.sampler = recorder.sampler
+    engine.sampling_step.sampler = recorder.sampler
     return done
 
 

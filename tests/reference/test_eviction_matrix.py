@@ -32,7 +32,7 @@ from quire.kv.lane_reader import LaneReader
 from quire.layout.eviction import PRESSURE, SCHEDULES
 from quire.policies.base import ScorePolicy
 from quire.policies.crushed_share import CrushedShare
-from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, make_eviction
+from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, Eviction, make_eviction
 from quire.policies.registry import registered, registered_budgets
 from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL
 from quire.scheduler.eviction_trace import retained_sets
@@ -241,17 +241,24 @@ def assert_as_together(case: Case, other: Run) -> None:
 def scores_of(case: Case) -> dict[tuple[str, int], list[dict[int, float]]]:
     """By request and length at each eviction: of every lane the score of each position."""
     found: dict[tuple[str, int], list[dict[int, float]]] = {}
-    choose = PolicyEvictor._choose
+    lanes: list[dict[int, float]] = []
+    evict, decide = PolicyEvictor.evict, Eviction.decide
 
-    def listening(self, request, eviction, keep, layers):
-        view = self._view(request, self._reader(request, layers))
-        rows = zip(view.positions.tolist(), eviction.policy.score(view).tolist(), strict=True)
-        lanes = [dict(zip(*row, strict=True)) for row in rows]
-        found.setdefault((request.request_id, request.num_computed), []).extend(lanes)
-        return choose(self, request, eviction, keep, layers)
+    def record_request(self, request, keep, **options):
+        lanes.clear()
+        evicted = evict(self, request, keep, **options)
+        if evicted is not None:
+            found[request.request_id, request.progress.num_computed] = list(lanes)
+        return evicted
+
+    def record_scores(self, view, keep):
+        rows = zip(view.positions.tolist(), self.policy.score(view).tolist(), strict=True)
+        lanes.extend(dict(zip(*row, strict=True)) for row in rows)
+        return decide(self, view, keep)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PolicyEvictor, "_choose", listening)
+        patch.setattr(PolicyEvictor, "evict", record_request)
+        patch.setattr(Eviction, "decide", record_scores)
         run_case(case)
     return found
 
@@ -302,6 +309,18 @@ def test_what_stays_does_not_depend_on_pages_companions_or_chunks(case):
     if make_eviction(case.text).budget.keeps_total:
         usages = together(case).usages
         assert all(usages[name].evicted_tokens for name in usages if name.startswith("long"))
+
+
+def test_scores_are_recorded_for_every_eviction():
+    case = Case("h2o", TOKEN, SCHEDULES[0])
+    scores, traces = scores_of(case), together(case).traces()
+
+    assert set(scores) == {(name, entry[0]) for name, trace in traces.items() for entry in trace}
+    for name, trace in traces.items():
+        assert_near_ties(name, trace, trace, scores)
+        for length, kept in trace:
+            lanes = scores[name, length][:: len(scores[name, length]) // len(kept)]
+            assert all(set(k) <= set(lane) for lane, k in zip(lanes, kept, strict=True))
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])

@@ -20,6 +20,7 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
 from quire.layout import codec_names
 from quire.offload.kv.in_flight_pages import InFlightPages
+from quire.offload.prefix_store import prefix_load
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
@@ -88,7 +89,7 @@ def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
     engine = Engine(model_of(name), kv_config(**options), config)
     prefix_loader = engine.prefix_loader
     if prefix_loader is not None and prefill is not None:
-        prefix_loader._costs = Rates(prefill)
+        prefix_loader.costs = Rates(prefill)
         prefix_loader.tier.rate = Rates(None)
         prefix_loader.tier.rate.coefficients = (0.0, token_s / prefix_loader._token_bytes)
     return engine
@@ -96,7 +97,7 @@ def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
 
 def answer(engine, prompts=PROMPTS, cancel=(), **options):
     """Answer prompts; logits and usages."""
-    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request, **options))
     usages, steps = {}, 0
@@ -419,14 +420,14 @@ def store():
     server.close()
 
 
-def test_a_store_serves_several_engines(store):
+def test_a_store_serves_several_engines(store, monkeypatch):
+    monkeypatch.setattr(prefix_load, "PROBE_INTERVAL_S", 0.0)  # the index is refreshed at once
     address, _ = store
     first = engine_of("qwen3", remote=address)
     second = engine_of("qwen3", prefill=READ_SLOWLY, remote=address)
     answer(first)
     first.close()
     prefix_loader = second.prefix_loader
-    prefix_loader._rate._refreshed_s = -100  # it looks at the store now and then
     answer(second, {"d": PROMPTS["d"]})
     prefix_loader.tier.transfer_worker.drain()
 

@@ -1,5 +1,7 @@
 """Answers do not depend on the store: every store equals Transformers, under pressure."""
 
+from functools import cache
+
 import pytest
 
 from quire.config.generation_request import GenerationRequest
@@ -7,9 +9,19 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kv.stores.registry import NO_WINDOW, STORES, UNSOUND
+from quire.models.loader import LoadedModel
 from reference.test_equality import TOLERANCE, Forced, drive
 from support import zoo
-from support.engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts, stored_in
+from support.engines import (
+    NEW_TOKENS,
+    Expected,
+    engine_for,
+    expect,
+    greedy,
+    load,
+    make_prompts,
+    stored_in,
+)
 
 LONGEST = 40
 STORE_TOKENS = LONGEST + NEW_TOKENS
@@ -18,7 +30,7 @@ ARCHITECTURES = ("llama", "mistral", "gemma3")  # no window, only windows, both
 
 def engine_of(architecture, store, **options):
     return engine_for(
-        load(architecture),
+        model_of(architecture),
         longest=STORE_TOKENS,
         page_tokens=4,
         **stored_in(store, STORE_TOKENS),
@@ -34,13 +46,23 @@ CASES = [
 ]
 
 
+@cache
+def reference(architecture: str) -> list[Expected]:
+    return expect(architecture, make_prompts(16, LONGEST, seed=5))
+
+
+@cache
+def model_of(architecture: str) -> LoadedModel:
+    return load(architecture)
+
+
 @pytest.mark.parametrize("room", [1.6, 6.0])
 @pytest.mark.parametrize(("architecture", "store"), CASES)
 def test_logits_equal_transformers_with_its_tokens_forced(architecture, store, room):
-    expected = expect(architecture, make_prompts(16, LONGEST, seed=5))
+    expected = reference(architecture)
     engine = engine_of(architecture, store, room=room, chunk_tokens=7)
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-    engine._sampling_step.sampler = forced
+    engine.sampling_step.sampler = forced
 
     drive(engine, expected, seed=11)
 

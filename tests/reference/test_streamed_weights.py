@@ -38,7 +38,7 @@ def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, 
     """Answer all prompts; the engine, logits by request, answers."""
     schedule = ScheduleConfig(**steps, objective=objective)
     engine = Engine(model, kv_config(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
-    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     steps = 0
@@ -200,7 +200,7 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
         KVConfig(memory="2MiB", page_tokens=4),
         ScheduleConfig(**STEPS, objective=objective),
     )
-    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     transfer_worker.fails = {transfer_worker.num_copies + at: OSError("the disk is gone")}
     for request, prompt in PROMPTS.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
@@ -242,7 +242,7 @@ def test_two_engines_of_one_model_take_turns():
     ]
     recorders = []
     for engine in engines:
-        recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+        recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
         recorders.append(recorder)
         for request, prompt in PROMPTS.items():
             engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))

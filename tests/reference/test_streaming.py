@@ -65,8 +65,8 @@ def run(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None, each_step
 
 def record(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None) -> Recorder:
     """Submit prompts; what keeps the logits of their answers."""
-    recorder = Recorder(engine._sampling_step.sampler)
-    engine._sampling_step.sampler = recorder
+    recorder = Recorder(engine.sampling_step.sampler)
+    engine.sampling_step.sampler = recorder
     for i, prompt in enumerate(prompts):
         engine.submit(
             GenerationRequest(prompt, greedy(new_tokens), request_id=f"r{i}", evict=evict)

@@ -91,7 +91,7 @@ def run(
     engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
     if engine.pool.kv.offload is not None:
         engine.pool.kv.offload.transfer_worker = Dawdling()
-    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(new_tokens), request_id=request))
     usages, steps = {}, 0
@@ -128,8 +128,14 @@ def most_running(engine: Engine) -> int:
     return most
 
 
-@pytest.mark.parametrize("rows", [0.6, 1.2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, 0.6) for name in MODELS),
+        ("llama_mha", 1.2),
+        *(pytest.param(name, 1.2, marks=pytest.mark.slow) for name in MODELS[1:]),
+    ],
+)
 def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
     engine, logits, usages = run(name, rows)
 
@@ -236,7 +242,7 @@ def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkey
     use_exact_products(monkeypatch)
     options = {"codec": "int8+plain_layers=2", "prompts": {"c": PROMPTS["c"]}, "new_tokens": 6}
     expected = run("gpt2*4", 4, stream=0, **options)[1]
-    moves = OffloadedPrefixes._movable
+    moves = OffloadedPrefixes.movable_pages
 
     def fewer(prefixes, row, slots):
         for table, first, columns in moves(prefixes, row, slots):
@@ -244,7 +250,7 @@ def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkey
             if left:
                 yield table, first, left
 
-    monkeypatch.setattr(OffloadedPrefixes, "_movable", fewer)
+    monkeypatch.setattr(OffloadedPrefixes, "movable_pages", fewer)
     engine, logits, _ = run("gpt2*4", 0.7, **options, **parts)
 
     stats = engine.stats()
@@ -383,7 +389,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
     memory = int(0.8 * row_bytes("qwen3"))
     config = kv_config(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
-    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     usages = {}
     for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], 24)):
         engine.submit(GenerationRequest(prompt, greedy(count), request_id=request))

@@ -19,7 +19,7 @@ def run(name, rows, **options):
     model = load(name, "cuda", times=3)
     config = kv_config(memory=int(rows * row_bytes(name)), page_tokens=4, **options)
     engine = Engine(model, config, ScheduleConfig(chunk_tokens=16, max_num_batched_tokens=40))
-    recorder = engine._sampling_step.sampler = Recorder(engine._sampling_step.sampler)
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     for request, prompt in PROMPTS.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     while engine.has_work:

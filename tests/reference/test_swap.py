@@ -30,7 +30,7 @@ def swapped_between_steps(architecture: str, device: str) -> tuple[float, int]:
         enable_prefix_caching=False,  # it holds pages, which are poisoned here
     )
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-    engine._sampling_step.sampler = forced
+    engine.sampling_step.sampler = forced
     memory, store = engine.pool.kv.memory, engine.pool.kv.store
     largest = max(page_class.page_bytes for page_class in memory.layout.page_classes)
     pool = HostPool(memory.total_bytes, host_copies(store, memory.total_bytes, largest))
@@ -78,7 +78,7 @@ def test_logits_equal_transformers_when_a_head_is_read_again_under_its_tail(arch
         enable_prefix_caching=False,  # it holds pages, which are poisoned here
     )
     forced = Forced({"r": wanted})
-    engine._sampling_step.sampler = forced
+    engine.sampling_step.sampler = forced
     memory = engine.pool.kv.memory
     engine.submit(GenerationRequest(wanted.prompt, greedy(), request_id="r"))
     splits = 0

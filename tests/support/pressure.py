@@ -262,7 +262,7 @@ class Watched:
     def __post_init__(self) -> None:
         engine = self.engine
         self.memory, self.store = engine.pool.kv.memory, engine.pool.kv.store
-        self.seen = engine._runner = Seen(engine._runner)
+        self.seen = engine.runner = Seen(engine.runner)
         preempter = engine.scheduler.preempter
         self.same = preempter.swapper = SameBytes(preempter.swapper, self.memory, self.store)
         engine.events.subscribe(self._hear)

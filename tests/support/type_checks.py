@@ -5,13 +5,18 @@ takes five times the scheduler's own time. Here beartype checks once. A function
 signature is checked in its own scope of axis names. jaxtyping's wrapper remains for generators, for
 functions that name an axis after an argument, and for types that are given as strings.
 
-Calls are sampled: in each test, the first calls of each function and then one call in `EVERY`.
+Calls are sampled: the first `FIRST` calls of each function after the start of a test, and again
+after every `COLLECTIONS` garbage collections inside a long test. The other calls run the function
+itself: a wrapper around each call would double the time of the scheduler's tests.
 `QUIRE_TYPE_CHECKS=all` checks every call; `make test-all` sets it.
 """
 
 import functools
+import gc
 import inspect
 import os
+import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ForwardRef, get_args
 
@@ -19,25 +24,31 @@ import jaxtyping
 from beartype import beartype
 
 BIND = jaxtyping.jaxtyped
-FIRST, EVERY = 8, 32  # calls of a function in one test that are checked: the first, and then one in
+FIRST = 4  # checked calls of a function from one `restart_sampling` to the next
+COLLECTIONS = 16  # garbage collections of generation 1 or 2 between two restarts in one test
+NESTED_FIRST = 16  # checked definitions of a function that is defined in a function
 ALL_CALLS = os.environ.get("QUIRE_TYPE_CHECKS") == "all"
-
-
-class _Test:
-    """The number of the test that runs: counts of calls restart with it."""
-
-    number = 0
-
-
-def start_test() -> None:
-    """Restart the counts of calls, so that what a test checks does not depend on other tests."""
-    _Test.number += 1
 
 
 def check_types() -> None:
     """Check the functions of all modules of quire that are imported after this call."""
     jaxtyping.jaxtyped = _checked if ALL_CALLS else _sampled  # the import hook's decorator
     jaxtyping.install_import_hook("quire", "beartype.beartype")
+    if not ALL_CALLS:
+        gc.callbacks.append(_note_collection)
+
+
+def restart_sampling() -> None:
+    """Check the next calls of every function, so that each test checks what it calls."""
+    while _SPENT:
+        _SPENT.pop().start()
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    if phase == "stop" and info["generation"]:
+        _COLLECTIONS["seen"] += 1
+        if _COLLECTIONS["seen"] % COLLECTIONS == 0:
+            restart_sampling()
 
 
 def _checked(decorated: Any = None, *, typechecker: Callable) -> Any:
@@ -59,21 +70,85 @@ def _sampled(decorated: Any = None, *, typechecker: Callable) -> Any:
         return functools.partial(_sampled, typechecker=typechecker)
     if inspect.isclass(decorated):
         if "__dataclass_fields__" in vars(decorated):
-            decorated.__init__ = _sampled(decorated.__init__, typechecker=typechecker)
+            _sampled(decorated.__init__, typechecker=typechecker)
         return decorated
-    checked = _checked(decorated, typechecker=typechecker)
-    calls = test = 0
+    if "<locals>" in decorated.__qualname__:
+        _DEFINED[decorated.__code__] += 1
+        is_sampled = _DEFINED[decorated.__code__] <= NESTED_FIRST
+        return _checked(decorated, typechecker=typechecker) if is_sampled else decorated
+    _Samples(decorated, typechecker).start()
+    return decorated
 
-    @functools.wraps(decorated)
-    def sampled(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls, test
-        if test != _Test.number:
-            calls, test = 0, _Test.number
-        calls += 1
-        is_checked = calls <= FIRST or calls % EVERY == 0
-        return (checked if is_checked else decorated)(*args, **kwargs)
 
-    return sampled
+class _Samples:
+    """Checks the next calls of a function: until then, other code is the function's code."""
+
+    def __init__(self, function: types.FunctionType, typechecker: Callable) -> None:
+        self._function, self._typechecker = function, typechecker
+        self._code, self._left = function.__code__, 0
+        self._checking_code = _code_that_calls(self._check, self._code)
+        function.__wrapped__ = _copy(function)  # also what `inspect.signature` describes
+
+    def start(self) -> None:
+        self._left = FIRST
+        self._function.__code__ = self._checking_code
+
+    def _check(self, *args: Any, **kwargs: Any) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self._function.__code__ = self._code
+            _SPENT.append(self)
+        return self._checked_function(*args, **kwargs)
+
+    @functools.cached_property
+    def _checked_function(self) -> Callable:
+        return _checked(self._function.__wrapped__, typechecker=self._typechecker)
+
+
+_SPENT: list[_Samples] = []  # of functions whose calls are not checked for now
+_DEFINED: Counter[types.CodeType] = Counter()  # definitions of nested functions
+_COLLECTIONS: Counter[str] = Counter()
+
+
+def _copy(function: types.FunctionType) -> types.FunctionType:
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, closure=function.__closure__
+    )
+    copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    functools.update_wrapper(copy, function, updated=())
+    del copy.__wrapped__  # it is no wrapper
+    return copy
+
+
+def _code_that_calls(check: Callable, code: types.CodeType) -> types.CodeType:
+    """Code of a function that calls `check`; it can replace `code`, whose free variables it has."""
+    template = _template(code.co_freevars)
+    constants = tuple(check if value == _PLACE else value for value in template.co_consts)
+    return template.replace(
+        co_consts=constants,
+        co_name=code.co_name,
+        co_qualname=code.co_qualname,
+        co_filename=code.co_filename,
+        co_firstlineno=code.co_firstlineno,
+    )
+
+
+_PLACE = "the check"  # the constant that `check` replaces
+
+
+@functools.cache
+def _template(free_variables: tuple[str, ...]) -> types.CodeType:
+    source = f"""
+def outer({", ".join(free_variables)}):
+    def call(*args, **kwargs):
+        check = {_PLACE!r}
+        return check(*args, **kwargs)
+        {", ".join(free_variables)}
+    return call
+"""
+    names: dict[str, Any] = {}
+    exec(source, names)
+    return names["outer"](*free_variables).__code__
 
 
 def _parts(hint: Any) -> Iterator[Any]:

@@ -46,6 +46,10 @@ class Engine:
         clock: time in seconds, for time stamps.
         events: log of KV events; None: a new log of the default size.
 
+    Attributes:
+        runner: computes the logits of a step; a wrapper that replaces it observes them.
+        sampling_step: samples tokens from the logits; its sampler can be replaced.
+
     Raises:
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
     """
@@ -79,7 +83,7 @@ class Engine:
             listener=self.prefix_events,
         )
         self.pool, self.scheduler, self.times = parts.pool, parts.scheduler, parts.times
-        self._runner = parts.runner
+        self.runner = parts.runner
         self.prefix_loader = parts.prefix_loader
         self._closing = closing(self, self.prefix_loader)
         self._clock = clock
@@ -89,7 +93,7 @@ class Engine:
         self._outputs = OutputProcessor(
             self._open_text, self.scheduler.finish, model.generation.eos_token_ids
         )
-        self._sampling_step = self._make_sampling_step()
+        self.sampling_step = self._make_sampling_step()
         self._cancelled: list[Request] = []
         self._unsent: list[OutputDelta] = []  # deltas of a failed step
         in_flight = in_flight_bytes(self.prefix_loader)
@@ -127,7 +131,7 @@ class Engine:
     @property
     def num_generated_tokens(self) -> int:
         """Output tokens sampled since the start."""
-        return self._sampling_step.num_generated_tokens
+        return self.sampling_step.num_generated_tokens
 
     def submit(self, generation_request: GenerationRequest) -> str:
         """Queue a request and return its id.
@@ -209,7 +213,7 @@ class Engine:
                 self._unsent = deltas
                 raise
             for request in failed:
-                deltas += self._sampling_step.fail(request, no_memory_text(error))
+                deltas += self.sampling_step.fail(request, no_memory_text(error))
         return deltas
 
     def _schedule(self, deltas: list[OutputDelta]) -> StepPlan:
@@ -217,7 +221,7 @@ class Engine:
         plan = self.scheduler.schedule()
         self.times.scheduled(time.perf_counter() - started_s)
         for failure in self.scheduler.take_failures():
-            deltas += self._sampling_step.fail(failure.request, str(failure.error))
+            deltas += self.sampling_step.fail(failure.request, str(failure.error))
         if any(not request.is_running for request in plan.requests):
             self.scheduler.roll_back(plan)  # a failure ended requests of this plan
             return StepPlan()
@@ -229,13 +233,13 @@ class Engine:
         if not plan.requests:
             return
         started_s = time.perf_counter()
-        results = self._runner.run(plan)
+        results = self.runner.run(plan)
         self.scheduler.learn(plan, time.perf_counter() - started_s)
         copies = self.scheduler.commit(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
         self.num_processed_tokens += sum(plan.tokens)
-        yield from self._sampling_step.deltas(results, plan.requests, copies)
+        yield from self.sampling_step.deltas(results, plan.requests, copies)
 
     # ---- out -----------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class OffloadedPrefixes(MemoryListener):
                 cached prefix, which can be evicted. Pages with more references free nothing.
         """
         gained = 0
-        for table, first, columns in self._movable(row, slots):
+        for table, first, columns in self.movable_pages(row, slots):
             own = self._own(table, row, first, columns, holders)
             staged = staged_pages(table, columns)
             gained += (own - staged) * table.group.page_class.page_bytes
@@ -129,7 +129,7 @@ class OffloadedPrefixes(MemoryListener):
             OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
             HostMemoryFull: the pool cannot hold a group; groups moved before it stay offloaded.
         """
-        movable = list(self._movable(row, slots))
+        movable = list(self.movable_pages(row, slots))
         self.use.finalize()
         moved = [self._offload(table, row, first, columns) for table, first, columns in movable]
         return sum(map(self._bytes, moved))
@@ -230,7 +230,7 @@ class OffloadedPrefixes(MemoryListener):
 
     # ---- one group -----------------------------------------------------------------------------
 
-    def _movable(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
+    def movable_pages(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
         """Each table with pages to offload, its first page to offload, and the pages of a lane."""
         for table in self._memory.tables.values():
             group = table.group

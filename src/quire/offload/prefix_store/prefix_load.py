@@ -187,7 +187,7 @@ class LoadRate:
                 self._tier.rate.add((1, num_bytes), seconds)
 
     def refresh(self) -> None:
-        """Refresh the index of a shared store at most every `LOOK_AGAIN_S` seconds."""
+        """Refresh the index of a shared store at most every `PROBE_INTERVAL_S` seconds."""
         store = self._tier.store
         if not store.is_shared or self._clock() - self._refreshed_s < PROBE_INTERVAL_S:
             return
@@ -200,7 +200,7 @@ class LoadRate:
         self._tier.transfer_worker.later(refresh)
 
     def probe(self, block: Block, place: Place) -> None:
-        """Load a block as a probe at most every `LOOK_AGAIN_S` s: a slow tier may be fast now."""
+        """Load a block at most every `PROBE_INTERVAL_S` s: a slow tier may have become fast."""
         if self._clock() - self._probed_s < PROBE_INTERVAL_S:
             return
         self._probed_s = self._clock()

@@ -65,6 +65,7 @@ class PrefixLoader:
         clock: seconds.
 
     Attributes:
+        costs: prefill times that decide what is loaded.
         waits: whether a request has waited for its pages since `begin_plan`.
     """
 
@@ -79,7 +80,7 @@ class PrefixLoader:
         self.tier = tier
         self.waits = False
         self._sharing = sharing
-        self._costs, self._events, self._clock = costs, events, clock
+        self.costs, self._events, self._clock = costs, events, clock
         assert sharing.prefix is not None, "a prefix load needs the prefix cache"
         self._memory, self._block_tokens = tier.memory, sharing.prefix.block_tokens
         self._token_bytes = tier.records.record_bytes / self._block_tokens
@@ -249,7 +250,7 @@ class PrefixLoader:
 
     def _recompute_tokens(self, at: int, tokens: int, token_s: float) -> int:
         """Number of the tokens after `at` to recompute while the others are loaded."""
-        prefill = self._costs.costs.prefill
+        prefill = self.costs.costs.prefill
         after = PrefillRates(
             call_s=prefill.call_s,
             token_s=prefill.token_s + 2 * at * prefill.square_s,
