@@ -145,7 +145,7 @@ def _require_ends(case: Case, watched: Watched) -> None:
             raise InvariantError(f"r{number} has not ended")
         aborted = any(choice.finish_reason == "abort" for choice in answer.choices)
         if aborted and request.cancel_step is None:
-            raise InvariantError(f"r{number} was cancelled by nobody")
+            raise InvariantError(f"r{number} was aborted without a cancel")
 
 
 def _require_scores(case: Case, watched: Watched) -> None:

@@ -1,4 +1,4 @@
-"""An engine under watch: the logits of every step, and what must hold after it."""
+"""Records the logits of every step of an engine and checks its invariants."""
 
 import time
 from collections import Counter
@@ -13,18 +13,18 @@ from quire.scheduler.eviction_trace import EvictionEntry
 from support.pressure import POISON, poison
 
 Context = tuple[tuple[int, ...], tuple[str, ...], int]
-"""Tokens, digests of the evictions so far, and rotary regime: what logits are a function of."""
+"""Tokens, digests of the evictions so far, and RoPE scaling variant: these determine the logits."""
 
 STALLED_STEPS, STALLED_S = 300, 20.0
 
 
 class Stalled(QuireError):
-    """The engine takes steps and no request goes on."""
+    """The engine runs steps without progress of a request."""
 
 
 @dataclass
 class SeenLogits:
-    """Stands before a runner and keeps the logits of every context.
+    """Wrapper of a runner that records the logits of every context.
 
     Attributes:
         logits: by context, the first time it was computed.
@@ -71,18 +71,18 @@ class SeenLogits:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference; infinity where one is not a number."""
+    """Largest difference; infinity if one is NaN."""
     found = float((ours - theirs).abs().max())
     return found if found == found else float("inf")
 
 
 @dataclass
 class Watched:
-    """An engine whose answers and events are kept.
+    """An engine whose outputs and events are recorded.
 
     Attributes:
         answers: by request, when it has ended.
-        kinds: how often each kind of event came.
+        kinds: number of events of each kind.
         steps: so far.
     """
 
@@ -102,14 +102,14 @@ class Watched:
         self.kinds[event.kind] += 1
 
     def open(self, name: str, prompt: tuple[int, ...]) -> None:
-        """A request has been submitted."""
+        """Start to collect the output of a submitted request."""
         self._builders[name] = OutputBuilder(name, prompt)
 
     def step(self) -> None:
-        """One step, and every check behind it.
+        """Run one step and all checks after it.
 
         Raises:
-            Stalled: no request has gone on for too long.
+            Stalled: no request has made progress for too long.
         """
         try:
             deltas = self.engine.step()
@@ -132,7 +132,7 @@ class Watched:
             raise Stalled(f"no token in {self.steps - self._since} steps, {waited_s:.1f} s")
 
     def check(self) -> None:
-        """The books add up: used + free is the arena, and every page has its holders.
+        """Verify the accounts: used + free is the arena, and every page has its holders.
 
         Raises:
             InvariantError: they do not.

@@ -1,4 +1,4 @@
-"""The command behind `python -m tests.golden`: compares golden files, or writes them anew."""
+"""The command behind `python -m tests.golden`: compares golden files, or writes them again."""
 
 import argparse
 import tempfile
@@ -9,7 +9,7 @@ from golden.workshop import Workshop
 
 
 def main(arguments: list[str]) -> int:
-    """Compare or write; 1 where something differs."""
+    """Compare or write; return 1 if a file differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument(
         "--write", action="store_true", help="write the shapes of today's outputs, of NAME or all"
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--write-stored",
         action="store_true",
-        help="write the files of format NAME anew: only after a format was changed on purpose",
+        help="write the files of format NAME again: only after an intended change of the format",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", choices=[*CASES, *STORED])
     options = parser.parse_args(arguments)

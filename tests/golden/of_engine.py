@@ -1,4 +1,4 @@
-"""What an engine tells of itself: statistics, ledger, events, block events, eviction traces."""
+"""Outputs of an engine: statistics, ledger, events, block events, eviction traces."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ TENANTS = {"tenants": "red:guaranteed=256KiB; default"}
 
 @dataclass
 class Watched:
-    """What an engine told: in the middle of its work, at the end, and as events.
+    """Outputs of an engine: during its work, at the end, and as events.
 
     Attributes:
-        stats, ledger: in the middle.
+        stats, ledger: during its work.
         stats_at_end, ledger_at_end: when it was idle.
         events: all of them.
     """
@@ -45,7 +45,7 @@ class Watched:
 
 
 def crowd(workshop: Workshop, *, preempt: str = "auto", **options: object) -> Watched:
-    """A memory that holds three prompts, and about one and a half of their requests at the end."""
+    """A KV memory for three prompts, but at the end for about 1.5 of the requests."""
     kv = SMALL_PAGES | {"memory": "448KiB"} | options
     engine = workshop.engine(schedule={"preempt": preempt} | TENANTS, **kv)
     events: list[KVEvent] = []
@@ -73,7 +73,7 @@ def offloaded(workshop: Workshop) -> Watched:
 
 
 class _SlowPrefill:
-    """Costs by which every stored prefix is worth its load; learns nothing."""
+    """Costs with which every stored prefix is loaded; observations are ignored."""
 
     prefill = PrefillRates(token_s=1e3)
     coefficients = (0.0, 0.0)
@@ -89,7 +89,7 @@ class _SlowPrefill:
 
 
 def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
-    """An engine that keeps prefixes on disk and loads what it finds there, with one request."""
+    """An engine with a disk tier and one request."""
     kv = SMALL_PAGES | {"disk_memory": "16MiB", "disk_path": str(folder)} | options
     engine = workshop.engine(**kv)
     prefix_loader = engine.prefix_loader
@@ -99,7 +99,7 @@ def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
 
 
 def restored(workshop: Workshop) -> Watched:
-    """An engine that loads what another left on disk, and stores more while it works."""
+    """An engine that loads prefixes of a closed engine from disk, and stores more."""
     folder = workshop.folder_for("restored") / "kv"
     first = with_disk(workshop, folder)
     finish(first)
@@ -109,7 +109,7 @@ def restored(workshop: Workshop) -> Watched:
     engine.events.subscribe(events.append)
     finish(engine)
     found = Watched(engine.stats().as_dict(), engine.ledger(), events)
-    for number in range(MOST_TRIES):  # a thread stores what leaves: a later step tells of it
+    for number in range(MOST_TRIES):  # a thread stores evicted blocks: a later step emits the event
         if any(event.kind == "prefix_stored" for event in events):
             break
         engine.submit(GenerationRequest([number % 100 + 5] * 40, greedy(2)))
@@ -142,7 +142,7 @@ def ledger(workshop: Workshop) -> object:
 
 
 def by_kind(events: Iterable[KVEvent]) -> dict[str, list[Mapping[str, object]]]:
-    """Events as they are written, those of a kind beside each other."""
+    """JSON values of events, grouped by kind."""
     found: dict[str, list[Mapping[str, object]]] = {}
     for event in events:
         found.setdefault(event.kind, []).append(event.as_dict())
@@ -158,7 +158,7 @@ def events(workshop: Workshop) -> object:
     for engine in _others(workshop):
         found += engine.events.newest()
     kinds = by_kind(found)
-    assert not set(KINDS).difference(kinds), "kinds of events that no engine here brings about"
+    assert not set(KINDS).difference(kinds), "kinds of events that no engine here emits"
     return kinds
 
 
@@ -192,7 +192,7 @@ def events_of_simulation(workshop: Workshop) -> object:
 
 @case(exact=("*.name", "*.block_size"))
 def block_events(workshop: Workshop) -> object:
-    """In Python by their names, on the wire by their places."""
+    """Fields by name in Python, by index on the wire."""
     batches: list[Mapping[str, object]] = []
     listener = BlockEvents(batches.append, MEDIA["cpu"], clock=lambda: 1.5)
     listener.cleared()

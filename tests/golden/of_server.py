@@ -188,7 +188,7 @@ def server_kv(workshop: Workshop) -> object:
         return {"tenants_ledger": found, "events": events}
 
     async def after_one(client: Client) -> httpx.Response:
-        """Whatever ran before this case: something is cached, and nothing runs."""
+        """After one request: its prefix is cached and no request runs."""
         path, body = completion(prompt=PROMPT * 8)
         assert (await client.post(path, json=body)).status_code == 200
         return await client.get("/v1/kv/ledger")
@@ -235,7 +235,7 @@ def server_refusals(workshop: Workshop) -> object:
         }
 
     async def without_key(client: Client) -> dict[str, object]:
-        headers = {"authorization": "Bearer sk-nobody-000000"}
+        headers = {"authorization": "Bearer sk-unknown-00000"}
         return {
             "no_key": answer(await client.get("/v1/models")),
             "unknown_key": answer(await client.get("/v1/models", headers=headers)),

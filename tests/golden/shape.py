@@ -34,10 +34,10 @@ LOOSE = (
 """Numbers that differ from run to run or between machines."""
 
 MOST_EQUAL = 4
-"""Equal values of a list are shown one by one up to so many."""
+"""Largest number of equal list values that are written one by one."""
 
 EITHER = {"commit": "str or null", "cpu": "str"}
-"""Last names of paths that depend on the machine altogether."""
+"""Last names of paths whose type depends on the machine."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Nothing that users and programs read changes without being seen: compare with golden files.
+"""Outputs that users and programs read equal the golden files.
 
-`python -m tests.golden --write [NAME]` writes them anew; its difference belongs into the review.
+`python -m tests.golden --write [NAME]` writes them again; review the difference.
 """
 
 import pytest
@@ -17,7 +17,7 @@ def workshop(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_read_from_outside_is_as_committed(workshop, name):
+def test_outputs_equal_the_golden_files(workshop, name):
     case = CASES[name]
     text = case.explain(case.found(workshop))
     if text:

@@ -47,7 +47,7 @@ class Workshop:
         return self.llm()
 
     def once(self, make: "Callable[[Workshop], T]") -> "T":
-        """What several cases look at: made when it is first asked for."""
+        """A result that several cases use, computed at its first use."""
         if make not in self._made:
             self._made[make] = make(self)
         found: T = self._made[make]

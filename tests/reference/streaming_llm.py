@@ -1,7 +1,7 @@
-"""StreamingLLM written down plainly, for one sequence of a Llama or StableLM.
+"""Reference implementation of StreamingLLM for one sequence of a Llama or StableLM.
 
-Keys are kept as they come out of their projection. Every time anybody looks, all that are kept are
-turned anew, each to its place among them, and a query to its own place.
+Keys are stored before RoPE. Each attention call rotates all retained keys by their index among the
+retained tokens, and the query by its own index.
 
 Source: Xiao et al. 2023, section 3.2; in blocks as Batch-Max (Metel et al. 2025), Algorithm 1.
 """
@@ -15,21 +15,21 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Stream:
-    """At most `cap` tokens stay; `every` leave at a time, the oldest but for the first `sinks`."""
+    """At most `cap` tokens are retained; `every` are evicted together, the oldest after `sinks`."""
 
     cap: int
     every: int
     sinks: int
 
     def blocks(self, prompt_tokens: int, new_tokens: int) -> list[int]:
-        """Tokens read at a time: up to the cap, then `every` or the rest, then one by one."""
+        """Tokens of each step: up to the cap, then `every` or the rest, then one."""
         first = min(self.cap, prompt_tokens)
         rest = prompt_tokens - first
         blocks = [first, *[self.every] * (rest // self.every)]
         return [*blocks, *[rest % self.every] * bool(rest % self.every), *[1] * (new_tokens - 1)]
 
     def stays(self, held: int, tokens: int) -> list[int]:
-        """Which of the tokens held stay before so many more come."""
+        """Indices of the tokens that are retained before `tokens` more are appended."""
         if held + tokens <= self.cap:
             return list(range(held))
         newest = self.cap - self.every - self.sinks

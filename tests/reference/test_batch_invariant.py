@@ -197,11 +197,11 @@ def test_no_batch_changes_a_bit_with_several_threads(threads):
         pytest.param({"evict": "sinks:cap=48,every=8"}, marks=pytest.mark.slow),
     ],
 )
-def test_codecs_and_rules_that_are_taken_change_nothing_either(kv):
+def test_no_batch_changes_a_bit_with_allowed_codecs_and_rules(kv):
     check(model_of("llama"), range(4), kv)
 
 
-def test_without_the_option_bits_do_change():
+def test_without_the_option_a_batch_changes_bits():
     """What the comparison finds where nothing is fixed: it would see a difference."""
     model, numbers = model_of("llama", torch.float32), [3, 4, 5, 6]
     one = run(model, [6], batch_invariant=False)
@@ -229,12 +229,12 @@ def test_without_the_option_bits_do_change():
         ({"offload_memory": "1MiB"}, "attention over offloaded KV"),
     ],
 )
-def test_what_depends_on_the_batch_is_refused(kv, says):
+def test_options_that_depend_on_the_batch_are_rejected(kv, says):
     with pytest.raises(UnsoundCombination, match=says):
         run(model_of("llama"), [0], kv)
 
 
-def test_a_request_that_depends_on_the_batch_is_refused():
+def test_a_request_that_depends_on_the_batch_is_rejected():
     config = KVConfig(memory="1MiB", evict="sinks:cap=48")
     engine = Engine(model_of("llama"), config, ScheduleConfig(batch_invariant=True))
     with pytest.raises(RequestError, match="an eviction depends on other requests"):
@@ -244,12 +244,12 @@ def test_a_request_that_depends_on_the_batch_is_refused():
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
-def test_a_mixture_of_experts_is_refused(architecture):
+def test_a_mixture_of_experts_is_rejected(architecture):
     with pytest.raises(UnsoundCombination, match="mixture of experts"):
         run(load(architecture), [0])
 
 
-def test_prefixes_are_kept_apart_from_those_of_other_batches():
+def test_prefix_keys_differ_from_those_of_engines_without_the_option():
     natures = set()
     for batch_invariant in (False, True):
         schedule = ScheduleConfig(batch_invariant=batch_invariant)

@@ -1,7 +1,7 @@
-"""Every query's tokens are those of its run alone, whatever the batcher did with its batch.
+"""Every query's tokens equal those of its run alone, under every batcher.
 
-Queries come at random steps, some urgent, some cancelled; memory holds a few of them, so that rows
-are preempted, and taken out and put back by the mark for scaling down.
+Queries are submitted at random steps, some urgent, some cancelled. Memory holds few of them, so
+rows are preempted and resumed, also by the scale-down mark.
 """
 
 import random
@@ -80,7 +80,7 @@ def prompts() -> list[list[int]]:
 
 @cache
 def alone(architecture: str, stored: str) -> dict[str, list[int]]:
-    """Tokens of every query by itself, in memory that is ample."""
+    """Tokens of every query alone in enough memory."""
     found = {}
     for number, prompt in enumerate(prompts()):
         kv = kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
@@ -112,7 +112,7 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
             engine.submit(GenerationRequest([2] * LONGEST, SamplingParams(max_tokens=28 + COUNT)))
         except (NeverFits, ConfigError):
             if size > 4 << 20:
-                raise  # it is not for want of memory
+                raise  # the memory is not the reason
             size += size // 8
             continue
         [[_, largest]] = engine._outputs.unfinished()
@@ -124,7 +124,7 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
 def check(
     batcher: str, architecture: str, stored: str, *, rooms: float = 2.4, seed: int = 1
 ) -> list[str]:
-    """Run all under one batcher; why any were preempted."""
+    """Run all queries under one batcher; return the reasons of preemptions."""
     engine = engine_of(batcher, architecture, stored, rooms)
     expected, rng = alone(architecture, stored), random.Random(seed)
     reasons, tokens, ended = [], {name: [] for name in expected}, {}
@@ -164,7 +164,7 @@ def check(
 def test_tokens_equal_those_of_each_query_alone(batcher, architecture, stored):
     reasons = check(batcher, architecture, stored)
 
-    if architecture in FULL and "evict" not in STORED[stored]:  # else rows stop to grow
+    if architecture in FULL and "evict" not in STORED[stored]:  # otherwise rows stop growing
         assert SCALED_DOWN in reasons
 
 
@@ -172,7 +172,7 @@ def test_tokens_equal_those_of_each_query_alone(batcher, architecture, stored):
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("batcher", BATCHER_TEXTS)
-def test_so_it_is_in_every_combination(batcher, architecture, stored):
+def test_tokens_equal_in_every_combination(batcher, architecture, stored):
     if architecture == "mistral" and "evict" in STORED[stored]:
         pytest.skip("every layer has a window already: nothing is left to a rule")
     for seed in range(2):

@@ -19,7 +19,7 @@ WIDTHS = (2, 3, 4)
 LENGTH_PENALTIES = (0.5, 1.0, 2.0)
 EARLY = (False, True, "never")
 CASES = [(w, p, e) for w in WIDTHS for p in LENGTH_PENALTIES for e in EARLY]
-END_TOKENS = list(range(2, 14))  # so many that random weights reach one
+END_TOKENS = list(range(2, 14))  # enough that random weights reach one
 
 
 def prompts() -> list[list[int]]:
@@ -118,7 +118,7 @@ def test_beams_equal_transformers(architecture, ends):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_beams_that_are_thrown_out_and_read_again_are_the_same(architecture):
+def test_preempted_and_recomputed_beams_are_equal(architecture):
     engine = engines.engine_for(
         engines.load(architecture), room=3.4, longest=30, page_tokens=4, enable_prefix_caching=False
     )

@@ -1,10 +1,10 @@
-"""Every codec x rule x granularity x store, from the registries: allowed or refused, undisturbed.
+"""Every codec x rule x granularity x store of the registries: allowed or rejected, and equal.
 
-A new codec, rule or store is in here by being there. Beside `undisturbed` (a request alone in pages
-one by one) stands a run in chunks, with companions, in some store, whose requests are swapped out
-or read again behind evictions: the same tokens stay, and logits are within 1e-4.
+New codecs, rules and stores are included automatically. `undisturbed` runs each request alone in
+paged memory. It is compared with chunked prefill in a batch in some store, with requests that are
+swapped or recomputed after evictions: retained tokens are equal, logits within 1e-4.
 
-Products are exact (tests/support/exact_products.py), so that what should be equal is.
+Products are exact (tests/support/exact_products.py), so equal codes give equal logits.
 """
 
 from collections import Counter
@@ -45,20 +45,20 @@ CAP = 44  # leaves room for all that any rule protects, pages of 4 tokens includ
 
 
 def rule_of(policy: str, granularity: str) -> str | None:
-    """A rule with small numbers; None where this rule does not leave by such pieces."""
+    """A rule with a small cap; None if the rule does not support the granularity."""
     case = Case(policy, granularity, PREFILL_AND_DECODE)
     return case.with_cap(CAP) if case.is_sound else None
 
 
 SOUND = [(p, g) for p, g in product(registered(), GRANULARITIES) if rule_of(p, g)]
-RENUMBERS = {p for p, g in SOUND if make_eviction(rule_of(p, g)).policy.rerotates_keys}
+REROTATES = {p for p, g in SOUND if make_eviction(rule_of(p, g)).policy.rerotates_keys}
 
 
 def goes(codec: str, policy: str, granularity: str, store: str) -> bool:
-    """What is true of codecs, said here once more."""
-    if policy in RENUMBERS:  # keys would be turned at every look
+    """Whether the combination is allowed, written independently of the engine."""
+    if policy in REROTATES:  # keys would be rotated again in every step
         return False
-    # tokens that share scales leave together, by an edit of the table
+    # tokens that share scales are evicted together, by an edit of the page table
     return not CODECS[codec].per_page or (granularity == PAGE and store == "paged")
 
 
@@ -126,8 +126,8 @@ def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_codec_goes_with_all_rules_and_stores_but_what_it_excludes(codec):
-    """Refused at the start, with the reason and what to use."""
+def test_a_codec_is_allowed_with_all_rules_and_stores_except_those_it_excludes(codec):
+    """Rejected at start, with the reason and an alternative."""
     found = Counter()
     for (policy, granularity), store in product(SOUND, STORES):
         config = kv_config(
@@ -162,8 +162,8 @@ def cells() -> list:
 
 
 @pytest.mark.parametrize(("codec", "policy", "granularity"), cells())
-def test_no_disturbance_changes_an_answer_whatever_the_store(codec, policy, granularity):
-    """In pages one by one, and in another store: over all cells each codec and rule is in each."""
+def test_batching_and_preemption_change_no_logits_in_any_store(codec, policy, granularity):
+    """In paged memory and in another store: over all cells each codec and rule is in each store."""
     rule, others = rule_of(policy, granularity), [store for store in STORES if store != "paged"]
     turn = LOSSY.index(codec) + SOUND.index((policy, granularity))
     for number, store in enumerate(("paged", others[turn % len(others)]), start=turn):
@@ -188,10 +188,10 @@ def test_no_disturbance_changes_an_answer_whatever_the_store(codec, policy, gran
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4_outliers", "int4+residual=6", "int4_page"])
-def test_a_head_that_is_read_again_goes_before_a_tail_of_codes(codec):
-    """The first 16 of about 60 tokens are read again; codes behind them come back as they were.
+def test_a_recomputed_head_precedes_a_swapped_tail(codec):
+    """The first 16 of about 60 tokens are recomputed; the codes after them are swapped in.
 
-    Not where tokens are kept as they were made: those at the head's end are gone.
+    Codecs with a full-precision window are excluded: the window at the head's end is freed.
     """
     prompt, kv = PROMPTS["b"], {"codec": codec, "evict_allow": "", "enable_prefix_caching": False}
     expected = run({"r": (prompt, "full")}, model="qwen3", kv=kv)
@@ -261,7 +261,7 @@ ONCE = [*(name for name in LOSSY if not CODECS[name].per_page), "int4+sinks=2+re
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @pytest.mark.parametrize("codec", ONCE)
-def test_a_token_is_encoded_once_from_what_the_model_made(codec, preempt, monkeypatch):
+def test_a_token_is_encoded_once_from_full_precision(codec, preempt, monkeypatch):
     """Key and value of two heads in two layers, for each token that is read: no other ever."""
     seen = Encoders(monkeypatch)
     host = "4MiB" if preempt == "swap" else 0
@@ -275,7 +275,7 @@ def test_a_token_is_encoded_once_from_what_the_model_made(codec, preempt, monkey
 
 
 @pytest.mark.parametrize("codec", [name for name in LOSSY if CODECS[name].per_page])
-def test_a_page_is_encoded_once_when_its_last_token_is_there(codec, monkeypatch):
+def test_a_page_is_encoded_once_when_it_is_full(codec, monkeypatch):
     seen = Encoders(monkeypatch)
 
     done = answer(codec, rule_of("h2o", PAGE), host="4MiB", preempt="swap", preempts=2)
@@ -286,7 +286,7 @@ def test_a_page_is_encoded_once_when_its_last_token_is_there(codec, monkeypatch)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int2_page/int4_page", "int4+residual=5"])
-def test_what_a_prefix_lends_and_a_fork_shares_is_not_encoded_again(codec, monkeypatch):
+def test_tokens_of_shared_prefixes_and_forks_are_encoded_once(codec, monkeypatch):
     seen = Encoders(monkeypatch)
     kv = {"codec": codec, "evict_allow": ""}
     jobs = {f"r{i}": ([*PROMPTS["b"][:40], 5 + i], "full") for i in range(3)}
@@ -304,8 +304,8 @@ def test_what_a_prefix_lends_and_a_fork_shares_is_not_encoded_again(codec, monke
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4:group=8", "int8+residual=4", "none/int8"])
-def test_a_prefix_is_known_under_the_codec_that_made_it(codec):
-    """Equal tokens of a model have other keys in the prefix index under each codec."""
+def test_prefix_keys_depend_on_the_codec(codec):
+    """Equal tokens have different keys in the prefix index for different codecs."""
     engines = [
         Engine(loaded("qwen3"), KVConfig(memory="1MiB", codec=text), ScheduleConfig())
         for text in (codec, "none", "int4", codec)

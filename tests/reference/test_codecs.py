@@ -38,7 +38,7 @@ RULES = {
     "recent": "recent:cap=24,every=6,sinks=2",
     "h2o": "h2o:cap=24,every=6,recent=4",
     "keydiff": "keydiff:cap=24,every=6",
-    "looks": "roco:cap=24,every=6",
+    "statistics": "roco:cap=24,every=6",
     "ragged": "h2o:cap=24,every=6,recent=4,budget=ada",
     "in order": "h2o:cap=24,every=6,recent=4,granularity=chunk,chunk_tokens=2",
     "by page": "h2o:cap=40,every=8,recent=4,granularity=page",
@@ -82,20 +82,20 @@ def assert_undisturbed(codec: str, rule: str, other: Run) -> None:
 
 
 @pytest.mark.parametrize(("codec", "rule"), covering())
-def test_companions_and_chunks_change_nothing(codec, rule):
-    """A prompt attends to what was stored, however it is cut."""
+def test_batches_and_chunks_change_no_logits(codec, rule):
+    """Prefill attends to stored codes, for every chunk size."""
     assert_undisturbed(codec, rule, answer(codec, rule, chunk_tokens=7, max_num_batched_tokens=20))
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @pytest.mark.parametrize(("codec", "rule"), covering()[::2])
-def test_who_was_preempted_goes_on_as_if_nothing_had_been(codec, rule, preempt):
-    """Codes come back as they were, or are made again at the same tokens from the same numbers."""
+def test_preemption_changes_no_logits(codec, rule, preempt):
+    """Codes are swapped in unchanged, or recomputed from equal keys and values."""
     host = "4MiB" if preempt == "swap" else 0
     often = answer(codec, rule, host=host, preempt=preempt, preempts=2)
 
     assert_undisturbed(codec, rule, often)
-    if rule != "full":  # taken out behind evictions
+    if rule != "full":  # preempted after evictions
         assert sum(usage.preemptions for usage in often.usages.values()) >= 2
 
 
@@ -115,7 +115,7 @@ def test_every_store_holds_every_codec(codec, store):
 
 
 @pytest.mark.parametrize("codec", CODECS_HERE)
-def test_a_shared_prefix_gives_the_answers_of_an_own_one(codec):
+def test_a_shared_prefix_gives_the_logits_of_an_own_one(codec):
     jobs = {f"r{i}": ([*PROMPTS[-1][:40], 5 + i], "full") for i in range(3)}
     kv = {"codec": codec, "evict_allow": ""}
     alone = run(jobs, model=MODEL, kv=kv | {"enable_prefix_caching": False})
@@ -130,15 +130,15 @@ def test_a_shared_prefix_gives_the_answers_of_an_own_one(codec):
 @pytest.mark.parametrize(
     "codec", ["int4", "int8+plain_layers=1", "int4_page/int4+sinks=1+residual=3"]
 )
-def test_a_window_and_logit_caps_read_codes(codec):
-    """Four layers that take turns, as in Gemma 2."""
+def test_quantized_kv_with_a_window_and_logit_soft_caps(codec):
+    """Four layers, alternating sliding window and full attention, as in Gemma 2."""
     chunked = answer(codec, "full", "gemma2", chunk_tokens=7, max_num_batched_tokens=20)
 
     expected = undisturbed(codec, "full", "gemma2")
     assert largest_difference(chunked.logits, expected.logits) <= 1e-4
 
 
-def test_answers_to_one_prompt_share_codes():
+def test_outputs_of_one_prompt_share_codes():
     """Forks: each answer has the tokens of a request of its own with the same seed."""
     params = SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=4, ignore_eos=True)
     together = answers_to(PROMPTS[-1], params, enable_prefix_caching=False)
@@ -165,8 +165,8 @@ def answers_to(prompt, params, **kv) -> dict:
 
 
 @pytest.mark.parametrize("codec", PLAIN_BYTES)
-def test_a_request_takes_the_bytes_that_its_codecs_say(codec):
-    """A key and a value of 16 numbers in two heads and two layers, pages rounded up to 64 bytes."""
+def test_a_request_uses_the_bytes_of_its_codecs(codec):
+    """Key and value of 16 elements, two heads, two layers; pages are rounded up to 64 bytes."""
     prompt = PROMPTS[-1]
     done = run({"r": (prompt, "full")}, model=MODEL, kv={"codec": codec, "evict_allow": ""})
     form = read_format(fill_plain(codec, "float32"))
@@ -179,7 +179,7 @@ def test_a_request_takes_the_bytes_that_its_codecs_say(codec):
     assert ledger["used_bytes"] + ledger["free_bytes"] == ledger["total_bytes"]
 
 
-def test_tokens_kept_as_they_were_made_are_counted_too():
+def test_full_precision_tokens_are_counted():
     """2 sinks and 6 newest tokens, or a page but one: key and value of 16 floats in two heads."""
     for codec, records in (("int4+sinks=2+residual=6", 8), ("int4_page/int4", 3)):
         done = run({"r": ([5, 6, 7], "full")}, model=MODEL, kv={"codec": codec, "evict_allow": ""})
@@ -191,7 +191,7 @@ def test_tokens_kept_as_they_were_made_are_counted_too():
         assert done.usages["r"].kv_peak_bytes == 2 * (pages * coded + kept)
 
 
-def test_the_first_and_last_layers_may_hold_plain_numbers():
+def test_the_first_and_last_layers_may_be_plain():
     """Gemma 2: four layers, two of each kind; one at each end is plain."""
     config = KVConfig(memory="1MiB", codec="int8+plain_layers=1")
     groups = Engine(load("gemma2"), config, ScheduleConfig()).pool.kv.memory.layout.groups
@@ -241,7 +241,7 @@ def test_the_ledger_names_the_codecs():
         ("int4+plain=float16", ConfigError, "the model computes in float32, .* --dtype float16"),
     ],
 )
-def test_a_codec_that_cannot_be_is_refused_at_the_start(codec, error, message):
+def test_an_invalid_codec_is_rejected_at_start(codec, error, message):
     with pytest.raises(error, match=message):
         Engine(load(MODEL), KVConfig(memory="1MiB", codec=codec), ScheduleConfig())
 
@@ -259,12 +259,12 @@ def test_a_codec_that_cannot_be_is_refused_at_the_start(codec, error, message):
         ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}, "use sinks=... and residual"),
     ],
 )
-def test_a_rule_that_a_codec_excludes_is_refused_at_the_start(codec, kv, message):
+def test_a_rule_that_a_codec_excludes_is_rejected_at_start(codec, kv, message):
     with pytest.raises(UnsoundCombination, match=message):
         Engine(load(MODEL), kv_config(memory="4MiB", codec=codec, **kv), ScheduleConfig())
 
 
-def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():
+def test_tokens_that_share_scales_are_evicted_in_whole_pages_only():
     config = KVConfig(memory="4MiB", codec="int4_page/int4", page_tokens=4, evict_allow="h2o")
     engine = Engine(load(MODEL), config, ScheduleConfig())
 
@@ -275,20 +275,20 @@ def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():
         engine.submit(GenerationRequest([5] * 60, greedy(), evict="h2o:cap=40,every=8"))
 
 
-def test_fp8_without_its_type_is_refused_at_the_start(monkeypatch):
+def test_fp8_without_its_type_is_rejected_at_start(monkeypatch):
     monkeypatch.delattr(torch, "float8_e4m3fn")
 
     with pytest.raises(ConfigError, match="'fp8' cannot run on cpu: this build of torch has no"):
         Engine(load(MODEL), KVConfig(memory="1MiB", codec="fp8"), ScheduleConfig())
 
 
-def test_native_attention_cannot_be_insisted_on_for_codes_that_only_torch_decodes():
+def test_native_attention_is_rejected_for_codecs_that_only_torch_decodes():
     config = KVConfig(memory="1MiB", codec="int4_hadamard", attention="native")
     with pytest.raises(ConfigError, match="attention=native cannot run here"):
         Engine(load(MODEL), config, ScheduleConfig())
 
 
-def test_keys_before_rope_are_not_stored_as_codes():
+def test_quantized_pre_rope_keys_are_rejected():
     config = KVConfig(memory="1MiB", codec="int8", evict="streaming:cap=24,every=6")
     with pytest.raises(UnsoundCombination, match="use a plain codec, or 'sinks'"):
         Engine(load(MODEL), config, ScheduleConfig())

@@ -66,13 +66,13 @@ def check(architecture: str, rule: str, how: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "rule", "how", "seed"), PAIRWISE)
-def test_companions_change_nothing(architecture, rule, how, seed):
+def test_other_rows_change_no_logits(architecture, rule, how, seed):
     check(architecture, rule, how, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "rule", "how", "seed"), ALL)
-def test_companions_change_nothing_in_any_combination(architecture, rule, how, seed):
+def test_other_rows_change_no_logits_in_any_combination(architecture, rule, how, seed):
     check(architecture, rule, how, seed)
 
 
@@ -119,7 +119,9 @@ def valid_only(module, query, key, value, attention_mask, scaling=None, **_optio
     ("architecture", "module"),
     [("llama", modeling_llama), ("mistral", modeling_mistral), ("gpt2", modeling_gpt2)],
 )
-def test_nan_in_every_slot_without_a_token_changes_nothing(monkeypatch, architecture, module, rule):
+def test_nan_in_every_slot_without_a_token_changes_no_logits(
+    monkeypatch, architecture, module, rule
+):
     monkeypatch.setattr(module, "eager_attention_forward", valid_only)
     with_nan = partialmethod(DenseSlab.__init__, filler=float("nan"))
     monkeypatch.setattr(DenseSlab, "__init__", with_nan)
@@ -132,7 +134,7 @@ def test_nan_in_every_slot_without_a_token_changes_nothing(monkeypatch, architec
 
 
 @pytest.mark.parametrize("filler", [float("nan"), float("-inf")])
-def test_stock_attention_would_read_it(monkeypatch, filler):
+def test_stock_attention_reads_slots_without_a_token(monkeypatch, filler):
     """The test above can fail: with these, Transformers' own attention gives NaN."""
     monkeypatch.setattr(DenseSlab, "__init__", partialmethod(DenseSlab.__init__, filler=filler))
 
@@ -145,8 +147,8 @@ def test_stock_attention_would_read_it(monkeypatch, filler):
 
 
 @pytest.mark.parametrize("rule", ["static", "baton", "baton_pd"])
-def test_positions_are_logical_whatever_the_column(rule):
-    """OPT looks positions up in a table: each token's must be its place in its own sequence."""
+def test_positions_are_logical_in_every_column(rule):
+    """OPT has a table of positions: the position of a token is its index in its sequence."""
     model = build("opt")
     looked_up: list[tuple[torch.Tensor, torch.Tensor]] = []
     embed = model.model.decoder.embed_positions.forward

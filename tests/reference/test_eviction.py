@@ -89,7 +89,7 @@ def expected(model, prompts):
     return logits
 
 
-def test_a_cap_above_the_length_changes_nothing(model):
+def test_a_cap_above_the_length_changes_no_logits(model):
     short = make_prompts(12, 20, seed=1)
     _, full, _ = run(model, short, evict="full")
     _, capped, _ = run(model, short, evict="recent:cap=100,every=10,sinks=2")
@@ -144,13 +144,13 @@ def test_peak_bytes_are_those_of_the_cap_for_prompts_ten_times_as_long(model, pr
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])
-def test_answers_do_not_depend_on_the_page_size(model, prompts, expected, page_tokens):
+def test_logits_do_not_depend_on_the_page_size(model, prompts, expected, page_tokens):
     _, got, _ = run(model, prompts, page_tokens=page_tokens)
 
     assert largest_difference(expected, got) <= 1e-4
 
 
-def test_answers_do_not_depend_on_companions_or_chunks(model, prompts, expected):
+def test_logits_do_not_depend_on_batches_or_chunks(model, prompts, expected):
     _, alone, _ = run(model, prompts[:4], max_num_seqs=1)
     _, chunked, _ = run(model, prompts, chunk_tokens=7, max_num_batched_tokens=40)
 
@@ -158,7 +158,7 @@ def test_answers_do_not_depend_on_companions_or_chunks(model, prompts, expected)
     assert largest_difference(expected, chunked) <= 1e-4
 
 
-def test_a_preempted_request_goes_on_as_if_nothing_had_happened(model):
+def test_preemption_changes_no_logits(model):
     # short prompts enter together and outgrow the pool; long ones hold their cap from the start
     growing = make_prompts(12, 12, seed=2)
     _, expected, _ = run(model, growing)
@@ -181,7 +181,7 @@ def test_eviction_on_cuda_gives_the_logits_of_the_cpu(name, prompts):
     assert largest_difference(expected, on_cpu) <= 1e-3
 
 
-def test_the_kept_positions_are_sinks_and_the_newest():
+def test_retained_positions_are_sinks_and_the_newest():
     """Prompt of 100, cap 24, every 6: 24, then chunks of 6 up to 96, then 4 more: 18 + 4 kept.
 
     After the chunk that ends at 96 a lane holds 24; it gives up 6 and takes positions 96 to 99:
@@ -204,7 +204,7 @@ def test_the_kept_positions_are_sinks_and_the_newest():
         assert positions == [0, 1, *range(80, 100)]
 
 
-def test_what_a_policy_text_gets_wrong_is_said(model):
+def test_errors_of_a_policy_text_name_the_mistake(model):
     for text, hint in {
         "recant:cap=9": "recent",
         "recent": "needs a cap",
@@ -223,7 +223,7 @@ def test_what_a_policy_text_gets_wrong_is_said(model):
             )
 
 
-def test_a_policy_with_nothing_to_evict_is_refused():
+def test_a_policy_without_tokens_to_evict_is_rejected():
     with pytest.raises(UnsoundCombination, match="every layer of the model has a sliding window"):
         Engine(load("mistral"), KVConfig(memory="1MiB", evict=EVICT))
 

@@ -1,4 +1,4 @@
-"""Requests with policies of their own: what stays is each one's business, whoever else is there."""
+"""Per-request eviction policies: retained tokens do not depend on other requests."""
 
 import random
 import re
@@ -83,9 +83,9 @@ def run(
     before_step: Callable[[Engine], None] = lambda engine: None,
     **schedule: object,
 ) -> Run:
-    """Answer prompts, each under a policy, all at once.
+    """Generate for all prompts in one batch, each with its policy.
 
-    Each is taken out `preempts` times, some steps after tokens have left it.
+    Each request is preempted `preempts` times, some steps after an eviction.
     """
     if engine is None:
         options = {"evict_allow": ALLOW, "enable_prefix_caching": False} | (kv or {})
@@ -147,7 +147,7 @@ def everything() -> Engine:
     )
 
 
-def test_a_cap_that_is_never_reached_changes_no_bit_and_takes_no_byte(everything):
+def test_a_cap_that_is_never_reached_changes_no_bit_and_no_memory(everything):
     prompts = make_prompts(3, 40, seed=3)
     full = run({f"r{i}": (p, "full") for i, p in enumerate(prompts)}, engine=everything)
     capped = run({f"r{i}": (p, "h2o:cap=80") for i, p in enumerate(prompts)}, engine=everything)
@@ -161,7 +161,7 @@ def test_a_cap_that_is_never_reached_changes_no_bit_and_takes_no_byte(everything
 @pytest.mark.parametrize(
     "name", [n for n, rule in registered().items() if not rule().rerotates_keys]
 )
-def test_what_is_remembered_of_a_prompt_changes_no_bit_of_it(everything, name):
+def test_recorded_statistics_do_not_change_the_logits_of_a_prompt(everything, name):
     """Until the first token leaves, behind the prompt, all is as with everything kept."""
     rule = policy_of(name, {})
     cap = 290 if name == "lagkv" else 90  # it protects more than others
@@ -175,7 +175,7 @@ def test_what_is_remembered_of_a_prompt_changes_no_bit_of_it(everything, name):
     assert torch.equal(full.logits["r"][0], capped.logits["r"][0])
 
 
-def test_what_stays_does_not_depend_on_companions_or_their_policies(apart):
+def test_retained_tokens_do_not_depend_on_other_requests_or_their_policies(apart):
     together = run(jobs_of(RULES) | {"whole": ([5] * 40, "full")})
     del together.usages["whole"], together.logits["whole"]
 
@@ -185,7 +185,7 @@ def test_what_stays_does_not_depend_on_companions_or_their_policies(apart):
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])
-def test_what_stays_does_not_depend_on_the_page_size(apart, page_tokens):
+def test_retained_tokens_do_not_depend_on_the_page_size(apart, page_tokens):
     rules = {name: rule for name, rule in RULES.items() if "page" not in name}
     jobs = {k: v for k, v in jobs_of(RULES).items() if k.rsplit(" ", 1)[0] in rules}
     other, expected = run(jobs, page_tokens=page_tokens), apart.traces()
@@ -194,7 +194,7 @@ def test_what_stays_does_not_depend_on_the_page_size(apart, page_tokens):
 
 
 @pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
-def test_whole_pages_leave_also_where_lanes_have_no_holes(store):
+def test_whole_pages_are_freed_in_lanes_without_holes(store):
     """There the tokens of other pages close the gap: the same ones stay."""
     jobs = jobs_of({"crushed pages": RULES["crushed pages"]})
     options = {"evict": RULES["crushed pages"], "evict_allow": ""}
@@ -207,15 +207,15 @@ def test_whole_pages_leave_also_where_lanes_have_no_holes(store):
     assert largest_difference(reserved.logits, paged.logits) <= 1e-5
 
 
-def test_what_stays_does_not_depend_on_chunks(apart):
+def test_retained_tokens_do_not_depend_on_chunks(apart):
     chunked = run(jobs_of(RULES), chunk_tokens=5, max_num_batched_tokens=40)
 
     assert chunked.traces() == apart.traces()
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
-def test_a_preempted_request_loses_the_same_tokens_again(apart, preempt):
-    """Read again, by its trace; brought back from the host, with what was remembered of it."""
+def test_a_preempted_request_evicts_the_same_tokens(apart, preempt):
+    """Recomputed by its trace, or swapped in with its statistics."""
     host = "4MiB" if preempt == "swap" else 0
     often = run(jobs_of(RULES), host=host, preempt=preempt, preempts=2)
 
@@ -228,8 +228,8 @@ def test_a_preempted_request_loses_the_same_tokens_again(apart, preempt):
     }
 
 
-def test_several_answers_lose_what_each_would_lose_alone():
-    """Two draws and two beams of one prompt; read again, they part where they parted."""
+def test_each_of_several_outputs_evicts_what_it_evicts_alone():
+    """Two samples and two beams of one prompt; recomputed, they diverge at the same tokens."""
     prompt = [3 + i * i % 60 for i in range(40)]
     drawn = SamplingParams(max_tokens=20, n=2, temperature=1.0, seed=5, ignore_eos=True)
     beams = SamplingParams(max_tokens=20, use_beam_search=True, beam_width=2, ignore_eos=True)
@@ -259,7 +259,7 @@ def test_several_answers_lose_what_each_would_lose_alone():
 
 
 @pytest.mark.parametrize("name", ["recent", "h2o", "tova", "in order"])
-def test_ten_times_the_cap_is_read_in_the_memory_of_the_cap(name):
+def test_prompts_of_ten_times_the_cap_run_in_the_memory_of_the_cap(name):
     prompt = [3 + i * i % 60 for i in range(10 * CAP)]
     done = run({"long": (prompt, RULES[name])}, page_tokens=4)
     remembered = {"h2o": "attention_sum.", "in order": "attention_sum.", "tova": "query_ring.1"}
@@ -274,7 +274,7 @@ def test_ten_times_the_cap_is_read_in_the_memory_of_the_cap(name):
     assert done.usages["long"].evicted_tokens > 8 * CAP
 
 
-def test_the_kept_sets_of_each_schedule_are_those_of_its_rule():
+def test_retained_sets_of_each_schedule_are_those_of_its_rule():
     """`recent` by hand: a prompt of 50, cap 24, 6 at a time, 14 answers."""
     prompt = list(range(2, 52))
     policies = {
@@ -292,7 +292,7 @@ def test_the_kept_sets_of_each_schedule_are_those_of_its_rule():
             assert all(lane == list(range(length - left, length)) for lane in kept)
 
 
-def test_under_pressure_tokens_leave_before_anybody_gives_way():
+def test_under_pressure_tokens_are_evicted_before_a_request_is_preempted():
     rule = f"h2o:{BLOCKS},recent=4,when=pressure"
     jobs = jobs_of({"a": rule}, count=4, longest=60)
     ample = run(jobs)
@@ -304,7 +304,7 @@ def test_under_pressure_tokens_leave_before_anybody_gives_way():
     assert short.engine.scheduler.num_preemptions == 0
 
 
-def test_a_prompt_that_fits_only_under_its_cap_is_taken():
+def test_a_prompt_that_fits_only_under_its_cap_is_admitted():
     prompt = [3 + i % 50 for i in range(200)]
     tight = {"memory": "40KiB", "kv": {"evict_allow": ALLOW}}
 
@@ -328,7 +328,7 @@ def one_by_one(jobs: dict, **options: object) -> Run:
     return done
 
 
-def test_prefixes_are_shared_by_all_policies_up_to_where_one_would_evict():
+def test_policies_share_prefixes_up_to_their_first_eviction():
     prompt = [3 + i * i % 60 for i in range(50)]
     jobs = {
         "first": (prompt, "full"),
@@ -351,8 +351,8 @@ def test_prefixes_are_shared_by_all_policies_up_to_where_one_would_evict():
     assert largest_difference(cached.logits, fresh.logits) <= 1e-4
 
 
-def test_who_needs_statistics_begins_where_they_were_kept():
-    """The first prompt leaves them at its last block, the second where it parted from the first."""
+def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
+    """The first prompt stores them at its last block, the second where it diverged from it."""
     same = [3 + i * i % 60 for i in range(37)]
     rule = f"h2o:{BLOCKS},recent=4,when=decode"
     jobs = {
@@ -402,7 +402,7 @@ def test_who_needs_statistics_begins_where_they_were_kept():
         ),
     ],
 )
-def test_a_policy_the_engine_was_not_started_for_is_refused_by_name(started_with, requested, says):
+def test_a_policy_that_the_engine_does_not_allow_is_rejected_by_name(started_with, requested, says):
     engine = Engine(loaded("llama"), kv_config(memory="2MiB", **started_with))
 
     with pytest.raises(RequestError, match=re.escape(says)):
@@ -411,7 +411,7 @@ def test_a_policy_the_engine_was_not_started_for_is_refused_by_name(started_with
     assert not engine.has_work
 
 
-def test_a_request_may_always_ask_for_all_its_tokens():
+def test_a_request_may_always_choose_full():
     whole = run({"r": ([5] * 60, "full")}, kv={"evict": RULES["h2o"], "evict_allow": "none"})
 
     assert whole.usages["r"].evicted_tokens == 0
@@ -428,7 +428,7 @@ def test_a_request_may_always_ask_for_all_its_tokens():
         ),
     ],
 )
-def test_what_cannot_be_allowed_is_said_at_the_start(config, error, says):
+def test_invalid_allowed_policies_are_rejected_at_start(config, error, says):
     with pytest.raises(error, match=says):
         Engine(loaded("llama"), kv_config(memory="2MiB", **config))
 
@@ -450,7 +450,7 @@ def test_admission_counts_what_each_policy_needs():
     assert all(peaks[name] <= needed[name] for name in peaks)
 
 
-def test_traces_are_forgotten_unless_somebody_asks_for_them():
+def test_traces_are_recorded_only_on_request():
     config = KVConfig(memory="2MiB", evict=RULES["recent"])
     engine = Engine(loaded("llama"), config)
     engine.submit(GenerationRequest([5] * 60, greedy(), request_id="kept", record_evictions=True))
@@ -467,8 +467,8 @@ def test_traces_are_forgotten_unless_somebody_asks_for_them():
     "budget", ["(lazy:threshold=0)", "(fastgen:share=0.3)", "(squeeze:share=0.9)"]
 )
 @pytest.mark.parametrize("when", ["decode", "prefill_end"])
-def test_budgets_that_look_once_cut_prompts_over_the_cap_and_no_others(budget, when):
-    """What they reserve for a lane until they have looked is no cap that a prompt stays under."""
+def test_budgets_finalized_after_prefill_evict_only_prompts_over_the_cap(budget, when):
+    """The slots that they reserve for a lane before are not its cap."""
     rule = f"h2o:cap=40,every=4,recent=4,when={when},budget={budget}"
     prompts = {"over": [3 + i * i % 60 for i in range(42)], "under": [5] * (40 - NEW_TOKENS)}
     cut = run({n: (p, rule) for n, p in prompts.items()}, kv={"evict": rule, "evict_allow": ""})
@@ -477,7 +477,7 @@ def test_budgets_that_look_once_cut_prompts_over_the_cap_and_no_others(budget, w
     assert not cut.usages["under"].evicted_tokens
 
 
-def test_a_budget_that_has_yet_to_look_reserves_the_most_it_may_give():
+def test_a_pending_budget_reserves_its_largest_cap():
     """Squeeze, cap 24 and 11 of it in every lane: 14 are divided, at most 24 of them and 10."""
     rule = f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze"
     engine = Engine(loaded("llama"), KVConfig(memory="2MiB", evict=rule))

@@ -1,18 +1,18 @@
-"""Every rule x granularity x schedule, and every budget: nothing but the rule decides what stays.
+"""Every rule x granularity x schedule, and every budget: only the rule decides what is retained.
 
-The matrix is made from the registries: a new rule or budget is in it by being there, with small
-numbers for options of the usual names. KVCrush stands around every base rule, and OpenVINO's form
-of it: there each request of a run has an anchor of its own. What is declared unsound is left out.
-Each case, with prompts of several lengths:
+The matrix is built from the registries: new rules and budgets are included automatically, with
+small values for the usual options. KVCrush and its OpenVINO form wrap every base rule; each request
+of such a run has a different anchor. Combinations that are declared unsound are left out. Each
+case, with prompts of several lengths:
 
-    a cap that nothing reaches      the logits of `full`
-    other pages, companions, chunks the same kept sets after every eviction, logits within 1e-4
-    preemption by swap, by replay   likewise; what lies in the lanes is what the trace says
-    rows of a padded batch          likewise, of Transformers' generate with a QuireCache; an anchor
-                                    a batch, where requests have their own
+    a cap that is never reached     the logits of `full`
+    other pages, batches, chunks    equal retained sets after every eviction, logits within 1e-4
+    preemption by swap, by replay   likewise; the lanes hold the tokens of the trace
+    rows of a padded batch          likewise, of Transformers' generate with a QuireCache; with one
+                                    anchor for the batch if requests have different anchors
 
-Kept sets may differ where scores are equal within 1e-6: `pytest -s` says at the end in how many
-runs of which cases they did.
+Retained sets may differ if scores are equal within 1e-6: `pytest -s` prints at the end how many
+runs of which cases did.
 """
 
 import sys
@@ -45,9 +45,9 @@ HIGH_AND_LOW = f"{CAP + 5}/{CAP - 5}"
 SMALL = {"window": 6, "lag": 6, "recent": 5, "last": 6, "beta": 4, "threshold": 0.3} | {
     "caps": HIGH_AND_LOW
 }
-"""What options are in cases, where a rule or a budget has them."""
+"""Option values of cases, for rules and budgets that have the option."""
 NEVER_REACHED = 500  # by the smallest share that a budget gives a lane either
-PRESSED_AT = (3, 9)  # answers behind the prompt: there a schedule of `pressure` is asked for room
+PRESSED_AT = (3, 9)  # output tokens after which the `pressure` schedule evicts
 NEAR_TIE, NEAR_TIES = 1e-6, Counter[str]()
 
 PROMPTS = dict(zip("ab", ([*p, *[7] * 9] for p in make_prompts(2, 60, seed=3)), strict=True))
@@ -80,14 +80,14 @@ class Case:
 
     @property
     def anchors(self) -> dict[str, str]:
-        """Label to options, where requests have anchors of their own."""
+        """Label to options, if requests have different anchors."""
         if not self.base:
             return {}
         return ONE_ANCHOR | SEVERAL_ANCHORS if self.policy == "kvcrush" else ONE_ANCHOR
 
     @property
     def requests(self) -> dict[str, tuple[list[int], str]]:
-        """Name to prompt and what is in front of the numbers of its rule."""
+        """Name to prompt and options that precede those of its rule."""
         if not self.anchors:
             return {name: (prompt, "") for name, prompt in PROMPTS.items()}
         turns = zip(self.anchors.items(), cycle(PROMPTS.items()))
@@ -128,13 +128,13 @@ def _with_options(name: str, made: type) -> str:
 
 
 def _bases() -> list[str]:
-    """Rules around which KVCrush can stand: they tell heads apart."""
+    """Base rules of KVCrush: those with scores for each head."""
     made = {name: rule() for name, rule in registered().items()}
     return [n for n, rule in made.items() if isinstance(rule, ScorePolicy) and rule.scores_heads]
 
 
 def _around() -> list[Case]:
-    """KVCrush around every base, anchors among the requests, schedules taking turns."""
+    """KVCrush with every base rule; anchors alternate over requests, schedules over cases."""
     forms = [("kvcrush", TOKEN), ("kvcrush", CHUNK), ("kvcrush", PAGE), ("kvcrush_openvino", PAGE)]
     made = []
     for number, base in enumerate(_bases()):
@@ -156,7 +156,7 @@ def _cases() -> list[Case]:
 
 CASES = _cases()
 _FAST = 53
-"""Every so many cases is in the normal suite, which steps through schedules and granularities."""
+"""Every 53rd case is fast: over the cases this covers all schedules and granularities."""
 
 cases = pytest.mark.parametrize(
     "case",
@@ -171,14 +171,14 @@ cases = pytest.mark.parametrize(
 
 
 def press(engine: Engine) -> None:
-    """Ask for room at the same tokens in every run, whatever the memory is."""
+    """Evict under pressure at the same tokens in every run, for every memory size."""
     for request in list(engine.scheduler.running):
         if request.progress.num_computed - len(request.prompt_token_ids) in PRESSED_AT:
             engine.scheduler.capacities.evict_under_pressure([request])
 
 
 def compare_lanes_with_traces(engine: Engine) -> None:
-    """What lies in the lanes of those who run is what their traces left, and all that came then."""
+    """Lanes of running requests hold the tokens retained by their traces and all later tokens."""
     table = engine.pool.kv.memory.tables["full"]
     for request in engine.scheduler.running:
         if request.eviction.trace and request.eviction.replayed == len(request.eviction.trace):
@@ -222,12 +222,12 @@ def run_case(case: Case, evict: dict | None = None, *, traced: bool = False, **o
 
 @cache
 def together(case: Case) -> Run:
-    """All prompts at once: what the others are compared with."""
+    """All prompts in one batch: the run that others are compared with."""
     return run_case(case)
 
 
 def assert_as_together(case: Case, other: Run) -> None:
-    """The same kept sets and logits, but for what nearly ties."""
+    """Retained sets and logits are equal, except in near ties of scores."""
     ours, theirs = together(case).traces(), other.traces()
     if ours == theirs:
         assert largest_difference(together(case).logits, other.logits) <= 1e-4
@@ -264,7 +264,7 @@ def scores_of(case: Case) -> dict[tuple[str, int], list[dict[int, float]]]:
 
 
 def assert_near_ties(name: str, ours: list, theirs: list, scores: dict) -> None:
-    """The first evictions that differ do so in tokens whose scores are the same within 1e-6."""
+    """The first evictions that differ do so in tokens with scores equal within 1e-6."""
     for (length, kept), (other_length, other) in zip(ours, theirs, strict=True):
         assert length == other_length
         if kept == other:
@@ -287,7 +287,7 @@ def _say_near_ties():
 
 
 @cases
-def test_a_budget_of_all_tokens_gives_the_answers_of_no_eviction(case):
+def test_a_cap_over_all_tokens_gives_the_logits_without_eviction(case):
     requested = case.requests.items()
     evict = {name: case.with_cap(NEVER_REACHED, option) for name, (_, option) in requested}
     if case.budget == "uniform":  # the last answer is never processed
@@ -299,9 +299,9 @@ def test_a_budget_of_all_tokens_gives_the_answers_of_no_eviction(case):
 
 
 @cases
-def test_what_stays_does_not_depend_on_pages_companions_or_chunks(case):
+def test_retained_tokens_do_not_depend_on_pages_batches_or_chunks(case):
     others = [{"max_num_seqs": 1}, {"chunk_tokens": 7, "max_num_batched_tokens": 40}]
-    if case.granularity != PAGE and case.when != PRESSURE:  # which asks for room in whole pages
+    if case.granularity != PAGE and case.when != PRESSURE:  # which evicts whole pages
         others += [{"page_tokens": 1}, {"page_tokens": 16}]
 
     for options in others:
@@ -325,7 +325,7 @@ def test_scores_are_recorded_for_every_eviction():
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @cases
-def test_a_preempted_request_holds_the_same_tokens_again(case, preempt):
+def test_a_preempted_request_retains_the_same_tokens(case, preempt):
     host = "4MiB" if preempt == "swap" else 0
     often = run_case(case, traced=True, host=host, preempt=preempt, preempts=2)
 
@@ -336,7 +336,7 @@ def test_a_preempted_request_holds_the_same_tokens_again(case, preempt):
 
 
 @cases
-def test_rows_of_a_padded_batch_in_transformers_hold_what_the_engine_holds(case):
+def test_rows_of_a_padded_batch_in_transformers_retain_what_the_engine_retains(case):
     if make_eviction(case.text).policy.rerotates_keys or case.when == PRESSURE:
         pytest.skip("keys of generate are rotated; what its memory presses for is its own")
     model = zoo.build("llama")

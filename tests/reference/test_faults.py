@@ -1,6 +1,6 @@
-"""Faults under pressure: copies and steps that fail, a full host pool, cancelled in the middle.
+"""Failures under memory pressure: failed copies and steps, full swap space, cancellation.
 
-Nothing is left behind, and whoever goes on gets the logits of its text alone.
+All pages are freed, and the other requests get the logits of a run alone.
 """
 
 import logging
@@ -14,7 +14,7 @@ from support.pressure import Watched, drive, engine_under, make_jobs, submit
 
 
 class Failing:
-    """Stands in for a part of the engine; some calls of one method raise."""
+    """Proxy of a component of the engine; every n-th call of the named methods raises."""
 
     def __init__(self, part, methods, every, error):
         self._part, self._methods = part, methods
@@ -27,7 +27,7 @@ class Failing:
 
     def _maybe(self, method):
         def call(*arguments, **options):
-            result = method(*arguments, **options)  # what fails late has done most
+            result = method(*arguments, **options)  # a late failure: the call has had its effects
             self.num_calls += 1
             if self.num_calls % self._every == 0:
                 self.num_failed += 1
@@ -50,7 +50,7 @@ def pressed(architecture: str, host_room: float) -> Watched:
         *(pytest.param("gemma3", m, marks=pytest.mark.slow) for m in ("save", "wait")),
     ],
 )
-def test_copies_that_fail_cost_work_and_nothing_else(architecture, method, caplog):
+def test_requests_with_failed_copies_are_recomputed(architecture, method, caplog):
     caplog.set_level(logging.CRITICAL, "quire.scheduler.preemption.swapper")
     watched = pressed(architecture, host_room=4.0)
     pool = watched.engine.pool.host
@@ -63,7 +63,7 @@ def test_copies_that_fail_cost_work_and_nothing_else(architecture, method, caplo
     assert watched.seen.worst_difference(architecture) <= TOLERANCE
 
 
-def test_a_full_host_pool_means_that_some_are_read_again():
+def test_full_swap_space_preempts_by_recompute():
     watched = pressed("llama", host_room=0.25)
 
     drive(watched, make_jobs(40, seed=3), seed=3)
@@ -100,26 +100,26 @@ def test_failed_steps_are_rolled_back_and_recomputed(architecture, monkeypatch):
 
 
 @pytest.mark.parametrize("host_room", [0.0, 4.0])
-def test_cancelled_while_away_or_before_a_fork_nothing_is_left(host_room):
+def test_requests_cancelled_while_preempted_or_before_a_fork_free_everything(host_room):
     engine = engine_under(
         model_of("llama"), 1.2, host_room=host_room, preempt="swap" if host_room else "recompute"
     )
     watched, rng = Watched(engine), random.Random(5)
     jobs = make_jobs(60, seed=5)
-    away = forked = 0
+    preempted = forked = 0
     while jobs or engine.has_work:
         for _ in range(2 if jobs else 0):
             submit(engine, jobs.pop(), f"r{len(jobs)}")
         watched.step()
         for request in list(engine._requests()):
             waits_for_fork = bool(request.group and request.group.forks)
-            is_away = bool(request.progress.num_preemptions and request.memory.row < 0)
-            if (waits_for_fork or is_away) and rng.random() < 0.2:
+            is_preempted = bool(request.progress.num_preemptions and request.memory.row < 0)
+            if (waits_for_fork or is_preempted) and rng.random() < 0.2:
                 engine.cancel(request.request_id.split("#")[0], rng.choice([None, 0, 1]))
                 watched.check()
-                away, forked = away + is_away, forked + waits_for_fork
+                preempted, forked = preempted + is_preempted, forked + waits_for_fork
 
     watched.assert_nothing_is_held()
-    assert away > 2
+    assert preempted > 2
     assert forked > 2
     assert watched.seen.worst_difference("llama") <= TOLERANCE

@@ -1,4 +1,4 @@
-"""Forks that find no pages for their statistics: no exception, no lost request, the same tokens."""
+"""Forks without free pages for their statistics: no exception, no lost request, equal tokens."""
 
 import random
 from functools import cache
@@ -23,7 +23,7 @@ LENGTHS = (30, 44, 58)  # of the prompts
 NO_LOSS = 128  # a cap over every length: statistics are kept, no token leaves
 DRAWS, BEST = {"n": 3}, {"n": 2, "best_of": 4}
 BEAMS = {"use_beam_search": True, "beam_width": 3}
-# rule, codec, what is asked, prefix cache, memory in peaks of the longest sequence
+# rule, codec, sampling options, prefix cache, memory in peaks of the longest sequence
 CASES = [
     ("h2o", "none", DRAWS, True, 1.9),
     ("h2o", "int8", DRAWS, False, 2.0),

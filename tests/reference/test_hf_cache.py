@@ -65,7 +65,7 @@ PROMPTS = make_prompts(3, 60, seed=7)
     [(name, "full") for name in ("llama", "gemma3", "gpt2", "gpt_oss", "phi3_longrope")]
     + [(name, "h2o:recent=4,cap=200") for name in ("llama", "gemma3", "gpt2")],
 )
-def test_with_room_for_all_tokens_are_those_of_transformers(name, policy) -> None:
+def test_a_large_budget_gives_the_tokens_of_transformers(name, policy) -> None:
     model, inputs = build(name), padded(PROMPTS)
     limit = 24 if name == "phi3_longrope" else 200
     new = 4 if name == "phi3_longrope" else NEW_TOKENS
@@ -85,7 +85,7 @@ def test_with_room_for_all_tokens_are_those_of_transformers(name, policy) -> Non
     + [("gemma3", "h2o", "prefill_and_decode"), ("gpt2", "snapkv", "prefill_and_decode")]
     + [("llama", "h2o", "prefill_end"), ("llama", "average", "decode")],
 )
-def test_kept_sets_and_tokens_are_the_engines(name, rule, when) -> None:
+def test_retained_sets_and_tokens_equal_those_of_the_engine(name, rule, when) -> None:
     prompts = [prompt for prompt in make_prompts(5, 60, seed=3) if len(prompt) > CAP]
     expected = engine_kept(name, f"{RULES[rule]},cap={CAP},every={EVERY},when={when}", prompts)
     model = build(name)
@@ -127,7 +127,7 @@ def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[l
     ("budget", "ratio", "cap"), [(64, None, 64), ("50%", None, 150), (None, 0.5, 150)]
 )
 def test_a_budget_alone_is_enough(budget, ratio, cap) -> None:
-    """64 tokens, and half of 300: close to the budget is retained, whatever the schedule."""
+    """64 tokens, and half of 300: close to the budget is retained with every schedule."""
     model = build("llama")
     prompt = [[2 + i % 90 for i in range(300)]]
     with QuireCache(model, "h2o", budget, compression_ratio=ratio) as cache:
@@ -138,7 +138,7 @@ def test_a_budget_alone_is_enough(budget, ratio, cap) -> None:
 
 
 @pytest.mark.parametrize("rule", ["h2o", "snapkv"])
-def test_pads_and_companions_change_nothing(rule) -> None:
+def test_padding_and_other_rows_change_no_tokens(rule) -> None:
     model = build("llama")
     prompts = make_prompts(3, 50, seed=11)
     with QuireCache(model, RULES[rule], CAP, every=EVERY) as cache:
@@ -169,7 +169,7 @@ def test_the_peak_is_the_cap_for_prompts_ten_times_as_long(rule) -> None:
         assert cache.get_seq_length() == 10 * CAP + NEW_TOKENS - 1
 
 
-def test_the_prompt_leaves_at_once_when_it_is_read() -> None:
+def test_tokens_of_a_prompt_are_evicted_after_its_prefill() -> None:
     model = build("llama")
 
     with QuireCache(model, "h2o", "25%", when="prefill_end") as cache:
@@ -178,7 +178,7 @@ def test_the_prompt_leaves_at_once_when_it_is_read() -> None:
         assert {len(head) for head in cache.retained_positions(0, 1)} == {20}
 
 
-def test_under_pressure_nothing_leaves_while_there_is_room() -> None:
+def test_under_pressure_no_token_is_evicted_while_pages_are_free() -> None:
     model, inputs = build("llama"), padded([[3, 5, 7] * 40])
     ample = {"when": "pressure", "every": EVERY, "page_tokens": 4}
 
@@ -193,7 +193,7 @@ def test_under_pressure_nothing_leaves_while_there_is_room() -> None:
         assert cache.kv_peak_bytes <= needed // 2
 
 
-def test_every_logit_of_a_prompt_comes_back_at_its_place() -> None:
+def test_logits_of_a_prompt_are_returned_in_order() -> None:
     model, inputs = build("llama"), padded(PROMPTS)
     seen = inputs["attention_mask"].bool()
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_every_logit_of_a_prompt_comes_back_at_its_place() -> None:
     assert not got[~seen].any()
 
 
-def test_a_conversation_goes_on_where_it_stopped() -> None:
+def test_a_conversation_continues_with_its_cache() -> None:
     model = build("llama")
     first = torch.tensor([[3, 5, 7] * 10])
     turn = torch.tensor([[11, 13]])
@@ -223,7 +223,7 @@ def test_a_conversation_goes_on_where_it_stopped() -> None:
     assert torch.equal(got, expected)
 
 
-def test_prompts_read_in_chunks_by_generate_keep_the_same() -> None:
+def test_chunked_prefill_of_generate_retains_the_same_tokens() -> None:
     model, inputs = build("llama"), padded([[3, 5, 7] * 20])
     kept = []
     for chunk in (None, 7):
@@ -235,7 +235,7 @@ def test_prompts_read_in_chunks_by_generate_keep_the_same() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o:cap=200"])
-def test_beams_are_those_of_transformers_and_share_pages(policy) -> None:
+def test_beams_equal_transformers_and_share_pages(policy) -> None:
     model, inputs = build("llama"), padded(PROMPTS[:2])
     expected = generate(model, inputs, num_beams=3)
 
@@ -248,7 +248,7 @@ def test_beams_are_those_of_transformers_and_share_pages(policy) -> None:
 
 
 @pytest.mark.parametrize("rule", ["recent", "h2o"])
-def test_beams_evict_each_for_itself(rule) -> None:
+def test_each_beam_evicts_independently(rule) -> None:
     model, inputs = build("llama"), padded([[3, 5, 7] * 20, [9] * 50])
 
     with QuireCache(model, RULES[rule], CAP, every=EVERY, page_tokens=4) as cache:

@@ -33,7 +33,7 @@ RULES = {
     "full": "full",
     "heads apart": "h2o:cap=24,every=6,recent=4",
     "ragged": "h2o:cap=24,every=6,recent=4,budget=ada",
-    "looks": "roco:cap=24,every=6",
+    "statistics": "roco:cap=24,every=6",
     "by keys": "keydiff:cap=24,every=6",
     "by page": "h2o:cap=40,every=8,recent=4,granularity=page",
 }
@@ -81,7 +81,7 @@ def answer(codec: str, rule: str, folder, model: str = MODEL, **options) -> Run:
     ("codec", "rule"),
     [(codec, list(RULES)[(i + j) % 6]) for i, codec in enumerate(HERE) for j in (0, 2)],
 )
-def test_no_disturbance_changes_an_answer(codec, rule, folder):
+def test_batching_and_preemption_change_no_logits(codec, rule, folder):
     expected = answer(codec, rule, folder, max_num_seqs=1)
 
     options = {
@@ -98,7 +98,7 @@ def test_no_disturbance_changes_an_answer(codec, rule, folder):
 
 @pytest.mark.parametrize("rule", ["heads apart", "full"])
 @pytest.mark.parametrize("codec", HERE)
-def test_the_reference_agrees(codec, rule, folder):
+def test_the_reference_backend_gives_equal_logits(codec, rule, folder):
     one, other = (
         answer(codec, rule, folder, kv={"attention": name}) for name in ("gathered", "reference")
     )
@@ -146,18 +146,18 @@ def start(codec: str, folder, **options) -> Engine:
 
 
 @pytest.mark.parametrize("codec", ["int8_channel", "int4/kvquant4", "int4:equalise=1"])
-def test_without_a_file_the_engine_does_not_start_and_says_how_to_make_one(codec, tmp_path):
+def test_a_missing_calibration_file_is_an_error_that_names_the_command(codec, tmp_path):
     with pytest.raises(ConfigError, match=r"there is no .*safetensors; .*quire calibrate --kv-cod"):
         start(codec, tmp_path)
 
 
-def test_a_model_that_was_made_in_memory_has_no_folder():
+def test_a_model_in_memory_has_no_folder():
     config = KVConfig(memory="1MiB", codec="int8_channel")
     with pytest.raises(ConfigError, match="the model has no folder"):
         Engine(test_eviction_engine.loaded(MODEL), config, ScheduleConfig())
 
 
-def test_files_of_another_model_are_refused(folder, tmp_path):
+def test_calibration_files_of_another_model_are_rejected(folder, tmp_path):
     spec = load(MODEL).spec
     form = read_format("int8_channel")
     more_layers = replace(spec, num_layers=5, layers=(spec.layers[0],) * 5)
@@ -173,7 +173,7 @@ def test_files_of_another_model_are_refused(folder, tmp_path):
         read_constants(tmp_path, form, spec)
 
 
-def test_what_was_written_is_read_to_the_bit(tmp_path):
+def test_constants_are_read_back_bit_for_bit(tmp_path):
     spec, form = load(MODEL).spec, read_format("int4:equalise=1/kvquant3")
     measured = measure(vectors_of(MODEL), form)
 
@@ -190,7 +190,7 @@ def test_what_was_written_is_read_to_the_bit(tmp_path):
     )
 
 
-def test_other_constants_are_another_codec_to_the_prefix_cache(tmp_path):
+def test_prefix_keys_depend_on_the_constants(tmp_path):
     roots = []
     for tokens in (300, 300, 400):
         form = read_format("int8_channel")
@@ -208,7 +208,7 @@ def test_other_constants_are_another_codec_to_the_prefix_cache(tmp_path):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_tokens_that_gave_no_constants():
+def test_errors_are_measured_on_held_out_tokens():
     """Of plain numbers none; fewer bits, more; a text too short is refused."""
     found = {}
     for text in ("float32", "int8", "int4", "int2"):
@@ -225,7 +225,7 @@ def test_errors_are_those_of_tokens_that_gave_no_constants():
         read_vectors(load(MODEL).decoder, [5] * 9)
 
 
-def test_vectors_are_those_that_the_engine_stores():
+def test_calibration_vectors_equal_those_the_engine_stores():
     """The first layer's keys and values of a prompt, in plain pages."""
     seen = {}
 

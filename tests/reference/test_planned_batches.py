@@ -1,4 +1,4 @@
-"""The batch that `quire plan --maximize-batch` names is the one that an engine lets in."""
+"""The batch that `quire plan --maximize-batch` names is the one that an engine admits."""
 
 import pytest
 
@@ -13,13 +13,13 @@ from support.kv_options import kv_config
     "evict",
     ["h2o:cap=60,every=8", "expected_attention:cap=400"],  # the second is never passed
 )
-def test_batches_are_those_that_an_engine_lets_in(evict):
+def test_planned_batches_equal_the_batches_an_engine_admits(evict):
     model = load("llama")
     question = BatchQuestion(
         prompt_tokens=100, new_tokens=20, kv_bytes=256 << 10, kv_codec="float32", evict=evict
     )
 
-    report = batch_report(model.spec, question, lambda rule: NotUsable("not asked"))
+    report = batch_report(model.spec, question, lambda rule: NotUsable("not measured"))
 
     for arm in report.arms:
         kv = kv_config(memory="256KiB", evict=arm.evict, enable_prefix_caching=False)

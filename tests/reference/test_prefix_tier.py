@@ -1,7 +1,7 @@
-"""Engines whose cached prefixes go to a disk or a store, and that are started anew.
+"""Engines that store cached prefixes on a disk or a network store and load them after a restart.
 
-Every answer is that of an engine without one, logits within 1e-4, whatever happens to the disk and
-the link. Pages are NaN before they are loaded: what is attended to too early shows.
+Logits equal those of an engine without a tier within 1e-4, also with damaged files and stalled
+links. Pages are NaN before they are loaded, so attention to a page before its load is detected.
 """
 
 import errno
@@ -139,7 +139,7 @@ def restored(engine):
 
 
 @pytest.mark.parametrize("name", ["llama_mha", "qwen3", "gemma2", "opt"])
-def test_an_engine_that_is_started_anew_finds_its_prefixes(name, tmp_path):
+def test_a_restarted_engine_finds_its_prefixes(name, tmp_path):
     fill(name, tmp_path)
     engine = engine_of(name, **on_disk(tmp_path))
     tier = engine.stats().tier
@@ -160,7 +160,7 @@ def test_an_engine_that_is_started_anew_finds_its_prefixes(name, tmp_path):
 @pytest.mark.parametrize(
     ("prefill", "read"), [(READ_SLOWLY, "none"), (BOTH, "some"), (READ_FAST, "all")]
 )
-def test_rates_decide_how_much_is_read_again(prefill, read, tmp_path):
+def test_rates_decide_how_much_is_recomputed(prefill, read, tmp_path):
     fill("qwen3", tmp_path)
     engine = engine_of("qwen3", prefill=prefill, **on_disk(tmp_path))
 
@@ -180,8 +180,8 @@ def test_rates_decide_how_much_is_read_again(prefill, read, tmp_path):
     engine.close()
 
 
-def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path):
-    """The first load is cut off before it ends; the second one brings all 148 tokens."""
+def test_a_prefix_loaded_after_a_preemption_counts_as_cached(tmp_path):
+    """The first load is aborted by the preemption; the second one loads all 148 tokens."""
     fill("qwen3", tmp_path)
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
     usages = {}
@@ -202,7 +202,7 @@ def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path)
     engine.close()
 
 
-def test_what_a_request_has_computed_itself_is_not_cached_when_it_comes_back(tmp_path):
+def test_recomputed_tokens_of_a_resumed_request_do_not_count_as_cached(tmp_path):
     engine = engine_of("qwen3", **on_disk(tmp_path))
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     usages = {}
@@ -234,7 +234,7 @@ def test_stored_prefixes_depend_on_the_codec_and_not_on_its_help_text(changed, f
     engine.close()
 
 
-def test_what_came_back_is_shared_again(tmp_path):
+def test_loaded_prefixes_are_shared(tmp_path):
     fill("qwen3", tmp_path)
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
     answer(engine, {"b": PROMPTS["b"]})
@@ -257,7 +257,7 @@ def test_what_came_back_is_shared_again(tmp_path):
     ],
     ids=str,
 )
-def test_codes_and_rules_are_as_without_a_tier(options, tmp_path):
+def test_quantized_and_evicting_engines_give_the_logits_without_a_tier(options, tmp_path):
     """Bit by bit: with exact products not even the order of sums differs."""
     with pytest.MonkeyPatch.context() as patch:
         use_exact_products(patch)
@@ -272,8 +272,8 @@ def test_codes_and_rules_are_as_without_a_tier(options, tmp_path):
     engine.close()
 
 
-def test_prefixes_that_the_memory_lets_go_of_come_back(tmp_path):
-    """Also those of requests that gave way and are read again."""
+def test_evicted_prefixes_are_loaded_from_the_tier(tmp_path):
+    """Also prefixes of requests that were preempted and are recomputed."""
     reserve = {"admission": "optimistic", "preempt": "recompute"}
     engine = engine_of("qwen3", memory=160 << 10, schedule=reserve, **on_disk(tmp_path))
 
@@ -291,7 +291,7 @@ def test_prefixes_that_the_memory_lets_go_of_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "zeros", "index"])
-def test_damaged_files_are_read_again(damage, tmp_path):
+def test_prefixes_in_damaged_files_are_recomputed(damage, tmp_path):
     fill("qwen3", tmp_path)
     blocks, index = tmp_path / "kv" / "blocks", tmp_path / "kv" / "index"
     if damage == "cut":
@@ -332,7 +332,7 @@ def test_an_entry_with_other_tokens_than_its_key_says_is_discarded(tmp_path):
     engine.close()
 
 
-def test_a_disk_that_is_full_keeps_nothing_and_harms_nobody(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_stores_nothing_and_fails_no_request(tmp_path, monkeypatch, caplog):
     engine = engine_of("qwen3", memory=160 << 10, **on_disk(tmp_path))
 
     def full(*_):
@@ -349,7 +349,7 @@ def test_a_disk_that_is_full_keeps_nothing_and_harms_nobody(tmp_path, monkeypatc
     assert caplog.text.count("No space left") == 1
 
 
-def test_the_longest_unused_makes_room(tmp_path):
+def test_the_least_recently_used_block_is_evicted(tmp_path):
     small = on_disk(tmp_path, disk_memory=2 * MIB)
     engine = engine_of("qwen3", **small)
     answer(engine)
@@ -373,7 +373,7 @@ def test_the_longest_unused_makes_room(tmp_path):
         {"model": "llama_mha"},
     ],
 )
-def test_what_another_model_or_layout_left_is_never_read(other, tmp_path):
+def test_blocks_of_another_model_or_layout_are_never_loaded(other, tmp_path):
     fill("qwen3", tmp_path)
     name = other.pop("model", "qwen3")
     engine = engine_of(name, prefill=READ_SLOWLY, **on_disk(tmp_path), **other)
@@ -438,7 +438,7 @@ def test_a_store_serves_several_engines(store, monkeypatch):
     second.close()
 
 
-def test_a_link_that_stalls_is_read_past(store):
+def test_prefixes_are_recomputed_if_the_link_stalls(store):
     """Two requests whose prefixes are there, one whose is not: all end before the link moves."""
     address, gate = store
     first = engine_of("qwen3", remote=address)
@@ -457,7 +457,7 @@ def test_a_link_that_stalls_is_read_past(store):
     engine.close()
 
 
-def test_others_go_on_while_one_waits_for_its_pages(tmp_path, monkeypatch):
+def test_a_request_that_waits_for_its_pages_does_not_delay_others(tmp_path, monkeypatch):
     fill("qwen3", tmp_path)
     engine = engine_of("qwen3", prefill=READ_SLOWLY, token_s=100.0, **on_disk(tmp_path))
     gate, read = threading.Event(), PrefixStore.read
@@ -487,9 +487,7 @@ def test_others_go_on_while_one_waits_for_its_pages(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("when", [2, 3, 5])
-def test_one_that_is_cancelled_while_it_is_restored_leaves_nothing_behind(
-    when, tmp_path, monkeypatch
-):
+def test_cancellation_during_a_load_frees_all_pages(when, tmp_path, monkeypatch):
     fill("qwen3", tmp_path)
     read, moves = PrefixStore.read, random.Random(when)
 
@@ -510,7 +508,7 @@ def test_one_that_is_cancelled_while_it_is_restored_leaves_nothing_behind(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["llama_mha", "qwen3", "gemma2"])
-def test_random_delays_and_damage_change_no_answer(name, seed, tmp_path, monkeypatch):
+def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeypatch):
     rng = random.Random(seed)
     fill(name, tmp_path, memory=rng.choice([200 << 10, 4 * MIB]))
     read = DiskTier.read
@@ -567,7 +565,7 @@ def test_random_delays_and_damage_change_no_answer(name, seed, tmp_path, monkeyp
         ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_start(options, error, says, tmp_path, monkeypatch):
+def test_invalid_options_are_rejected_at_start(options, error, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=says):
         engine_of("qwen3", **options)
@@ -582,7 +580,7 @@ def test_two_engines_do_not_share_a_folder(tmp_path):
     engine_of("qwen3", **on_disk(tmp_path)).close()
 
 
-def test_an_engine_that_cannot_be_made_lets_its_folder_go(tmp_path):
+def test_an_engine_that_fails_to_start_releases_its_folder(tmp_path):
     """The folder is taken before the tenants of the scheduler are checked."""
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="lower guaranteed="):
@@ -598,13 +596,13 @@ def test_an_engine_that_cannot_be_made_lets_its_folder_go(tmp_path):
     engine_of("qwen3", **on_disk(tmp_path)).close()
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+def test_a_folder_without_write_permission_is_rejected(tmp_path):
     (tmp_path / "kv").write_text("a file")
     with pytest.raises(ConfigError, match="name another folder"):
         engine_of("qwen3", **on_disk(tmp_path))
 
 
-def test_an_engine_that_nobody_closed_keeps_its_prefixes_too(tmp_path):
+def test_prefixes_of_an_engine_that_was_not_closed_are_found(tmp_path):
     engine = engine_of("qwen3", **on_disk(tmp_path))
     answer(engine)
     assert isinstance(engine.prefix_loader, PrefixLoader)

@@ -1,4 +1,4 @@
-"""Logits under pressure are those of each text alone, whatever gave way to whom, and how."""
+"""Logits under memory pressure equal those of each request alone, for every preemption mode."""
 
 from functools import cache
 
@@ -53,24 +53,22 @@ def check_logits(architecture: str, preempt: str, room: float, host_room: float)
 
 
 @pytest.mark.parametrize(("architecture", "preempt", "room", "host_room"), QUICK)
-def test_logits_under_pressure_equal_those_of_each_text_alone(
+def test_logits_under_pressure_equal_those_of_each_request_alone(
     architecture, preempt, room, host_room
 ):
-    """With forks, beams, tenants, priorities, cancellations; what is not live is poisoned."""
+    """With forks, beams, tenants, priorities, cancellations; unused slots are poisoned."""
     check_logits(architecture, preempt, room, host_room)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("preempt", "room", "host_room"), CASES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_under_pressure_are_right_in_every_combination(
-    architecture, preempt, room, host_room
-):
+def test_logits_under_pressure_in_every_combination(architecture, preempt, room, host_room):
     check_logits(architecture, preempt, room, host_room)
 
 
-def test_what_is_poisoned_and_read_is_found():
-    """The watch itself: one slot that is live and not a number spoils the answer."""
+def test_attention_to_a_poisoned_slot_is_detected():
+    """A NaN in one live slot changes the logits, so the checks of this file detect it."""
     watched = Watched(engine_under(model_of("llama"), 2.0))
     job = Job(list(range(2, 22)), SamplingParams(max_tokens=5), priority=0, tenant="a")
     submit(watched.engine, job, "r")

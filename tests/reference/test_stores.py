@@ -76,7 +76,7 @@ def test_a_model_without_windows_has_no_ring():
         engine_of("llama", "ring", room=2.0)
 
 
-def test_a_request_longer_than_its_run_is_refused_and_says_why():
+def test_a_request_longer_than_its_run_is_rejected_with_the_reason():
     engine = engine_of("llama", "contiguous_max", room=2.0)
 
     with pytest.raises(NeverFits, match=r"the store reserves 48 per sequence.*--kv-store-tokens"):
@@ -84,7 +84,7 @@ def test_a_request_longer_than_its_run_is_refused_and_says_why():
 
 
 @pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
-def test_a_store_that_shares_nothing_says_that_the_prefix_cache_is_off(store):
+def test_a_contiguous_store_reports_that_the_prefix_cache_is_off(store):
     engine = engine_of("llama", store, room=2.0)
 
     assert "prefix cache off: pages of a contiguous run cannot be shared" in engine.pool.explanation
@@ -95,12 +95,12 @@ def test_a_store_that_shares_nothing_says_that_the_prefix_cache_is_off(store):
     assert usage[0].cached_tokens == 0
 
 
-def test_an_unknown_store_is_refused_with_the_known_ones():
+def test_an_unknown_store_is_rejected_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"expected kv-store .* got .pages.: did you mean paged"):
         engine_of("llama", "pages", room=2.0)
 
 
-def test_contiguous_runs_that_the_memory_does_not_hold_are_refused():
+def test_contiguous_runs_larger_than_the_memory_are_rejected():
     with pytest.raises(
         ConfigError, match=r"the runs of one sequence do not fit: .* --kv-store-tokens"
     ):

@@ -1,7 +1,7 @@
-"""Engines whose layers are brought: the same logits as with all weights on the device, bit by bit.
+"""Engines with weight offload: logits are bit-equal to those with all weights on the device.
 
-Slots hold no numbers until a layer has arrived, copies dawdle, and whatever else an engine does
-goes on: chunks, companions, cached prefixes, codes, evictions, fronts on the host, cancels.
+Slots hold NaN until a layer is loaded, copies are delayed, and the engines use chunked prefill,
+batches, cached prefixes, quantized KV, eviction, KV offload and cancellation.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from reference.test_eviction import Recorder, largest_difference
 from support import zoo
 from support.engines import greedy, load
 from support.kv_options import kv_config
-from support.streamed import Dawdling, load_streamed, poison
+from support.streamed import DelayedTransfers, load_streamed, poison
 
 NEW_TOKENS = 6
 PROMPTS = {
@@ -95,7 +95,7 @@ def assert_close(logits, expected, *, exact=False):
 
 @pytest.mark.parametrize("stay", [0, 2])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama_mqa", "qwen3", "mixtral"])
-def test_answers_are_those_of_weights_on_the_device(name, stay):
+def test_logits_equal_those_with_weights_on_the_device(name, stay):
     model = load_streamed(name, stay=stay)
     engine, logits = run(model)
 
@@ -138,7 +138,7 @@ def test_batches_of_a_step_share_each_layer(name, objective):
     assert 0 < largest.tokens <= STEPS["max_num_batched_tokens"]
 
 
-def test_those_that_begin_with_what_others_read_in_the_same_step_come_behind_them():
+def test_requests_run_after_those_that_compute_their_prefix_in_the_same_step():
     """Of a step's batches too: a row of one token may need what a long chunk before it writes."""
     begin = [3 + i * i % 60 for i in range(24)]
     prompts = {"long": begin, "one": [*begin[:12], 7], "two": [*begin[:12], 9]}
@@ -160,11 +160,11 @@ def test_those_that_begin_with_what_others_read_in_the_same_step_come_behind_the
         {"memory": "64KiB", "offload_memory": "1MiB"},
         {"enable_prefix_caching": False, "attention": "gathered"},
     ],
-    ids=["int8", "average", "preempted", "fronts_on_the_host", "gathered"],
+    ids=["int8", "average", "preempted", "offloaded_prefix", "gathered"],
 )
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
-def test_together_with_what_else_an_engine_does(options, objective):
-    """Logits of an engine with all weights on the device that does the same."""
+def test_weight_offload_with_other_options_of_the_engine(options, objective):
+    """Logits equal those of an engine with equal options and all weights on the device."""
     if "offload_memory" in options and objective == "throughput":
         objective = "auto"  # steps are one batch
     engine, logits = run(load_streamed("qwen3", stay=1), objective=objective, **options)
@@ -180,7 +180,7 @@ def test_together_with_what_else_an_engine_does(options, objective):
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
-def test_cancelled_ones_leave_nothing_behind(objective):
+def test_cancelled_requests_free_all_pages(objective):
     cancel = [("b", 2), ("c", 3)]
     engine, logits = run(load_streamed("qwen3"), cancel=cancel, objective=objective)
 
@@ -191,9 +191,9 @@ def test_cancelled_ones_leave_nothing_behind(objective):
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 @pytest.mark.parametrize("at", [0, 3, 8])
-def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
-    """The step can be tried again, and its requests are read anew; nothing wrong is computed."""
-    transfer_worker = Dawdling()
+def test_a_failed_copy_fails_only_its_step(objective, at):
+    """The step can be repeated: its requests are recomputed, with equal logits."""
+    transfer_worker = DelayedTransfers()
     model = load_streamed("qwen3", transfer_worker=transfer_worker)
     engine = Engine(
         model,
@@ -218,8 +218,8 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_in_half_precision_are_brought_as_they_are_multiplied(dtype):
-    """A CPU without instructions for it multiplies float32 copies: those are brought."""
+def test_half_precision_weights_are_loaded_in_the_precision_of_the_product(dtype):
+    """A CPU without half-precision instructions multiplies float32 copies: those are loaded."""
     decoder = TransformersDecoder(zoo.build("qwen3", times=3).to(dtype))
     plain = replace(load("qwen3", times=3), decoder=decoder)
     model = zoo.build("qwen3", times=3).to(dtype)
@@ -254,18 +254,18 @@ def test_two_engines_of_one_model_take_turns():
         assert_equal(recorder.logits, resident("qwen3"))
 
 
-def test_throughput_is_refused_where_nothing_is_brought():
+def test_throughput_is_rejected_without_weight_offload():
     with pytest.raises(UnsoundCombination, match="set --weights-memory"):
         Engine(load("qwen3"), KVConfig(memory="1MiB"), ScheduleConfig(objective="throughput"))
 
 
-def test_throughput_is_refused_where_pages_are_brought_too():
+def test_throughput_is_rejected_with_kv_offload():
     config = kv_config(memory="1MiB", offload_memory="1MiB")
     with pytest.raises(UnsoundCombination, match="use --objective latency or auto"):
         Engine(load_streamed("qwen3"), config, ScheduleConfig(objective="throughput"))
 
 
-def test_a_memory_for_all_weights_brings_nothing_and_runs_as_ever():
+def test_memory_for_all_weights_loads_no_layer():
     model = load_streamed("qwen3", stay=99)
     engine, logits = run(model, objective="auto")
 
@@ -275,14 +275,14 @@ def test_a_memory_for_all_weights_brings_nothing_and_runs_as_ever():
     assert_equal(logits, resident("qwen3"))
 
 
-def test_throughput_is_refused_where_the_memory_holds_all_weights():
+def test_throughput_is_rejected_if_the_memory_holds_all_weights():
     with pytest.raises(
         UnsoundCombination, match="set --weights-memory below the size of the weights"
     ):
         run(load_streamed("qwen3", stay=99), objective="throughput")
 
 
-def test_recomputing_keys_is_refused_with_the_reason():
+def test_recomputing_keys_is_rejected_with_the_reason():
     assert "--weights-memory" in load_streamed("opt").decoder.prepare_recomputation()
     options = {"memory": "1MiB", "offload_memory": "1MiB"}
     for requested in ({"offload_recompute": "0.5"}, {"offload_activation_codec": "int8"}):
@@ -294,7 +294,7 @@ def test_recomputing_keys_is_refused_with_the_reason():
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixtral"])
-def test_answers_on_a_device_are_those_of_weights_on_it(name, objective):
+def test_logits_on_a_gpu_equal_those_with_weights_on_it(name, objective):
     expected = run(load(name, "cuda", times=3))[1]
     model = load_streamed(name, stay=1, device="cuda")
     for slot in model.weights.link.slots:

@@ -123,7 +123,9 @@ def test_under_the_cap_it_is_plain_rope(name):
         ("streaming:cap=20,every=6,when=prefill_end", 40, 1),
     ],
 )
-def test_frequencies_are_those_of_the_positions_a_stream_reaches(evict, prompt_tokens, variant):
+def test_rope_frequencies_are_those_of_the_largest_position_of_a_stream(
+    evict, prompt_tokens, variant
+):
     """Long-RoPE: up to 24 positions are short. Where nothing leaves, logits are those of full."""
     model, prompt = load("phi3_longrope"), list(range(2, 2 + prompt_tokens))
     engine = engine_of(model, evict=evict)
@@ -138,7 +140,7 @@ def test_frequencies_are_those_of_the_positions_a_stream_reaches(evict, prompt_t
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_logits_equal_streaming_llm_written_plainly(name, prompts):
+def test_logits_equal_the_reference_implementation(name, prompts):
     got = run(engine_of(load(name)), prompts)
     transformers_model = zoo.build(name)
     for i, prompt in enumerate(prompts):
@@ -151,13 +153,13 @@ def test_logits_equal_streaming_llm_written_plainly(name, prompts):
         assert float((ours - logits).abs().max()) <= TOLERANCE
 
 
-def test_it_differs_from_sinks_that_keep_their_positions(llama, prompts, expected):
+def test_logits_differ_from_sinks_without_rerotation(llama, prompts, expected):
     kept = run(engine_of(llama, evict=SINKS), prompts)
 
     assert largest_difference(expected, kept) > 100 * TOLERANCE
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_an_engine_that_keeps_all(llama):
+def test_log_probabilities_of_a_prompt_equal_those_without_eviction(llama):
     """In chunks, so that a row's logical position is neither 0 nor its place in the batch."""
     prompt, scored = [3 + i * i % 60 for i in range(STREAM.cap)], []
     for evict in (EVICT, "full"):
@@ -183,7 +185,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_an_engine_that_keeps_all(lla
     ],
     ids=str,
 )
-def test_pages_companions_chunks_scratch_and_stores_change_nothing(
+def test_pages_batches_chunks_scratch_and_stores_change_no_logits(
     llama, prompts, expected, options
 ):
     got = run(engine_of(llama, **options), prompts)
@@ -192,7 +194,7 @@ def test_pages_companions_chunks_scratch_and_stores_change_nothing(
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
-def test_windows_that_go_round_in_a_ring_change_nothing_beside_a_stream(name, prompts):
+def test_ring_windows_give_the_logits_of_paged_windows(name, prompts):
     model = short_context(name, 48)
     paged = run(engine_of(model), prompts, new_tokens=60)
     ring = run(engine_of(model, kv={"store": "ring"}), prompts, new_tokens=60)
@@ -227,7 +229,7 @@ def test_a_stream_and_an_engine_of_other_rules_share_a_pool(llama, prompts, expe
 
 
 @pytest.mark.parametrize("granularity", ["page", "chunk,chunk_tokens=2"])
-def test_pieces_that_leave_whole_are_closed_up_too(llama, granularity):
+def test_positions_are_contiguous_after_evicting_pages_and_chunks(llama, granularity):
     """Caps that a page divides: what stays is what single tokens would leave."""
     prompts = make_prompts(4, 100, seed=3)
     sizes = "streaming:cap=32,every=8,sinks=4"
@@ -238,7 +240,7 @@ def test_pieces_that_leave_whole_are_closed_up_too(llama, granularity):
 
 
 @pytest.mark.parametrize("swap_space", ["0", "1MiB"])
-def test_a_preempted_stream_goes_on_as_if_nothing_had_happened(llama, swap_space):
+def test_preemption_of_a_stream_changes_no_logits(llama, swap_space):
     growing = make_prompts(12, 12, seed=2)
     expected = run(engine_of(llama), growing)
     engine = engine_of(
@@ -254,7 +256,7 @@ def test_a_preempted_stream_goes_on_as_if_nothing_had_happened(llama, swap_space
     assert largest_difference(expected, got) <= TOLERANCE
 
 
-def test_several_answers_part_from_one_prompt(llama, prompts, expected):
+def test_several_outputs_share_the_prompt_of_a_stream(llama, prompts, expected):
     """Forks copy what they write: each answer is what it would be alone."""
     engine = engine_of(llama)
     engine.submit(GenerationRequest(prompts[-1], replace(greedy(NEW_TOKENS), n=3), request_id="r"))
@@ -303,8 +305,8 @@ def test_a_stream_of_four_contexts_runs_in_the_memory_of_its_cap(monkeypatch):
     assert len(set(held[20:-1])) <= 3  # 18 to 24 tokens in pages of 4: it goes up and down
 
 
-def test_windows_of_a_stream_are_numbered_from_their_start(monkeypatch):
-    """gemma3: half of its layers look back 8 tokens; their pages have other positions each step."""
+def test_positions_in_windows_of_a_stream_start_at_the_window(monkeypatch):
+    """gemma3: half of its layers have a window of 8 tokens; positions in it change in each step."""
     engine = engine_of(short_context("gemma3", 48), evict=EVICT)
     seen = SeenPositions(monkeypatch)
     got = run(engine, [list(range(2, 102))], new_tokens=92)
@@ -323,7 +325,7 @@ def test_windows_of_a_stream_are_numbered_from_their_start(monkeypatch):
         ("pressure", 40, False),  # lanes may hold more than the cap
     ],
 )
-def test_only_streams_that_stay_below_the_context_go_beyond_it(when, prompt_tokens, goes_on):
+def test_only_streams_with_a_cap_below_the_context_may_exceed_it(when, prompt_tokens, goes_on):
     engine = engine_of(short_context("llama", 48), evict=f"{EVICT},when={when}")
     got = run(
         engine, [list(range(2, 102)) * 2][:1] if prompt_tokens > 100 else [[7] * 40], new_tokens=30
@@ -337,13 +339,13 @@ def test_only_streams_that_stay_below_the_context_go_beyond_it(when, prompt_toke
     [f"{EVICT},when=decode", "streaming:cap=60,every=6", "full"],
     ids=["decode reads the whole prompt", "the cap is over the context", "nothing leaves"],
 )
-def test_prompts_over_the_context_are_refused_where_positions_would_pass_it(evict):
+def test_prompts_over_the_context_are_rejected_if_positions_exceed_it(evict):
     engine = engine_of(short_context("llama", 48), evict=evict)
     with pytest.raises(RequestError, match=r"100 tokens, the model's context 48"):
         engine.submit(GenerationRequest([7] * 100, greedy(4)))
 
 
-def test_an_answer_of_no_said_length_is_as_long_as_a_context():
+def test_an_output_without_max_tokens_is_as_long_as_the_context():
     def llm(evict):
         kv = KVConfig(memory="1MiB", page_tokens=4, evict=evict)
         return LLM(short_context("llama", 48), kv=kv)
@@ -359,7 +361,7 @@ def test_an_answer_of_no_said_length_is_as_long_as_a_context():
 # ---- what does not go together -------------------------------------------------------------------
 
 
-def test_other_rules_need_an_engine_with_other_pages(llama):
+def test_streaming_and_other_rules_need_different_engines(llama):
     engine = engine_of(llama)
     with pytest.raises(RequestError, match=r"'recent' needs keys stored after RoPE.*'streaming'"):
         engine.submit(GenerationRequest([5] * 9, greedy(4), evict="recent:cap=24,every=6"))
@@ -368,7 +370,7 @@ def test_other_rules_need_an_engine_with_other_pages(llama):
             engine_of(llama, evict=evict).submit(GenerationRequest([5] * 9, greedy(4), evict=EVICT))
 
 
-def test_other_numbers_and_full_may_be_asked_for(llama):
+def test_a_request_may_choose_other_sizes_or_full(llama):
     [prompt] = [list(range(2, 62))]
     wide = run(engine_of(llama), [prompt], evict="streaming:cap=48,every=8")
     own = run(engine_of(llama, evict="streaming:cap=48,every=8"), [prompt])
@@ -379,7 +381,7 @@ def test_other_numbers_and_full_may_be_asked_for(llama):
     assert largest_difference(full, plain) <= TOLERANCE
 
 
-def test_rules_that_need_keys_before_and_after_rope_cannot_be_mixed(llama):
+def test_rules_for_keys_before_and_after_rope_cannot_be_mixed(llama):
     with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
         engine_of(llama, kv={"evict_allow": "h2o"})
     everything = engine_of(llama, evict="sinks:cap=24,every=6", kv={"evict_allow": "all"})
@@ -392,18 +394,18 @@ def test_rules_that_need_keys_before_and_after_rope_cannot_be_mixed(llama):
     ("name", "reason"),
     [("gpt2", "adds learned positions"), ("opt", "adds learned positions")],
 )
-def test_models_whose_rope_cannot_be_taken_off_are_refused(name, reason):
+def test_models_without_rope_are_rejected(name, reason):
     with pytest.raises(UnsoundCombination, match=f"{reason}.*use 'sinks'"):
         engine_of(load(name))
 
 
 @pytest.mark.parametrize("attention", ["gathered", "reference", "native"])
-def test_attention_that_reads_keys_as_they_are_is_refused(llama, attention):
+def test_attention_that_needs_keys_after_rope_is_rejected(llama, attention):
     with pytest.raises(ConfigError, match=rf"attention={attention} needs keys stored after RoPE"):
         engine_of(llama, kv={"attention": attention})
 
 
-def test_prompts_share_no_prefix_and_the_engine_says_why(llama):
+def test_a_stream_shares_no_prefix_and_the_engine_says_why(llama):
     engine = engine_of(llama)
     run(engine, [list(range(2, 22))] * 2, new_tokens=4)
 

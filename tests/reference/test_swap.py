@@ -65,8 +65,8 @@ def test_logits_equal_transformers_whenever_sequences_are_swapped(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_logits_equal_transformers_when_a_head_is_read_again_under_its_tail(architecture):
-    """Of about 50 tokens the first 16, one chunk, are read again; the pages behind come back."""
+def test_logits_equal_transformers_when_a_head_is_recomputed_before_its_tail(architecture):
+    """Of about 50 tokens the first 16, one chunk, are recomputed; later pages are swapped in."""
     [wanted] = expect(architecture, [list(range(3, 48))])
     engine = engine_for(
         load(architecture),

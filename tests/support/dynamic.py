@@ -58,7 +58,7 @@ def run(
 
 
 def run_at_random(batch: DynamicBatch, prompts: list[list[int]], seed: int) -> Seen:
-    """Prompts come one after the other with random priorities; now and then a row is taken out."""
+    """Submit prompts at random steps with random priorities; sometimes remove a row."""
     rng, seen, coming = random.Random(seed), Seen(), list(prompts)
     while batch.has_work or coming:
         while coming and rng.random() < 0.5:

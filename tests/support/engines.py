@@ -1,4 +1,4 @@
-"""Engines over tiny random models, and what Transformers itself says about the same prompts."""
+"""Engines over tiny random models, and outputs of Transformers for the same prompts."""
 
 import random
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """Transformers' greedy answer to one prompt.
+    """Transformers' greedy output for one prompt.
 
     Attributes:
         prompt, tokens: token ids.
@@ -42,7 +42,7 @@ class Expected:
 
 
 def load(architecture: str, device: str = "cpu", *, times: int = 1) -> LoadedModel:
-    """A zoo model behind Quire's adapter, in float32; its layers so many times."""
+    """A zoo model in Quire's adapter, in float32; its layers are repeated `times` times."""
     decoder = TransformersDecoder(zoo.build(architecture, times=times).to(device))
     return LoadedModel(
         decoder=decoder,
@@ -65,7 +65,7 @@ def make_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def expect(architecture: str, prompts: list[list[int]]) -> list[Expected]:
-    """Ask Transformers, prompt by prompt."""
+    """Generate with Transformers, prompt by prompt."""
     model = zoo.build(architecture)
     model.generation_config.eos_token_id = None
     expected = []
@@ -94,7 +94,7 @@ def engine_for(
     max_num_seqs: int = 64,
     **kv: object,
 ) -> Engine:
-    """An engine whose arena holds `room` requests of `longest` tokens, at their peak."""
+    """An engine whose arena holds the peak KV of `room` requests of `longest` tokens."""
     schedule = ScheduleConfig(max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens)
     probe = Engine(model, kv_config(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
     need = Need(longest, eviction=probe.pool.eviction.spec)
@@ -109,6 +109,6 @@ def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
 
 
 def stored_in(store: str, tokens: int) -> dict[str, object]:
-    """Options of a KV memory: a store, and the longest sequence where it reserves for one."""
+    """Options of a KV memory: a store, and the longest sequence if the store reserves for it."""
     reserves = store.startswith("contiguous")
     return {"store": store} | ({"store_tokens": tokens} if reserves else {})

@@ -1,4 +1,4 @@
-"""Makes runs bit-equal whatever the shapes of their batches are.
+"""Makes runs bit-equal for all batch shapes.
 
 Matrix products round otherwise in batches of other shapes, by 1e-7 of a number. Codes are whole
 numbers: where one lies between two of them, that is enough to make it the other, and logits are

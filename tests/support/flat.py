@@ -22,7 +22,7 @@ def flat_logits(
     """Logits of every position of every prompt, [tokens, vocab] each.
 
     Each forward takes the next chunk of every prompt that has some left, so the batches are ragged;
-    the last of `chunk_tokens` repeats. Sampled rows are asked for in reverse: their order matters.
+    the last of `chunk_tokens` repeats. Sampled rows are requested in reverse: their order matters.
     """
     dense = DenseAttention()
     rows: list[dict[int, Tensor]] = [{} for _ in prompts]

@@ -19,8 +19,8 @@ def row_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float)
 
 def serial_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
     """Recompute, then transfer (ALISA): nothing overlaps within a layer."""
-    carried_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
-    return rates.link_s + carried_s + rates.recompute_s * x_tokens + rates.other_s
+    transfer_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
+    return rates.link_s + transfer_s + rates.recompute_s * x_tokens + rates.other_s
 
 
 def step_seconds(
@@ -37,16 +37,16 @@ def step_seconds(
         tokens: of each layer.
         x_tokens: of these, recomputed.
         num_layers: 1 or more.
-        chunks: equal pieces in which X arrives; each is recomputed as it lands.
+        chunks: equal segments of X; the KV of each is recomputed when it is loaded.
 
     Raises:
-        ConfigError: `link_s` is not 0: where it stands on the wire would have to be known.
+        ConfigError: `link_s` is not 0: its place in the transfer order is unknown.
     """
     if rates.link_s:
         raise ConfigError(f"expected nothing else on the link, got link_s={rates.link_s}")
     landed_s, made_s = rates.x_s * x_tokens, rates.recompute_s * x_tokens
-    remade_s = max(landed_s / chunks + made_s, landed_s + made_s / chunks)
-    first_s = max(remade_s, landed_s + rates.kv_s * (tokens - x_tokens)) + rates.other_s
+    recomputed_s = max(landed_s / chunks + made_s, landed_s + made_s / chunks)
+    first_s = max(recomputed_s, landed_s + rates.kv_s * (tokens - x_tokens)) + rates.other_s
     return first_s + (num_layers - 1) * pipelined_seconds(rates, tokens, x_tokens)
 
 
@@ -58,7 +58,7 @@ def first_layer_seconds(
     *,
     fine: bool,
 ) -> float:
-    """A layer that nothing is prefetched for: what the order of weights on the wire is worth.
+    """Time of a layer without prefetch, for two orders of its weights on the link.
 
     coarse   W_K W_V W_Q W_O | X | KV | MLP      recomputing waits for all of attention's weights
     fine     W_K W_V | X | KV | W_Q W_O | MLP    recomputing runs while W_Q and W_O arrive
@@ -71,10 +71,10 @@ def first_layer_seconds(
         fine: which of the two.
     """
     before_s = weights.kv_s if fine else weights.kv_s + weights.qo_s
-    x_s, carried_s = rates.x_s * x_tokens, rates.kv_s * (tokens - x_tokens)
-    remade_s = before_s + x_s + rates.recompute_s * x_tokens
-    attention_s = max(remade_s, weights.kv_s + weights.qo_s + x_s + carried_s)
-    return max(attention_s, weights.total_s + x_s + carried_s) + rates.other_s
+    x_s, transfer_s = rates.x_s * x_tokens, rates.kv_s * (tokens - x_tokens)
+    recomputed_s = before_s + x_s + rates.recompute_s * x_tokens
+    attention_s = max(recomputed_s, weights.kv_s + weights.qo_s + x_s + transfer_s)
+    return max(attention_s, weights.total_s + x_s + transfer_s) + rates.other_s
 
 
 def effective_bytes_per_s(rate: CopyRate, num_bytes: int | float) -> float:
@@ -106,7 +106,7 @@ def chain_seconds(stages: Sequence[Stage], num_bytes: int | float) -> float:
 
     Args:
         stages: from the tier to the device, equal chunks.
-        num_bytes: to bring, a chunk or more.
+        num_bytes: to transfer, at least one chunk.
 
     Raises:
         ConfigError: no stage, or chunks that differ.
@@ -121,16 +121,16 @@ def chain_seconds(stages: Sequence[Stage], num_bytes: int | float) -> float:
 
 
 def x_restore_seconds(rates: OffloadRates, tokens: int | float, num_layers: int) -> float:
-    """Time to bring a prefix back from its activations alone, link and device both at work."""
+    """Time to load a prefix from its activations alone, link and device in parallel."""
     layer_s = max(rates.x_s, rates.recompute_s) * tokens
     return num_layers * layer_s + min(rates.x_s, rates.recompute_s) * tokens
 
 
 def loading_pays_from(prefill: PrefillRates, loading: Loading) -> float:
-    """Tokens from which on loading all is faster than reading all.
+    """Tokens from which on loading all is faster than recomputing all.
 
     Returns:
-        0 where it always is, infinity where it never is.
+        0 if it always is, infinity if it never is.
     """
     fixed_s = loading.call_s - prefill.call_s
     linear_s = prefill.token_s - loading.token_s
@@ -140,9 +140,9 @@ def loading_pays_from(prefill: PrefillRates, loading: Loading) -> float:
 
 
 def breakeven_tokens(costs: Costs, bytes_per_token: int | float) -> float:
-    """The length from which on swapping a sequence is cheaper than reading it again.
+    """The length from which on swapping a sequence is cheaper than recomputing it.
 
-    Swapping costs f + k * n, reading t * n + a * n^2: the positive root of
+    Swapping costs f + k * n, recomputing t * n + a * n^2: the positive root of
     a * n^2 + (t - k) * n - f.
 
     Args:
@@ -150,7 +150,7 @@ def breakeven_tokens(costs: Costs, bytes_per_token: int | float) -> float:
         bytes_per_token: of KV.
 
     Returns:
-        Tokens; 0 where swapping always wins, infinity where it never does.
+        Tokens; 0 if swapping is always cheaper, infinity if it never is.
     """
     copies, prefill = costs.copies, costs.prefill
     fixed_s = sum(rate.call_s + rate.piece_s for rate in (copies.out, copies.back))

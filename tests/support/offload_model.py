@@ -1,7 +1,6 @@
-"""A small attention layer whose KV is on the host: what executors are tested to compute.
+"""A small attention layer with offloaded KV: the reference result for tests of executors.
 
-Slots of staging are poisoned with NaN when what they hold has been used, so that whoever reads too
-early, or what nobody wrote, shows.
+Staging slots are filled with NaN after their use, so a read before the write is detected.
 """
 
 import torch

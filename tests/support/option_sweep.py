@@ -1,4 +1,4 @@
-"""Every option of every command with absurd values: only one-line errors may come of it.
+"""Every option of every command with absurd values: only one-line errors are allowed.
 
 `python tests/support/option_sweep.py [COMMAND ...]` runs each value of each option in a process of
 its own and prints what is not a one-line error, a refusal by the parser, or a run. It takes an
@@ -45,7 +45,7 @@ def options_of(command: Any) -> list[str]:
 
 
 def arguments_of(name: str, folder: Path) -> list[str]:
-    """What lets a command run shortly, and needs no other option.
+    """Arguments of a short run of a command that needs no other option.
 
     Args:
         name: of the command.
@@ -76,10 +76,10 @@ def arguments_of(name: str, folder: Path) -> list[str]:
 
 
 def problem(code: int | None, stderr: str) -> str | None:
-    """What is wrong with how a command has ended; None where nothing is.
+    """What is wrong with the end of a command; None if it is correct.
 
     Args:
-        code: its exit code, negative for a signal; None where it ran until the limit.
+        code: its exit code, negative for a signal; None if it ran until the limit.
         stderr: what it wrote to standard error.
     """
     if "Traceback" in stderr:

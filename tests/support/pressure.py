@@ -1,5 +1,7 @@
-"""Engines in too little memory, watched: what is read is poisoned unless it is live, what comes
-back from the host is compared with what went, and every logit with a forward of its tokens alone.
+"""Engines under memory pressure, with checks after each step.
+
+Slots that are not live are poisoned, swapped pages are compared byte for byte, and logits are
+compared with a forward pass over the tokens of one request alone.
 """
 
 import random
@@ -23,7 +25,7 @@ from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 
-POISON = 0xFF  # four of them are a float32 that is not a number
+POISON = 0xFF  # four of them are a float32 NaN
 PAGE_TOKENS, CHUNK_TOKENS, STEP_TOKENS, MAX_RUNNING = 4, 8, 24, 8
 LONGEST_PROMPT, MOST_NEW_TOKENS = 40, 10
 TENANTS = ("a", "b")
@@ -31,7 +33,7 @@ TENANTS = ("a", "b")
 
 @dataclass(frozen=True)
 class Job:
-    """What one caller asks."""
+    """A prompt with its sampling options, priority and tenant."""
 
     prompt: list[int]
     params: SamplingParams
@@ -40,7 +42,7 @@ class Job:
 
 
 def make_jobs(count: int, seed: int) -> list[Job]:
-    """Prompts that often begin alike; answers of one, of several drawn apart, and of beams."""
+    """Prompts with shared prefixes; one output, several sampled outputs, or beams."""
     rng = random.Random(seed)
     beginnings = [[rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(17)] for _ in range(3)]
     return [_make_job(rng, beginnings, number) for number in range(count)]
@@ -63,7 +65,7 @@ def _make_job(rng: random.Random, beginnings: list[list[int]], number: int) -> J
 
 
 def largest_job() -> Job:
-    """One that needs at least as much memory as any of `make_jobs`."""
+    """A job that needs at least as much memory as any of `make_jobs`."""
     params = SamplingParams(max_tokens=MOST_NEW_TOKENS, use_beam_search=True, beam_width=2)
     return Job([2] * LONGEST_PROMPT, params, 0, TENANTS[0])
 
@@ -71,7 +73,7 @@ def largest_job() -> Job:
 def engine_under(
     model: LoadedModel, room: float, *, host_room: float = 0.0, **schedule: object
 ) -> Engine:
-    """An engine whose arena holds `room` of the largest request, its host pool `host_room`."""
+    """An engine whose arena holds `room` of the largest request, its swap space `host_room`."""
     config = ScheduleConfig(
         max_num_seqs=MAX_RUNNING,
         max_num_batched_tokens=STEP_TOKENS,
@@ -88,7 +90,7 @@ def engine_under(
 
 
 def _smallest_memory(model: LoadedModel) -> int:
-    """Bytes of the smallest arena, within 2 %, that takes the largest job."""
+    """Bytes of the smallest arena, within 2 %, that can run the largest job."""
     if model.name not in _SMALLEST:
         sizes = [int(1.02**step * (1 << 12)) for step in range(400)]
         _SMALLEST[model.name] = sizes[bisect_left(sizes, True, key=partial(_takes_all, model))]
@@ -105,13 +107,13 @@ def _takes_all(model: LoadedModel, size: int) -> bool:
     try:
         engine = Engine(model, KVConfig(memory=size, page_tokens=PAGE_TOKENS), config)
         submit(engine, largest_job(), "largest")
-    except (NeverFits, ValueError):  # not even a token, or not the whole of it
+    except (NeverFits, ValueError):  # not a token fits, or not the whole job
         return False
     return True
 
 
 def submit(engine: Engine, job: Job, request_id: str) -> None:
-    """Ask an engine."""
+    """Submit a job."""
     engine.submit(
         GenerationRequest(
             job.prompt, job.params, request_id=request_id, priority=job.priority, tenant=job.tenant
@@ -119,7 +121,7 @@ def submit(engine: Engine, job: Job, request_id: str) -> None:
     )
 
 
-# ---- watching ----------------------------------------------------------------------------------
+# ---- checks ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -141,7 +143,7 @@ class Seen:
         return results
 
     def worst_difference(self, architecture: str) -> float:
-        """From one plain forward over every text; not a number where a logit is none."""
+        """Largest difference from a forward pass over each text; NaN if a logit is NaN."""
         texts = sorted(self.logits)
         whole = [
             text
@@ -163,12 +165,12 @@ class Seen:
 
 @dataclass
 class SameBytes:
-    """Stands before a swapper: what comes back is what went, byte for byte."""
+    """Wrapper of a swapper: pages swapped in equal the pages swapped out, byte for byte."""
 
     swapper: object
     memory: KVMemory
     store: PageStore
-    gone: dict[int, list[list[bytes]]] = field(default_factory=dict)
+    swapped_out: dict[int, list[list[bytes]]] = field(default_factory=dict)
     num_compared: int = 0
 
     def __getattr__(self, name: str) -> object:
@@ -181,17 +183,17 @@ class SameBytes:
         ]
         swapped = self.swapper.swap_out(requests, choice)
         if swapped is not None:
-            self.gone[id(swapped)] = before
+            self.swapped_out[id(swapped)] = before
         return swapped
 
     def swap_in(self, swapped: Swapped):
-        before = self.gone.pop(id(swapped))
+        before = self.swapped_out.pop(id(swapped))
         rows = self.swapper.swap_in(swapped)
         self._compare(before, rows or [])
         return rows
 
     def swap_in_tail(self, swapped: Swapped, row: int):
-        before = self.gone.pop(id(swapped))
+        before = self.swapped_out.pop(id(swapped))
         done = self.swapper.swap_in_tail(swapped, row)
         self._compare(before, [row] if done else [], swapped.keep_from)
         return done
@@ -215,7 +217,7 @@ def stored_pages(
 
 
 def poison(memory: KVMemory, store: PageStore) -> None:
-    """Overwrite all that is not live: pages nobody holds, slots nobody has written."""
+    """Overwrite everything that is not live: free pages and slots that are not written."""
     in_use = torch.zeros(len(store.arena), dtype=torch.bool)
     for page_class, pool in memory.pools.items():
         size = page_class.page_bytes
@@ -273,7 +275,7 @@ class Watched:
         self.swapped_out += event.kind == "swapped_out"
 
     def step(self) -> None:
-        """One step; everything that must hold holds behind it, failed or not."""
+        """Run a step and check all invariants after it, also if it failed."""
         try:
             deltas = self.engine.step()
         finally:
@@ -284,7 +286,7 @@ class Watched:
                 self.ended.setdefault(delta.request_id, []).append(delta.finish_reason)
 
     def check(self) -> None:
-        """The books add up, and nothing that is not live can be read unseen."""
+        """Verify the accounts; poison everything that is not live."""
         self.engine.check()
         self.engine._ledger.check()
         if self.engine.pool.host is not None:
@@ -293,7 +295,7 @@ class Watched:
             poison(self.memory, self.store)
 
     def assert_nothing_is_held(self) -> None:
-        """Of an engine that has nothing to do: cached prefixes, and nothing else."""
+        """An engine without work holds cached prefixes only."""
         scheduler, memory = self.engine.scheduler, self.memory
         assert not scheduler.has_work
         assert not len(memory.live_rows)
@@ -304,7 +306,7 @@ class Watched:
 
 
 def drive(watched: Watched, jobs: list[Job], seed: int, *, cancelled: float = 0.1) -> None:
-    """Submit at random steps, cancel a part of it in the middle."""
+    """Submit jobs at random steps and cancel a fraction of them."""
     rng = random.Random(seed)
     waiting = [(f"r{i}", job) for i, job in enumerate(jobs)]
     rng.shuffle(waiting)

@@ -1,10 +1,10 @@
-"""The schedule of bringing a prefix back: the front is read again, the back is loaded meanwhile.
+"""The schedule of a prefix load: the start is recomputed while the end is loaded.
 
-    device   read 0  read 1  read 2 ...          chunk by chunk from the front
-    in                  ... load 2  load 1  load 0     piece by piece from the back
+    device   compute 0  compute 1  compute 2 ...       chunk by chunk from the start
+    in                     ... load 2  load 1  load 0     chunk by chunk from the end
 
-Nothing of the one needs anything of the other. If rates were wrong, whoever carries it out may go
-on from either side: what lies in the middle is done last by both.
+Neither depends on the other. If the rates were wrong, an executor may continue from either side:
+the tokens in the middle are last in both orders.
 """
 
 from itertools import pairwise
@@ -24,33 +24,33 @@ def plan_restore(
     token_bytes: int | float,
     chunk_tokens: int = 512,
 ) -> Schedule:
-    """Operations of a restoration; `first` is the first token of each.
+    """Operations of a prefix load; `first` is the first token of each.
 
     Args:
         prefill: of the model; `call_s` counts once.
         loading: of the tier; `call_s` counts once.
         tokens: of the prefix.
-        read_tokens: of its front, read again.
+        read_tokens: of its start, recomputed.
         token_bytes: of KV, all layers.
-        chunk_tokens: of each piece.
+        chunk_tokens: of each operation.
 
     Raises:
-        ConfigError: more is read than there is, or chunks have no token.
+        ConfigError: more tokens are recomputed than the prefix has, or chunks have no token.
     """
     if not 0 <= read_tokens <= tokens or chunk_tokens < 1:
         raise ConfigError(
             f"expected 0 to {tokens} tokens in chunks of 1 or more, got {read_tokens}, "
             f"{chunk_tokens}"
         )
-    front = [*range(0, read_tokens, chunk_tokens), read_tokens]
-    back = [*range(tokens, read_tokens, -chunk_tokens), read_tokens]
+    starts = [*range(0, read_tokens, chunk_tokens), read_tokens]
+    ends = [*range(tokens, read_tokens, -chunk_tokens), read_tokens]
     reads = [
         (Kind.PROJECT, DEVICE, a, b - a, read_seconds(prefill, b) - read_seconds(prefill, a))
-        for a, b in pairwise(front)
+        for a, b in pairwise(starts)
     ]
     loads = [
         (Kind.KV_IN, IN, a, b - a, loading.seconds(tokens - a) - loading.seconds(tokens - b))
-        for b, a in pairwise(back)
+        for b, a in pairwise(ends)
     ]
     return Schedule(
         tuple(

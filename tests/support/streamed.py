@@ -1,4 +1,4 @@
-"""Zoo models whose layers are brought; slots hold no numbers until they are filled."""
+"""Zoo models with weight offload; slots hold NaN until a layer is loaded into them."""
 
 import random
 import time
@@ -17,8 +17,8 @@ from quire.offload.weights.placement import WithinBudget
 from support import zoo
 
 
-class Dawdling(ThreadTransferWorker):
-    """Copies take as long as they like, and fail where they are told to."""
+class DelayedTransfers(ThreadTransferWorker):
+    """A transfer worker that delays each copy by a random time and fails chosen copies."""
 
     def __init__(self, seed: int = 0, most_s: float = 0.0005) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Dawdling(ThreadTransferWorker):
 
 @cache
 def least_bytes(architecture: str, times: int = 3) -> tuple[int, int]:
-    """Bytes of all but layers with two slots, and of the largest layer."""
+    """Bytes of two slots and all weights outside layers, and of the largest layer."""
     model = zoo.build(architecture, times=times)
     layers = layer_weights(model, ModelSpec.from_config(model.config.to_dict()).num_layers)
     own = sum(held.num_bytes for layer in layers for held in layer.held)
@@ -56,11 +56,11 @@ def load_streamed(
     stay: int = 0,
     times: int = 3,
     device: str = "cpu",
-    transfer_worker: Dawdling | None = None,
+    transfer_worker: DelayedTransfers | None = None,
 ) -> LoadedModel:
-    """A zoo model of which so many layers stay on the device beside two slots.
+    """A zoo model with `stay` layers and two slots on the device.
 
-    On a CPU every slot is filled with what is no number before it is filled.
+    On a CPU every slot is filled with NaN before a layer is loaded into it.
     """
     least, largest = least_bytes(architecture, times)
     model = zoo.build(architecture, times=times)
@@ -68,7 +68,7 @@ def load_streamed(
     place, weights = WithinBudget(budget).place(model, torch.device(device))
     if device == "cpu" and weights is not None:
         poison(weights.link)
-        weights.link.transfer_worker = transfer_worker or Dawdling()
+        weights.link.transfer_worker = transfer_worker or DelayedTransfers()
     decoder = TransformersDecoder(model, weights)
     return LoadedModel(
         decoder=decoder,
@@ -83,7 +83,7 @@ def load_streamed(
 
 
 def poison(link) -> None:
-    """From now on a slot holds no numbers from when it is let go until it is filled."""
+    """Fill each slot with NaN before a layer is loaded into it."""
     prefetch = link.prefetch
 
     def poisoned(layer: int, slot: int) -> None:

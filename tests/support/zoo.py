@@ -1,6 +1,6 @@
-"""Tiny random models of many architectures, float32, made in milliseconds, no network.
+"""Tiny random models of many architectures, float32, built in milliseconds, no network.
 
-Two layers (four where windows and full attention take turns), hidden size 32 to 64, vocabulary 128.
+Two layers (four if sliding windows and full attention alternate), hidden size 32 to 64, 128 tokens.
 Weights are larger than a fresh model's, so that greedy tokens vary and attention is not uniform.
 """
 
@@ -229,9 +229,9 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def build(name: str, seed: int = 0, *, times: int = 1) -> PreTrainedModel:
-    """Make a tiny model from a seed, in eval mode, with Transformers' own eager attention.
+    """Build a tiny model from a seed, in eval mode, with Transformers' eager attention.
 
-    Its layers come one after another so many times.
+    Its layers are repeated `times` times.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -284,5 +284,5 @@ def _draw_weights(model: PreTrainedModel) -> None:
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The matrix that makes logits, [vocab, hidden]."""
+    """The weight of the LM head, [vocab, hidden]."""
     return model.get_output_embeddings().weight

@@ -15,7 +15,7 @@ from quire.offload.weights.placement import WithinBudget
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, place_weights
 from support import zoo
-from support.streamed import Dawdling, least_bytes, load_streamed, poison
+from support.streamed import DelayedTransfers, least_bytes, load_streamed, poison
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def streamed(count: int, offloaded_layers: tuple[int, ...] | None = None, transf
     place = place_weights([layer.num_bytes for layer in layers], 0, None)
     numbers = tuple(range(count)) if offloaded_layers is None else offloaded_layers
     place = type(place)(other_bytes=0, layer_bytes=place.layer_bytes, offloaded_layers=numbers)
-    link = FileLink(place.host_bytes, transfer_worker or Dawdling())
+    link = FileLink(place.host_bytes, transfer_worker or DelayedTransfers())
     poison(link)
     for number in numbers:
         link.store(number, layers[number])
@@ -170,7 +170,7 @@ def test_pass_after_an_interrupted_pass_is_correct(rows):
 
 @pytest.mark.parametrize("at", range(9))
 def test_failed_transfer_raises_and_is_retried(at, rows):
-    transfer_worker = Dawdling()
+    transfer_worker = DelayedTransfers()
     transfer_worker.fails = {at: OSError("lost")}
     model, _, plain = streamed(5, transfer_worker=transfer_worker)
     equal, errors = [], []

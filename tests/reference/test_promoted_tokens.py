@@ -1,7 +1,7 @@
-"""Precision by importance in a running engine: chosen once, kept until a token leaves, replayed.
+"""Mixed precision by importance in an engine: promoted once, until the token is evicted; replayed.
 
-Every rule that scores is in here by being there; what happens to a request between two steps is
-what happens to one in the conformance of codecs.
+Every rule with scores is included automatically. Requests are preempted as in the conformance
+tests of codecs.
 """
 
 from itertools import pairwise
@@ -17,7 +17,7 @@ from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import registered
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_codec_conformance import RENUMBERS, Encoders, rule_of
+from reference.test_codec_conformance import REROTATES, Encoders, rule_of
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from support.engines import greedy, load, stored_in
@@ -61,7 +61,7 @@ def rules() -> list:
     for granularity in ("token", "page"):
         for policy in registered():
             rule = rule_of(policy, granularity)
-            if rule is None or policy in RENUMBERS:  # keys would be turned at every look
+            if rule is None or policy in REROTATES:  # keys would be rotated again in every step
                 continue
             marks = [] if len(found) % 9 == 0 else [pytest.mark.slow]
             store = STORES[len(found) % len(STORES)]
@@ -71,7 +71,7 @@ def rules() -> list:
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @pytest.mark.parametrize(("rule", "store"), rules())
-def test_whatever_happens_to_a_request_the_same_tokens_are_raised(rule, store, preempt):
+def test_a_preempted_request_promotes_the_same_tokens(rule, store, preempt):
     residual = make_eviction(rule).every
     codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}")
     expected = answer(rule, codec, max_num_seqs=1)
@@ -94,8 +94,8 @@ def test_whatever_happens_to_a_request_the_same_tokens_are_raised(rule, store, p
     assert largest_difference(other.logits, expected.logits) <= 1e-4
 
 
-def test_precision_is_chosen_once_and_never_lowered():
-    """A record goes with its token and not before; nobody gets one who has left the residual."""
+def test_tokens_are_promoted_once_and_never_demoted():
+    """A record is freed when its token is evicted; only tokens of the residual are promoted."""
     done = answer()
 
     for name in PROMPTS:
@@ -111,8 +111,8 @@ def test_precision_is_chosen_once_and_never_lowered():
                 assert all(p >= after.num_computed - EVERY for p in new - old)
 
 
-def test_the_tokens_that_score_highest_are_raised(monkeypatch):
-    """`keydiff` scores what it sees now, so its scores can be asked for again: compared here."""
+def test_the_tokens_with_the_highest_scores_are_promoted(monkeypatch):
+    """The scores of `keydiff` depend only on the current keys, so the test recomputes them."""
     seen = []
     policy = type(make_eviction(f"keydiff:cap=30,every={EVERY}").policy)
     score = policy.score
@@ -145,7 +145,7 @@ def test_the_tokens_that_score_highest_are_raised(monkeypatch):
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
-def test_a_raised_token_is_encoded_once_more_from_what_the_model_made(preempt, monkeypatch):
+def test_a_promoted_token_is_encoded_once_more_from_full_precision(preempt, monkeypatch):
     """Body and record, key and value, two heads, two layers; never from what was decoded."""
     seen = Encoders(monkeypatch)
     host = "4MiB" if preempt == "swap" else 0
@@ -200,12 +200,12 @@ def test_records_are_counted_in_the_bytes_of_a_request():
         ),
     ],
 )
-def test_what_cannot_choose_is_refused_at_the_start(options, reason):
+def test_rules_without_scores_are_rejected_at_start(options, reason):
     with pytest.raises(UnsoundCombination, match=reason):
         Engine(load("qwen3"), kv_config(memory="8MiB", **options), ScheduleConfig())
 
 
-def test_records_that_cannot_be_decoded_here_are_refused_at_the_start(monkeypatch):
+def test_records_in_an_unavailable_codec_are_rejected_at_start(monkeypatch):
     monkeypatch.setattr(Float8, "why_not", classmethod(lambda cls, device: "no such type"))
     codec = CODEC.replace("int8", "int8/fp8")
 
@@ -213,7 +213,7 @@ def test_records_that_cannot_be_decoded_here_are_refused_at_the_start(monkeypatc
         Engine(load("qwen3"), KVConfig(memory="8MiB", codec=codec, evict=RULE), ScheduleConfig())
 
 
-def test_a_request_cannot_ask_for_a_rule_that_cannot_choose():
+def test_a_request_with_a_rule_without_scores_is_rejected():
     config = KVConfig(memory="8MiB", codec=CODEC, evict=RULE)
     engine = Engine(load("qwen3"), config, ScheduleConfig())
 
@@ -223,8 +223,8 @@ def test_a_request_cannot_ask_for_a_rule_that_cannot_choose():
         )
 
 
-def test_a_prefix_that_is_lent_brings_no_records_along():
-    """The second request shares pages of codes and chooses for itself."""
+def test_a_shared_prefix_has_no_promoted_records():
+    """Later requests share pages of codes and promote tokens independently."""
     kv = {"enable_prefix_caching": True}
     prompt = PROMPTS["b"][:24]
     jobs = {f"r{i}": (prompt + [9 + i] * 20, RULE) for i in range(3)}

@@ -1,4 +1,4 @@
-"""Fronts on a CUDA device: pinned memory, a stream beside the computing one, events; no waiting."""
+"""KV offload on a CUDA device: pinned memory, a copy stream and events; no device sync."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from quire.engine.core import Engine
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
-from reference.test_streaming_fronts import NEW_TOKENS, PROMPTS, row_bytes
+from reference.test_offloaded_prefix import NEW_TOKENS, PROMPTS, row_bytes
 from support.engines import greedy, load
 from support.kv_options import kv_config
 
@@ -39,7 +39,7 @@ def run(name, rows, **options):
     ],
 )
 @pytest.mark.parametrize("name", ["llama_mha", "llama", "opt"])
-def test_answers_are_those_of_a_memory_with_room_for_all(name, parts, monkeypatch):
+def test_logits_equal_those_with_enough_memory(name, parts, monkeypatch):
     def refuse(*_):
         raise AssertionError("the whole device was waited for")
 

@@ -1,4 +1,4 @@
-"""Requests that lose tokens under pressure, in engines that keep first pages on the host."""
+"""Requests with eviction under pressure in engines with KV offload."""
 
 import random
 
@@ -13,8 +13,8 @@ from support.kv_options import kv_config
 NEW_TOKENS = 15
 
 
-def test_a_request_whose_first_pages_cannot_return_is_computed_again_and_evicts():
-    """The host takes more of it than the memory could: it can neither evict nor go on."""
+def test_a_request_whose_offloaded_pages_do_not_fit_is_recomputed_and_evicts():
+    """More of it is offloaded than device memory holds: it can neither evict nor continue."""
     memory = 16_000
     kv = kv_config(
         memory=memory,
