@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml requirements/dev.txt
 demo: setup
 	$(BIN)/quire demo
 
+# workers and subprocesses reuse compiled modules, also if the environment turns their cache off
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 

@@ -15,7 +15,7 @@ from support import zoo
 from support.engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
 
 TOLERANCE = 1e-4
-NUM_PROMPTS, LONGEST = 20, 40
+NUM_PROMPTS, LONGEST = 32, 40
 PAGE_TOKENS = (1, 4, 16)
 CHUNK_TOKENS = (1, 7, 64, 2048)
 # room in units of the longest request

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -146,3 +147,84 @@ def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
     named = set(re.findall(r"python -m benchmarks ([a-z][a-z-]*)", text))
     found = {p.name.replace("_", "-") for p in (ROOT / "benchmarks").iterdir() if p.is_dir()}
     assert named <= found, named - found
+
+
+# ---- private attributes in tests -----------------------------------------------------------------
+
+PATCHERS = {"setattr", "delattr", "patch", "object"}  # of pytest, unittest.mock and Python
+PENDING = {
+    "tests/cli/test_batch.py",
+    "tests/cli/test_option_sweep.py",
+    "tests/docs/test_docs.py",
+    "tests/serve/test_exposure.py",
+    "tests/serve/test_json_slices.py",
+    "tests/serve/test_large_bodies.py",
+    "tests/unit/api/test_async_llm.py",
+    "tests/unit/api/test_llm.py",
+    "tests/unit/benchmarks/test_device.py",
+    "tests/unit/cli/test_progress.py",
+    "tests/unit/cli/test_report.py",
+    "tests/unit/hf/test_borrowed.py",
+    "tests/unit/models/test_config_faults.py",
+    "tests/unit/models/test_verify.py",
+    "tests/unit/offload/test_tiers.py",
+    "tests/unit/policies/test_eviction.py",
+    "tests/unit/policies/test_policies.py",
+    "tests/unit/policies/test_registry.py",
+    "tests/unit/sampling/test_sampler.py",
+}
+"""Files that still set or patch private attributes. No file may be added."""
+
+
+def private_writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each write or patch of a private attribute of an object but `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if is_private(node.attr) and not of_itself:
+                yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Call) and _name(node.func) in PATCHERS:
+            texts = (a.value for a in node.args[:2] if isinstance(a, ast.Constant))
+            if any(isinstance(t, str) and is_private(t.rpartition(".")[2]) for t in texts):
+                yield node.lineno, ast.unparse(node)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def test_no_test_sets_or_patches_a_private_attribute() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        for line, text in private_writes(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(name, []).append(f"{name}:{line}: {text}")
+
+    assert not [line for name in found.keys() - PENDING for line in found[name]]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("engine._runner = Spy()", True),
+        ("a, engine._runner = 1, 2", True),
+        ("engine.pool._count += 1", True),
+        ("del engine._runner", True),
+        ("with open(path) as engine._file: pass", True),
+        ("monkeypatch.setattr(Engine, '_step', f)", True),
+        ("monkeypatch.setattr('quire.engine.core._step', f)", True),
+        ("mock.patch('quire.engine.core._step')", True),
+        ("mock.patch.object(Engine, '_step')", True),
+        ("setattr(engine, '_step', f)", True),
+        ("self._runner = Spy()", False),
+        ("engine.runner = Spy()", False),
+        ("found = engine._runner", False),
+        ("monkeypatch.setattr(Engine, '__init__', f)", False),
+    ],
+)
+def test_writes_of_private_attributes_are_found(line: str, is_found: bool) -> None:
+    assert bool(list(private_writes(ast.parse(line)))) == is_found
