@@ -153,25 +153,7 @@ def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
 
 PATCHERS = {"setattr", "delattr", "patch", "object"}  # of pytest, unittest.mock and Python
 PENDING = {
-    "tests/cli/test_batch.py",
-    "tests/cli/test_option_sweep.py",
-    "tests/docs/test_docs.py",
-    "tests/serve/test_exposure.py",
-    "tests/serve/test_json_slices.py",
-    "tests/serve/test_large_bodies.py",
-    "tests/unit/api/test_async_llm.py",
-    "tests/unit/api/test_llm.py",
     "tests/unit/benchmarks/test_device.py",
-    "tests/unit/cli/test_progress.py",
-    "tests/unit/cli/test_report.py",
-    "tests/unit/hf/test_borrowed.py",
-    "tests/unit/models/test_config_faults.py",
-    "tests/unit/models/test_verify.py",
-    "tests/unit/offload/test_tiers.py",
-    "tests/unit/policies/test_eviction.py",
-    "tests/unit/policies/test_policies.py",
-    "tests/unit/policies/test_registry.py",
-    "tests/unit/sampling/test_sampler.py",
 }
 """Files that still set or patch private attributes. No file may be added."""
 
