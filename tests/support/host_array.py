@@ -50,10 +50,10 @@ class HostArray:
 
     def poison_free(self, pool):
         """Overwrite every byte outside allocated spaces, so that stale reads are detected."""
-        taken = np.zeros(len(self.bytes), dtype=bool)
+        allocated = np.zeros(len(self.bytes), dtype=bool)
         for space in pool.spaces:
             for extents in space.extents.values():
                 for extent in extents:
-                    assert not taken[extent.start : extent.end].any()
-                    taken[extent.start : extent.end] = True
-        self.bytes[~taken] = POISON
+                    assert not allocated[extent.start : extent.end].any()
+                    allocated[extent.start : extent.end] = True
+        self.bytes[~allocated] = POISON

@@ -99,7 +99,7 @@ class FailingCopies(NoCopies):
             self.fail_after -= 1
             if self.fail_after < 0:
                 self.fail_after = None
-                raise OSError("the link is gone")
+                raise OSError("the link failed")
 
 
 class RetainsNewest:

@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     from quire.engine.host_memory import keep_freed_memory
 
-    assert keep_freed_memory().kept
+    assert keep_freed_memory().measured
 found = {}
 
 def step(block_bytes):
@@ -71,10 +71,10 @@ def run_in_process(program: str, *arguments: str) -> str:
 @needs_glibc
 @pytest.mark.parametrize("thread", ["main", "thread"])
 def test_steps_cause_few_page_faults_and_the_heap_does_not_grow(thread):
-    kept = json.loads(run_in_process(STEPS, "keep", thread))
+    measured = json.loads(run_in_process(STEPS, "keep", thread))
 
-    assert kept["faults"] < 1_000
-    assert kept["growth_bytes"] < 1 << 20
+    assert measured["faults"] < 1_000
+    assert measured["growth_bytes"] < 1 << 20
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_other_c_library_is_reported_as_unsupported(monkeypatch):
 
     found = keep_freed_memory()
 
-    assert not found.kept
+    assert not found.measured
     assert "only glibc" in found.explanation
 
 
@@ -132,7 +132,7 @@ def test_old_glibc_keeps_blocks_up_to_its_largest_threshold(monkeypatch):
 
     found = keep_freed_memory()
 
-    assert found.kept
+    assert found.measured
     assert "32 MiB" in found.explanation
     assert glibc.options[M_MMAP_THRESHOLD] == 32 << 20
 
@@ -142,5 +142,5 @@ def test_refusal_of_the_c_library_is_reported(monkeypatch):
 
     found = keep_freed_memory()
 
-    assert not found.kept
+    assert not found.measured
     assert "refused" in found.explanation

@@ -136,7 +136,7 @@ class SlabMachine(RuleBasedStateMachine):
         return [row for row, name in enumerate(self.names) if name is None]
 
     @property
-    def taken(self):
+    def used_rows(self):
         return [row for row, name in enumerate(self.names) if name is not None]
 
     def new(self, row: int) -> int:
@@ -144,7 +144,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.names[row] = self.count
         return self.count
 
-    @precondition(lambda self: self.taken)
+    @precondition(lambda self: self.used_rows)
     @rule(more=st.integers(0, 6))
     def feed(self, more):
         """Add a token to each row, and `more` tokens of a new row, which leaves holes."""
@@ -173,24 +173,24 @@ class SlabMachine(RuleBasedStateMachine):
         names = [self.new(row) for row in rows]
         prefill_in_place(self.slab, rows, names, lengths[: len(rows)], chunk)
 
-    @precondition(lambda self: self.taken)
+    @precondition(lambda self: self.used_rows)
     @rule()
     def clear(self):
-        self.slab.clear(self.taken[0])
-        self.names[self.taken[0]] = None
+        self.slab.clear(self.used_rows[0])
+        self.names[self.used_rows[0]] = None
         self.slab.release_prefix()
 
     @rule(empty=st.integers(0, 2), width=st.integers(0, 10), rng=st.randoms(use_true_random=False))
     def resize(self, empty, width, rng):
-        order: list[int | None] = [*self.taken, *[None] * max(empty, not self.taken)]
+        order: list[int | None] = [*self.used_rows, *[None] * max(empty, not self.used_rows)]
         rng.shuffle(order)
         self.slab.select(order, width)
         self.names = [None if row is None else self.names[row] for row in order]
 
     @rule(empty=st.integers(0, 3))
     def take(self, empty):
-        free_rows = self.slab.held_rows - len(self.taken)
-        order: list[int | None] = [*self.taken, *[None] * min(empty, free_rows)]
+        free_rows = self.slab.held_rows - len(self.used_rows)
+        order: list[int | None] = [*self.used_rows, *[None] * min(empty, free_rows)]
         if order:
             self.slab.take_rows(order)
             self.names = [None if row is None else self.names[row] for row in order]
@@ -203,10 +203,10 @@ class SlabMachine(RuleBasedStateMachine):
     def release(self):
         self.slab.release_prefix()
 
-    @precondition(lambda self: self.taken)
+    @precondition(lambda self: self.used_rows)
     @rule(data=st.data())
     def extract_and_embed(self, data):
-        row = data.draw(st.sampled_from(self.taken))
+        row = data.draw(st.sampled_from(self.used_rows))
         kv = self.slab.extract(row, CPU, self.outside)
         assert kv.tokens * TOKEN_BYTES == kv.num_bytes == self.outside.used_bytes
         self.slab.clear(row)
@@ -217,8 +217,8 @@ class SlabMachine(RuleBasedStateMachine):
     @invariant()
     def check_tokens(self):
         check(self.slab, self.names, list(self.slab.lengths), self.meter)
-        taken = [name is not None for name in self.names]
-        assert [bool(length) for length in self.slab.lengths] == taken
+        used_rows = [name is not None for name in self.names]
+        assert [bool(length) for length in self.slab.lengths] == used_rows
 
     def teardown(self):
         if hasattr(self, "slab"):
@@ -364,9 +364,9 @@ def test_split_copies_one_tensor_at_a_time(rows):
     slab = DenseSlab(SHAPE, rows, 5, meter=meter)
     feed(slab, list(range(rows)), [5] * rows)
 
-    taken = slab.split()
+    split_rows = slab.split()
 
-    assert meter.used_bytes == rows * 5 * TOKEN_BYTES == sum(kv.num_bytes for kv in taken)
+    assert meter.used_bytes == rows * 5 * TOKEN_BYTES == sum(kv.num_bytes for kv in split_rows)
     assert meter.peak_bytes <= SHAPE.growing_bytes(rows, 5)
 
 

@@ -46,9 +46,9 @@ def promote_and_evict(checked: CheckedMemory, row: int, *, pages: bool = False) 
     for lane, positions in enumerate(reader.lane_positions):
         found[lane][~np.isin(found[lane], positions)] = -1
         newest = positions[(positions >= length - window.tokens.recent) & (positions >= 0)]
-        wanted = checked.rng.permutation(np.setdiff1d(newest, found[lane]))
+        candidates = checked.rng.permutation(np.setdiff1d(newest, found[lane]))
         free = np.flatnonzero(found[lane] < 0)
-        chosen = wanted[: min(len(free), int(checked.rng.integers(4)))].astype(np.int64)
+        chosen = candidates[: min(len(free), int(checked.rng.integers(4)))].astype(np.int64)
         at = np.full(len(chosen), lane), free[: len(chosen)]
         buffer.put(row, at, chosen, window)
         heads = range(2) if per_layer == 1 else range(lane % 2, lane % 2 + 1)

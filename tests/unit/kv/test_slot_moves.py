@@ -31,7 +31,7 @@ def moved(keep, moves):
     lanes = [list(range(keep.shape[1])) for _ in keep]
     for lane, source, target in zip(moves.lane, moves.source, moves.target, strict=True):
         lanes[lane][target] = int(source)
-    return [lane[: int(kept)] for lane, kept in zip(lanes, keep.sum(axis=1), strict=True)]
+    return [lane[: int(count)] for lane, count in zip(lanes, keep.sum(axis=1), strict=True)]
 
 
 def test_moves_of_both_kinds_for_an_example_mask():

@@ -216,8 +216,8 @@ def test_residual_similarity_sums_the_cosines_of_all_tokens(chunks):
 def test_statistics_do_not_depend_on_the_rest_of_the_batch(name, heads_apart):
     """Rows with all, some and no statistics, at different lengths and in mixed steps."""
     kv = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
-    wanted = [ALL, (AttentionSum("max"), QueryRing(6)), (), ALL]
-    rows = [start(kv, statistics) for statistics in wanted]
+    requested_statistics = [ALL, (AttentionSum("max"), QueryRing(6)), (), ALL]
+    rows = [start(kv, statistics) for statistics in requested_statistics]
     cuts = [
         chunk_ranges("chunks"),
         chunk_ranges("whole"),
@@ -233,7 +233,7 @@ def test_statistics_do_not_depend_on_the_rest_of_the_batch(name, heads_apart):
         step(kv, due)
 
     for seed, (row, statistics, chunks) in enumerate(
-        zip(rows, wanted, ["chunks", "whole", "tokens", "tokens"], strict=True)
+        zip(rows, requested_statistics, ["chunks", "whole", "tokens", "tokens"], strict=True)
     ):
         alone = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
         other = start(alone, statistics)
@@ -264,7 +264,7 @@ def requested(statistics, rows, tokens):
     """For each of the three layers, whether a step requests column sums."""
     recording = RecordsSumRequests()
     kv = make_kv(statistics, backend=recording)
-    step(kv, {start(kv, wanted): (Sequence(TOKENS), 0, tokens) for wanted in rows})
+    step(kv, {start(kv, names): (Sequence(TOKENS), 0, tokens) for names in rows})
     return recording.sums
 
 

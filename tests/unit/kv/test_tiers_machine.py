@@ -11,7 +11,7 @@ from quire.errors import HostMemoryFull
 from quire.kv.swap import swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
 from support.host_array import CopyFailed, HostArray
-from unit.kv.test_memory_machine import LAYOUT, MAX_ROWS, SEEDS, MemoryMachine
+from support.memory_machine import LAYOUT, MAX_ROWS, SEEDS, MemoryMachine
 
 CALLS = st.none() | st.integers(0, 8)  # number of copies before one fails
 

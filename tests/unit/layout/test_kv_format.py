@@ -126,13 +126,16 @@ def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
         evicting=True,
         heads_apart=heads_apart,
     )
-    full, kept = layout.groups[:2]
+    full, exact = layout.groups[:2]
 
-    assert kept.full_precision.of == full.name == "full"
-    assert (kept.num_lanes, kept.page_class.heads) == (full.num_lanes, full.page_class.heads)
+    assert exact.full_precision.of == full.name == "full"
+    assert (exact.num_lanes, exact.page_class.heads) == (
+        full.num_lanes,
+        full.page_class.heads,
+    )
     _, fixed_bytes = page_and_fixed_bytes(layout)
     assert layout.groups[-1].name == "window_64.full_precision"
-    assert fixed_bytes == kept.num_lanes * kept.page_class.page_bytes
+    assert fixed_bytes == exact.num_lanes * exact.page_class.page_bytes
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])
@@ -146,7 +149,7 @@ def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
         heads_apart=heads_apart,
     )
     [group] = [group for group in layout.groups if group.promoted is not None]
-    full, kept = layout.groups[:2]
+    full, exact = layout.groups[:2]
 
     assert (group.name, group.promoted.of, group.fixed_slots) == (
         "full.promoted",
@@ -161,7 +164,7 @@ def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
     record_bytes = 2 * heads * (head_dim + 2) + 4
     assert 7 * record_bytes <= group.page_class.page_bytes <= 7 * record_bytes + 64
     _, fixed_bytes = page_and_fixed_bytes(layout)
-    fixed = (kept, group)
+    fixed = (exact, group)
     assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in fixed)
     assert statistics_used(layout, ()) == {
         "full.full_precision",
@@ -213,12 +216,12 @@ def test_unknown_promotion_codec_is_named():
 def test_full_precision_window_is_limited_by_the_sliding_window():
     layout = layout_for(MODEL, codec="int4+residual=100+plain=float16", page_tokens=16)
 
-    kept = {
+    full_precision = {
         group.name: group.full_precision.records
         for group in layout.groups
         if group.full_precision is not None
     }
-    assert kept == {"full.full_precision": 100, "window_64.full_precision": 64}
+    assert full_precision == {"full.full_precision": 100, "window_64.full_precision": 64}
 
 
 def test_messages_show_the_codec_as_given():

@@ -107,14 +107,14 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), tokens=st.tuples(*[st.integers(0, 50)] * 3))
     def serve(self, tenant, tokens):
-        if tenant not in self.here:  # absent tenants are not served
+        if tenant not in self.present:  # absent tenants are not served
             return
         prompt, output, cached = tokens
         self.queue.charge(tenant, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
         self.plain.times[tenant] += (prompt + 2 * output + 0.25 * cached) / WEIGHTS[tenant]
 
     @property
-    def here(self):
+    def present(self):
         return {r.tenant for r in [*self.running, *self.plain.waiting]}
 
     @invariant()
@@ -122,7 +122,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert list(self.queue.ordered()) == self.plain.ordered()
         assert len(self.queue) == len(self.plain.waiting)
         times, floor = self.plain.times, self.plain.floor
-        assert all(self.queue.virtual_time(t) == times[t] for t in self.here)
+        assert all(self.queue.virtual_time(t) == times[t] for t in self.present)
         assert all(max(floor, self.queue.virtual_time(t)) == max(floor, times[t]) for t in TENANTS)
         heads = list(self.queue.heads())
         assert self.queue.backlogged == [r.tenant for r in heads]
@@ -302,11 +302,11 @@ def test_service_of_backlogged_tenants_differs_by_a_constant(a_sizes, b_sizes, w
     longest_prompt = max(prompt for prompt, _ in a_sizes + b_sizes)
     bound = 2 * max(longest_prompt, 2 * memory_tokens) / min(weights)
     sizes = {"a": itertools.cycle(a_sizes), "b": itertools.cycle(b_sizes)}
-    here = ["a"]
+    present = ["a"]
 
     def refill():
         waiting = [r.tenant for r in queue.ordered()]
-        for name in here:  # two, so that one still waits when the first is admitted
+        for name in present:  # two, so that one still waits when the first is admitted
             for _ in range(2 - waiting.count(name)):
                 prompt, output = next(sizes[name])
                 queue.push(request(name, prompt=prompt, output=output))
@@ -314,7 +314,7 @@ def test_service_of_backlogged_tenants_differs_by_a_constant(a_sizes, b_sizes, w
     server, gaps = Server(queue, memory_tokens, by_name, refill), []
     for step in range(late_steps + 40):
         if step == late_steps:  # b arrives late: its idle time is not credited
-            here.append("b")
+            present.append("b")
         if step >= late_steps:
             gaps.append(server.served.get("a", 0) - server.served.get("b", 0))
         server.step()

@@ -6,7 +6,6 @@ staging is filled with NaN after every step: attended pages must have been prefe
 
 import time
 from concurrent.futures import Future
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,54 +14,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, HostMemoryFull, OutOfPages
-from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import plan_compaction
-from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork, reference_pages, release_reference, start_from_references
-from quire.kv.step import PagedKV, StepAttention
+from quire.kv.step import StepAttention
 from quire.kv.step_log import ClockMarks
-from quire.kv.store import PageStore
 from quire.kv.swap import swap_out
-from quire.layout.layout import SLOTS, layout_for
-from quire.layout.model import LayerSpec, ModelSpec
-from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.offload.kv.step_offload import KVOffload
-from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.host_store import host_copies
+from quire.layout.layout import SLOTS
 from quire.offload.swap.transfer import ThreadTransferWorker
-from support.pressure import stored_pages
-
-CPU = torch.device("cpu")
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
-MODEL = ModelSpec(
-    architecture="llama",
-    num_layers=6,
-    num_heads=NUM_HEADS,
-    num_kv_heads=NUM_KV_HEADS,
-    head_dim=HEAD_DIM,
-    hidden_size=32,
-    intermediate_size=64,
-    vocab_size=128,
-    max_positions=512,
-    tied_embeddings=False,
-    gated_mlp=True,
-    layers=tuple(LayerSpec(window=9 if layer == 2 else None) for layer in range(6)),
+from support.offloaded_kv import (
+    CPU,
+    FULL_LAYERS,
+    HEAD_DIM,
+    MATH,
+    MODEL,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    PAGE,
+    SlowTransferWorker,
+    make,
+    poison,
 )
-FULL_LAYERS = 5
-MATH = AttentionMath(scale=0.5)
-
-
-class SlowTransferWorker(ThreadTransferWorker):
-    """Delays every copy: attention that does not wait reads NaN."""
-
-    def submit(self, copy, num_bytes):
-        def slowly():
-            time.sleep(0.002)
-            copy()
-
-        return super().submit(slowly, num_bytes)
+from support.pressure import stored_pages
 
 
 class FailingTransferWorker:
@@ -70,7 +44,7 @@ class FailingTransferWorker:
 
     def submit(self, copy, num_bytes):
         lost = Future()
-        lost.set_exception(OSError("the link is gone"))
+        lost.set_exception(OSError("the link failed"))
         return lost
 
     def marks(self):
@@ -91,33 +65,12 @@ class OneCopyFails(ThreadTransferWorker):
 
         def fail_or_copy():
             if number == self.number:
-                raise OSError("the link is gone")
+                raise OSError("the link failed")
             time.sleep(0.2 if number > self.number else 0)
             copy()
 
         self.copies.append(super().submit(fail_or_copy, num_bytes))
         return self.copies[-1]
-
-
-def make(
-    codec="float32",
-    *,
-    backend=None,
-    transfer_worker=None,
-    evicting=False,
-    sequences=8,
-    host_bytes=1 << 20,
-):
-    layout = layout_for(MODEL, codec=codec, page_tokens=PAGE, evicting=evicting)
-    backend = backend or GatheredAttention(CPU)
-    make_store = partial(PageStore, device=CPU, mover=backend.move)
-    total_bytes = layout.smallest_sequence_bytes * 8 * sequences
-    memory = KVMemory(layout, total_bytes, max_rows=8, store=make_store)
-    memory.store.arena.fill_(0xFF)
-    pool = HostPool(host_bytes, host_copies(memory.store, host_bytes, 1))
-    prefixes = OffloadedPrefixes(memory, pool, memory.store.page_positions)
-    kv_offload = KVOffload(memory, prefixes, transfer_worker or ThreadTransferWorker())
-    return PagedKV(memory, memory.store, backend, offload=kv_offload)
 
 
 def step(kv, tokens, seed):
@@ -141,16 +94,6 @@ def step(kv, tokens, seed):
 def page_bytes(kv):
     """Bytes of used pages, without waste at slab borders."""
     return sum(pool.used_bytes for pool in kv.memory.pools.values())
-
-
-def poison(kv):
-    """Fill all staging with NaN."""
-    prefixes = kv.offload.prefixes
-    for row in prefixes.rows:
-        for page_group in prefixes.page_groups(row):
-            page_class = kv.memory.tables[page_group.group].group.page_class
-            whole = kv.store.views(page_class).whole
-            whole[torch.from_numpy(page_group.staging.reshape(-1)).long()] = 0xFF
 
 
 @pytest.mark.parametrize(
@@ -399,7 +342,7 @@ def test_failed_prefetch_raises_in_the_step():
     step(kv, {row: 12}, 7)
     kv.offload.prefixes.offload(row, 8)
 
-    with pytest.raises(OSError, match="the link is gone"):
+    with pytest.raises(OSError, match="the link failed"):
         step(kv, {row: 1}, 8)
     kv.memory.release([row])
     kv.memory.check()
@@ -414,7 +357,7 @@ def test_other_copies_are_awaited_after_a_failed_copy():
         kv.offload.prefixes.offload(row, 16)
     kv.offload.prefixes.halve_staging(rows[0])
 
-    with pytest.raises(OSError, match="the link is gone"):
+    with pytest.raises(OSError, match="the link failed"):
         step(kv, dict.fromkeys(rows, 1), 10)
     kv.memory.release(rows)
 

@@ -19,7 +19,7 @@ from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
 from quire.offload.swap.transfer import ThreadTransferWorker
-from unit.offload.kv.test_offloaded_prefixes import (
+from support.offloaded_kv import (
     CPU,
     FULL_LAYERS,
     HEAD_DIM,
@@ -247,7 +247,7 @@ class FailingTransferWorker(ThreadTransferWorker):
 
     def submit(self, copy, num_bytes):
         def lost():
-            raise OSError("the link is gone")
+            raise OSError("the link failed")
 
         return super().submit(lost, num_bytes)
 
@@ -261,7 +261,7 @@ def test_failed_copy_raises_and_leaves_no_transfer_in_flight(recomputed_pages):
     step(kv, model, known, {row: 12}, 3)
     kv.offload.prefixes.offload(row, 8)
 
-    with pytest.raises(OSError, match="the link is gone"):
+    with pytest.raises(OSError, match="the link failed"):
         step(kv, model, known, {row: 1}, 4)
     kv.memory.release([row])
     kv.memory.check()
