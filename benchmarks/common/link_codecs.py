@@ -16,7 +16,7 @@ from quire.offload.profiler import Sizes
 from quire.plan.offload.activations import activation_gate
 
 PLAIN = "plain"
-_MOST_FLOAT_BYTES = 256 << 20  # most float32 scratch while encoding or decoding
+MOST_FLOAT_BYTES = 256 << 20  # most float32 scratch while encoding or decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Coder:
             out[part].copy_(found.view(-1, self.width))
 
     def _parts(self, tokens: int) -> Iterator[slice]:
-        step = max(1, _MOST_FLOAT_BYTES // (4 * self.width))
+        step = max(1, MOST_FLOAT_BYTES // (4 * self.width))
         for first in range(0, tokens, step):
             yield slice(first, first + step)
 

@@ -144,7 +144,7 @@ def test_all_arms_compute_equal_hidden_states(case):
 )
 def test_codecs_copy_the_counted_bytes_with_small_errors(link_codecs, most, monkeypatch):
     monkeypatch.setattr(
-        codecs_of_links, "_MOST_FLOAT_BYTES", 4 * CASE.kv_width * 5
+        codecs_of_links, "MOST_FLOAT_BYTES", 4 * CASE.kv_width * 5
     )  # five tokens at a time
     found = harness(CASE, link_codecs)
     model, sizes = found.model, found.sizes
