@@ -57,7 +57,7 @@ def model_of(architecture: str, dtype: torch.dtype = torch.bfloat16) -> LoadedMo
 
 @dataclass
 class Run:
-    """What requests were answered, and all logits they were given, by position."""
+    """Output tokens of requests, and the logits of each position."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logits: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def alone(model: LoadedModel, kv: dict | None = None) -> Run:
 
 
 def drawn(model: LoadedModel, rng: random.Random, kv: dict | None = None) -> tuple[dict, list[int]]:
-    """Options and requests of a run: a memory in which one to three of the largest fit."""
+    """Options and requests of a run, with memory for one to three of the largest requests."""
     numbers = 2 * len(model.spec.layers) * model.spec.num_kv_heads * model.spec.head_dim
     largest = numbers * model.decoder.dtype.itemsize * (max(LENGTHS) + NEW_TOKENS + 32)
     memory = 1 << 24 if rng.random() < 0.3 else int(largest * rng.choice((1.1, 1.4, 2)))
@@ -134,7 +134,7 @@ def drawn(model: LoadedModel, rng: random.Random, kv: dict | None = None) -> tup
 
 
 def check(model: LoadedModel, seeds: range, kv: dict | None = None) -> int:
-    """Compare; return the preemptions there were."""
+    """Compare the runs; return the number of preemptions."""
     expected, preemptions = alone(model, kv), 0
     for seed in seeds:
         options, numbers = drawn(model, random.Random(seed), kv)
@@ -202,7 +202,7 @@ def test_no_batch_changes_a_bit_with_allowed_codecs_and_rules(kv):
 
 
 def test_without_the_option_a_batch_changes_bits():
-    """What the comparison finds where nothing is fixed: it would see a difference."""
+    """Without the option the comparison finds differences, so it can fail."""
     model, numbers = model_of("llama", torch.float32), [3, 4, 5, 6]
     one = run(model, [6], batch_invariant=False)
     many = run(model, numbers, batch_invariant=False, chunk_tokens=7)

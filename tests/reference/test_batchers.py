@@ -58,7 +58,7 @@ def model_of(architecture: str) -> LoadedModel:
 
 
 def params_of(number: int) -> SamplingParams:
-    """Greedy, or drawn with all the state that a row can have."""
+    """Greedy, or sampled with all options that keep state for a row."""
     if number % 3:
         return SamplingParams(max_tokens=24 + number, temperature=0.0, ignore_eos=True)
     return SamplingParams(
@@ -94,7 +94,7 @@ def alone(architecture: str, stored: str) -> dict[str, list[int]]:
 
 
 def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Engine:
-    """One whose memory holds `rooms` of the largest query."""
+    """An engine whose memory holds `rooms` of the largest query."""
     schedule = ScheduleConfig(
         max_num_seqs=ROWS,
         max_num_batched_tokens=32,

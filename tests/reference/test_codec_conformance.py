@@ -63,7 +63,7 @@ def goes(codec: str, policy: str, granularity: str, store: str) -> bool:
 
 
 def model_for(store: str) -> str:
-    """One with windows, where lanes can go round."""
+    """A model with windows for the ring store."""
     return MODELS[store == "ring"]
 
 
@@ -77,7 +77,7 @@ _folders: dict[str, str] = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def _measured(tmp_path_factory):
-    """What codecs with constants need, for both models."""
+    """Constants of the codecs that need them, for both models."""
     for model in MODELS:
         vectors = read_vectors(loaded(model).decoder, [2 + i * i % 61 for i in range(300)])
         folder = tmp_path_factory.mktemp(model)
@@ -87,7 +87,7 @@ def _measured(tmp_path_factory):
 
 
 def constants_of(codec: str, store: str = "paged") -> str:
-    """Where they are; nothing for codecs that need none."""
+    """The option that names their folder; no option for codecs without constants."""
     known = CODECS.get(codec.partition("+")[0])
     return _folders[model_for(store)] if known is not None and known.constants else ""
 
@@ -114,7 +114,7 @@ def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
 
 @cache
 def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
-    """Ring or not: in pages one by one, with the same model."""
+    """Each request alone in paged memory, with the model of the store."""
     store = "ring" if ring else "paged"
     kv = {"codec": codec, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
@@ -151,7 +151,7 @@ def test_a_codec_is_allowed_with_all_rules_and_stores_except_those_it_excludes(c
 
 
 def cells() -> list:
-    """Each codec with each rule it goes with; a few of them in the normal suite."""
+    """Each codec with each allowed rule; a few of them are fast."""
     found = []
     for number, (codec, (policy, granularity)) in enumerate(product(LOSSY, SOUND)):
         if goes(codec, policy, granularity, "paged"):
@@ -221,7 +221,7 @@ def test_a_recomputed_head_precedes_a_swapped_tail(codec):
 
 
 class Encoders:
-    """Counts the vectors that codecs encode, and where they came from.
+    """Counts the vectors that codecs encode, and checks their source.
 
     Args:
         patch: undone at the end of the test.
@@ -250,7 +250,7 @@ class Encoders:
         return counted
 
     def _must_be_made(self, vectors: torch.Tensor) -> None:
-        """Every vector is one that the model has made, to the bit."""
+        """Every vector is bit-equal to one that the model computed."""
         known = torch.cat([x.reshape(-1, x.shape[-1]) for x in self.made])
         flat = vectors.reshape(-1, vectors.shape[-1])
         assert (flat[:, None] == known).all(dim=-1).any(dim=-1).all()
@@ -262,7 +262,7 @@ ONCE = [*(name for name in LOSSY if not CODECS[name].per_page), "int4+sinks=2+re
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @pytest.mark.parametrize("codec", ONCE)
 def test_a_token_is_encoded_once_from_full_precision(codec, preempt, monkeypatch):
-    """Key and value of two heads in two layers, for each token that is read: no other ever."""
+    """Key and value of two heads in two layers, for each processed token and no other."""
     seen = Encoders(monkeypatch)
     host = "4MiB" if preempt == "swap" else 0
 

@@ -1,4 +1,4 @@
-"""Codecs in the engine: what disturbs a request changes no logit of it, and bytes are as counted.
+"""Codecs in the engine: batching and preemption change no logits; bytes are as counted.
 
 Every codec x store x rules of eviction, pairwise. Products are exact
 (tests/support/exact_products.py), so that what should be equal is.
@@ -48,7 +48,7 @@ PROMPTS = [make_prompts(1, 60, seed=3)[0], [3 + i * i % 60 for i in range(60)]]
 
 
 def covering() -> list[tuple[str, str]]:
-    """Each codec with a rule, and all rules with one codec or another."""
+    """Each codec with a rule, and each rule with a codec."""
     rules, pairs = list(RULES), []
     for i, codec in enumerate(CODECS_HERE):
         own = ["full", "by page"] if "_page" in codec else rules
@@ -139,7 +139,7 @@ def test_quantized_kv_with_a_window_and_logit_soft_caps(codec):
 
 
 def test_outputs_of_one_prompt_share_codes():
-    """Forks: each answer has the tokens of a request of its own with the same seed."""
+    """Forks: each output equals that of a separate request with the same seed."""
     params = SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=4, ignore_eos=True)
     together = answers_to(PROMPTS[-1], params, enable_prefix_caching=False)
     with_prefix = answers_to(PROMPTS[-1], params, enable_prefix_caching=True)
@@ -180,7 +180,7 @@ def test_a_request_uses_the_bytes_of_its_codecs(codec):
 
 
 def test_full_precision_tokens_are_counted():
-    """2 sinks and 6 newest tokens, or a page but one: key and value of 16 floats in two heads."""
+    """2 sinks and 6 newest tokens, or a page minus one: key and value of 16 floats, two heads."""
     for codec, records in (("int4+sinks=2+residual=6", 8), ("int4_page/int4", 3)):
         done = run({"r": ([5, 6, 7], "full")}, model=MODEL, kv={"codec": codec, "evict_allow": ""})
         layout = done.engine.pool.kv.memory.layout

@@ -1,4 +1,4 @@
-"""Every query's tokens are those of its run alone: all batchers, arrivals, preemptions, sizes."""
+"""Every query's tokens equal those of its run alone: all batchers, arrivals, preemptions, sizes."""
 
 from functools import cache, partialmethod
 
@@ -43,7 +43,7 @@ def expected_of(architecture: str) -> list[Expected]:
 
 
 def options(architecture: str, rule: str, how: str) -> dict[str, object]:
-    """`scale_at` is a share of the peak of a run without it."""
+    """`scale_at` is a fraction of the peak of a run without it."""
     named = dict(HOW[how]) | {"batch_size": 4, "batcher": rule}
     if "scale_at" in named:
         batch = DynamicBatch(build(architecture), batch_size=4, batcher=rule)
@@ -98,7 +98,7 @@ def test_the_dense_slab_and_the_engines_pages_give_the_same_tokens(architecture)
 
 
 def valid_only(module, query, key, value, attention_mask, scaling=None, **_options):
-    """Eager attention that cuts out what each query sees, and reads nothing else."""
+    """Eager attention over only the slots that each query attends to."""
     groups = query.shape[1] // key.shape[1]
     out = torch.zeros_like(query)
     rows, _, queries, _ = query.shape
@@ -135,7 +135,7 @@ def test_nan_in_every_slot_without_a_token_changes_no_logits(
 
 @pytest.mark.parametrize("filler", [float("nan"), float("-inf")])
 def test_stock_attention_reads_slots_without_a_token(monkeypatch, filler):
-    """The test above can fail: with these, Transformers' own attention gives NaN."""
+    """The test above can fail: with these slots, Transformers' attention gives NaN."""
     monkeypatch.setattr(DenseSlab, "__init__", partialmethod(DenseSlab.__init__, filler=filler))
 
     seen = run(DynamicBatch(build("llama"), batch_size=3), PROMPTS[:5])

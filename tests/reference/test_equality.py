@@ -28,7 +28,7 @@ def reference(architecture: str) -> list[Expected]:
 
 
 class Forced:
-    """Stands in for the sampler: notes the logits, answers with Transformers' tokens."""
+    """A sampler that records the logits and returns the tokens of Transformers."""
 
     def __init__(self, expected: dict[str, Expected]) -> None:
         self.expected = expected
@@ -47,7 +47,7 @@ class Forced:
 
 
 def drive(engine: Engine, expected: list[Expected], seed: int) -> tuple[dict[str, list[int]], int]:
-    """Submit at random steps, cancel a few; return the answers and how many were cancelled."""
+    """Submit at random steps, cancel a few; return outputs and the number of cancelled requests."""
     rng = random.Random(seed)
     waiting = list(enumerate(expected))
     rng.shuffle(waiting)
@@ -103,7 +103,7 @@ QUICK = [
 
 
 def quick_cases(architecture: str, attention: str) -> list[tuple[int, int, str]]:
-    """Other cases for each kind of attention, so that an architecture meets four."""
+    """Different cases for each kind of attention, four for an architecture with both."""
     place = list(zoo.ARCHITECTURES).index(architecture) + 3 * (attention == "auto")
     return QUICK[place % len(QUICK)]
 
@@ -138,7 +138,7 @@ GATHERED = ("llama", "mistral", "gemma2", "opt", "gpt_oss")
 
 
 def cases() -> list:
-    """Each architecture with attention in C, where that is built, and some without."""
+    """Each architecture with attention in C, if it is built, and some without."""
     found = [pytest.param(name, "auto", id=f"{name}-auto") for name in zoo.ARCHITECTURES]
     for name in zoo.ARCHITECTURES:
         marks = [] if name in GATHERED else [pytest.mark.slow]
@@ -176,7 +176,7 @@ def test_greedy_tokens_equal_generate_up_to_ties(architecture):
 
 
 def crosses_longrope(architecture: str, wanted: Expected) -> bool:
-    """Transformers changes the frequencies in the middle of such an answer; Quire never does."""
+    """Transformers changes the RoPE frequencies during such an output; Quire does not."""
     length = len(wanted.prompt)
     limit = zoo.LONGROPE_SHORT_TOKENS
     return architecture == "phi3_longrope" and length <= limit < length + NEW_TOKENS

@@ -1,4 +1,4 @@
-"""Eviction end to end: the cap holds, memory is freed, and nothing but the rule decides."""
+"""Eviction end to end: the cap holds, memory is freed, and only the rule chooses the tokens."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ NEW_TOKENS = 30
 
 
 class Recorder:
-    """Wraps a sampler and keeps the logits of every request's every step."""
+    """Wrapper of a sampler that records the logits of every step of every request."""
 
     def __init__(self, sampler):
         self.sampler = sampler
@@ -84,7 +84,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(model, prompts):
-    """Logits of all prompts at once."""
+    """Logits of all prompts in one batch."""
     _, logits, _ = run(model, prompts)
     return logits
 
@@ -98,7 +98,7 @@ def test_a_cap_above_the_length_changes_no_logits(model):
 
 
 def seen_under_recent(length: int) -> torch.Tensor:
-    """[query, key]: the keys a query finds, by the rule alone.
+    """[query, key]: the keys that a query attends to, by the rule.
 
     Up to the cap all before it. After that tokens are read `every` at a time: a query finds the
     sinks, the newest that were left when its chunk began, and its chunk up to itself.
@@ -110,7 +110,7 @@ def seen_under_recent(length: int) -> torch.Tensor:
 
 
 def seen_in_window(length: int) -> torch.Tensor:
-    """[query, key] of a layer with a sliding window, which no rule thins."""
+    """[query, key] of a layer with a sliding window, in which no rule evicts."""
     query, key = torch.arange(length)[:, None], torch.arange(length)
     return (key <= query) & (key > query - zoo.WINDOW_TOKENS)
 

@@ -48,7 +48,7 @@ ALLOW = (
 
 @dataclass
 class Run:
-    """What came of some requests, by their ids."""
+    """Results of requests, by their ids."""
 
     engine: Engine
     logits: dict[str, list[torch.Tensor]]
@@ -57,7 +57,7 @@ class Run:
     reasons: list[str] = field(default_factory=list)
 
     def traces(self) -> dict[str, list]:
-        """For each request what stayed after every eviction."""
+        """Retained tokens of each request after every eviction."""
         return {
             name: [(k.num_computed, [lane.tolist() for lane in k.retained]) for k in found]
             for name, found in ((n, self.engine.eviction_trace(n)) for n in self.usages)
@@ -141,7 +141,7 @@ def apart() -> Run:
 
 @pytest.fixture(scope="module")
 def everything() -> Engine:
-    """An engine for all rules, which leave each other's bits alone."""
+    """An engine that allows all rules, which do not change each other's logits."""
     return Engine(
         loaded("llama"), kv_config(memory="8MiB", evict_allow="all", enable_prefix_caching=False)
     )
@@ -162,7 +162,7 @@ def test_a_cap_that_is_never_reached_changes_no_bit_and_no_memory(everything):
     "name", [n for n, rule in registered().items() if not rule().rerotates_keys]
 )
 def test_recorded_statistics_do_not_change_the_logits_of_a_prompt(everything, name):
-    """Until the first token leaves, behind the prompt, all is as with everything kept."""
+    """Up to the first eviction, after the prompt, logits equal those without eviction."""
     rule = policy_of(name, {})
     cap = 290 if name == "lagkv" else 90  # it protects more than others
     held = cap + rule.added_tokens(cap, 16)
@@ -195,7 +195,7 @@ def test_retained_tokens_do_not_depend_on_the_page_size(apart, page_tokens):
 
 @pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
 def test_whole_pages_are_freed_in_lanes_without_holes(store):
-    """There the tokens of other pages close the gap: the same ones stay."""
+    """Tokens of other pages fill the freed slots: retained tokens are equal."""
     jobs = jobs_of({"crushed pages": RULES["crushed pages"]})
     options = {"evict": RULES["crushed pages"], "evict_allow": ""}
 
@@ -275,7 +275,7 @@ def test_prompts_of_ten_times_the_cap_run_in_the_memory_of_the_cap(name):
 
 
 def test_retained_sets_of_each_schedule_are_those_of_its_rule():
-    """`recent` by hand: a prompt of 50, cap 24, 6 at a time, 14 answers."""
+    """`recent` by hand: a prompt of 50, cap 24, 6 at a time, 14 output tokens."""
     prompt = list(range(2, 52))
     policies = {
         "prefill_and_decode": [24, 30, 36, 42, 48, 54, 60],
@@ -317,7 +317,7 @@ def test_a_prompt_that_fits_only_under_its_cap_is_admitted():
 
 
 def one_by_one(jobs: dict, **options: object) -> Run:
-    """Each request after the one before it, so that later ones find what earlier ones read."""
+    """Requests one after the other, so that later ones find the prefixes of earlier ones."""
     done = run({}, **options)
     logits: dict[str, list[torch.Tensor]] = {}
     for name, job in jobs.items():

@@ -197,7 +197,7 @@ def and_all_since(lanes: list[list[int]], start: int, end: int) -> list[list[int
 
 
 def run_case(case: Case, evict: dict | None = None, *, traced: bool = False, **options) -> Run:
-    """Answer all prompts under a case's rules.
+    """Generate for all prompts under a case's rules.
 
     Args:
         case: whose pages the engine has.
@@ -239,7 +239,7 @@ def assert_as_together(case: Case, other: Run) -> None:
 
 
 def scores_of(case: Case) -> dict[tuple[str, int], list[dict[int, float]]]:
-    """By request and length at each eviction: of every lane the score of each position."""
+    """Scores by position of every lane, by request and length at each eviction."""
     found: dict[tuple[str, int], list[dict[int, float]]] = {}
     lanes: list[dict[int, float]] = []
     evict, decide = PolicyEvictor.evict, Eviction.decide

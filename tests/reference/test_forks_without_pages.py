@@ -52,7 +52,7 @@ def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object)
 
 
 def peak_bytes(rule: str, codec: str) -> int:
-    """Of the longest sequence with nothing lost."""
+    """Need of the longest sequence without eviction."""
     engine = make_engine(1 << 22, rule, codec, NO_LOSS)
     need = Need(LENGTHS[-1] + NEW_TOKENS, LENGTHS[-1], engine.pool.eviction.spec)
     return engine.scheduler.peaks.peak_bytes(need)
@@ -67,7 +67,7 @@ Tokens = dict[tuple[str, int], list[int]]
 
 
 def answer(engine: Engine, kind: dict[str, object]) -> tuple[Tokens, int]:
-    """Submit what fits, run to the end with the books checked.
+    """Submit the requests that fit, run to the end and check the accounts.
 
     Returns:
         Tokens by request and index; how many forks found no pages.
@@ -113,7 +113,7 @@ def test_a_fork_without_pages_never_raises(rule, codec, kind, prefix_cache, room
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 @pytest.mark.parametrize(("rule", "kind"), [("h2o", DRAWS), ("average", BEST), ("h2o", BEAMS)])
 def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
-    """Every third fork behind all known tokens fails, and no token leaves under this cap."""
+    """Every third fork after all known tokens fails; no token is evicted under this cap."""
     ample, _ = answer(make_engine(1 << 22, rule, "none", NO_LOSS), kind)
     rng, fork = random.Random(3), SequenceMemory.fork
 

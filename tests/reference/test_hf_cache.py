@@ -1,4 +1,4 @@
-"""QuireCache inside Transformers' generate: its answers, and the engine's kept sets."""
+"""QuireCache in Transformers' generate: its tokens, and the retained sets of the engine."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_retained_sets_and_tokens_equal_those_of_the_engine(name, rule, when) ->
 
 
 def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[list[int], object]]:
-    """Answers of an engine, and what it holds of each when their last token has been chosen."""
+    """Tokens of an engine, and the retained positions of each request after its last token."""
     if ":" not in evict:
         evict = evict.replace(",", ":", 1)
     model = load(name)

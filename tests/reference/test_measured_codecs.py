@@ -1,4 +1,4 @@
-"""Codecs with measured constants in the engine: calibrated, stored beside the model, read, used.
+"""Codecs with calibrated constants in the engine: measured, stored with the model, loaded, used.
 
 Constants differ from layer to layer and from head to head, so a wrong one is seen in the logits.
 """
@@ -48,7 +48,7 @@ def vectors_of(model: str):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Constants of all codecs here, of two models."""
+    """Constants of all codecs of this file, for two models."""
     found = tmp_path_factory.mktemp("models")
     for model in (MODEL, "gemma2"):
         for text in HERE:
@@ -110,7 +110,7 @@ def test_the_reference_backend_gives_equal_logits(codec, rule, folder):
 @pytest.mark.parametrize("rule", ["heads apart", "full"])
 @pytest.mark.parametrize("model", [MODEL, "gemma2"])
 def test_each_head_of_each_layer_is_decoded_with_its_own_constants(rule, model, folder):
-    """The first layer's keys are those that were measured, later ones have read codes before."""
+    """Keys of the first layer equal the measured ones; later layers attended to codes before."""
     found: dict[int, torch.Tensor] = {}
 
     def note(engine: Engine) -> None:
@@ -209,7 +209,7 @@ def test_prefix_keys_depend_on_the_constants(tmp_path):
 
 
 def test_errors_are_measured_on_held_out_tokens():
-    """Of plain numbers none; fewer bits, more; a text too short is refused."""
+    """None for plain codecs; larger for fewer bits; a text that is too short is rejected."""
     found = {}
     for text in ("float32", "int8", "int4", "int2"):
         form = read_format(text)

@@ -1,4 +1,4 @@
-"""An engine that attends to codes in C, against one that decodes them where it gathers them."""
+"""Attention to codes in C, compared with attention that decodes them while it gathers."""
 
 import pytest
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("codec", ["int8", "int4/int8", "int4_outliers"])
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens):
-    """A number between two codes may become either: see tests/support/exact_products.py."""
+    """A value between two codes may be rounded to either: see tests/support/exact_products.py."""
     kv = {"codec": codec, "enable_prefix_caching": False}
     found = [
         run(JOBS, model=MODEL, kv=kv | {"attention": name}, chunk_tokens=chunk_tokens)

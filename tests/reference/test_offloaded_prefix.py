@@ -475,11 +475,11 @@ def test_evicting_requests_are_offloaded_between_evictions(
 
     If each KV head retains different tokens, no activations are stored and `auto` transfers all KV.
     """
-    if codec != "none":  # another company rounds otherwise, and codes make more of that
+    if codec != "none":  # other batches round differently, and codes amplify that
         use_exact_products(monkeypatch)
     options = {"codec": codec, "evict": f"{rule}:cap=40,every=8", "cancel": [("c", 9)]}
     host = {"swap_space": "4MiB", "schedule": {"preempt": "swap", "admission": "optimistic"}}
-    recompute = "1" if makes else "auto"
+    recompute = "1" if recomputes else "auto"
     engine, logits, _ = run(name, rows, offload_recompute=recompute, **options, **host)
     expected = run(name, 16, stream=0, **options)[1]
 

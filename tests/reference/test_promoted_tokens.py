@@ -56,7 +56,7 @@ def promoted(done: Run) -> dict[str, list]:
 
 
 def rules() -> list:
-    """Each rule that scores, token by token and by page, in turns on the stores."""
+    """Each rule with scores, by token and by page, alternating over the stores."""
     found = []
     for granularity in ("token", "page"):
         for policy in registered():
@@ -146,7 +146,7 @@ def test_the_tokens_with_the_highest_scores_are_promoted(monkeypatch):
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 def test_a_promoted_token_is_encoded_once_more_from_full_precision(preempt, monkeypatch):
-    """Body and record, key and value, two heads, two layers; never from what was decoded."""
+    """Body and record, key and value, two heads, two layers; never from decoded values."""
     seen = Encoders(monkeypatch)
     host = "4MiB" if preempt == "swap" else 0
 
@@ -166,7 +166,7 @@ def test_a_promoted_token_is_encoded_once_more_from_full_precision(preempt, monk
 
 
 def test_sinks_need_no_record():
-    """Six first tokens, as they were made for everybody; all six are in a window of 28."""
+    """The six first tokens in full precision; all six are in a window of 28."""
     sinks, first = 6, 30 - 28
     done = answer(codec=f"int2+sinks={sinks}+residual=28+promoted={RECORDS}:int8")
     records = [lane for found in promoted(done).values() for lanes in found for lane in lanes]

@@ -1,4 +1,4 @@
-"""Answers do not depend on the store: every store equals Transformers, under pressure."""
+"""Logits do not depend on the store: every store equals Transformers under memory pressure."""
 
 from functools import cache
 

@@ -35,7 +35,7 @@ STEPS = {"max_num_batched_tokens": 16, "chunk_tokens": 12}
 
 
 def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, **kv):
-    """Answer all prompts; the engine, logits by request, answers."""
+    """Generate for all prompts; return engine, logits by request, and outputs."""
     schedule = ScheduleConfig(**steps, objective=objective)
     engine = Engine(model, kv_config(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
     recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
@@ -54,14 +54,14 @@ def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, 
 
 
 class Frozen(dict):
-    """Options that can be remembered answers by."""
+    """Options as a hashable cache key."""
 
     def __hash__(self):
         return hash(tuple(sorted((key, str(value)) for key, value in self.items())))
 
 
 class Largest:
-    """The most tokens a layer was given at once."""
+    """Largest number of tokens in one pass of a layer."""
 
     def __init__(self, model):
         self.tokens = 0
@@ -74,7 +74,7 @@ class Largest:
 
 @cache
 def resident(name: str, **options):
-    """With all weights on the device."""
+    """Logits with all weights on the device."""
     return run(load(name, times=3), **options)[1]
 
 
@@ -86,7 +86,7 @@ def assert_equal(logits, expected):
 
 
 def assert_close(logits, expected, *, exact=False):
-    """Other chunks and companions round otherwise."""
+    """Different chunks and batches round differently."""
     assert logits.keys() == expected.keys()
     if exact:
         assert_equal(logits, expected)
@@ -120,7 +120,7 @@ def test_every_architecture_under_every_objective(name, stay, objective):
 @pytest.mark.parametrize("objective", ["throughput", "auto"])
 @pytest.mark.parametrize("name", ["gpt2", "llama_mqa", "gemma2", "gpt_oss", "phi3_longrope"])
 def test_batches_of_a_step_share_each_layer(name, objective):
-    """The same answers, in fewer passes over the link; no batch is larger than before."""
+    """Equal logits with fewer passes over the link; no batch is larger."""
     row, column = load_streamed(name), load_streamed(name)
     column.weights.link.copied_s = 1e6  # auto takes it that copies are slow
     largest = Largest(column)
@@ -139,7 +139,7 @@ def test_batches_of_a_step_share_each_layer(name, objective):
 
 
 def test_requests_run_after_those_that_compute_their_prefix_in_the_same_step():
-    """Of a step's batches too: a row of one token may need what a long chunk before it writes."""
+    """Also among the batches of a step: a row of one token may need KV of an earlier long chunk."""
     begin = [3 + i * i % 60 for i in range(24)]
     prompts = {"long": begin, "one": [*begin[:12], 7], "two": [*begin[:12], 9]}
     steps = {"max_num_batched_tokens": 24, "chunk_tokens": 24}

@@ -1,4 +1,4 @@
-"""`streaming` against StreamingLLM written plainly, and streams longer than the model's context."""
+"""`streaming` compared with a reference StreamingLLM, and streams longer than the context."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ Logits = dict[str, torch.Tensor]
 
 
 class Recorder:
-    """Wraps a sampler and keeps the logits of every request's every step."""
+    """Wrapper of a sampler that records the logits of every step of every request."""
 
     def __init__(self, sampler):
         self.sampler = sampler
@@ -51,7 +51,7 @@ def engine_of(model, *, evict=EVICT, memory="2MiB", page_tokens=4, kv=None, pool
 
 
 def run(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None, each_step=None) -> Logits:
-    """Logits [tokens, vocab] of every prompt's answer."""
+    """Logits [tokens, vocab] of the output of each prompt."""
     recorder = record(engine, prompts, new_tokens=new_tokens, evict=evict)
     while engine.has_work:
         for delta in engine.step():
@@ -84,7 +84,7 @@ def largest_difference(ours: Logits, theirs: Logits) -> float:
 
 
 def short_context(name: str, tokens: int) -> LoadedModel:
-    """A model that says its context is shorter than it is."""
+    """A model with a smaller declared context."""
     model = load(name)
     return replace(model, spec=replace(model.spec, max_positions=tokens))
 
@@ -106,7 +106,7 @@ def prompts():
 
 @pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3", "gemma2", "gemma3", "gpt_oss"])
 def test_under_the_cap_it_is_plain_rope(name):
-    """Also with softcap, sinks that are learned, and layers with windows whose pages go."""
+    """Also with softcap, learned sinks, and layers with windows whose pages are freed."""
     model, short = load(name), make_prompts(6, 40, seed=1)
     full = run(engine_of(model, evict="full"), short)
     streamed = run(engine_of(model, evict="streaming:cap=100,every=10", chunk_tokens=7), short)
@@ -126,7 +126,7 @@ def test_under_the_cap_it_is_plain_rope(name):
 def test_rope_frequencies_are_those_of_the_largest_position_of_a_stream(
     evict, prompt_tokens, variant
 ):
-    """Long-RoPE: up to 24 positions are short. Where nothing leaves, logits are those of full."""
+    """Long-RoPE: up to 24 positions are short. Without evictions, logits equal those of `full`."""
     model, prompt = load("phi3_longrope"), list(range(2, 2 + prompt_tokens))
     engine = engine_of(model, evict=evict)
     engine.submit(GenerationRequest(prompt, greedy(8)))
@@ -230,7 +230,7 @@ def test_a_stream_and_an_engine_of_other_rules_share_a_pool(llama, prompts, expe
 
 @pytest.mark.parametrize("granularity", ["page", "chunk,chunk_tokens=2"])
 def test_positions_are_contiguous_after_evicting_pages_and_chunks(llama, granularity):
-    """Caps that a page divides: what stays is what single tokens would leave."""
+    """Caps that a page divides: retained tokens equal those of granularity token."""
     prompts = make_prompts(4, 100, seed=3)
     sizes = "streaming:cap=32,every=8,sinks=4"
     expected = run(engine_of(llama, evict=sizes), prompts)

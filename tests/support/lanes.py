@@ -57,7 +57,7 @@ class Lanes:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def fresh(self):
-        """Keys and values of the flat batch, as the layer just computed them."""
+        """Keys and values of the flat batch, as computed by the layer."""
         planes = (self.pages.key, self.pages.value)
         rows = range(len(self.tokens))
         return tuple(torch.cat([self._newest(plane, row) for row in rows]) for plane in planes)
@@ -72,7 +72,7 @@ class Lanes:
         return torch.cat(heads, dim=1)
 
     def attend(self, backend, query, math, *, column_sums=None):
-        """What a backend makes of these lanes."""
+        """Output of a backend for these lanes."""
         step = StepShape.of(self.tokens)
         slot_bytes = self.pages.key[0, :, 0].nbytes * 2
         lanes = LaneSlots(self.slots, self.window)

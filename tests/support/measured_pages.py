@@ -1,4 +1,4 @@
-"""`docs/make_page.py`, and runs of benches to give it."""
+"""`docs/make_page.py`, and benchmark results for it."""
 
 import importlib.util
 from types import ModuleType
@@ -19,7 +19,7 @@ def load_maker() -> ModuleType:
 
 
 def run_object(bench: str, part: str, claims: dict[str, float]) -> dict[str, Any]:
-    """What `python -m benchmarks BENCH` ends with where one part of it ran."""
+    """Last line of `python -m benchmarks BENCH` for a run of one part."""
     table = Table(name="t", caption="Of it.", columns=("a", "b"), rows=(("r", 1.5),))
     made = PartResult(claims=claims, tables=(table,), raw={"a": [1]})
     return {

@@ -1,4 +1,4 @@
-"""Shapes of models that offloading is spoken of with, from their public configurations."""
+"""Shapes of the models used in offloading examples, from their public configurations."""
 
 from quire.layout.model import ModelSpec
 

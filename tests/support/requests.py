@@ -18,7 +18,7 @@ def make_request(
     statistics: frozenset[str] = frozenset(),
     **spec: Any,
 ) -> Request:
-    """A request as an input processor makes it.
+    """A request as the input processor builds it.
 
     Args:
         request_id, prompt_token_ids, params: see `RequestSpec`.

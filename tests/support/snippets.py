@@ -12,14 +12,14 @@ _SNIPPET = re.compile(
 
 @dataclass(frozen=True)
 class Snippet:
-    """Code, and what it prints."""
+    """Code and its output."""
 
     code: str
     output: str
 
 
 def snippets(path: Path) -> list[Snippet]:
-    """Every marked example of a document; fails where a mark has no example."""
+    """Every marked example of a document; fails if a mark has no example."""
     text = path.read_text(encoding="utf-8")
     found = [Snippet(match["code"], match["output"]) for match in _SNIPPET.finditer(text)]
     assert len(found) == text.count("<!-- tested: "), f"{path} marks an example it does not have"
