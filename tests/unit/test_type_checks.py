@@ -1,5 +1,8 @@
 """The type and shape checks of the test suite detect violations."""
 
+import gc
+import inspect
+
 import jaxtyping
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels.sampling import apply_temperature
 from quire.scheduler.admission.need import Need, group_needs
+from support.type_checks import ALL_CALLS, COLLECTIONS, FIRST, restart_sampling
 
 WRONG = (BeartypeCallHintViolation, TypeCheckError)
 checked = jaxtyping.jaxtyped(typechecker=beartype)
@@ -80,3 +84,53 @@ def test_unresolvable_annotation_is_not_checked():
     assert with_unknown_type(1, 2) == 1
     with pytest.raises(WRONG, match="count"):
         with_unknown_type(1, "2")
+
+
+@pytest.mark.skipif(ALL_CALLS, reason="every call is checked")
+def test_calls_are_checked_again_after_each_restart():
+    gc.disable()  # collections restart the sampling too
+    try:
+        for _ in range(FIRST):
+            doubled(torch.ones(3))
+        unchecked = doubled(torch.ones(3), wrong=True)
+    finally:
+        gc.enable()
+    restart_sampling()
+
+    assert len(unchecked) == 6
+    with pytest.raises(WRONG):
+        doubled(torch.ones(3), wrong=True)
+
+
+@pytest.mark.skipif(ALL_CALLS, reason="every call is checked")
+def test_calls_are_checked_again_after_garbage_collections():
+    for _ in range(FIRST):
+        doubled(torch.ones(3))
+    for _ in range(COLLECTIONS):
+        gc.collect(1)
+
+    with pytest.raises(WRONG):
+        doubled(torch.ones(3), wrong=True)
+
+
+class Base:
+    def size(self) -> int:
+        return 10
+
+
+class Derived(Base):
+    @checked
+    def size(self, more: int = 1, *, times: int = 2) -> int:
+        return super().size() * times + more
+
+
+@pytest.mark.parametrize("num_calls", [1, FIRST + 1])
+def test_a_checked_method_keeps_its_signature_defaults_and_super(num_calls):
+    for _ in range(num_calls):
+        assert Derived().size() == 21
+        assert Derived().size(3, times=1) == 13
+    restart_sampling()
+
+    assert [*inspect.signature(Derived.size).parameters] == ["self", "more", "times"]
+    with pytest.raises(WRONG, match="more"):
+        Derived().size("3")
