@@ -160,7 +160,7 @@ def test_async_prefill_stays_within_prefill_tokens():
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_async_prefilled_query_joins_after_the_step(overlaps, monkeypatch):
+def test_async_prefill_with_and_without_overlap_gives_equal_completions(overlaps, monkeypatch):
     """Results of a separate CUDA stream are read one step later; completions are equal."""
     expected = [handle.token_ids for handle in run(DynamicBatch(build("llama")), PROMPTS).handles]
     monkeypatch.setattr(SideStream, "overlaps", overlaps)
