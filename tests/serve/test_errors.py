@@ -225,9 +225,9 @@ def test_field_of_wrong_type_is_refused_with_its_value(post, options, message):
 
 
 def test_images_are_refused(post):
-    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
 
-    error = error_of(post(CHATS, messages=[{"role": "user", "content": [picture]}]), 400)
+    error = error_of(post(CHATS, messages=[{"role": "user", "content": [image]}]), 400)
 
     assert "messages.0.content" in error["message"]
 
