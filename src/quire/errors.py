@@ -20,7 +20,7 @@
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  inconsistent internal bookkeeping: a bug, please report it
 
-A message states what was expected, what was given, and what to change.
+A message states the expected value, the actual value, and what to change.
 """
 
 import difflib

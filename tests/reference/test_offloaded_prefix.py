@@ -484,7 +484,7 @@ def test_evicting_requests_are_offloaded_between_evictions(
     expected = run(name, 16, stream=0, **options)[1]
 
     prefix_offloader = engine.scheduler.sequence_memory.prefix_offloader
-    assert prefix_offloader.num_returned
+    assert prefix_offloader.num_loaded_back
     assert engine.stats().num_evictions
     assert bool(engine.stats().recomputed_tokens) == recomputes
     logits.pop("c", None), expected.pop("c", None)

@@ -274,16 +274,16 @@ def test_several_outputs_share_the_prompt_of_a_stream(llama, prompts, expected):
 
 
 class SeenPositions:
-    """The largest position any query or key was turned to."""
+    """The largest position any query or key was rotated to."""
 
     def __init__(self, monkeypatch) -> None:
-        self.largest, move = 0, Rotary.move
+        self.largest, rotate = 0, Rotary.rotate_pre_rope
 
-        def watched(rotary, still, positions):
+        def watched(rotary, pre_rope, positions):
             self.largest = max(self.largest, int(positions.max()))
-            return move(rotary, still, positions)
+            return rotate(rotary, pre_rope, positions)
 
-        monkeypatch.setattr(Rotary, "move", watched)
+        monkeypatch.setattr(Rotary, "rotate_pre_rope", watched)
 
 
 def test_a_stream_of_four_contexts_runs_in_the_memory_of_its_cap(monkeypatch):

@@ -41,8 +41,8 @@ class PositionShift:
     def unrotate(self, rotated, positions):
         return rotated - 0.1 * positions[:, None, None]
 
-    def move(self, still, positions):
-        return still + 0.1 * positions[:, None, None]
+    def rotate_pre_rope(self, pre_rope, positions):
+        return pre_rope + 0.1 * positions[:, None, None]
 
 
 def make_kv(

@@ -133,7 +133,7 @@ class AsyncLLM:
         sampling: SamplingParams | None,
         options: RequestOptions,
     ) -> GenerationRequest:
-        """Make the request with token ids; texts are tokenized outside of the event loop."""
+        """Create the request with token ids; texts are tokenized outside of the event loop."""
         [request] = as_requests([prompt], sampling, options)
         if not isinstance(request.prompt, str):
             return replace(request, prompt=as_token_ids(request.prompt))

@@ -42,7 +42,7 @@ def as_token_ids(prompt: object) -> list[int]:
 
 
 def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
-    """Return sampling options for each of `count` prompts; None if not given.
+    """Return sampling options for each of `count` prompts; None if unset.
 
     Raises:
         RequestError: neither one SamplingParams nor a list of `count` of them.
@@ -66,7 +66,7 @@ def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
 def as_requests(
     prompts: object, sampling: object, options: Mapping[str, object]
 ) -> list[GenerationRequest]:
-    """Make one request per prompt.
+    """Create one request per prompt.
 
     Args:
         prompts: one or several texts, token id lists, or requests (with their own options).

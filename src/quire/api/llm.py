@@ -257,7 +257,7 @@ class LLM:
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
-            raise EngineDead("the LLM is closed: make a new LLM with its model")
+            raise EngineDead("the LLM is closed: create a new LLM with its model")
 
     def _refuse_beside_async(self) -> None:
         if self.engine.runs_in_thread:
@@ -300,7 +300,7 @@ class LLM:
                 with self._calls.changing():
                     self.engine.cancel(request_id)
         if not self._takers and self.engine.has_work:
-            self._step()  # makes the engine idle again
+            self._step()  # the engine is idle afterwards
 
 
 @contextmanager

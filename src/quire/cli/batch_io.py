@@ -95,8 +95,8 @@ class LineFormat:
     """Format of plain lines.
 
     Attributes:
-        prompt_key: key of the prompt. Any key other than "prompt" makes lines data rows: only this
-            key and `id` are read.
+        prompt_key: key of the prompt. With any key other than "prompt", lines are data rows: only
+            this key and `id` are read.
         prefix: text prepended to every text prompt.
     """
 
@@ -130,7 +130,7 @@ def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
         form: format of plain lines.
 
     Raises:
-        BatchError: the line is not a valid request; gives the reason.
+        BatchError: the line is not a valid request; states the reason.
     """
     head = LineHead(number=number)
     try:

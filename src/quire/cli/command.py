@@ -29,7 +29,7 @@ class QuireCommand(TyperCommand):
         """Parse a command line.
 
         Raises:
-            ConfigError: the model is given as an option, or an argument is missing.
+            ConfigError: the model is passed as an option, or an argument is missing.
         """
         self._refuse_model_option(ctx, args)
         try:

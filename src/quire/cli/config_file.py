@@ -9,7 +9,7 @@ codec = "none"             # in a table: the name of the flag or of the field
 [kv.offload]
 kv_memory = "1GiB"         # in a table of a nested config: likewise
 
-With a table [model], the model is given in it as `name`, because TOML refuses duplicate keys.
+A table [model] contains the model as `name`, because TOML refuses duplicate keys.
 """
 
 import tomllib

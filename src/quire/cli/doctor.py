@@ -162,7 +162,7 @@ def _offloaded(budget_bytes: int) -> str:
     from quire.offload.weights.placement import place_beyond
 
     half = load_model("quire-tiny", dtype="float32", placer=place_beyond(budget_bytes))
-    assert half.place is not None, "a placer was given"
+    assert half.place is not None, "the run has a placement function"
     text = half.place.text.removeprefix("weights: ")
     return f"{text}, logits equal to Transformers"
 

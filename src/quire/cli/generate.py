@@ -81,7 +81,7 @@ def _prompt(settings: Settings, argument: str | None, option: str | None) -> str
 
 
 def _refuse_prompt_as_model(model: str) -> None:
-    """Refuse a name with spaces that is not a folder: a prompt given instead of the model."""
+    """Refuse a name with spaces that is not a folder: it is probably the prompt."""
     if len(model.split()) > 1 and not Path(model).exists():
         raise RequestError(
             f"expected a model as the first argument, got {model!r}: use quire generate "

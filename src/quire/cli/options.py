@@ -247,7 +247,7 @@ def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
         return str, False
     if get_origin(annotation) is tuple:
         return types.GenericAlias(list, (str,)), False
-    assert annotation in (str, int, float, bool), f"no option can be made from {annotation}"
+    assert annotation in (str, int, float, bool), f"cannot create an option from {annotation}"
     return annotation, False
 
 

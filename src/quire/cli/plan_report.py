@@ -83,7 +83,7 @@ class PlanReport:
         disk_kv_bytes: disk space for cached prefixes.
         step: bytes read by a decode step of the batch.
         crossover_batch: the smallest batch whose KV reads exceed the weight reads.
-        verdict: assessment of the workload, if one was given.
+        verdict: assessment of the workload; None without a workload.
         weights: placement of the weights.
     """
 
@@ -155,7 +155,7 @@ def plan_report(
     Raises:
         ModelError: config.json is missing or cannot be read.
         UnsupportedModel: Quire does not support this architecture.
-        ConfigError: an invalid option, or not enough memory; the message gives the numbers.
+        ConfigError: an invalid option, or not enough memory; the message states the numbers.
     """
     options = options or PlanOptions()
     if options.max_num_batched_tokens < 1:

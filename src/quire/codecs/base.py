@@ -60,7 +60,7 @@ class Codec(ABC):
         return None
 
     def of_heads(self, heads: Int[Tensor, "*place head"]) -> "Codec":
-        """Return this codec with the constants of the given heads.
+        """Return this codec with the constants of `heads`.
 
         Args:
             heads: head of the layer for each index of a batch of vectors [*place, head, token, _].

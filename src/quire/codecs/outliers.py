@@ -47,7 +47,7 @@ def largest(numbers: Float[Tensor, "*batch head_dim"], codec: Codec) -> Tensor:
 
 
 def marked(index: Tensor, codec: Codec) -> Bool[Tensor, "*batch head_dim"]:
-    """Return a mask of the given channels."""
+    """Return a mask of these channels."""
     shape = (*index.shape[:-1], codec.head_dim)
     mask = torch.zeros(shape, dtype=torch.bool, device=index.device)
     return mask.scatter_(-1, index, value=True)

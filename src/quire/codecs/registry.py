@@ -65,8 +65,9 @@ def make_codec(spec: CodecSpec, head_dim: int) -> Codec:
 # Channel equalisation: each channel is divided by a measured number before it is encoded.
 #
 # Keys have channels that are large in all tokens, and such a channel widens the range of its whole
-# group. Dividing by s, the square root of a channel's largest magnitude, makes channels more equal.
-# Decoded numbers are multiplied by s, which is equivalent to products of K / s with Q * s.
+# group. Dividing by s, the square root of a channel's largest magnitude, reduces the differences
+# between channels. Decoded numbers are multiplied by s, which is equivalent to products of K / s
+# with Q * s.
 #
 # Formula: s = sqrt(max |x| of the channel over the measured tokens), over the geometric mean of a
 # head's; encode(x / s), decode(...) * s.

@@ -117,7 +117,7 @@ def checked_option(name: str, value: object) -> object:
 
     Args:
         name: one of `OPTION_KINDS`.
-        value: the given value.
+        value: value of the option in the request.
 
     Raises:
         RequestError: a value of the wrong type; states the name and the expected type.

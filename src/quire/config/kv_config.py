@@ -59,8 +59,8 @@ class OffloadConfig:
 
     kv_memory: Size = option(
         "0",
-        help="CPU memory for the oldest KV pages of running requests when the KV memory is full, "
-        "in bytes or a size; they are prefetched layer by layer in every step",
+        help="CPU memory for the oldest KV pages of running requests when the KV memory is full "
+        "(bytes or a size such as 4GiB); they are prefetched layer by layer in every step",
         unit="bytes",
         flag="kv-offload-memory",
         common=True,
@@ -75,8 +75,8 @@ class OffloadConfig:
     )
     activation_codec: ActivationCodecOption = option(
         "none",
-        help="codec of these activations in CPU memory and in transfers: none (as computed), or a "
-        "name such as int8",
+        help="codec of the activations that offloaded KV is recomputed from: none (as computed), "
+        "or a name such as int8",
         flag="kv-offload-activation-codec",
         parse=parse_activation_codec,
     )
@@ -117,8 +117,8 @@ class PrefixCacheConfig:
     )
     disk_memory: Size = option(
         "0",
-        help="disk space for cached prefixes evicted from the KV memory, in bytes or a size; they "
-        "survive a restart",
+        help="disk space for cached prefixes evicted from the KV memory (bytes or a size such as "
+        "64GiB); they survive a restart",
         unit="bytes",
         flag="disk-kv-memory",
         parse=parse_size,
@@ -157,15 +157,15 @@ class KVConfig:
     )
     swap_space: Size = option(
         "0",
-        help="CPU memory for the KV of preempted requests, in bytes or a size; 0: their KV is "
-        "recomputed",
+        help="CPU memory for the KV of preempted requests (bytes or a size such as 4GiB); 0: their "
+        "KV is recomputed",
         unit="bytes",
         common=True,
         parse=parse_size,
     )
     store: StoreName = option(
         "paged",
-        help="layout of KV in memory; all except paged are for comparison",
+        help="allocation of pages to sequences; all except paged are baselines for comparison",
         flag="kv-store",
     )
     store_tokens: int | None = option(
@@ -202,7 +202,7 @@ class KVConfig:
     evict_allow: str = option(
         "",
         help="eviction policies that requests may choose, such as 'h2o; snapkv:window=16', all or "
-        "none; unset: the policy of --evict with any numbers. full is always allowed",
+        "none; unset: the policy of --evict with any option values. full is always allowed",
         group=EVICTION,
     )
     record_evictions: bool = option(
@@ -221,7 +221,8 @@ class KVConfig:
     attention: AttentionName = option("auto", help="backend that computes attention over pages")
     scratch: Size = option(
         "64MiB",
-        help="maximum memory for gathered pages, outside the KV memory, in bytes or a size",
+        help="maximum memory for gathered pages, outside the KV memory (bytes or a size such as "
+        "64MiB)",
         unit="bytes",
         parse=parse_size,
     )

@@ -39,7 +39,7 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         codec: KV codec.
 
     Raises:
-        UnsoundCombination: the outputs of another option depend on the batch; gives the reason.
+        UnsoundCombination: the outputs of another option depend on the batch; states the reason.
     """
     form = read_format(codec)
     if model.decoder.device.type != "cpu":
@@ -74,7 +74,7 @@ def one_by_one(choice: BackendChoice) -> AttentionBackend:
     """The attention backend that computes attention for each token separately.
 
     Raises:
-        UnsoundCombination: the selected backend cannot; gives the reason for its selection.
+        UnsoundCombination: the selected backend cannot; states the reason for its selection.
     """
     if not isinstance(choice.backend, NativeAttention):
         _refuse(f"needs native attention, got {choice.backend.name} ({choice.reason})")

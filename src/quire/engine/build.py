@@ -161,10 +161,10 @@ def _make_sharing(
     if kv.prefix_cache.enabled and not shares:
         logger.info("the prefix cache is off: %s", pool.why_no_prefix)
     prefix = PrefixIndex(pool.kv.memory, listener) if shares else None
-    made_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
-    identities = PrefixIdentities(made_by)
+    produced_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
+    identities = PrefixIdentities(produced_by)
     if opened is not None and prefix is not None:
-        identities = PrefixIdentities((*made_by, opened.nature), secret=opened.secret)
+        identities = PrefixIdentities((*produced_by, opened.nature), secret=opened.secret)
     return PrefixSharing(pool.kv.memory, prefix, identities)
 
 

@@ -95,7 +95,7 @@ class EventFile:
         """Write the buffered events and close the file. Later events raise `ValueError`.
 
         Raises:
-            ConfigError: the file still cannot be written; gives the number of missing events.
+            ConfigError: the file still cannot be written; states the number of missing events.
         """
         if self._descriptor < 0:
             return

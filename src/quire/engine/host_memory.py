@@ -45,7 +45,7 @@ def keep_freed_memory() -> FreedMemory:
     """
     glibc = _glibc()
     if glibc is None:
-        return FreedMemory(False, "returned to the system: only glibc can be told to keep it")
+        return FreedMemory(False, "returned to the system: only glibc has a setting to keep it")
     largest_bytes = next(
         (
             size

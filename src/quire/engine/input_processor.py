@@ -24,7 +24,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
 
-MOST_SPECS = 4096  # size of the cache that makes equal specs one object
+MOST_SPECS = 4096  # maximum number of cached specs
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class InputProcessor:
             raise RequestError(f"evict: {error}", param="evict") from error
         # a request that never evicts records no statistics
         if eviction.keeps_all(prompt_tokens, final_tokens):
-            logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
+            logger.info("%r: %d tokens never exceed the cap", rule.text, final_tokens)
             return _Policy(rule.text, memory=RequestMemory(statistics=none))
         # re-rotated positions never exceed the lane's capacity, which selects the RoPE variant
         rerotates = rule.policy is not None and rule.policy.rerotates_keys
@@ -144,7 +144,7 @@ class InputProcessor:
         )
 
     def _one_of(self, spec: EvictionSpec) -> EvictionSpec:
-        """One object for equal specs: admission groups requests by spec."""
+        """Return the cached object of equal specs: admission groups requests by spec identity."""
         if len(self._specs) >= MOST_SPECS:
             self._specs.clear()
         return self._specs.setdefault(spec, spec)
@@ -167,7 +167,7 @@ class _Policy:
 
 
 def _equal_caps_per_layer(eviction: Eviction, heads: int) -> Eviction:
-    """Give all heads of a layer with a shared retained set one cap: the smallest of their caps."""
+    """Set the caps of all heads of a layer to the smallest one, if they share a retained set."""
     caps, policy = eviction.spec.lane_caps, eviction.policy
     if caps is None or policy is None or policy.scope != LAYER:
         return eviction

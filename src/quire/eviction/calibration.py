@@ -1,7 +1,7 @@
 """Measures the constants of codecs on a model, and the errors of codecs in its attention.
 
-A text is processed without KV memory. The keys and values of its first three quarters give the
-constants, those of the last quarter the errors.
+A text is processed without KV memory. Constants are measured on the keys and values of its first
+three quarters, errors on those of the last quarter.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat
 from quire.models.base import AttentionCall, Decoder
 
-MEASURED_SHARE = 0.75  # fraction of tokens for constants; the rest give the error
+MEASURED_SHARE = 0.75  # fraction of tokens for constants; errors are measured on the rest
 LEAST_TOKENS = 64
 LONGEST_SEQUENCE_TOKENS = 2048
 ERROR_QUERIES = 256  # per layer

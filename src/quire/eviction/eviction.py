@@ -66,20 +66,20 @@ class PolicyEvictor:
             OutOfPages: no free pages for private copies of shared pages; nothing was changed.
         """
         eviction, done = _eviction_of(request), request.progress.num_computed
-        parts = [self._choose(request, eviction, keep, part) for part in self._parts(request)]
-        mask = _stacked([part.lying for part in parts])
+        parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
+        mask = _stacked([part.stored_mask for part in parts])
         memory, group = self._kv.memory, self._table.group
         plan = plan_compaction(memory, group.name, request.memory.row, mask, _kind_of(eviction))
         if least_gain is not None and plan.gain_bytes < least_gain:
             return None
-        entry = EvictionEntry.joined(done, [part.left for part in parts])
+        entry = EvictionEntry.joined(done, [part.entry for part in parts])
         if _writes_statistics(eviction):
             entry = replace(entry, wanted=keep.astype(np.int32))
         require_private_copies(memory, plan)
         for part in parts:
             part.store_statistics()
         commit_compaction(memory, plan)
-        self._give_records(request.memory.row, parts)
+        self._store_promoted(request.memory.row, parts)
         return Evicted(entry.num_slots, group.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
@@ -100,12 +100,12 @@ class PolicyEvictor:
             self._promotion.put(reader, request.memory.row, retained, promoted)
 
     def _repeat_statistics(self, request: Request, entry: EvictionEntry) -> None:
-        """Store the statistics of a recorded eviction again, by running the rule again."""
+        """Run the rule of a recorded eviction again and store the statistics that it returns."""
         if entry.wanted is None:
             return
         eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
         for part in self._parts(request):
-            self._choose(request, eviction, keep, part).store_statistics()
+            self._select(request, eviction, keep, part).store_statistics()
 
     def finalize(self, request: Request) -> None:
         """Divide the cap of a request after its prefill."""
@@ -149,9 +149,9 @@ class PolicyEvictor:
 
     # ---- selection -----------------------------------------------------------------------------
 
-    def _choose(
+    def _select(
         self, request: Request, eviction: Eviction, keep: Slots, layers: range
-    ) -> "_Chosen":
+    ) -> "_Selected":
         """Select the slots to retain in some layers."""
         reader = self._reader(request, layers)
         view, group = self._view(request, reader), self._table.group
@@ -161,41 +161,41 @@ class PolicyEvictor:
         with _named(eviction):
             decision = eviction.decide(view, wanted)
             mask = _checked(decision.retained, eviction, view, wanted) & view.live
-        lying = reader.unsort(mask)
+        stored_mask = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's positions, which a rule may have overwritten
         done, positions = request.progress.num_computed, reader.lane_positions
-        left = EvictionEntry.of(done, positions, kept)
+        entry = EvictionEntry.of(done, positions, kept)
         promoted = None
         if self._promotion is not None:
             with _named(eviction):
                 promoted = self._promotion.choose(eviction, view, reader, kept, done)
-            left = replace(left, promoted=promoted_entry(done, positions, promoted))
-        return _Chosen(lying, left, reader, decision.statistics, kept, promoted)
+            entry = replace(entry, promoted=promoted_entry(done, positions, promoted))
+        return _Selected(stored_mask, entry, reader, decision.statistics, kept, promoted)
 
-    def _give_records(self, row: int, parts: "Sequence[_Chosen]") -> None:
-        """Assign the records that were selected for promoted tokens."""
+    def _store_promoted(self, row: int, parts: "Sequence[_Selected]") -> None:
+        """Write the promoted tokens to records of a finer codec."""
         for part in parts:
             if self._promotion is not None and part.promoted is not None:
                 self._promotion.put(part.reader, row, part.kept, part.promoted)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _Selected:
     """Result of an eviction decision for some layers.
 
     Attributes:
-        lying: True for each retained slot, in storage order.
-        left: the evicted tokens.
-        reader: of the layers.
+        stored_mask: [lanes, slots] True for each retained slot, in storage order.
+        entry: the evicted tokens.
+        reader: reader of the layers.
         statistics: values to store before slots move.
         kept: [lanes, slots] retained slots, in the order of positions.
         promoted: [lanes, slots] slots that get a record in a finer codec, in the order of
             positions; None without promotion.
     """
 
-    lying: NDArray[np.bool_]
-    left: EvictionEntry
+    stored_mask: NDArray[np.bool_]
+    entry: EvictionEntry
     reader: LaneReader
     statistics: Mapping[Statistic, Tensor]
     kept: NDArray[np.bool_]

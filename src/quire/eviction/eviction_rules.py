@@ -1,8 +1,8 @@
-"""Eviction rules an engine was started for: its own, and those that requests may name.
+"""Eviction rules of an engine: its default rule, and the rules that requests may name.
 
-The lanes of a pool are laid out when it is built. A rule with one retained set per head needs
-one-head pages, and a rule with statistics needs pages for them. So requests can only name the rules
-of `KVConfig.evict_allow`, or their engine's own rule with other numbers.
+The page layout of a pool is fixed when the pool is built. A rule with one retained set per head
+needs one-head pages, and a rule with statistics needs pages for them. So requests can only name
+rules of `KVConfig.evict_allow`, or the default rule with other option values.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,8 @@ class EvictionRules:
         model: the model.
         page_tokens: slots of a page.
         codec: how keys and values are stored.
-        reserved: lanes have the length of the default rule's from the start, so requests may not
-            name another.
+        reserved: lanes are allocated with the maximum length under the default rule, so requests
+            may not name another rule.
         why_not: returns why the model cannot provide a statistic; None if it can.
 
     Raises:
@@ -239,10 +239,10 @@ class EvictionRules:
 
 
 def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
-    """Refuse eviction blocks that are larger than a step.
+    """Refuse a rule whose prefill chunks of `every` tokens are larger than a step.
 
     Raises:
-        ConfigError: the message gives both numbers.
+        ConfigError: the message states both numbers.
     """
     if (
         rule.evicts

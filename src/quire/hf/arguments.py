@@ -106,7 +106,7 @@ def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
 
     Args:
         logits_to_keep: number of last columns (0: all), or a list of columns.
-        columns: of the batch.
+        columns: number of columns of the batch.
 
     Raises:
         RequestError: columns that differ from row to row.

@@ -45,10 +45,10 @@ class QuireCache(CacheWithoutLayers, Answering):
         compression_ratio: in place of `budget`, the fraction of the prompt's tokens to remove, as
             in kvpress: 0.75 is the budget "25%". 0 retains all tokens. kvpress evicts once, after
             the prompt, which is when="prefill_end".
-        memory: of all rows, in bytes or as "64MiB"; None: the maximum need of the batch under its
-            budget, at most nine tenths of the free memory.
-        max_tokens: of the longest sequence, prompt and output; None: the model's context. Required
-            for models with long RoPE, since it selects their frequencies.
+        memory: KV memory of all rows, in bytes or as "64MiB"; None: the maximum need of the batch
+            under its budget, at most nine tenths of the free memory.
+        max_tokens: tokens of the longest sequence, prompt and output; None: the model's context.
+            Required for models with long RoPE, since it selects their frequencies.
         page_tokens: slots of a page.
         attention: backend of attention over pages: auto, native, gathered or reference.
         verify: compare a short prompt with Transformers' own attention first.
@@ -279,8 +279,8 @@ def retained_positions(kv: PagedKV, row: int, layer: int) -> list[list[int]]:
 
     Args:
         kv: memory and bytes.
-        row: of the memory.
-        layer: of the model.
+        row: row of the memory.
+        layer: layer of the model.
     """
     group, index = kv.place[layer]
     reader = LaneReader(kv, group.name, row, range(index, index + 1))

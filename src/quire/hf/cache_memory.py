@@ -31,7 +31,7 @@ class MemoryOptions:
     Attributes:
         memory: bytes or a size; None: the maximum need of the batch, at most nine tenths of the
             free memory.
-        max_tokens: of the longest sequence.
+        max_tokens: maximum tokens of the longest sequence.
         page_tokens: slots of a page.
         attention: backend of attention over pages.
     """
@@ -67,9 +67,9 @@ def make_memory(
 
     Args:
         decoder: the model.
-        layout: of each sequence.
-        rows: of the batch.
-        eviction: of the row with the largest limit.
+        layout: layout of each sequence.
+        rows: number of rows of the batch.
+        eviction: eviction of the row with the largest limit.
         options: see `MemoryOptions`.
 
     Raises:

@@ -85,7 +85,7 @@ class Evicting:
         """Evict rows under the pressure schedule down to their cap, the longest first.
 
         Args:
-            rows: of the batch.
+            rows: rows of the batch.
             enough: whether enough memory is free.
         """
         if self._table is None:
@@ -123,14 +123,14 @@ def make_rule(
 
     Args:
         policy: such as `h2o:recent=64`.
-        budget: of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
+        budget: budget of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
         when: a schedule.
         every: tokens evicted at a time.
         compression_ratio: in place of `budget`, the fraction of the prompt to remove; 0 retains
             all tokens.
 
     Raises:
-        ConfigError: an argument given twice or missing, an unknown name, a budget below the number
+        ConfigError: a repeated or missing argument, an unknown name, a budget below the number
             of protected tokens.
     """
     if not isinstance(policy, str):

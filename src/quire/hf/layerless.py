@@ -41,8 +41,8 @@ class CacheWithoutLayers(Cache):
     def _not_through_forward(self) -> ConfigError:
         self.require_open()
         return ConfigError(
-            "this QuireCache works in model(...) and model.generate(...) of the model it was made "
-            "for; here another model, or a part of it, was given it"
+            "this QuireCache works in model(...) and model.generate(...) of the model that it was "
+            "created for; here it was passed to another model, or to a part of the model"
         )
 
     @property

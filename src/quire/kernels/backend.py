@@ -3,7 +3,8 @@
 A step is a flat batch of rows: decode rows (one token each) first, then prefill chunks. The new
 keys and values are written to their slots before a backend attends. Slots are in the order they
 were written, except that eviction may have permuted old ones. So inside a row, the query with slot
-s attends to slots 0 .. s, or with a window W (such lanes never permute) slots s - W + 1 .. s.
+s attends to slots 0 .. s. With a window W it attends to slots s - W + 1 .. s, which eviction never
+permutes.
 """
 
 from dataclasses import dataclass
@@ -67,9 +68,9 @@ class LayerPages:
         positions: logical positions of all slots of the class, including the step's; None if slots
             are in the order of their positions.
         coded: decodes the pages; None for unquantized pages.
-        full_precision: tokens that are attended in full precision although their pages hold
-            codes; None if there are none.
-        promoted: tokens that are attended in a finer codec; None if there are none.
+        full_precision: tokens that attention reads in full precision instead of their codes; None
+            if there are none.
+        promoted: tokens that attention reads in a finer codec; None if there are none.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -90,13 +91,13 @@ class LayerPages:
 
 
 @runtime_checkable  # for the shape checks in tests
-class Moves(Protocol):
+class RotatesTo(Protocol):
     """RoPE of a layer, for queries and keys before RoPE."""
 
-    def move(
-        self, still: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
+    def rotate_pre_rope(
+        self, pre_rope: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
     ) -> Float[Tensor, "token head head_dim"]:
-        """Rotate queries or keys, given at position 0, to other positions; returns float32."""
+        """Rotate queries or keys before RoPE to positions; return float32."""
         ...
 
 
@@ -109,13 +110,13 @@ class AttentionMath:
         softcap: c in c * tanh(x / c), or None.
         sinks: logits that are added to the softmax without a value, [num_heads], or one such row
             per entry of a batch; or None.
-        rotary: RoPE, if queries and keys are given and stored before RoPE; else None.
+        rotary: RoPE of the layer, if queries and stored keys are before RoPE; else None.
     """
 
     scale: float
     softcap: float | None = None
     sinks: Shaped[Tensor, "*batch num_heads"] | None = None
-    rotary: Moves | None = None
+    rotary: RotatesTo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class AttentionBackend(Protocol):
 
     @property
     def peak_scratch_bytes(self) -> int:
-        """Most bytes of gathered keys and values held at once so far."""
+        """Peak bytes of gathered keys and values since the start."""
         ...
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:

@@ -46,7 +46,7 @@ class DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows with the same number of new tokens that attend in one call.
+    """Rows with the same number of new tokens whose attention is computed in one call.
 
     Attributes:
         rows: indices of the rows in the step.
@@ -146,7 +146,7 @@ def group_chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
 
 # ---- gathered full precision ---------------------------------------------------------------------
 
-# Tokens that are attended in higher precision than their pages hold.
+# Tokens that attention reads in higher precision than their codes.
 
 
 def write_full_precision_in_bucket(

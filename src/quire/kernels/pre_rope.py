@@ -37,7 +37,7 @@ FEW_SLOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Entries that attend in one call. An entry is a row of the step in one lane.
+    """Entries whose attention is computed in one call. An entry is a row of the step in one lane.
 
     The places of an entry are the slots that any of its queries sees, in the order of positions.
 
@@ -188,7 +188,7 @@ class PreRopeAttention(TorchSlots):
     ) -> Tensor:
         """Compute attention for all rows of the step; see `AttentionBackend.attend`.
 
-        Queries are given before RoPE too; `math.rotary` rotates them and the keys.
+        Queries are before RoPE too; `math.rotary` rotates them and the keys.
         """
         assert isinstance(plan, _Plan), "a plan comes from this backend"
         out = torch.empty_like(query)
@@ -222,7 +222,7 @@ class PreRopeAttention(TorchSlots):
         )
         entries, places, heads, head_dim = key.shape
         pre_rope = key.transpose(0, 1).reshape(places, entries * heads, head_dim)
-        rotated = math.rotary.move(pre_rope, torch.arange(places, device=key.device))
+        rotated = math.rotary.rotate_pre_rope(pre_rope, torch.arange(places, device=key.device))
         self._count(key, value, rotated)
         rotated = rotated.to(dtype).view(places, entries, heads, head_dim)
         return _Gathered(rotated.permute(1, 2, 0, 3), value.transpose(1, 2), slot)
@@ -248,7 +248,7 @@ def _places(bucket: Bucket, pages: LayerPages, slot: Tensor) -> tuple[Tensor, Te
 def _rotated_queries(query: Tensor, bucket: Bucket, math: AttentionMath) -> Tensor:
     """Rotate queries [entries, tokens, heads, head_dim] to their places; heads before tokens."""
     assert math.rotary is not None, "only called with queries before RoPE"
-    rotated = math.rotary.move(query.flatten(0, 1), bucket.query_place.flatten())
+    rotated = math.rotary.rotate_pre_rope(query.flatten(0, 1), bucket.query_place.flatten())
     return rotated.to(query.dtype).view(query.shape).transpose(1, 2)
 
 

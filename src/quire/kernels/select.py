@@ -49,7 +49,7 @@ def select_backend(
 
     Raises:
         UnknownName: no backend has this name.
-        ConfigError: the required backend cannot run here; the message gives the reason.
+        ConfigError: the required backend cannot run here; the message states the reason.
     """
     if name not in ("auto", *BACKENDS):
         raise UnknownName("attention backend", name, ("auto", *BACKENDS))

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.layout.token_precision import FullPrecisionTokens
 
-# Tokens that are attended in full precision, although their pages hold codes.
+# Tokens that attention reads in full precision instead of their codes.
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def choose_slab_bytes(
 
     Pages of more than 64 KiB get larger slabs, of 32 pages.
 
-    A common multiple of the page sizes wastes no bytes at slab borders. If the least common
+    A common multiple of the page sizes wastes no bytes at slab boundaries. If the least common
     multiple is too large for the arena, a slab holds at least four of the largest pages. With
     `whole_pages`, a slab is always a common multiple.
     """
@@ -39,7 +39,7 @@ def choose_slab_bytes(
 
 
 def pages_per_slab(slab_bytes: int, page_bytes: int) -> int:
-    """Return the number of whole pages that every slab holds; a slab border may cut a page."""
+    """Return the minimum number of whole pages in a slab; a page can cross a slab boundary."""
     return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
 
 
@@ -49,7 +49,7 @@ class Arena:
     Args:
         total_bytes: the configured KV memory. The attribute is this rounded down to whole slabs.
         page_bytes: bytes of one page of each page class.
-        whole_pages: no slab border cuts a page, so pages of neighbouring slabs can be contiguous.
+        whole_pages: no page crosses a slab boundary, so pages of adjacent slabs are contiguous.
 
     Attributes:
         size_option: the command-line option that sets `total_bytes`.
@@ -68,7 +68,7 @@ class Arena:
         self.num_slabs = total_bytes // self.slab_bytes
         if self.num_slabs < 1:
             raise ConfigError(
-                f"a KV memory of {total_bytes:,} B holds no page: {self.slab_bytes:,} B are needed "
+                f"expected a KV memory of {self.slab_bytes:,} B or more, got {total_bytes:,} B "
                 f"(largest page {max(page_bytes):,} B); raise --kv-memory or lower --block-size"
             )
         self._free = list(range(self.num_slabs - 1, -1, -1))
@@ -101,23 +101,23 @@ class Arena:
 
     @property
     def num_free_slabs(self) -> int:
-        """Number of slabs that no pool holds."""
+        """Number of free slabs."""
         return len(self._free)
 
     @property
     def free_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs that no pool holds."""
+        """Numbers of the free slabs."""
         return frozenset(self._free)
 
-    def take_slab(self) -> int:
+    def allocate_slab(self) -> int:
         """Allocate a slab; the caller must have checked `num_free_slabs`."""
         return self._free.pop()
 
-    def take_this_slab(self, slab: int) -> None:
-        """Allocate a given slab of `free_slabs`."""
+    def allocate_this_slab(self, slab: int) -> None:
+        """Allocate this slab, which must be in `free_slabs`."""
         self._free.remove(slab)
 
-    def give_slab(self, slab: int) -> None:
+    def free_slab(self, slab: int) -> None:
         """Free a slab."""
         self._free.append(slab)
 
@@ -128,4 +128,4 @@ class Arena:
             InvariantError: a slab is in the free list twice.
         """
         if len(set(self._free)) != len(self._free):
-            raise InvariantError("the arena holds a slab twice in its free list")
+            raise InvariantError("a slab is twice in the free list of the arena")

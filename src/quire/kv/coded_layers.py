@@ -1,4 +1,4 @@
-"""Codecs of the pages of each layer, and the calibration constants of these codecs."""
+"""Codecs of the pages of each layer, and the measured constants of these codecs."""
 
 import hashlib
 import re
@@ -50,7 +50,7 @@ class MeasuredConstants:
 
     @property
     def digest(self) -> str:
-        """Hash of all constants: codes made with different constants are not interchangeable."""
+        """Hash of all constants: codes from different constants are not interchangeable."""
         digest = hashlib.blake2b(digest_size=8)
         for layer_side, constants in sorted(self.layers.items()):
             for name, numbers in sorted(constants.items()):

@@ -5,8 +5,8 @@
     drop_pages   whole pages are removed from the page table: no slot moves
 
 Attention does not depend on the order of slots: keys are stored after RoPE and each slot records
-its position. Policies that evict chunks or pages of neighbouring tokens need the order, so a row's
-lanes are always compacted in the same way.
+its position. Policies that evict chunks or pages of neighbouring tokens need the order, so all
+compactions of a row have the same kind.
 
 Compaction has two phases. The plan counts the pages to copy and the pages to free. The commit
 copies shared pages first; the attention statistics of a slot move with it. Lanes of one row may

@@ -7,7 +7,7 @@
 
 The ledger is computed on request from page tables and reference counts. A second record of the same
 facts could diverge from them and would cost time in every step. If no page is shared, the page
-counts of the tables suffice. Otherwise NumPy makes one pass over the page numbers of live rows.
+counts of the tables suffice. Otherwise NumPy reads once the page numbers of live rows.
 """
 
 from collections import Counter, defaultdict

@@ -96,7 +96,7 @@ def retained_pages(keep: Mask, num_slots: NDArray[np.int32], page_tokens: int) -
 
 
 def prove_one_to_one(keep: Mask, moves: SlotMoves) -> None:
-    """Check that moves make the retained slots dense, each in a slot of its own.
+    """Check that the retained slots are dense after the moves, each in a separate slot.
 
     Raises:
         InvariantError: two slots move into one, a slot moves twice, a retained slot is overwritten,

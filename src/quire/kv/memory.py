@@ -1,8 +1,8 @@
 """The KV memory: sequences in pages, with their page tables, page pools and invariant checks.
 
-Bookkeeping only: NumPy arrays, no tensors. Changes of bytes (copy a page on write, move a slot,
-read pages) are calls on a `PageBytes`. They are made at the moment of the decision, so call order
-is the order of the changes, on a CPU as on a CUDA stream.
+Bookkeeping only: NumPy arrays, no tensors. A `PageBytes` changes the bytes: it copies pages on
+write, moves slots and reads pages. The memory calls it as soon as a change is decided. The bytes
+therefore change in call order, on a CPU and on a CUDA stream.
 
 There are two lengths: `lengths[row]` is logical (the position of the next token);
 `tables[g].num_slots[row]` is physical (the slots in use in each lane).
@@ -43,7 +43,7 @@ class KVMemory:
         layout: lane groups of every sequence.
         total_bytes: size of the arena.
         max_rows: maximum number of concurrent sequences.
-        store: holds the bytes, or a function that creates it for the arena's size in bytes.
+        store: the page bytes, or a function that creates them for the arena's size in bytes.
         track_changes: record changed table entries, for the device's copy of the tables.
         placement: class that allocates the pages of lanes; called with the first three arguments.
 
@@ -125,10 +125,10 @@ class KVMemory:
         return held
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
-        """Return whether this many pages of each class can be allocated, contiguous or not."""
+        """Return whether this many pages of each class can be allocated, at any location."""
         return self.placement.fits(pages)
 
-    # ---- life of a row -------------------------------------------------------------------------
+    # ---- start and release ---------------------------------------------------------------------
 
     def start(self, statistics: Collection[str] | None = None) -> int:
         """Start an empty sequence; return its row.
@@ -138,12 +138,14 @@ class KVMemory:
 
         Raises:
             OutOfPages: all rows are in use.
-            ConfigError: a name is not that of a private group.
+            ConfigError: no private group has one of the names.
         """
         private = {name for name, table in self.tables.items() if table.group.private}
         used = private if statistics is None else frozenset(statistics)
         if not used <= private:
-            raise ConfigError(f"no statistics {sorted(used - private)}; has {sorted(private)}")
+            raise ConfigError(
+                f"expected private groups of {sorted(private)}, got {sorted(used - private)}"
+            )
         if not self._free_rows:
             raise OutOfPages(f"all {len(self.lengths)} rows are in use")
         row = self._free_rows.pop()
@@ -159,14 +161,14 @@ class KVMemory:
         return frozenset(n for n, t in self.tables.items() if t.group.private and t.active[row])
 
     def release(self, rows: Rows | Sequence[int]) -> None:
-        """Close sequences and free their pages.
+        """Release the rows of sequences and free their pages.
 
         Raises:
-            InvariantError: a row is not open, or given twice.
+            InvariantError: a row is not in use, or is listed twice.
         """
         rows = np.asarray(rows, dtype=np.int64)
         if not self._live[rows].all() or len(np.unique(rows)) != len(rows):
-            raise InvariantError(f"rows {rows.tolist()} are not all open, or one is given twice")
+            raise InvariantError(f"expected distinct rows in use, got {rows.tolist()}")
         self.listeners.released(rows)
         for table in self.tables.values():
             self.placement.free_rows(table, rows, table.clear(rows))
@@ -247,9 +249,9 @@ class KVMemory:
     # ---- shrinking -----------------------------------------------------------------------------
 
     def drop_behind_windows(self, rows: Rows) -> None:
-        """Free pages of window lanes that no query from the next position on can attend to.
+        """Free pages of window lanes whose tokens are outside the window of the next query.
 
-        A store whose lanes have no holes keeps these pages.
+        A store that does not free pages in the middle of a lane retains them.
         """
         for table in self.tables.values() if self.placement.drops_pages else ():
             if table.group.window is not None:
@@ -279,14 +281,14 @@ class KVMemory:
     # ---- checks --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that every byte is accounted for and every reference has a holder.
+        """Check that every byte is accounted for and all reference counts are correct.
 
         Raises:
             InvariantError: an invariant of the arena, the pools or the tables does not hold.
         """
         self.arena.check()
         if sorted(self._free_rows) != np.flatnonzero(~self._live).tolist():
-            raise InvariantError("a row is free and live at once, or free twice")
+            raise InvariantError("a row is both free and in use, or is twice in the free list")
         for pool in self.pools.values():
             pool.check()
             prove_references(pool, self.tables, self.cached_references.values(), self.placement)

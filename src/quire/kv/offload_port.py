@@ -35,7 +35,7 @@ class StepOffload(Protocol):
         """Begin attention on the CPU."""
         ...
 
-    def arrive(
+    def wait_for_prefix(
         self,
         group: LaneGroup,
         index: int,
@@ -52,7 +52,7 @@ class StepOffload(Protocol):
         """Merge the result of CPU attention into the output."""
         ...
 
-    def leave(self, group: LaneGroup, index: int) -> None:
+    def release_staging(self, group: LaneGroup, index: int) -> None:
         """Release a layer's staging slot after the layer's attention."""
         ...
 

@@ -40,13 +40,13 @@ class CountedPages(ABC):
 
     @property
     def pages_per_slab(self) -> int:
-        """Pages that every slab holds at least (one less if slab borders cut a page)."""
+        """Minimum number of whole pages in a slab; a page can cross a slab boundary."""
         return pages_per_slab(self._arena.slab_bytes, self.page_class.page_bytes)
 
     @property
     @abstractmethod
     def held_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs that this pool holds."""
+        """Numbers of the slabs that are allocated to this pool."""
 
     @property
     def used_bytes(self) -> int:
@@ -71,10 +71,10 @@ class CountedPages(ABC):
     @property
     @abstractmethod
     def most_together(self) -> int:
-        """Free pages that one lane can allocate at once, pages of free slabs included."""
+        """Largest number of pages that one lane can allocate at once, free slabs included."""
 
     def slabs_needed(self, num_pages: int) -> int:
-        """Return the number of slabs to take from the arena to allocate `num_pages` pages."""
+        """Return the number of slabs that the pool must allocate for `num_pages` more pages."""
         return max(0, -(-(num_pages - self.num_free) // self.pages_per_slab))
 
     @abstractmethod
@@ -154,7 +154,7 @@ class PagePool(CountedPages):
 
     @property
     def held_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs that this pool holds."""
+        """Numbers of the slabs that are allocated to this pool."""
         return frozenset(self._stacks)
 
     @property
@@ -183,14 +183,14 @@ class PagePool(CountedPages):
         pages = np.empty(num_pages, dtype=np.int32)
         filled = 0
         while filled < num_pages:
-            slab = next(reversed(self._partial)) if self._partial else self._take_slab()
+            slab = next(reversed(self._partial)) if self._partial else self._allocate_slab()
             filled += self._pop(slab, pages[filled:])
         self.ref_counts[pages] = 1
         self.num_used += num_pages
         return pages
 
-    def _take_slab(self) -> int:
-        slab = self._arena.take_slab()
+    def _allocate_slab(self) -> int:
+        slab = self._arena.allocate_slab()
         page_bytes, slab_bytes = self.page_class.page_bytes, self._arena.slab_bytes
         first, end = -(-slab * slab_bytes // page_bytes), (slab + 1) * slab_bytes // page_bytes
         self._stacks[slab] = np.arange(end - 1, first - 1, -1, dtype=np.int32)
@@ -226,15 +226,15 @@ class PagePool(CountedPages):
         self._num_free[slab] = free + len(pages)
         self._free_in_slabs += len(pages)
         if self._num_free[slab] == len(self._stacks[slab]):
-            self._return_slab(slab)
+            self._free_slab(slab)
         else:
             self._partial[slab] = None
 
-    def _return_slab(self, slab: int) -> None:
+    def _free_slab(self, slab: int) -> None:
         self._free_in_slabs -= self._num_free.pop(slab)
         del self._stacks[slab]
         self._partial.pop(slab, None)
-        self._arena.give_slab(slab)
+        self._arena.free_slab(slab)
 
     def check(self) -> None:
         """Check that every page of every held slab is either free once or referenced.
@@ -246,7 +246,9 @@ class PagePool(CountedPages):
         for slab, stack in self._stacks.items():
             idle = stack[: self._num_free[slab]]
             if len(np.unique(idle)) != len(idle) or self.ref_counts[idle].any():
-                raise InvariantError(f"slab {slab} lists a page in use, or one twice, as free")
+                raise InvariantError(
+                    f"the free list of slab {slab} has a page in use, or a page twice"
+                )
             free += len(idle)
             used += len(stack) - len(idle)
         counted = int(np.count_nonzero(self.ref_counts))

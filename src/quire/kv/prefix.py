@@ -32,7 +32,7 @@ from quire.kv.prefix_blocks import (
     PrefixListener,
     PrefixNode,
     holders,
-    tell_stored,
+    notify_stored,
 )
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.sharing import (
@@ -230,7 +230,7 @@ class PrefixIndex(MemoryListener):
     def confirm(self) -> None:
         """Confirm the nodes published in this step, after the step has run."""
         if self._listener is not None:
-            tell_stored(self._listener, self._pending, self.block_tokens)
+            notify_stored(self._listener, self._pending, self.block_tokens)
         self._pending.clear()
 
     def withdraw(self) -> None:
@@ -268,7 +268,7 @@ class PrefixIndex(MemoryListener):
         dropped: list[bytes] = []
         while self._idle and not self.memory.fits(pages):
             dropped += self._drop(self._idle.oldest(self._idle.blocks_short(pages)))
-        self._tell_removed(dropped)
+        self._notify_removed(dropped)
         return self.memory.fits(pages)
 
     def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
@@ -278,13 +278,13 @@ class PrefixIndex(MemoryListener):
             [pages] mask of the pages that only one row still references.
         """
         if not self.memory.fits({page_class: len(pages)}):
-            self._tell_removed(self._drop(holders(self.memory, self._idle, page_class, pages)))
+            self._notify_removed(self._drop(holders(self.memory, self._idle, page_class, pages)))
         alone: NDArray[np.bool_] = self.memory.pools[page_class].ref_counts[pages] == 1
         return alone
 
     def clear(self) -> None:
         """Evict every unused block."""
-        self._tell_removed(self._drop(self._idle.oldest(len(self._idle))))
+        self._notify_removed(self._drop(self._idle.oldest(len(self._idle))))
 
     def keep_all(self) -> None:
         """Pass every unused block to the `on_drop` callbacks without evicting it."""
@@ -306,7 +306,7 @@ class PrefixIndex(MemoryListener):
         self._forget(nodes)
         return [node.block.key for node in written]
 
-    def _tell_removed(self, keys: list[bytes]) -> None:
+    def _notify_removed(self, keys: list[bytes]) -> None:
         if keys and self._listener is not None:
             self._listener.removed(keys)
 

@@ -171,7 +171,7 @@ def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
     return chains
 
 
-def tell_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_tokens: int) -> None:
+def notify_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_tokens: int) -> None:
     """Notify a listener of new nodes, chain by chain."""
     for chain in _chains(nodes):
         parent = None if chain[0].parent is None else chain[0].parent.block.key

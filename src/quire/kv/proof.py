@@ -1,7 +1,7 @@
 """Invariant checks across tables, pools and the arena.
 
-Every reference has a holder and every slab belongs to one pool. Invariants of a single component
-are checked by its own `check` method.
+All reference counts are correct, and every slab belongs to one pool. Invariants of a single
+component are checked by its own `check` method.
 """
 
 from collections.abc import Iterable, Mapping

@@ -48,9 +48,9 @@ def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArra
 def shared_ends(
     table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Return the lanes [rows, lanes] whose next token would be written into a shared page.
+    """Return a mask [rows, lanes] of lanes whose next token would be written to a shared page.
 
-    If all holders of a page are about to write it, the first holder keeps the page.
+    If all rows that reference a page are about to write it, the first row keeps the page.
     """
     slots = table.num_slots[rows]
     shared = np.zeros(slots.shape, dtype=bool)
@@ -74,7 +74,7 @@ def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_
     """Refuse an arena that cannot hold one sequence of one token with all its statistics.
 
     Raises:
-        ConfigError: the arena is too small; the message gives the configured and needed bytes.
+        ConfigError: the arena is too small; the message states the configured and needed bytes.
     """
     pages = dict.fromkeys(layout.page_classes, 0)
     for group in layout.groups:

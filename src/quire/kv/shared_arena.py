@@ -126,7 +126,7 @@ class SharedArena:
             )
 
     def free_up(self, owner: "MemberArena") -> None:
-        """Make other members free slabs for a member that is below its guarantee.
+        """Preempt in other members until a slab is free for a member below its guarantee.
 
         Raises:
             InvariantError: no member can free a slab, which indicates wrong bookkeeping.
@@ -219,10 +219,10 @@ class MemberArena(Arena):
         """Numbers of the slabs that no member holds."""
         return frozenset(self._arena.free)
 
-    def take_slab(self) -> int:
+    def allocate_slab(self) -> int:
         """Allocate a slab; the caller must have checked `num_free_slabs`.
 
-        May make another member free slabs above its guarantee.
+        Another member may be preempted to free slabs above its guarantee.
         """
         if not self._arena.free:
             self._arena.free_up(self)
@@ -230,12 +230,12 @@ class MemberArena(Arena):
         self.held.add(slab)
         return slab
 
-    def take_this_slab(self, slab: int) -> None:
+    def allocate_this_slab(self, slab: int) -> None:
         """Allocate a given slab of `free_slabs`."""
         self._arena.free.remove(slab)
         self.held.add(slab)
 
-    def give_slab(self, slab: int) -> None:
+    def free_slab(self, slab: int) -> None:
         """Free a slab."""
         self.held.remove(slab)
         self._arena.free.append(slab)

@@ -1,8 +1,8 @@
 """Page sharing: fork a sequence, cache references to its pages, start a sequence from them.
 
 A shared page has more than one reference and is never written; `KVMemory.grow` copies the page it
-must write (copy on write). Pages of private groups (statistics) are copied at once, because the two
-sequences diverge.
+must write (copy on write). Pages of private groups (statistics) are copied by the fork, because
+the two sequences diverge.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,7 +38,7 @@ class CachedReference:
 def fork(memory: KVMemory, row: int) -> int:
     """Start a sequence equal to `row` that shares all its pages except private ones.
 
-    A store whose pages have one holder each copies the whole row.
+    A store without shared pages copies the whole row.
 
     Raises:
         OutOfPages: no row, or no pages for the private copies; nothing changed.
@@ -82,8 +82,8 @@ def reference_blocks(
     """Reference tokens in blocks of `block_tokens`, all or none; see `reference_pages`."""
     if not memory.placement.shares:
         raise UnsoundCombination(
-            "a page of a contiguous run has one holder, so prefixes cannot be shared: use the "
-            "store 'paged'"
+            "a contiguous store does not share pages, so prefixes cannot be shared: use the store "
+            "'paged'"
         )
     shared = {name: t for name, t in memory.tables.items() if not t.group.private}
     pages = {name: _span_pages(memory, table, row, start, end) for name, table in shared.items()}

@@ -15,8 +15,8 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
-    Moves,
     NewSlots,
+    RotatesTo,
 )
 from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
@@ -64,7 +64,7 @@ class GroupStep:
 
 
 @runtime_checkable  # for the shape checks in tests
-class Turns(Unrotates, Moves, Protocol):
+class LayerRoPE(Unrotates, RotatesTo, Protocol):
     """RoPE of a layer: applied to queries and keys, and undone on queries."""
 
 
@@ -211,8 +211,8 @@ class StepAttention:
         kv: the paged KV of the engine.
         rows: [rows] table rows in the order of the flat batch, one-token rows first.
         tokens: [rows] new tokens of each row.
-        later: [rows] tokens of each row already allocated for a later batch of the same step; None
-            if the step has one batch.
+        later: [rows] new tokens of each row in later batches of the same step, whose slots are
+            already allocated; None if the step has one batch.
 
     Attributes:
         wants_residual_similarity: whether a row uses `ResidualSimilarity`; if so, the model must
@@ -250,7 +250,7 @@ class StepAttention:
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        rotary: Turns | None = None,
+        rotary: LayerRoPE | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         """Write the batch's keys and values, compute attention and record attention statistics.
 
@@ -275,7 +275,7 @@ class StepAttention:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         if self._offload is not None:
             self._offload.start_cpu_attention(group, index, query, math)
-            self._offload.arrive(group, index, backend, slots, step.positions)
+            self._offload.wait_for_prefix(group, index, backend, slots, step.positions)
         pages, watch = step.pages[index], step.watch
         if step.full_precision is not None:
             pages = replace(
@@ -292,7 +292,7 @@ class StepAttention:
         if step.full_precision is not None:
             step.full_precision.keep(index, key, value)
         if self._offload is not None:
-            self._offload.leave(group, index)
+            self._offload.release_staging(group, index)
         return out
 
     def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
@@ -339,7 +339,7 @@ class StepAttention:
         return None if buffer is None else FullPrecisionStep(buffer, self._batch, self._lengths)
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
-        """Return one plan per layer; layers share a plan if all lanes of a row are equally full."""
+        """Return a plan per layer; layers share a plan if all lanes of a row have equal lengths."""
         page_class, num_layers = group.page_class, len(group.layers)
         slot_bytes = page_class.page_bytes // page_class.tokens
         if not page_class.is_plain:

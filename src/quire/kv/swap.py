@@ -4,8 +4,8 @@
     swap_in:  allocate pages -> copy -> enter pages in tables      if a copy fails: free the pages
 
 Sequences that share pages (forks) are swapped together; each page is stored once and is shared
-again after swapping in. Of a sequence with ordered lanes the tail can be swapped alone: the head is
-recomputed and the tail is appended to it.
+again after swap-in. The tail of a sequence with ordered lanes can be swapped alone: the head is
+recomputed, and the tail is appended to it.
 """
 
 import math
@@ -52,7 +52,7 @@ def swap_out(
     if keep_from and (len(rows) != 1 or not can_split(memory, int(rows[0]), keep_from)):
         raise ConfigError(
             f"rows {list(rows)} cannot be split at token {keep_from}: expected one row whose lanes "
-            "hold every token in order, and a page border inside the row"
+            "hold every token in order, and a page boundary inside the row"
         )
     sequences, pages = _gather(memory, rows, keep_from)
     counts = {page_class: len(numbers) for page_class, numbers in pages.items()}
@@ -101,7 +101,7 @@ def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
     """Return whether the tail from token `keep_from` on can be stored without the head.
 
     Every lane must be in order and hold all tokens, the row may not use statistics (they sum over
-    the head), and `keep_from` must be a page border in every group.
+    the head), and `keep_from` must be a page boundary in every group.
     """
     if not 0 < keep_from < memory.lengths[row]:
         return False

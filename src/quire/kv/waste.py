@@ -8,8 +8,8 @@
     reserved  pages reserved for a lane: the rest of a run, or of a ring
     cached    pages that only the prefix index references
 
-A shared page counts once. External fragmentation is 1 - the largest contiguous allocation that one
-lane could make / all free bytes.
+A shared page counts once. External fragmentation is 1 - the largest free contiguous allocation of
+one lane / all free bytes.
 
 Source: the kinds of waste follow papers/001 and PagedAttention (Kwon et al. 2023, figures 2 and 3).
 """
@@ -36,7 +36,7 @@ class Waste:
         total_bytes: size of the arena.
         live_bytes, hidden_bytes, empty_bytes, reserved_bytes, cached_bytes, border_bytes,
             free_bytes: see the module.
-        largest_free_bytes: the largest free allocation that one lane could make.
+        largest_free_bytes: largest contiguous bytes that one lane can allocate.
         num_copies: number of lanes copied because they grew, since the start.
         copied_bytes: bytes of these copies.
         table_bytes: table entries of live sequences, outside the arena: number and first position

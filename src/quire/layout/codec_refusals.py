@@ -112,7 +112,7 @@ def refuse_excluded(text: str, requested: Storing) -> None:
         requested: the parsed configuration.
 
     Raises:
-        UnsoundCombination: a combination is unsupported; the message gives reason and alternative.
+        UnsoundCombination: a combination is unsupported; the message states reason and alternative.
     """
     for row in EXCLUDED:
         if row.meets(requested):

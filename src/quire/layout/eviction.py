@@ -13,8 +13,9 @@ rule runs. All other options belong to the rule. Default of `every`: `default_ev
 of the cap, at most 64.
 
 when                  prefill                                 decode
-prefill_and_decode    first block up to the cap, then evict   evict `every` tokens before a lane
-                      `every` tokens before each `every`      would exceed the cap
+prefill_and_decode    a first chunk up to the cap; then       evict `every` tokens before a lane
+                      chunks of `every` tokens, each after    would exceed the cap
+                      an eviction of `every` tokens
 prefill_end           whole prompt, then evict to the cap     no eviction
 decode                whole prompt                            evict to cap - every, as above
 pressure              as prefill_and_decode, but only while pool use is above its watermark
@@ -41,7 +42,7 @@ _SUCH_AS = {
 
 
 def default_every(cap: int) -> int:
-    """Return the number of tokens evicted at a time under a cap if `every` is unset."""
+    """Return the default of `every` (tokens evicted at a time) for a cap."""
     return max(1, min(MOST_DEFAULT_EVERY, cap // 8))
 
 
@@ -61,7 +62,7 @@ def parse_policy(text: str, what: str = "policy") -> PolicyText:
         what: what the text describes, for messages: "policy", "codec" or "budget".
 
     Raises:
-        ConfigError: the name is missing, an option has no value or is given twice, parentheses do
+        ConfigError: the name is missing, an option has no value or is repeated, parentheses do
             not match, or the text is longer than `MOST_CHARACTERS` (it could nest too deeply).
     """
     if len(text) > MOST_CHARACTERS:
@@ -78,7 +79,7 @@ def parse_policy(text: str, what: str = "policy") -> PolicyText:
         if not equals or not key or not value:
             raise ConfigError(f"expected option=value in {what} {text!r}, got {part!r}")
         if key in options:
-            raise ConfigError(f"option {key!r} is given twice in {what} {text!r}")
+            raise ConfigError(f"option {key!r} is repeated in {what} {text!r}")
         options[key] = value
     return PolicyText(name, options)
 
@@ -154,7 +155,7 @@ class EvictionSpec:
 
     @property
     def prefills_in_blocks(self) -> bool:
-        """Whether a prompt over the cap is prefilled in blocks with an eviction before each."""
+        """Whether a prompt over the cap is prefilled in chunks with an eviction before each."""
         return self.cap is not None and self.when == PREFILL_AND_DECODE
 
     def exact_tokens(self, prompt_tokens: int) -> int:
@@ -195,7 +196,7 @@ class EvictionSpec:
         return self.lane_peak_tokens(self.cap, tokens, prompt_tokens)
 
     def lane_peak_tokens(self, cap: int | None, tokens: int, prompt_tokens: int | None) -> int:
-        """Return the peak tokens of a lane with the given cap; see `peak_tokens`."""
+        """Return the peak tokens of a lane with this cap; see `peak_tokens`."""
         if cap is None:
             return tokens
         prompt = tokens if prompt_tokens is None else min(prompt_tokens, tokens)

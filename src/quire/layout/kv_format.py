@@ -89,8 +89,8 @@ def read_format(text: str) -> KVFormat:
 
     Raises:
         UnknownName: a codec or an option is unknown.
-        ConfigError: a value is invalid, an option is given twice, the codec is unquantized and so
-            needs no full-precision tokens, or `promoted` is given without `residual`.
+        ConfigError: a value is invalid, an option is repeated, the codec is unquantized and so
+            needs no full-precision tokens, or `promoted` is set without `residual`.
     """
     codecs, *options = (part.strip() for part in text.split("+"))
     key, value = codec_pair(codecs)
@@ -143,7 +143,7 @@ def _options(text: str, parts: list[str]) -> dict[str, str]:
         if name not in (*COUNTS, PLAIN, PROMOTED):
             raise UnknownName("option of a KV codec", name, (*COUNTS, PROMOTED))
         if name in options:
-            raise ConfigError(f"KV codec {text!r}: {name} is given twice; give it once")
+            raise ConfigError(f"KV codec {text!r}: {name} is repeated; keep one")
         options[name] = given
     return options
 

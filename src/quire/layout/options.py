@@ -53,7 +53,7 @@ class OptionInfo:
         flag: name on the command line if it differs from the field's name.
         group: heading in `--help`; empty for the heading of the whole config.
         common: whether `--help` shows the option; `--help-all` shows every option.
-        parse: converts a given value to the field's value; also accepts converted values.
+        parse: converts an input value to the field's value; also accepts converted values.
     """
 
     help: str = ""

@@ -125,7 +125,7 @@ def refuse_model_type(model_type: str) -> None:
     """Refuse an unsupported model type.
 
     Raises:
-        UnsupportedModel: the model type is unsupported; the message gives reason and alternative.
+        UnsupportedModel: the model type is unsupported; the message states reason and alternative.
     """
     if model_type in REFUSED:
         raise refused(model_type, REFUSED[model_type])

@@ -130,7 +130,7 @@ def check_finer(text: str, records: Records, body: Sequence[CodecSpec]) -> None:
     """Refuse promoted codecs that are not finer than the main codecs.
 
     Raises:
-        ConfigError: a codec has fewer bits, or both have equal bits; the message gives the bits.
+        ConfigError: a codec has fewer bits, or both have equal bits; the message states the bits.
     """
     own = [_bits(codec) for codec in (records.key, records.value)]
     others = [_bits(codec) for codec in body]

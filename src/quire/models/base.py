@@ -99,7 +99,7 @@ class MeanRotations(Protocol):
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A model that turns a flat batch of tokens into logits.
+    """A model that computes the logits of a flat batch of tokens.
 
     Attributes:
         spec: the model's shape, from its config.

@@ -24,7 +24,7 @@ _SPEAKING = (
 
 @contextmanager
 def foreign_code(what: str) -> Iterator[None]:
-    """Turn exceptions of the block into a ModelError that begins with `what`.
+    """Convert exceptions of the block to a ModelError that begins with `what`.
 
     Args:
         what: what failed, as in "config.json cannot be read".

@@ -52,7 +52,7 @@ def read_generation_defaults(
     Args:
         folder: the model's folder.
         config: its parsed config.json.
-        vocab_size: of the model; None: the upper limit of token ids is not checked.
+        vocab_size: vocabulary size of the model; None: the upper limit of token ids is not checked.
 
     Raises:
         ModelError: the file is not a JSON object, or a value has the wrong type or range.

@@ -71,7 +71,7 @@ class _Layer:
     """The attention of a layer.
 
     Attributes:
-        module: of the model.
+        module: module of the model.
         args, kwargs: its other arguments besides hidden states, at position 0.
         hidden_first: whether hidden states are the first positional argument, or a keyword.
         rotary: RoPE of its keys.
@@ -134,7 +134,7 @@ class LayerKV:
         """
         found = self._layers[layer]
         key, value = self._caught(found, inputs[None])
-        return found.rotary.move(key, positions).to(value.dtype), value
+        return found.rotary.rotate_pre_rope(key, positions).to(value.dtype), value
 
     def first_layer(
         self, token_ids: Int[Tensor, " token"], positions: Int[Tensor, " token"]
@@ -209,7 +209,7 @@ def _attentions(model: nn.Module) -> Iterator[nn.Module]:
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = args[0] if args else kwargs[HIDDEN]
-    assert isinstance(given, Tensor), "attention is given hidden states first"
+    assert isinstance(given, Tensor), "hidden states are the first argument of attention"
     return given
 
 

@@ -54,8 +54,8 @@ class LayerPlacer(Protocol):
         """Refuse a model that cannot be placed, from its shapes, before any weight is read.
 
         Args:
-            config: of the model.
-            dtype: of the weights; None: the config's dtype.
+            config: config of the model.
+            dtype: dtype of the weights; None: the config's dtype.
             trust_remote_code: run Python code from the model folder.
 
         Raises:

@@ -42,7 +42,7 @@ class Observing:
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`."""
         if isinstance(statistic, QueryMoments) and not self._all_rotaries_known:
-            return f"{self._name} rotates its queries in a way that Quire cannot invert"
+            return f"{self._name} rotates its queries, and Quire cannot invert this rotation"
         if isinstance(statistic, ResidualSimilarity) and self._similarity_hooks is None:
             return (
                 f"{self._name} does not add attention to its residual stream before the MLP, so "

@@ -2,7 +2,7 @@
 
 Transformers selects long-RoPE frequencies by the largest position of a batch. In a flat batch, one
 long request would then change the keys of all others. Here the RoPE scaling variant of a request
-follows from its maximum number of tokens, and each forward is given the variant to use.
+follows from its maximum number of tokens, and each forward receives the variant to use.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,7 +200,7 @@ class _Queries:
 
 
 def _ways(model: nn.Module) -> Iterator[Rotary]:
-    """Every way to apply every rotary module of a model, and no rotation."""
+    """All rotary modules of a model with all their rotations, and no rotation."""
     yield Rotary(None)
     for module in model.modules():
         if not any(name.endswith("inv_freq") for name in module._buffers):

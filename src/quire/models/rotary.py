@@ -27,8 +27,8 @@ class Rotary:
         """Rotate queries or keys to these positions, float32."""
         if self.module is None:
             return x.float()
-        cosine, sine = self._turns(positions)
-        return _turned(x.float(), cosine, sine)
+        cosine, sine = self._cos_sin(positions)
+        return _rotated(x.float(), cosine, sine)
 
     def unrotate(
         self, rotated: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
@@ -36,22 +36,22 @@ class Rotary:
         """Undo `rotate`, float32; a factor on cosines and sines is removed too."""
         if self.module is None:
             return rotated.float()
-        cosine, sine = self._turns(positions)
+        cosine, sine = self._cos_sin(positions)
         square = cosine.square() + sine.square()
-        return _turned(rotated.float(), cosine / square, -sine / square)
+        return _rotated(rotated.float(), cosine / square, -sine / square)
 
-    def move(
-        self, still: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
+    def rotate_pre_rope(
+        self, pre_rope: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
     ) -> Float[Tensor, "token head head_dim"]:
-        """Rotate queries or keys that were computed at position 0 to other positions, float32.
+        """Rotate queries or keys before RoPE to positions, float32.
 
         The input is not rotated, but includes a factor on cosines and sines, if there is one.
         """
         if self.module is None:
-            return still.float()
-        cosine, sine = self._turns(positions)
-        factor, _ = self._turns(positions.new_zeros(1))
-        return _turned(still.float(), cosine / factor, sine / factor)
+            return pre_rope.float()
+        cosine, sine = self._cos_sin(positions)
+        factor, _ = self._cos_sin(positions.new_zeros(1))
+        return _rotated(pre_rope.float(), cosine / factor, sine / factor)
 
     def mean_rotation(
         self, head_dim: int, start: int, tokens: int, device: torch.device
@@ -60,11 +60,11 @@ class Rotary:
         basis = torch.eye(head_dim, device=device)
         if self.module is None:
             return basis
-        turns = self._turns(torch.arange(start, start + tokens, device=device))
-        cosine, sine = (turn.mean(dim=0, keepdim=True) for turn in turns)
-        return _turned(basis[:, None], cosine, sine)[:, 0].T
+        cos_sin = self._cos_sin(torch.arange(start, start + tokens, device=device))
+        cosine, sine = (turn.mean(dim=0, keepdim=True) for turn in cos_sin)
+        return _rotated(basis[:, None], cosine, sine)[:, 0].T
 
-    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, 1, rotary elements]."""
         assert self.module is not None, "only called for layers with RoPE"
         kind = () if self.layer_type is None else (self.layer_type,)
@@ -74,8 +74,8 @@ class Rotary:
         return cosine[0].repeat(1, times)[:, None], sine[0].repeat(1, times)[:, None]
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    turning, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cosine + torch.cat([-second, first], dim=-1) * sine
-    return torch.cat([turned, rest], dim=-1)
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    rotating, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
+    first, second = rotating.chunk(2, dim=-1)
+    rotated = rotating * cosine + torch.cat([-second, first], dim=-1) * sine
+    return torch.cat([rotated, rest], dim=-1)

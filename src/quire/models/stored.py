@@ -121,7 +121,7 @@ def check_shapes(
     """Compare a config with the headers of the weight files.
 
     Args:
-        config: of the model.
+        config: config of the model.
         stored: see `read_headers`.
         trust_remote_code: run Python code from the model folder.
 

@@ -80,7 +80,7 @@ def encode_prompt(
     """Token ids of a plain prompt.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         text: the prompt.
         add_special_tokens: whether the tokenizer adds its special tokens.
 
@@ -106,7 +106,7 @@ def render_chat(
     """Render a chat to text with the model's chat template.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         messages: {"role": ..., "content": ...} each, oldest first.
         add_generation_prompt: end with the prefix of the assistant's message.
         template_kwargs: further variables of the template, such as `enable_thinking`.

@@ -27,10 +27,10 @@ def read_model(
     """Build the model on the CPU with every weight from the folder.
 
     Args:
-        folder: of the model.
-        config: of the model, checked by `check_shapes`.
+        folder: folder of the model.
+        config: config of the model, checked by `check_shapes`.
         stored: headers of the folder's weight files, see `read_headers`.
-        dtype: of the weights in memory; None: the dtype of the files and config.
+        dtype: dtype of the weights in memory; None: the dtype of the files and config.
         trust_remote_code: run Python code from the model folder.
 
     Raises:

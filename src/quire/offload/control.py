@@ -77,8 +77,8 @@ class SplitController:
         """Learn from the stalls of a step, except expected ones and those of its first layer.
 
         Args:
-            timeline: of the step that used the last split.
-            rates: of a layer, including what the profiler learned from this step.
+            timeline: timeline of the step that used the last split.
+            rates: rates of a layer, including what the profiler learned from this step.
             tokens: offloaded tokens of all rows in that step.
         """
         if self._share is None or not timeline.seconds:

@@ -98,8 +98,8 @@ class Speeds:
 
         Args:
             sizes: bytes that cross the link.
-            rows: of the batch.
-            tokens: of all rows, which the device attends to.
+            rows: number of rows of the batch.
+            tokens: tokens of all rows, which the device attends to.
             half_duplex: whether both directions share the link.
         """
         byte_s = 1 / self.inward.bytes_per_s

@@ -59,8 +59,8 @@ class Operation:
         index: index in the schedule.
         kind: type of the operation.
         lane: queue that runs it; see the module.
-        layer: of the model.
-        batch: of the step.
+        layer: index of the layer in the model.
+        batch: index of the batch in the step.
         part: chunk of X and of its projection; of weights 0 for W_K and W_V, 1 for W_Q and W_O,
             2 for the MLP.
         first: first token that is recomputed or transferred; for weights the first byte.

@@ -224,7 +224,7 @@ def estimate_activation_peak(
         model: its dimensions.
         max_num_batched_tokens: tokens of the largest step, decode rows and prefill chunks together.
         sampled_rows: rows of that step with logits.
-        bytes_per_value: of the model's dtype.
+        bytes_per_value: bytes of an element in the model's dtype.
 
     Raises:
         ConfigError: a negative count.

@@ -70,8 +70,9 @@ class Ceilings:
         products: matrix products by shape.
         attention_bytes_per_s: by attention variant, KV bytes of a decoding batch over its time.
         copies: of swapped pages, by device; empty in files of older versions.
-        prefill: of models, by `model_key`; empty if no model was given.
-        steps: of models under eviction rules, by `steps_key`; empty if no model was given.
+        prefill: prefill rates of models, by `model_key`; empty if no model was measured.
+        steps: step rates of models under eviction rules, by `steps_key`; empty if no model was
+            measured.
     """
 
     machine: Machine

@@ -50,7 +50,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How to preempt.
+    """Method of a preemption, with its predicted time.
 
     Attributes:
         how: swap, recompute or hybrid.
@@ -70,7 +70,7 @@ def swap_seconds(costs: Costs, num_bytes: int | float, *, pieces: int = 1) -> fl
 
     Args:
         costs: rates.
-        num_bytes: of the KV.
+        num_bytes: bytes of the KV.
         pieces: number of its extents in host memory.
     """
     copies = costs.copies
@@ -101,8 +101,8 @@ def hybrid_seconds(costs: Costs, holding: Holding, keep_from: int) -> float:
 def best_split(costs: Costs, holding: Holding, host_bytes: int) -> int | None:
     """The page boundary with the cheapest hybrid, of those whose tail fits in host memory.
 
-    With k seconds to swap a token's KV out and in, t to prefill a token and a for its square, the
-    time is t * l + a * l^2 + k * (tokens - l) plus a constant. It is lowest at l = (k - t) / (2 a).
+    A swap of a token's KV out and in takes k seconds, prefill of l tokens t * l + a * l^2 seconds.
+    The sum t * l + a * l^2 + k * (tokens - l) is lowest at l = (k - t) / (2 a).
 
     Returns:
         The first token to swap. None if no boundary is inside the sequence and after the cached
@@ -128,7 +128,7 @@ def best_split(costs: Costs, holding: Holding, host_bytes: int) -> int | None:
 
 
 def choose(costs: Costs, holding: Holding, host_bytes: int) -> Choice:
-    """The cheapest way to preempt a sequence.
+    """Choose the cheapest method to preempt a sequence.
 
     Swap wins ties: only swap restores identical bytes.
 

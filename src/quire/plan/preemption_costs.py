@@ -36,7 +36,7 @@ def known_costs(
     Args:
         found: result of `read_ceilings`.
         model: its dimensions, from which an unmeasured prefill is estimated.
-        dtype: of its weights, such as `bfloat16`.
+        dtype: dtype of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
         chunk_tokens: prefill tokens of a step.
     """
@@ -142,9 +142,9 @@ class LearnedCosts:
         """Learn from a step that only prefilled a chunk of one prompt.
 
         Args:
-            tokens: of the chunk.
+            tokens: tokens of the chunk.
             before: tokens of the sequence before the chunk.
-            seconds: of the step.
+            seconds: duration of the step.
         """
         self._prefill.add((1, tokens, (before + tokens) ** 2 - before**2), seconds)
 

@@ -84,7 +84,7 @@ class Costs:
 
     Attributes:
         copies: between arena and host memory.
-        prefill: of the model.
+        prefill: prefill rates of the model.
         chunk_tokens: prefill tokens of a step.
     """
 
@@ -188,7 +188,7 @@ def model_key(model: ModelSpec, *, dtype: str, device: str) -> str:
 
     Args:
         model: its dimensions.
-        dtype: of its weights, such as `bfloat16`.
+        dtype: dtype of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
     """
     return (

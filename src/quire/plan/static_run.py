@@ -55,7 +55,7 @@ class RunSeconds:
     Attributes:
         prefill_s: until every row has its first token.
         decode_s: the rest.
-        new_tokens: of all rows.
+        new_tokens: new tokens of all rows.
     """
 
     prefill_s: float
@@ -76,7 +76,7 @@ def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterat
 
     Args:
         spec: cap and schedule.
-        prompt_tokens: of the prompt.
+        prompt_tokens: tokens of the prompt.
         new_tokens: generated; the last one is not processed.
 
     Raises:
@@ -119,8 +119,8 @@ def run_seconds(rates: StepRates, steps: Iterable[RowStep], rows: int) -> RunSec
     """Time of a static batch whose rows all take these steps.
 
     Args:
-        rates: of the eviction rule.
-        steps: of one row, from `row_steps`.
+        rates: rates of the eviction rule.
+        steps: steps of one row, from `row_steps`.
         rows: number of rows.
 
     Raises:

@@ -44,8 +44,8 @@ class Workload:
     """Requests of equal lengths.
 
     Attributes:
-        input_tokens: of a prompt.
-        output_tokens: of an output.
+        input_tokens: tokens of a prompt.
+        output_tokens: tokens of an output.
         batch: number of requests wanted at once.
 
     Raises:
@@ -110,8 +110,8 @@ def assess(
     Args:
         model: its dimensions.
         memory: division of the device's memory.
-        input_tokens: of a prompt.
-        output_tokens: of an output.
+        input_tokens: tokens of a prompt.
+        output_tokens: tokens of an output.
         batch: number of requests wanted at once.
         layout: of KV pages; default: 16-bit elements in pages of 16 tokens.
         flops_per_byte: floating-point operations of the device in the time it reads one byte.

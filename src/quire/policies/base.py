@@ -83,7 +83,7 @@ class EvictionPolicy(ABC):
         return max(1, self.least_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)
 
     def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
-        """Return the tokens that a lane may hold beyond the written cap; 0 for most rules.
+        """Return the tokens that a lane may hold beyond its configured cap; 0 for most rules.
 
         Args:
             kept: tokens that an eviction would leave under that cap.
@@ -142,7 +142,7 @@ class ScorePolicy(EvictionPolicy):
         return score
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
-        """Return the slots to retain regardless of score, given `keep`; see `least_cap`."""
+        """Return the slots that are retained regardless of score if `keep` slots are retained."""
         del keep
         return torch.zeros_like(view.live)
 

@@ -47,7 +47,7 @@ class Eviction:
         budget: divides the cap over lanes.
         spec: number of tokens, and schedule.
         piece_tokens: neighbouring slots that are evicted together; 1 for single slots.
-        by_page: whether pieces are pages, which are evicted by an edit of the page table.
+        by_page: whether pieces are pages; then an eviction removes pages and moves no slot.
         text: the rule as written; equal texts and equal prompt lengths give equal evictions.
     """
 
@@ -142,7 +142,7 @@ class EvictionRule:
         """Resolve the cap for a request, and divide it.
 
         Raises:
-            ConfigError: the cap leaves fewer tokens than the rule protects; the message gives both.
+            ConfigError: the cap leaves fewer tokens than the rule protects; states both numbers.
         """
         if self.policy is None or self.cap is None:
             return Eviction()
@@ -191,7 +191,7 @@ class EvictionRule:
             raise ConfigError(
                 f"{self.text!r}: a sequence needs {lanes.page_bytes:,} B for one page of "
                 f"{lanes.page_tokens} tokens in every lane{statistics_text}, "
-                f"got a cap of {cap.num_bytes:,} B; raise cap, or give it in tokens"
+                f"got a cap of {cap.num_bytes:,} B; raise cap, or set it in tokens"
             )
         return tokens
 
@@ -247,7 +247,7 @@ def make_eviction(text: str) -> EvictionRule:
             nearest names.
         ConfigError: the cap is missing, a value has the wrong type, or the cap is below what the
             rule protects.
-        UnsoundCombination: components exclude each other; the message gives the reason and an
+        UnsoundCombination: components exclude each other; the message states the reason and an
             alternative.
     """
     parsed = parse_policy(text)

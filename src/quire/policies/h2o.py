@@ -28,7 +28,7 @@ HALF = -1
 @register("h2o")
 @dataclass(frozen=True, slots=True)
 class H2O(ScorePolicy):
-    """Retain the newest tokens and, of the rest, those with the largest sum of attention weights.
+    """Retain the newest tokens, and the other tokens with the largest sums of attention weights.
 
     Attributes:
         sinks: tokens at the start of the sequence that are never evicted.

@@ -1,7 +1,7 @@
 """Sinks and the newest tokens (StreamingLLM, Xiao et al. 2023, section 3.2).
 
-Differs from the paper: keys keep the rotary positions they were written with; distances between the
-retained tokens are the true ones.
+Differs from the paper: keys keep their original RoPE positions, so distances between retained
+tokens do not change.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Persistence of importance (Scissorhands, Liu et al. 2023, arXiv 2305.17118).
 
-score(token) = -(queries that gave it less than 1 / keys that query saw)
+score(token) = -(number of queries whose weight on it is below 1 / keys that the query sees)
 
 Differs from the paper: low weights are counted at every step while a token is cached; the paper
 recomputes the weights of the last 400 queries at an eviction. Counts tie often, and ties retain the
@@ -29,7 +29,7 @@ class Scissorhands(SinksAndRecent):
         sinks: tokens at the start of the sequence that are never evicted.
         recent: number of newest cached tokens that are never evicted.
         heads: reduction over the query heads of a KV head: mean, max or sum.
-        share: compare the fraction of queries that gave a low weight, not their number, which is
+        share: compare the fraction of queries with a low weight, not their number, which is
             larger for older tokens.
     """
 

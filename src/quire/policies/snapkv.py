@@ -25,7 +25,7 @@ from quire.policies.windows import AVERAGE, check_pooling, column_sums, pool, re
 @register("snapkv")
 @dataclass(frozen=True, slots=True)
 class SnapKV(ScorePolicy):
-    """Retain the newest tokens and, of the rest, those the newest tokens' queries attend to most.
+    """Retain the newest tokens and the other tokens to which their queries attend most.
 
     Attributes:
         window: number of newest tokens whose queries are used; they are retained, within the cap.

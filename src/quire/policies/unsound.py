@@ -98,7 +98,7 @@ def refuse_unsound(text: str, parts: Parts) -> None:
         parts: components of that rule.
 
     Raises:
-        UnsoundCombination: the message gives the reason and an alternative.
+        UnsoundCombination: the message states the reason and an alternative.
     """
     for row in UNSOUND:
         if row.meets(parts):

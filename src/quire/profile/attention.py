@@ -35,7 +35,7 @@ class AttentionShape:
 
     Attributes:
         batch: number of sequences.
-        tokens: of each, the new one included.
+        tokens: tokens of each sequence, the new one included.
         num_heads, num_kv_heads, head_dim: of the layer.
         page_tokens: slots of a page.
     """
@@ -75,11 +75,11 @@ class AttentionBench:
     """The KV of one layer in pages, and contiguous.
 
     Args:
-        shape: of the batch.
+        shape: shape of the batch.
         codec: storage format of pages.
 
     Attributes:
-        pages: of the layer.
+        pages: pages of the layer.
         kv_bytes: bytes that a step reads, including codec metadata.
     """
 
@@ -154,7 +154,7 @@ class AttentionBench:
         return self.pages.key[page, :, offset], self.pages.value[page, :, offset]
 
     def _contiguous(self) -> Callable[[], Tensor]:
-        """Torch's own attention on the same KV, made contiguous beforehand.
+        """Torch's own attention on a contiguous copy of the same KV.
 
         Query heads of a group are placed on the query axis: on a CPU that is eight times faster
         than `enable_gqa`.

@@ -20,11 +20,11 @@ class BenchShape:
 
     Attributes:
         requests: submitted at once in each round.
-        input_tokens: of each prompt.
+        input_tokens: tokens of each prompt.
         output_tokens: generated for each prompt; an end-of-sequence token does not stop it.
         rounds: number of measured rounds.
         warmup_rounds: number of rounds before them.
-        seed: of the prompts; every round has different prompts.
+        seed: seed of the prompts; every round has different prompts.
     """
 
     requests: int
@@ -59,8 +59,8 @@ class BenchRun:
     """All measured rounds.
 
     Attributes:
-        shape: of the requests.
-        kv_total_bytes: of the KV memory.
+        shape: shape of the requests.
+        kv_total_bytes: bytes of the KV memory.
         rounds: in order.
     """
 
@@ -108,8 +108,8 @@ def run_bench(llm: LLM, shape: BenchShape, sampling: SamplingParams) -> BenchRun
 
     Args:
         llm: idle. Its prefix cache has no hits: every prompt is random.
-        shape: of the requests.
-        sampling: of every request; the shape sets its length.
+        shape: shape of the requests.
+        sampling: sampling options of every request; the shape sets the output length.
 
     Raises:
         RequestError: the prompt and its output exceed the model's context.

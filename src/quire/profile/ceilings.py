@@ -60,7 +60,7 @@ class MemoryProbe:
     """Reads and copies one buffer repeatedly.
 
     Args:
-        num_bytes: of the buffer; a multiple of 16.
+        num_bytes: bytes of the buffer; a multiple of 16.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -35,7 +35,7 @@ class CopyTimes:
     """Median times of one sequence size.
 
     Attributes:
-        num_bytes: of its KV.
+        num_bytes: bytes of its KV.
         scattered: whether its pages are scattered between another sequence's.
         out_s, back_s: a swap in each direction, bookkeeping included.
     """
@@ -50,8 +50,8 @@ class SwapProbe:
     """A sequence that is swapped out and in repeatedly.
 
     Args:
-        device: of the arena.
-        num_bytes: of the sequence; rounded down to whole pages.
+        device: device of the arena.
+        num_bytes: bytes of the sequence; rounded down to whole pages.
         scattered: whether another sequence takes every second page.
     """
 
@@ -121,7 +121,7 @@ def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> 
     """Yield the median times of each size, scattered and contiguous.
 
     Args:
-        device: of the arena.
+        device: device of the arena.
         sizes: bytes of a sequence.
         repeats: measured swaps of each, after a warm-up.
     """

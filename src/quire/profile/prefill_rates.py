@@ -28,9 +28,9 @@ class ChunkTime:
     """One prefill step of a chunk.
 
     Attributes:
-        tokens: of the chunk.
+        tokens: tokens of the chunk.
         before: tokens of the prompt before the chunk.
-        seconds: of the step.
+        seconds: duration of the step.
     """
 
     tokens: int
@@ -62,7 +62,7 @@ def measure_chunks(
     Args:
         model: loaded.
         chunks: lengths.
-        prompt_tokens: of each prompt; at most the model's context minus one.
+        prompt_tokens: tokens of each prompt; at most the model's context minus one.
         repeats: measured prompts for each length, after a warm-up.
 
     Raises:
@@ -123,7 +123,7 @@ def measure_prefill_rates(
     Args:
         model: loaded.
         chunks: lengths.
-        prompt_tokens: of each prompt; at most the model's context minus one is used.
+        prompt_tokens: tokens of each prompt; at most the model's context minus one is used.
         repeats: measured prompts for each length.
         progress: called with a line for each length and for the fitted rates.
     """

@@ -55,7 +55,7 @@ class StepTime:
     Attributes:
         rows: number of rows.
         step: work of each row.
-        seconds: of the whole step.
+        seconds: duration of the whole step.
     """
 
     rows: int
@@ -68,8 +68,8 @@ def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = No
 
     Args:
         model: loaded.
-        shape: of the batch.
-        kv_bytes: of its memory; None: enough for any layout, statistics included.
+        shape: shape of the batch.
+        kv_bytes: bytes of its KV memory; None: enough for any layout, statistics included.
     """
     if kv_bytes is None:
         tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
@@ -108,7 +108,7 @@ def measure_step_rates(
 
     Args:
         model: loaded.
-        shapes: of the batches.
+        shapes: shapes of the batches.
         repeats: measured runs of each, after a warm-up.
     """
     times: list[StepTime] = []

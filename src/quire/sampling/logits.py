@@ -120,7 +120,7 @@ def _on_rows(
 def column(
     logits: Tensor, values: Sequence[int | float | None], dtype: torch.dtype | None = None
 ) -> Shaped[Tensor, " rows"]:
-    """Make a tensor with one number per row on the device of the logits.
+    """Create a tensor with one number per row on the device of the logits.
 
     Args:
         logits: the logits.

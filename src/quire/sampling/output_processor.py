@@ -19,7 +19,7 @@ class OutputProcessor:
     """Output states of unfinished requests; removes a state when all of its outputs have ended.
 
     Args:
-        open_text: makes the `OutputText` of a sequence.
+        open_text: creates the `OutputText` of a sequence.
         release: frees the resources of a sequence.
         eos_token_ids: the model's end-of-sequence tokens.
     """
@@ -65,7 +65,7 @@ class OutputProcessor:
     def make(
         self, submission_id: str, params: SamplingParams, sequences: Sequence[Request]
     ) -> RequestOutputState:
-        """Make the output state of a request that is not accepted yet."""
+        """Create the output state of a request that is not accepted yet."""
         search = BeamSearch(params, self._eos_token_ids) if params.use_beam_search else None
         return RequestOutputState(
             submission_id, params, sequences, self._open_text, self._release, search

@@ -100,7 +100,7 @@ class RequestOutputState:
         submission_id: id of the request.
         params: its sampling options.
         sequences: its sequences.
-        open_text: makes the `OutputText` of a sequence.
+        open_text: creates the `OutputText` of a sequence.
         release: frees the resources of a sequence.
         search: the beam search, if the sequences are beams.
 

@@ -47,7 +47,7 @@ class SamplingStep:
         Args:
             results: logits of the step.
             requests: requests of the step.
-            forks: forks that were made after the step.
+            forks: forks that were created after the step.
         """
         yield from self._score_prompts(results)
         ready = [r for r in (*results, *_fork_logits(results, forks)) if _is_ready(r.request)]

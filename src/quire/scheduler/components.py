@@ -1,4 +1,4 @@
-"""The components of a scheduler, and the function that makes them from a configuration.
+"""The components of a scheduler, and the function that creates them from a configuration.
 
 Every planner (admission, prefill, decode, preemption limits, forks, unblocking) takes this one
 object with the shared rules, accounts and state.
@@ -60,7 +60,7 @@ def make_components(
     step_size: StepSize | None = None,
     state: SchedulerState | None = None,
 ) -> SchedulerComponents:
-    """Make the components for a configuration.
+    """Create the components for a configuration.
 
     Args:
         config: the scheduling options.

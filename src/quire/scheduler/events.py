@@ -156,11 +156,11 @@ class PrefixEvents:
         page_tokens: int,
     ) -> None:
         """Record that blocks were added to the prefix cache."""
-        self._tell("prefix_cached", len(block_hashes))
+        self._record_blocks("prefix_cached", len(block_hashes))
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
         """Record that blocks were evicted from the prefix cache."""
-        self._tell("prefix_evicted", len(block_hashes))
+        self._record_blocks("prefix_evicted", len(block_hashes))
 
-    def _tell(self, kind: str, blocks: int) -> None:
+    def _record_blocks(self, kind: str, blocks: int) -> None:
         self._log.emit(kind, None, blocks=blocks, kv_bytes=blocks * self._block_bytes)

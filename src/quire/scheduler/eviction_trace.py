@@ -1,4 +1,4 @@
-"""Eviction trace of a sequence: with it a recomputation evicts the same tokens again.
+"""Eviction trace of a sequence: a recomputation replays it to evict the same tokens.
 
 An entry holds the evicted positions of each lane. It takes at most 4 bytes per evicted token of a
 lane, less than a hundredth of the token's keys and values. A run of consecutive positions takes
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Positions = NDArray[np.int32]
-_LANE = 1 << 40  # a position is less: lane and position make one number
+_LANE = 1 << 40  # larger than any position: lane and position are packed into one number
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class EvictionEntry:
     Attributes:
         num_computed: tokens of the sequence that had been computed.
         counts: [lanes] evicted tokens of each lane.
-        stored: evicted positions, ascending within each lane, lane after lane. If it is shorter,
-            and only then: the first positions of all runs of consecutive positions, followed by
-            the run lengths.
+        stored: evicted positions, ascending within each lane, lane after lane; or the first
+            positions of all runs of consecutive positions, followed by the run lengths, if that is
+            shorter.
         wanted: [lanes] number of tokens to retain, as passed to the rule before rounding to token
             groups. A replay calls a stateful rule again with these numbers. None for other rules.
         promoted: the tokens promoted to a finer codec by this eviction, as an entry of its own;
@@ -43,7 +43,7 @@ class EvictionEntry:
     def of(
         cls, num_computed: int, positions: NDArray[np.integer], keep: NDArray[np.bool_]
     ) -> "EvictionEntry":
-        """Make an entry from a mask of retained slots.
+        """Create an entry from a mask of retained slots.
 
         Args:
             num_computed: computed tokens.

@@ -50,7 +50,7 @@ class Fairness:
 
         Args:
             request: the request.
-            peak_bytes: most KV bytes it may come to hold.
+            peak_bytes: peak KV bytes of the request.
 
         Raises:
             RequestError: an unknown or invalid tenant name.

@@ -47,7 +47,7 @@ class Forks:
     # ---- members that begin as forks -----------------------------------------------------------
 
     def make_due(self, requests: Iterable[Request]) -> list[PlannedFork]:
-        """Make the planned forks whose common tokens have been computed; return the forks made.
+        """Fork the planned children whose common tokens are computed; return the new forks.
 
         Args:
             requests: the requests of a completed step.

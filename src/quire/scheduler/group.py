@@ -260,7 +260,7 @@ def sequence_id(request_id: str, index: int) -> str:
 
 
 def make_sequences(request: Request) -> list[Request]:
-    """Make the sequences of a request (n, best_of or beams); the request is the first.
+    """Create the sequences of a request (n, best_of or beams); the request is the first.
 
     Sequence i samples with the request's seed + i, so the first samples as it would alone. Prompt
     log-probabilities are computed for the first only. In a beam search only the first is a member

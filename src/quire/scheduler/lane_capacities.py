@@ -48,7 +48,7 @@ class Evictor(Protocol):
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
-        """Evict slots until each lane of a request has the given number of slots.
+        """Evict slots until each lane of a request has `keep` slots.
 
         Args:
             request: a running request.
@@ -171,7 +171,7 @@ class LaneCapacities:
     def reuse_slots(self, requests: Iterable[Request]) -> bool:
         """Evict from the longest request whose pages are full, to free slots in its pages.
 
-        Its lanes are at their cap and end at a page border, so evictions may free no page.
+        Its lanes are at their cap and end at a page boundary, so evictions may free no page.
 
         Args:
             requests: requests that lack a page for their next token; none may be part of the step
@@ -302,7 +302,7 @@ class LaneCapacities:
         request.eviction.evicted_tokens += tokens
         self.num_evictions += 1
         self.evicted_tokens += tokens
-        self._tell(request, tokens, memory.free_bytes - free_bytes, reason)
+        self._log_eviction(request, tokens, memory.free_bytes - free_bytes, reason)
         return True
 
     def _repeat(self, request: Request, entry: EvictionEntry) -> None:
@@ -312,10 +312,10 @@ class LaneCapacities:
         request.eviction.exact = False
         request.eviction.replayed += 1
         tokens = entry.num_slots / len(entry.counts)
-        self._tell(request, tokens, memory.free_bytes - free_bytes, REPLAY)
+        self._log_eviction(request, tokens, memory.free_bytes - free_bytes, REPLAY)
 
     def _changing(self, request: Request, change: Callable[[], T]) -> T:
-        """Change lanes; without pages for private copies, evict cached prefixes and retry."""
+        """Change lanes; if private copies lack pages, evict cached prefixes and retry."""
         self._sequence_memory.sharing.stop_sharing(request)
         copied_bytes = self._sequence_memory.memory.copied_bytes
         try:
@@ -328,7 +328,7 @@ class LaneCapacities:
             self._sequence_memory.events.emit("copied", request, kv_bytes=copied_bytes)
         return changed
 
-    def _tell(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
+    def _log_eviction(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
         last = (
             request.eviction.trace[request.eviction.replayed - 1]
             if request.eviction.replayed

@@ -141,7 +141,7 @@ def repeats_later(request: Request) -> bool:
 
 
 def in_blocks(request: Request) -> bool:
-    """Whether the next tokens are a block: computed as a whole after an eviction, or not yet."""
+    """Whether the next chunk must be computed as a whole, after an eviction."""
     spec, done = request.eviction.spec, request.progress.num_computed
     if not spec.prefills_in_blocks or repeats_later(request):
         return False

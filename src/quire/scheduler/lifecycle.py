@@ -4,8 +4,8 @@
                  ^                   |
                  +---- preempt ------+     with KV in the swap space, or without
 
-A group (parallel samples, beams) moves as a whole: pages that another member refers to would not
-be freed. Torch-free.
+A group (parallel samples, beams) moves as a whole, because pages that another member references
+would not be freed. Torch-free.
 """
 
 from collections.abc import Iterable, Sequence

@@ -29,11 +29,11 @@ class KVOffloader(Protocol):
         """Whether a running request must load its offloaded pages back before it can evict."""
         ...
 
-    def move_some(self, but: Request | None = None) -> bool:
+    def offload_some(self, exclude: Request | None = None) -> bool:
         """Offload pages of one request.
 
         Args:
-            but: a request whose pages are not offloaded; default: any request may be chosen.
+            exclude: a request whose pages are not offloaded; default: any request may be chosen.
 
         Returns:
             False if no request has pages whose offload would free KV memory.
@@ -50,7 +50,7 @@ class KVOffloader(Protocol):
         ...
 
     def halve_staging(self, request: Request) -> None:
-        """Reduce a request to one staging slot and offload all of its pages that can be."""
+        """Reduce a request to one staging slot and offload as many of its pages as possible."""
         ...
 
 
@@ -78,7 +78,7 @@ class PrefixLoads(Protocol):
         ...
 
     def wait(self) -> bool:
-        """Wait shortly for pages in flight; return whether any have been loaded."""
+        """Wait briefly for pages in flight; return whether any have been loaded."""
         ...
 
     def is_waiting(self, request: Request) -> bool:

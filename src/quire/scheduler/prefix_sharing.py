@@ -22,7 +22,7 @@ SECRET_BYTES = 32
 
 
 class PrefixIdentities:
-    """Makes prefix identities from tenants, cache salts and public prefixes.
+    """Creates prefix identities from tenants, cache salts and public prefixes.
 
     Args:
         kv_settings: all that KV depends on except the tokens: model, precision, codec, policy.
@@ -72,7 +72,7 @@ class PrefixSharing:
     Args:
         memory: the KV memory.
         prefix: index of cached prefixes; None without prefix caching.
-        identities: makes the identities of prefixes; default: `PrefixIdentities()`.
+        identities: creates the identities of prefixes; default: `PrefixIdentities()`.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class RequestProgress:
         charged_tokens, charged_cached_tokens: tokens charged to its tenant.
         num_admissions: number of admissions.
         admitted_tokens: its tokens at the last admission; it is not preempted again before it has
-            more.
+            computed another token.
         num_preemptions: number of preemptions.
         queued_s: time when it was queued last, on the engine's clock.
         first_token_s, finish_s: times of its first token and of its end, on the engine's clock.
@@ -127,7 +127,7 @@ class RequestEviction:
             the scheduler.
         pending: whether the caps of its lanes are still to be set, after its prompt is computed.
         trace: the evictions of all its runs; a recomputation replays them.
-        replayed: number of trace entries that were replayed or made in this run.
+        replayed: number of trace entries that were replayed or recorded in this run.
         num_evictions: number of evictions, without replays.
         evicted_tokens: number of evicted tokens, mean over its lanes.
         exact: whether no token was evicted in this run.

@@ -43,8 +43,8 @@ class ScheduleConfig:
     objective: Objective = option(
         "auto",
         help="step size while --weights-memory offloads weights: latency (a step is one batch), "
-        "throughput (several batches of a step share each transferred layer), auto (as many "
-        "batches as hide the transfers)",
+        "throughput (several batches of a step share each transferred layer), auto (enough "
+        "batches to hide the transfers)",
     )
     admission: Admission = option(
         "optimistic",
@@ -60,7 +60,8 @@ class ScheduleConfig:
     scale_down_at: float | None = option(
         None,
         help="swap requests out to --swap-space while KV memory use exceeds this fraction (0 to "
-        "1), and in again when pages are free; unset: requests are preempted only without pages",
+        "1), and in again when pages are free; unset: requests are preempted only if no page is "
+        "free",
     )
     preempt: Preemption = option(
         "auto",
@@ -74,8 +75,8 @@ class ScheduleConfig:
     )
     urgent: int | None = option(
         None,
-        help="priority: requests with this or a lower number preempt requests of lower priority "
-        "before the next step; unset: they are only admitted first",
+        help="largest priority value of urgent requests, which preempt requests with larger values "
+        "before the next step; unset: requests with lower values are only admitted first",
     )
     batch_invariant: bool = option(
         False,

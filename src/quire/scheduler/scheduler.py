@@ -60,27 +60,27 @@ class Scheduler:
         """
         plan = StepPlan()
         self.fairness.recount(self.running)
-        self._relieve()
+        self._free_pages()
         self._admit()
         self._decode.plan(plan)
         self._prefill.plan(plan)
         self._unblock(plan)
         return plan
 
-    def _relieve(self) -> None:
+    def _free_pages(self) -> None:
         """Free pages: evict under pressure, then preempt requests that exceed a limit."""
         self.capacities.evict_while(self._admission.lacks_free_pages, self.running)
         self._limits.enforce()
 
     def _admit(self) -> None:
-        """Admit requests that may preempt others, then do the batcher's swaps."""
+        """Admit requests that may preempt others, then swap requests as the batcher requires."""
         self._admission.reclaim()
         self._urgent.admit()
-        moves = self._batcher.begin()
-        if moves is not None:
-            for request in moves.out:
+        swaps = self._batcher.begin()
+        if swaps is not None:
+            for request in swaps.swap_out:
                 self.lifecycle.swap_out(request)
-            for request in moves.back:
+            for request in swaps.swap_in:
                 self._admission.admit_now(request)
 
     def _unblock(self, plan: StepPlan) -> None:
@@ -91,7 +91,7 @@ class Scheduler:
             self._unblocking.plan(plan)
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
-        """Record that the tokens of a step have been computed; return the forks made now."""
+        """Record that the tokens of a step have been computed; return the new forks."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.progress.num_computed += tokens
         self.sequence_memory.sharing.confirm(plan.requests)
@@ -151,8 +151,8 @@ class Scheduler:
         """Queue a request, or a group by its first member.
 
         Raises:
-            NeverFits: it could not run even alone, or its tenant may never hold as much.
-            RequestError: a search has more beams than can ever run, or an unknown tenant.
+            NeverFits: the request does not fit even alone, or exceeds the limit of its tenant.
+            RequestError: a beam search with too many beams, or an unknown tenant.
         """
         refuse_beams(request, self.config, self.memory)
         sequences = [request] if self._can_run_whole(request) else dissolve(request)

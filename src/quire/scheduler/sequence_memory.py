@@ -52,7 +52,7 @@ class SequenceMemory:
             return True
         if self._reclaims(rows, counts):
             return True
-        while self.prefix_offloader is not None and self.prefix_offloader.move_some():
+        while self.prefix_offloader is not None and self.prefix_offloader.offload_some():
             if self._reclaims(rows, counts):
                 return True
         return False
@@ -98,7 +98,7 @@ class SequenceMemory:
             self.events.emit("shared", request, tokens=shared, kv_bytes=kv_bytes)
 
     def free(self, request: Request, reason: str) -> None:
-        """Free a request's row and the pages that only it holds."""
+        """Free a request's row and the pages that no other request references."""
         kv_bytes = self.note_peak(request)
         self.memory.release([request.memory.row])
         self.note_freed(request, kv_bytes, reason)

@@ -1,9 +1,9 @@
-"""Plans a step when no running request found a page: frees pages for the first request.
+"""Plans a step if no running request can allocate pages: frees pages for the first request.
 
 1  the requests after it are preempted, one by one
 2  its pages are compacted, its staging slots are halved
 3  other members of its group are split off
-4  it is recomputed without KV offload, if it can evict then
+4  it is recomputed without KV offload, if its eviction rule then frees pages
 5  it fails; other requests are unaffected
 """
 

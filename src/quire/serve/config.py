@@ -45,7 +45,8 @@ class ServerConfig:
     )
     max_body: Size = option(
         "8MiB",
-        help="maximum size of a request body, in bytes or a size; larger bodies get status 413",
+        help="maximum size of a request body (bytes or a size such as 8MiB); larger bodies get "
+        "status 413",
         unit="bytes",
         parse=parse_size,
     )

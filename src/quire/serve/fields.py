@@ -234,7 +234,7 @@ def _refuse_near_misses(
     """Refuse names that are similar to a field that changes the output; return names with path.
 
     Raises:
-        RequestError: a similar name; gives the known field.
+        RequestError: a similar name; states the known field.
     """
     found = []
     for name in names:

@@ -133,7 +133,7 @@ class Service:
         """Refuse a model that is not served; None is accepted.
 
         Raises:
-            UnknownModel: another model; gives the name of the served model.
+            UnknownModel: another model; states the name of the served model.
         """
         if name is not None and name != self.model_name:
             raise UnknownModel(name, self.model_name)
@@ -142,7 +142,7 @@ class Service:
         """Refuse an HTTP request with too many outputs.
 
         Raises:
-            FieldError: gives the number and the limit.
+            FieldError: states the number and the limit.
         """
         each = params.num_sequences
         if num_prompts * each > MAX_OUTPUTS:

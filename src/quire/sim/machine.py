@@ -107,7 +107,7 @@ class MachineConfig:
         """The rates that steps reach.
 
         Args:
-            measured: of this machine, for `profile`.
+            measured: measured rates of this machine, for `profile`.
         """
         peaks = PEAKS.get(self.name, measured)
         assert peaks is not None, "a measured machine needs its rates"
@@ -120,7 +120,7 @@ def measured_rates(ceilings: Ceilings, dtype: str) -> Rates:
     """What `quire profile` has found on a machine, as rates.
 
     Args:
-        ceilings: of this machine.
+        ceilings: ceilings of this machine.
         dtype: of weights and KV.
 
     Raises:

@@ -118,8 +118,8 @@ def make_scheduler(
     Args:
         memory: empty.
         config: of schedule, cache, eviction and host pool.
-        clock: of its events.
-        copies: of the host pool.
+        clock: clock of its events.
+        copies: copies of the host pool.
     """
     # a store whose pages have one holder each can share nothing
     shares = config.kv.prefix_cache.enabled and memory.placement.shares

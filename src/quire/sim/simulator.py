@@ -6,7 +6,7 @@
 
 The scheduler, admission, page tables and allocator are the engine's. A timer replaces the model,
 and outputs have the lengths of the trace. The simulation is deterministic: the same trace and
-options give the same result, bit for bit.
+options produce the same result, bit for bit.
 """
 
 import math

@@ -22,7 +22,7 @@ class StepTimer:
 
     Args:
         model: the shape.
-        rates: of the machine.
+        rates: rates of the machine.
         bytes_per_value: of weights and KV.
     """
 

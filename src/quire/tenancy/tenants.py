@@ -78,7 +78,7 @@ def parse_tenants(text: str) -> tuple[TenantSpec, ...]:
 
     Raises:
         UnknownName: an unknown option; suggests the closest name.
-        ConfigError: an invalid or repeated name, an option without a value or given twice, a value
+        ConfigError: an invalid or repeated name, an option without a value or repeated, a value
             that is no number or size, a weight of 0.
     """
     specs = tuple(_parse_tenant(part) for part in text.split(";") if part.strip())
@@ -95,7 +95,7 @@ def check_distinct(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ConfigError(f"tenant {name!r} is given twice: give all its options in one place")
+            raise ConfigError(f"tenant {name!r} is repeated: list all its options once")
         seen.add(name)
 
 
@@ -122,7 +122,7 @@ def _parse_options(name: str, text: str) -> dict[str, str]:
         if key not in OPTIONS:
             raise UnknownName(f"option of tenant {name!r}", key, OPTIONS)
         if key in options:
-            raise ConfigError(f"tenant {name!r}: option {key!r} is given twice: keep one")
+            raise ConfigError(f"tenant {name!r}: option {key!r} is repeated: keep one")
         options[key] = value
     return options
 

@@ -173,9 +173,9 @@ def test_cached_prefixes_above_the_guarantee_are_evicted(models, expected):
     cached_slabs = pool.held_bytes("gpt2") // (4 * KIB)
     assert cached_slabs > 18  # more than its guarantee, and no request runs
 
-    take_slab = members["llama_mqa"].pool.kv.memory.arena.take_slab
+    allocate_slab = members["llama_mqa"].pool.kv.memory.arena.allocate_slab
     for _ in range(5):
-        take_slab()  # its whole guarantee
+        allocate_slab()  # its whole guarantee
 
     assert members["gpt2"].stats().cached_bytes < cached_slabs * 4 * KIB
     assert pool.held_bytes("gpt2") <= pool.total_bytes - 20 * KIB

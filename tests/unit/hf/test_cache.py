@@ -93,7 +93,7 @@ def test_different_batch_size_is_refused(model, cache) -> None:
 
 
 def test_cache_of_another_model_is_refused(cache) -> None:
-    with pytest.raises(ConfigError, match="of the model it was made for"):
+    with pytest.raises(ConfigError, match="of the model that it was created for"):
         zoo.build("llama")(IDS, past_key_values=cache)
 
 

@@ -20,7 +20,7 @@ ROTARY_DIM = 6  # rotated elements of a head; neighbours form a complex number
 class ComplexRotary:
     """RoPE in complex arithmetic, unlike the models: neighbouring elements form a number."""
 
-    def move(self, key, positions):
+    def rotate_pre_rope(self, key, positions):
         pairs = torch.view_as_complex(key[..., :ROTARY_DIM].float().unflatten(-1, (-1, 2)))
         angle = positions[:, None, None] * torch.tensor([1.0, 0.3, 0.01])
         rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle))
@@ -68,8 +68,8 @@ def one_lane(lanes: Lanes, query, math, row, lane):
     query_positions = key_positions[len(slot) - len(query) :]
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     attended, sums = attend_reference(
-        math.rotary.move(query, query_positions),
-        math.rotary.move(lanes.pages.key[page, :, offset], key_positions),
+        math.rotary.rotate_pre_rope(query, query_positions),
+        math.rotary.rotate_pre_rope(lanes.pages.key[page, :, offset], key_positions),
         lanes.pages.value[page, :, offset],
         math=replace(math, sinks=None if math.sinks is None else math.sinks[heads]),
         query_positions=query_positions,

@@ -54,7 +54,7 @@ def test_every_slab_holds_pages_of_every_class(total_bytes, units):
 
 
 def test_arena_below_one_slab_is_rejected_with_needed_and_given_bytes():
-    with pytest.raises(ConfigError, match=r"60,000 B holds no page: 65,536 B are needed"):
+    with pytest.raises(ConfigError, match=r"memory of 65,536 B or more, got 60,000 B"):
         Arena(60_000, [65_536])
 
 
@@ -112,9 +112,9 @@ def test_used_and_free_bytes_of_odd_sizes_add_up_to_the_arena():
 
 def test_check_detects_a_slab_freed_twice():
     arena = Arena(1024, [128])
-    slab = arena.take_slab()
-    arena.give_slab(slab)
-    arena.give_slab(slab)
+    slab = arena.allocate_slab()
+    arena.free_slab(slab)
+    arena.free_slab(slab)
 
     with pytest.raises(InvariantError, match="twice"):
         arena.check()

@@ -21,7 +21,7 @@ class Engines:
         member = self.arena.members[name]
         if name not in self.names or not member.held:
             return False
-        member.give_slab(max(member.held))
+        member.free_slab(max(member.held))
         return True
 
 
@@ -31,7 +31,7 @@ def arena_of(num_slabs=16, preemptible=(), **guaranteed):
 
 
 def take(member, slabs):
-    return [member.take_slab() for _ in range(slabs)]
+    return [member.allocate_slab() for _ in range(slabs)]
 
 
 def test_member_can_use_free_slabs_above_its_guarantee():
@@ -80,7 +80,7 @@ def test_guarantee_that_cannot_be_reclaimed_raises():
     take(a, 4)
 
     with pytest.raises(InvariantError, match="'b' is below its guarantee"):
-        b.take_slab()
+        b.allocate_slab()
 
 
 def test_guarantees_above_the_arena_size_are_rejected_with_the_sizes():
@@ -163,7 +163,7 @@ class SharedArenaMachine(RuleBasedStateMachine):
     def give(self, number, slabs):
         member = self.members[number % len(self.members)]
         for slab in sorted(member.held)[:slabs]:
-            member.give_slab(slab)
+            member.free_slab(slab)
 
     @invariant()
     def check_slabs_and_guarantees(self):

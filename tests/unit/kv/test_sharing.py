@@ -291,7 +291,7 @@ def test_row_is_released_once(rows):
     memory = one_group()
     assert started(memory, 8) == 0
 
-    with pytest.raises(InvariantError, match="not all open"):
+    with pytest.raises(InvariantError, match="expected distinct rows in use"):
         memory.release(rows)
 
     assert memory.live_rows.tolist() == [0]

@@ -62,7 +62,7 @@ def test_row_uses_all_statistics_by_default(memory):
 
 
 def test_unknown_statistics_name_is_rejected(memory):
-    with pytest.raises(ConfigError, match=r"no statistics \['kv'\]; has \['kv.ring', 'kv.sums'\]"):
+    with pytest.raises(ConfigError, match=r"of \['kv.ring', 'kv.sums'\], got \['kv'\]"):
         memory.start({"kv"})
 
     assert memory.num_free_rows == 4

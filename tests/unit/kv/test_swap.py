@@ -259,7 +259,7 @@ def test_swap_out_of_duplicate_rows_is_rejected_without_changes():
     memory, pool = one_group(), HostPool(1024)
     row = started(memory, 4)
 
-    with pytest.raises(InvariantError, match="given twice"):
+    with pytest.raises(InvariantError, match="distinct rows in use"):
         swap_out(memory, [row, row], pool)
 
     assert pool.used_bytes == 0

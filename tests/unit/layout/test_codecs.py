@@ -116,7 +116,7 @@ def test_every_pair_consists_of_known_codecs():
         ("int4_outliers:percent=nan", "above 0 and at most 50, got nan"),
         ("int4:group", "expected option=value in codec 'int4:group', got 'group'"),
         ("int4:group=", "expected option=value in codec 'int4:group=', got 'group='"),
-        ("int4:group=8,group=8", "option 'group' is given twice in codec 'int4:group=8,group=8'"),
+        ("int4:group=8,group=8", "option 'group' is repeated in codec 'int4:group=8,group=8'"),
     ],
 )
 def test_invalid_codec_text_is_rejected_with_the_reason(text, message):

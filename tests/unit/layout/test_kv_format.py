@@ -75,7 +75,7 @@ def test_number_of_newest_tokens_in_full_precision(text, page_tokens, recent):
         ("int4+sinks=-1", ConfigError, "got '-1'"),
         ("int4+residual=70000", ConfigError, "got '70000'"),
         ("float16+residual=4", ConfigError, "is unquantized: remove sinks"),
-        ("int4+sinks=4+sinks=8", ConfigError, "sinks is given twice"),
+        ("int4+sinks=4+sinks=8", ConfigError, "sinks is repeated"),
         ("int8+sinks=4+plain=int8", ConfigError, "such as float32, got 'int8'; remove it"),
         (
             "kivi4:group=16",
@@ -194,7 +194,7 @@ def test_layout_without_eviction_has_no_promoted_group():
         ("float32+promoted=3:int8", "is unquantized"),
         ("int4+promoted=3:int8", "is unset; add residual=64"),
         ("int4+sinks=4+promoted=3:int8", "is unset; add residual=64"),
-        ("int4+promoted=3:int8+promoted=3:int8", "given twice"),
+        ("int4+promoted=3:int8+promoted=3:int8", "promoted is repeated"),
     ],
 )
 def test_invalid_promotion_is_rejected_with_the_reason(text, reason):

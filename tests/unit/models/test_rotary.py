@@ -138,7 +138,7 @@ def test_queries_and_keys_at_position_0_can_be_rotated_to_any_position(name):
                 (at_zero.queries[layer], rotated.queries[layer]),
                 (at_zero.keys[layer], rotated.keys[layer]),
             ):
-                moved = call.rotary.move(vectors, POSITIONS)
+                moved = call.rotary.rotate_pre_rope(vectors, POSITIONS)
                 torch.testing.assert_close(moved, expected, atol=1e-4, rtol=1e-4)
                 assert not torch.allclose(vectors, expected, atol=1e-2)
 

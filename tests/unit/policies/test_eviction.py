@@ -99,7 +99,7 @@ def test_full_evicts_nothing() -> None:
         ("recent:cap=99,budjet=ada", UnknownName, "did you mean budget?"),
         ("recent:cap", ConfigError, "expected option=value"),
         ("recent:cap=", ConfigError, "expected option=value"),
-        ("recent:cap=99,cap=98", ConfigError, "option 'cap' is given twice"),
+        ("recent:cap=99,cap=98", ConfigError, "option 'cap' is repeated"),
         ("recent:cap=99,budget=(ada", ConfigError, "parentheses do not match"),
         ("recent:cap=99,budget=ada)", ConfigError, "parentheses do not match"),
         ("H2O:cap=99", UnknownName, "did you mean h2o?"),
@@ -267,7 +267,7 @@ def test_cap_in_bytes_includes_statistics_per_sequence() -> None:
         make_eviction("recent:cap=35KiB").for_request(1000, lanes)
     assert str(refused.value) == (
         "'recent:cap=35KiB': a sequence needs 16,384 B for one page of 16 tokens in every lane and "
-        "20,480 B for the statistics of a sequence, got a cap of 35,840 B; raise cap, or give "
+        "20,480 B for the statistics of a sequence, got a cap of 35,840 B; raise cap, or set "
         "it in tokens"
     )
 

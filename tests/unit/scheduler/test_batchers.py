@@ -266,7 +266,7 @@ def test_no_request_is_preempted_if_that_would_not_admit_the_urgent_one():
         ("baton", UnsoundCombination, r"use baton_pd here, or use quire\.hf\.DynamicBatch"),
         ("baton_pd:lines=3", UnknownName, "option of batcher 'baton_pd' 'lines'"),
         ("baton_pd:queue", ConfigError, "expected option=value such as queue=8"),
-        ("baton_pd:queue=2,queue=3", ConfigError, "is given twice"),
+        ("baton_pd:queue=2,queue=3", ConfigError, "is repeated"),
         ("baton_pd:queue=-1", ConfigError, "expected queue >= 0, got -1"),
         ("baton_pd:queue=some", ConfigError, "option queue needs a whole number"),
         ("baton_pd:hold=disk", UnknownName, "location of prefilled KV"),

@@ -25,7 +25,7 @@ def test_guarantees_above_the_pool_size_are_rejected_with_the_sizes():
 
 
 def test_duplicate_tenant_is_rejected():
-    with pytest.raises(ConfigError, match="is given twice"):
+    with pytest.raises(ConfigError, match="is repeated"):
         TenantAccounts([TenantSpec(name="a"), TenantSpec(name="a")], POOL)
 
 

@@ -64,7 +64,7 @@ def names() -> tuple[str, ...]:
 
 
 def build(name: str, rng: random.Random, setting: Setting, **options: Any) -> Task:
-    """Make one task of a family from a random state.
+    """Generate one task of a family from a random state.
 
     Args:
         name: a registered family.
@@ -89,7 +89,7 @@ def build(name: str, rng: random.Random, setting: Setting, **options: Any) -> Ta
 
 
 def make(name: str, seed: int, tokens: int, **options: Any) -> Task:
-    """Make one task from its name and a seed.
+    """Generate one task from its name and a seed.
 
     Args:
         name: a registered family, such as "lines".

@@ -64,8 +64,8 @@ class BatchMemory:
         """Whether a slab of this size is within the limit.
 
         Args:
-            rows: of the slab.
-            columns: of the slab.
+            rows: number of rows of the slab.
+            columns: number of columns of the slab.
             more: whether rows are added; the limit is then lower, to leave memory for growth.
         """
         if self._scale_at is None:
@@ -107,7 +107,7 @@ class BatchMemory:
     def make_room_for(self, query: Query) -> None:
         """Swap ready queries to CPU memory until this query fits; for an idle batch."""
         while not self.fits(1, query.num_to_read, more=False):
-            if not self._send_ready_to_host(but=query):
+            if not self._send_ready_to_host(exclude=query):
                 return
 
     def _others(self) -> int:
@@ -148,9 +148,9 @@ class BatchMemory:
     def _taken(self) -> int:
         return max(1, len(self._batch_slots.live))
 
-    def _send_ready_to_host(self, but: Query | None = None) -> bool:
+    def _send_ready_to_host(self, exclude: Query | None = None) -> bool:
         for query in self._line.ready:
-            if query is not but and query.kv is not None and query.kv.lies_in(self.device):
+            if query is not exclude and query.kv is not None and query.kv.lies_in(self.device):
                 self._line.leave(query)
                 self.take_in(query)
                 return True

@@ -111,7 +111,7 @@ def check_query(
 
     Args:
         query: with resolved parameters.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
         context_tokens: longest sequence of the model.
         capacity_tokens: maximum columns of the slab.
 

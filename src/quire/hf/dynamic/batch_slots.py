@@ -16,7 +16,7 @@ class BatchSlots:
     """The rows of the slab and their queries.
 
     Args:
-        shape: of a token's KV.
+        shape: shape of a token's KV.
         meter: counts the slab's bytes.
         limit: maximum number of columns; None: no limit.
         holds: whether free rows keep their memory until the last row is freed, so that freeing

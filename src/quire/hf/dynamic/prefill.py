@@ -22,8 +22,8 @@ class Prefill:
 
     Attributes:
         queries: the group.
-        columns: of the longest prompt.
-        logits: of each query's last token, once it was processed.
+        columns: columns of the longest prompt.
+        logits: logits of each query's last token, once it was processed.
     """
 
     def __init__(

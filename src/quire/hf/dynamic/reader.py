@@ -25,7 +25,7 @@ class Reader:
 
     Args:
         model: runs the prefill.
-        options: of the batch.
+        options: options of the batch.
         rule: groups prompts.
         batch_slots, line, memory: of the batch.
         accept: called with the logits of prefilled prompts; samples each query's first token.
@@ -58,7 +58,7 @@ class Reader:
     def read(
         self, group: Sequence[Query], record: StepRecord, rows: SlabRows | None = None
     ) -> None:
-        """Prefill a group completely, in a separate slab or in these rows, if given."""
+        """Prefill a group completely, in `rows` or, if unset, in a separate slab."""
         reading = self._begin(group, rows)
         while not reading.done:
             self._advance(reading, reading.num_tokens, record)
@@ -176,7 +176,7 @@ class SideStream:
     """A separate CUDA stream; on other devices there is no overlap.
 
     Args:
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,7 +15,7 @@ class SamplingStep:
     """Samples the next tokens after every forward.
 
     Args:
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
         eos_token_ids: tokens that end a completion.
         clock: returns seconds.
 

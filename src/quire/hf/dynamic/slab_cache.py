@@ -119,9 +119,9 @@ class MaskRule:
 
         Args:
             seen: positions of the columns in attention, the forward's own at the end.
-            new_columns: of the forward.
+            new_columns: number of new columns of the forward.
             implementation: of attention: sdpa uses booleans, eager adds values of `dtype`.
-            dtype: of the model.
+            dtype: dtype of the model.
         """
         made = {
             kind: _form(

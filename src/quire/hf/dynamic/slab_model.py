@@ -26,9 +26,9 @@ class SlabModel:
         model: in eval mode, on one device.
 
     Attributes:
-        shape: of a token's KV, measured by a forward of one token.
-        vocab_size: of its head.
-        max_tokens: of a sequence, by its config; None if unset.
+        shape: shape of a token's KV, measured by a forward of one token.
+        vocab_size: vocabulary size of its head.
+        max_tokens: maximum tokens of a sequence, by its config; None if unset.
 
     Raises:
         UnsupportedModel: rows of different lengths cannot share its forward; states the reason.
@@ -63,7 +63,7 @@ class SlabModel:
         """Process each row's new tokens, right-aligned; return the logits of the last column.
 
         Args:
-            slab: of the batch.
+            slab: slab of the batch.
             token_ids: new tokens of each row; empty for a free row.
 
         Raises:
@@ -96,9 +96,9 @@ class SlabModel:
         the row alone.
 
         Args:
-            slab: of the prompts; its columns in use are already prefilled.
+            slab: slab of the prompts; its columns in use are already prefilled.
             token_ids: the next tokens of each row, at most `columns`.
-            columns: of this chunk.
+            columns: number of columns of this chunk.
             wanted: columns of the chunk whose logits are returned.
         """
         done = slab.window.width

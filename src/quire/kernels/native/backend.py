@@ -54,9 +54,10 @@ class NativePlan:
 
     Attributes:
         step, lanes: with contiguous arrays, as the C library requires.
-        page_tokens, slot_bytes: of the page class.
-        token_row: [tokens] row of each token, if every token is attended as a separate row; None if
-            rows are attended whole.
+        page_tokens: slots of a page.
+        slot_bytes: bytes of a slot.
+        token_row: [tokens] row of each token, if every token is computed as a separate row; None if
+            the tokens of a row are computed together.
         ready: prepared attention by properties of a layer's tensors.
     """
 
@@ -178,7 +179,7 @@ class NativeAttention:
         unfit = unfit_tensors(pages, math, query, column_sums)
         if plan.token_row is not None:
             if unfit or column_sums is not None:
-                raise InvariantError(f"tokens cannot be attended one by one: {unfit or 'sums'}")
+                raise InvariantError(f"cannot compute attention token by token: {unfit or 'sums'}")
             pages = replace(pages, rows=pages.rows[plan.token_row])
         if unfit:
             self._notice(unfit)

@@ -74,7 +74,7 @@ class NotLoaded:
 
 @functools.cache
 def load_library() -> NativeLibrary | NotLoaded:
-    """Load the library once; a missing or unusable library gives a reason, not an error."""
+    """Load the library once; return a reason if it is missing or unusable."""
     folder = Path(__file__).parent
     found = [folder / f"_attention{s}" for s in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((path for path in found if path.is_file()), None)

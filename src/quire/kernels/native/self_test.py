@@ -55,8 +55,8 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
         plain_right = all(_is_right(tried, dtype) for dtype in _TOLERANCES)
         if plain_right and _counts_right(tried) and codes_right(tried):
             return tried
-        _log.warning("the C extension gives wrong numbers with %s; not used", PATHS[path])
-    return NotLoaded("the C extension gives wrong numbers on this machine; please report it")
+        _log.warning("the C extension computes wrong numbers with %s; not used", PATHS[path])
+    return NotLoaded("the C extension computes wrong numbers on this machine; please report it")
 
 
 def _is_right(library: NativeLibrary, dtype: torch.dtype) -> bool:

@@ -59,14 +59,14 @@ class Placement(ABC):
         pools: page pool of each page class.
 
     Attributes:
-        num_copies: number of lanes that were copied because they grew.
+        num_copies: number of lanes that were copied to larger runs.
         copied_bytes: bytes of these copies.
         copying_peak_bytes: peak bytes of pages in use while lanes were copied.
         longest_tokens: maximum tokens of a sequence; None if only the arena limits it.
         border_slabs: slabs that the pages of one class may occupy beyond those that they fill.
     """
 
-    shares: bool  # a page can have several holders: forks and cached prefixes share pages
+    shares: bool  # a page can have several references: forks and cached prefixes share pages
     drops_pages: bool  # a page can be freed at the beginning or in the middle of a lane
     reserves: bool  # pages are reserved for lanes
 
@@ -79,7 +79,7 @@ class Placement(ABC):
         self.border_slabs = 0
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
-        """Return whether this many pages of each class can be allocated, contiguous or not."""
+        """Return whether this many pages of each class can be allocated, at any location."""
         return self._slabs_needed(pages) <= self.arena.num_free_slabs
 
     def _slabs_needed(self, pages: Mapping[PageClass, int]) -> int:
@@ -101,7 +101,7 @@ class Placement(ABC):
 
     @abstractmethod
     def reserve(self, demands: Sequence[Demand], page_bytes: PageBytes) -> None:
-        """Ensure that `give` can serve these demands, all or none; may move lanes.
+        """Ensure that `allocate` can serve all of these demands, or change nothing; may move lanes.
 
         Raises:
             OutOfPages: too few free pages; nothing changed.
@@ -132,7 +132,7 @@ class Placement(ABC):
     def free_rows(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
         """Free all pages of rows: `pages`, which were in the table, and reserved pages."""
 
-    # ---- what is held --------------------------------------------------------------------------
+    # ---- reserved pages ------------------------------------------------------------------------
 
     @abstractmethod
     def num_reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:

@@ -90,7 +90,7 @@ def require_pages(placement: Placement, demands: Sequence[Demand]) -> None:
     """Refuse demands for which there are too few free pages.
 
     Raises:
-        OutOfPages: too few free pages; the message gives the needed and free bytes.
+        OutOfPages: too few free pages; the message states the needed and free bytes.
     """
     if not placement.can_allocate(demands):
         raise OutOfPages(placement.shortage(pages_by_class(demands)))

@@ -150,7 +150,7 @@ def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
         features: whether each of the features above is requested.
 
     Raises:
-        UnsoundCombination: a combination is unsupported; the message gives reason and alternative.
+        UnsoundCombination: a combination is unsupported; the message states reason and alternative.
     """
     for feature, requested in features.items():
         why = unsound(name, feature)

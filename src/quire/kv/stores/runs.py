@@ -107,7 +107,7 @@ class RunPool(CountedPages):
     def _take(self, pages: PageNumbers) -> PageNumbers:
         slabs = np.bincount(pages // self.pages_per_slab, minlength=self._arena.num_slabs)
         for slab in np.flatnonzero((slabs > 0) & (self._used_in_slab == 0)).tolist():
-            self._arena.take_this_slab(slab)
+            self._arena.allocate_this_slab(slab)
         self._used_in_slab += slabs
         self.ref_counts[pages] = 1
         self.num_used += len(pages)
@@ -118,7 +118,7 @@ class RunPool(CountedPages):
         slabs = np.bincount(pages // self.pages_per_slab, minlength=self._arena.num_slabs)
         self._used_in_slab -= slabs
         for slab in np.flatnonzero((slabs > 0) & (self._used_in_slab == 0)).tolist():
-            self._arena.give_slab(slab)
+            self._arena.free_slab(slab)
 
     def check(self) -> None:
         """Check the counts of used and shared pages against the reference counts.

@@ -72,7 +72,7 @@ class _Row:
 
     Attributes:
         place: index of the row in the step.
-        row: of the tables.
+        row: row of the sequence in the page tables.
         host: page columns attended to on the CPU.
     """
 
@@ -86,9 +86,9 @@ class StepCPUAttention:
 
     Args:
         engine: runs the attention.
-        batch: of the step.
+        batch: batch of the step.
         shares: split of the offloaded prefixes, by row.
-        log: of the step.
+        log: log of the step.
 
     Attributes:
         places: indices of the batch's rows with CPU attention; no backend serves them.
@@ -155,9 +155,10 @@ class StepCPUAttention:
 
         Args:
             out: output of the step.
-            group: of the layer.
-            pages: of the layer, after new tokens are written and transferred ones have arrived.
-            query: of the step, after RoPE.
+            group: lane group of the layer.
+            pages: pages of the layer, after new tokens are written and transferred pages have
+                arrived.
+            query: queries of the step, after RoPE.
             math: scale, soft cap and sinks.
         """
         in_flight, self._in_flight = self._in_flight, None

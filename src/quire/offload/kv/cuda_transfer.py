@@ -39,7 +39,7 @@ class EventMarks:
     """Time marks of streams, read after the step.
 
     Args:
-        device: of the streams.
+        device: device of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class StreamTransferWorker:
     """Copies on a stream next to the compute stream.
 
     Args:
-        device: of the copies.
+        device: device of the copies.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -4,7 +4,7 @@
              [first ... end) pages of the in-flight load, not part of the row yet
     [0 ........ at ... end)  attached: the row gets the pages after `at`; the others are freed
 
-Until then the memory counts them as cached references, so that every page has a holder.
+Until then the memory counts them as cached references, so that every page is referenced.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class InFlightPages:
 
     Attributes:
         first, end, block_tokens: see above.
-        pages: of each shared group, [lanes, pages of a lane].
+        pages: pages of each shared group, [lanes, pages of a lane].
 
     Raises:
         OutOfPages: too few free pages; nothing was changed.

@@ -1,4 +1,4 @@
-"""Chooses which offloaded KV is recomputed or attended to on the CPU; refuses the impossible.
+"""Chooses which offloaded KV is recomputed or attended to on the CPU; refuses other requests.
 
 requested     possible               impossible
 auto          decided by rates       all KV is transferred; logged once at info level
@@ -57,7 +57,7 @@ class OffloadChoice:
     Args:
         model: computes and recomputes.
         config: the user's options.
-        layout: of the KV memory.
+        layout: layout of the KV memory.
 
     Attributes:
         memory: division of offload memory over KV and activations.

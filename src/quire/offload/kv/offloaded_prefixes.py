@@ -4,13 +4,14 @@
     table   a b|p q  c d|r s  a b|t u  c d|v w     a b c d: staging, two slots used in turn
     CPU     A0 B0    A1 B1    A2 B2    A3 B3       offloaded bytes, one segment for each layer
 
-When memory is short, one slot is left; then a layer is copied after the layer before it attended.
+With one staging slot, which takes less memory, the copy of a layer starts after the attention of
+the previous layer.
 
-Every layer sees complete page tables. The table entries of the offloaded prefix name staging pages,
-which all layers of a slot share. The bytes of a layer are prefetched into them before the layer
-attends (see `prefetch`). So all code that reads pages in a step works on them unchanged: codecs,
-backends and statistics. For a prefix of n layers the arena holds two. The pages after the prefix
-are the sequence's own; new tokens are written there.
+Every layer has a complete page table. The entries of the offloaded prefix point to staging pages,
+which all layers of a slot share. The bytes of a layer are prefetched into them before its attention
+(see `prefetch`). So codecs, backends and statistics read them as any other pages. Of the n layers
+of a prefix the arena stores two. The pages after the prefix are resident; new tokens are written
+there.
 
 This module does the bookkeeping; a `PageBytes` does the copies.
 """
@@ -29,7 +30,7 @@ from quire.kv.repacking import repack
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import PageClass
-from quire.offload.kv.staging import StagingUse, name_pages, stage, staged_pages
+from quire.offload.kv.staging import StagingUse, set_pages, stage, staged_pages
 from quire.offload.swap.host_pool import HostPool, HostSpace
 
 ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
@@ -69,7 +70,7 @@ class OffloadedPrefixes(MemoryListener):
 
     Args:
         memory: holds the sequences.
-        pool: holds the offloaded bytes, exclusively.
+        pool: host pool of the offloaded bytes; no other object uses it.
         read_positions: reads logical positions of the slots of pages, for a class that stores them.
 
     Attributes:
@@ -109,8 +110,8 @@ class OffloadedPrefixes(MemoryListener):
         Args:
             row: the sequence.
             slots: as for `offload`.
-            holders: most references of a page that counts as freed. 2 if one of them may be a
-                cached prefix, which can be evicted. Pages with more references free nothing.
+            holders: maximum references of a page that counts as freed: 2 if a cached prefix, which
+                can be evicted, may reference it, else 1.
         """
         gained = 0
         for table, first, columns in self.movable_pages(row, slots):
@@ -151,7 +152,7 @@ class OffloadedPrefixes(MemoryListener):
                 self.pool.release(space)
 
     def load_back(self, row: int) -> None:
-        """Load all pages of a sequence back into the arena; its staging pages become some of them.
+        """Load all pages of a sequence back into the arena; its staging pages are reused for them.
 
         Raises:
             OutOfPages: too few pages for the others; nothing was changed.
@@ -172,7 +173,7 @@ class OffloadedPrefixes(MemoryListener):
     def halve_staging(self, row: int) -> int:
         """Keep one slot of a sequence's staging and free the other; return the bytes freed.
 
-        From then on a layer is copied after the layer before it has attended.
+        From then on the copy of a layer starts after the attention of the previous layer.
         """
         before = self._memory.row_bytes(row)
         if any(page_group.slots > 1 for page_group in self.page_groups(row)):
@@ -209,9 +210,9 @@ class OffloadedPrefixes(MemoryListener):
 
         Args:
             row: the sequence.
-            group: of the layer.
-            index: of the layer inside its group.
-            slots: of the offloaded prefix.
+            group: name of the layer's lane group.
+            index: index of the layer inside its group.
+            slots: slots of the offloaded prefix.
         """
         page_groups = [
             page_group for page_group in self.page_groups(row) if page_group.group == group
@@ -265,7 +266,7 @@ class OffloadedPrefixes(MemoryListener):
         return page_group
 
     def _halved(self, row: int, page_group: OffloadedPageGroup) -> OffloadedPageGroup:
-        """Reduce a page group to one staging slot, which the entries of all layers name."""
+        """Reduce a page group to one staging slot, to which the entries of all layers point."""
         table = self._memory.tables[page_group.group]
         group, pool = table.group, self._memory.pools[table.group.page_class]
         columns = slice(page_group.first, page_group.first + page_group.columns)
@@ -275,7 +276,7 @@ class OffloadedPrefixes(MemoryListener):
         for _ in range(int(moved.sum())):
             pool.retain(first.reshape(-1))
         pool.release(old[moved].reshape(-1))
-        name_pages(table, row, page_group.first, np.tile(first[0], (len(group.layers), 1)))
+        set_pages(table, row, page_group.first, np.tile(first[0], (len(group.layers), 1)))
         table.repeated[row] += page_group.staging.size - first.size
         return replace(page_group, staging=first)
 
@@ -291,7 +292,7 @@ class OffloadedPrefixes(MemoryListener):
         ):
             self.pool.load(space, group.page_class, pages)
         self.pool.copies.wait()
-        name_pages(table, row, page_group.first, fresh.reshape(group.num_lanes, -1))
+        set_pages(table, row, page_group.first, fresh.reshape(group.num_lanes, -1))
         pool.release(old)
 
     def _save(self, page_class: PageClass, by_layer: PageNumbers) -> list[HostSpace]:

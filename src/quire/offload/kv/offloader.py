@@ -1,9 +1,10 @@
 """Offloads the first pages of running requests to free memory, and evicts from such requests.
 
-The scheduler calls it when pages are short and cached prefixes are evicted, before it preempts. An
-offloaded request keeps running: its first pages are prefetched layer by layer (see
-`quire.offload.kv.offloaded_prefixes`). The request that frees most memory is offloaded first, a
-quarter of its remaining pages at a time: little more than needed moves, and copies stay large.
+The scheduler offloads pages before it preempts a request, if evictions of cached prefixes do not
+free enough pages. The request keeps running: its first pages are prefetched layer by layer (see
+`quire.offload.kv.offloaded_prefixes`). The request whose offload frees most memory is chosen first.
+Each call offloads a quarter of its remaining pages, so copies are large and few pages are offloaded
+without need.
 """
 
 from collections.abc import Sequence
@@ -22,10 +23,8 @@ from quire.scheduler.offload_port import KVOffloader
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 
-# Offloads the first pages of running requests to free KV memory.
-
-_PART = 4  # each move offloads 1 / _PART of a request's remaining pages
-_LEAST_PAGES = 4  # least pages of a lane per move, if there are as many
+_PART = 4  # each call offloads 1 / _PART of a request's remaining pages
+_LEAST_PAGES = 4  # minimum pages of a lane per call, if the lane has them
 
 
 class PrefixOffloader:
@@ -41,7 +40,7 @@ class PrefixOffloader:
 
     Attributes:
         offload_bytes: see above.
-        num_returned: number of times all pages of a request were loaded back for an eviction.
+        num_loaded_back: number of times all pages of a request were loaded back for an eviction.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class PrefixOffloader:
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
         self._token_bytes = offloaded_token_bytes(memory.layout)
         self.offload_bytes = offload_bytes
-        self.num_returned = 0
+        self.num_loaded_back = 0
 
     @property
     def offloaded_tokens(self) -> int:
-        """Most tokens of one sequence that offload memory can hold."""
+        """Maximum tokens of one sequence that fit in offload memory."""
         return self._prefixes.pool.total_bytes // max(1, self._token_bytes)
 
     def is_staged(self, request: Request) -> bool:
@@ -76,13 +75,13 @@ class PrefixOffloader:
         """Whether a running request could evict tokens if its first pages were loaded back."""
         return request.eviction.spec.cap is not None and self.is_staged(request)
 
-    def move_some(self, but: Request | None = None) -> bool:
-        """Offload pages of some request; False if that would free no memory.
+    def offload_some(self, exclude: Request | None = None) -> bool:
+        """Offload pages of one request; return False if no offload frees memory.
 
         Args:
-            but: request to leave as it is.
+            exclude: request whose pages are not offloaded.
         """
-        movable = [request for request in self._movable() if request is not but]
+        movable = [request for request in self._movable() if request is not exclude]
         found = [(self._gain_bytes(request), request) for request in movable]
         for gain_bytes, request in sorted(found, key=lambda pair: -pair[0]):
             if gain_bytes <= 0:
@@ -104,12 +103,12 @@ class PrefixOffloader:
             try:
                 self._prefixes.load_back(request.memory.row)
             except OutOfPages:
-                if not self.move_some(but=request):
+                if not self.offload_some(exclude=request):
                     raise
-        self.num_returned += 1
+        self.num_loaded_back += 1
 
     def halve_staging(self, request: Request) -> None:
-        """Leave a request one staging slot and offload as many of its pages as possible.
+        """Reduce a request to one staging slot and offload as many of its pages as possible.
 
         Its pages, staging included, are then packed so that pages of all classes fill slabs.
         """

@@ -3,9 +3,9 @@
     transfer  | layer 0 | layer 1 | wait | layer 2 | wait | layer 3 |
     layers              | layer 0 | ...... layer 1 | ...... layer 2 |
 
-A layer is copied into its staging slot once the layer two before it has attended, or the layer
-before it if the staging has one slot. One transfer worker does all copies, in layer order. The
-activations of a layer that recompute needs are copied first (see `kv_recompute`).
+With two staging slots, the copy of layer n starts after the attention of layer n - 2; with one
+slot, after that of layer n - 1. One transfer worker runs all copies, in layer order. Activations
+that recompute needs are copied before the KV of their layer (see `kv_recompute`).
 """
 
 import itertools
@@ -43,11 +43,11 @@ class PrefixPrefetch:
 
     Args:
         prefixes: offloaded prefixes of all sequences.
-        layout: of the memory.
+        layout: layout of the KV memory.
         transfer_worker: runs the copies.
         shares: split of each offloaded prefix of the step, by row.
-        log: of the step.
-        recompute: recompute by group, whose transfers come before those of KV.
+        log: log of the step.
+        recompute: recompute by group; its transfers run before those of KV.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PrefixPrefetch:
                 self._prefetch(name, layer, slots)
 
     def begin_wait(self, group: LaneGroup, layer: int) -> None:
-        """Log the end of a layer's compute: it is about to wait for its prefix."""
+        """Log the end of a layer's computation, before the layer waits for its prefix."""
         if group.name in self._groups and self._released is not None:
             now = self._log.marks.now()
             self._log.add(LAYER, group.layers[layer], 1, 0, self._released, now)
@@ -96,7 +96,7 @@ class PrefixPrefetch:
         self._ready = self._log.marks.now()
 
     def release_slot(self, group: LaneGroup, layer: int) -> None:
-        """Start the next prefetches into the slots of a layer that has attended."""
+        """Start the next prefetches into the slots of a layer, after its attention."""
         if group.name not in self._groups:
             return
         for slots in range(1, SLOTS + 1):
@@ -108,7 +108,7 @@ class PrefixPrefetch:
             self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._released)
 
     def finalize(self) -> None:
-        """Wait until no copy is in flight, also after a failed step."""
+        """Wait until no copy is in flight; called after failed steps too."""
         for transfer in itertools.chain.from_iterable(self._in_flight.values()):
             transfer.exception()
         for recompute in self._recompute.values():
@@ -163,8 +163,8 @@ class _Run:
 
     Args:
         page_group: the page group.
-        lane: of a layer.
-        columns: of the sequence.
+        lane: index of the lane in its layer.
+        columns: page columns of the sequence.
     """
 
     def __init__(self, page_group: OffloadedPageGroup, lane: int, columns: range) -> None:

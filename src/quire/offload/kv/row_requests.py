@@ -21,7 +21,7 @@ class RowRequests:
         self._fraction, self._running = fraction, running
 
     def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
-        """Token ids at the given positions."""
+        """Token ids at these positions."""
         ids = self._of(row).token_ids(0, int(positions.max()) + 1)
         return [ids[position] for position in positions.tolist()]
 

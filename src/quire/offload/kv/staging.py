@@ -18,15 +18,15 @@ def staged_pages(table: LaneTable, columns: int) -> int:
 def stage(
     memory: KVMemory, table: LaneTable, row: int, first: int, columns: int, slots: int
 ) -> PageNumbers:
-    """Allocate staging pages and enter them in the tables of all layers, slot by slot in turn.
+    """Allocate staging pages, and set the table entries of layer n to staging slot n % slots.
 
     Args:
-        memory: of the table.
-        table: whose entries are replaced, without a release.
-        row: of the sequence.
+        memory: KV memory of the table.
+        table: page table whose entries are replaced; their old pages are not released.
+        row: row of the sequence.
         first: column of the first page.
         columns: pages of each lane.
-        slots: number of layers whose pages the staging holds at a time.
+        slots: number of layers that are staged at the same time.
 
     Returns:
         Staging pages [slots, lanes of a layer, columns].
@@ -42,11 +42,11 @@ def stage(
         for again in staging[: num_layers - slots * further]:
             pool.retain(again.reshape(-1))
     slot = np.arange(num_layers) % slots
-    name_pages(table, row, first, staging[slot].reshape(group.num_lanes, columns))
+    set_pages(table, row, first, staging[slot].reshape(group.num_lanes, columns))
     return staging
 
 
-def name_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
+def set_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
     """Replace the table entries of a row from a column on by pages [lanes, columns]."""
     lane, column = (index.reshape(-1) for index in np.indices(pages.shape))
     table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))
@@ -54,7 +54,7 @@ def name_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> No
 
 # ---- staging use ---------------------------------------------------------------------------------
 
-# The step that uses the staging pages: its copies end before pages move.
+# The step that copies into the staging pages; its copies must end before pages are moved.
 
 
 @runtime_checkable  # for the type checks in tests
@@ -67,7 +67,7 @@ class Pending(Protocol):
 
 
 class StagingUse:
-    """The step that uses staging pages, shared by bookkeeping and steps."""
+    """The step that copies into the staging pages; bookkeeping waits for its copies."""
 
     def __init__(self) -> None:
         self._step: Pending | None = None

@@ -1,7 +1,7 @@
 """KV offload in the steps of an engine: transfer, recompute and CPU attention.
 
 step start   activations of new tokens get blocks; prefixes are split; first layers are prefetched
-each layer   its activations are stored; its prefix arrives; it attends; its slot is free again
+each layer   store its activations, wait for its prefix, attend, free its staging slot
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,13 +46,13 @@ class KVOffload(MemoryListener):
     """KV offload of an engine.
 
     Args:
-        memory: of the sequences.
+        memory: KV memory of the sequences.
         prefixes: offloaded prefixes of all sequences.
         transfer_worker: runs the copies.
-        splits: splits offloaded prefixes; None: all KV is transferred.
-        kv_recompute: recomputes keys and values; None: no KV is recomputed.
+        splits: splits offloaded prefixes; None if all KV is transferred.
+        kv_recompute: recomputes keys and values; None if no KV is recomputed.
         recomputed_groups: names of the groups that can be recomputed.
-        attention: CPU attention; None: all attention is on the device.
+        attention: CPU attention; None if all attention is on the device.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class KVOffload(MemoryListener):
         return 0 if self.kv_recompute is None else self.kv_recompute.staging_bytes
 
     def step(self, batch: FlatBatch) -> "StepKVOffload | None":
-        """Start the offload of a step; None if the step has nothing offloaded or to store."""
+        """Start the offload of a step; None without offloaded prefixes and activations to store."""
         self._end()
         stores = self._store_activations(batch)
         rows = [row for row in batch.rows.tolist() if self.prefixes.page_groups(row)]
@@ -104,8 +104,8 @@ class KVOffload(MemoryListener):
 
         Args:
             row: the sequence.
-            group: of the lanes.
-            moves: of slots; None if whole pages were freed.
+            group: name of the lane group.
+            moves: slot moves; None if whole pages were freed.
             slots: least slots of each lane after the eviction.
         """
         table = self.memory.tables[group]
@@ -145,7 +145,7 @@ class KVOffload(MemoryListener):
         return OffloadedPrefix(staged, known=known, on_host=on_host)
 
     def _store_activations(self, batch: FlatBatch) -> bool:
-        """Allocate activation blocks for the batch's new tokens; whether any are stored."""
+        """Allocate activation blocks for the batch's new tokens; return whether any are stored."""
         if self.kv_recompute is None:
             return False
         store, until = self.kv_recompute.store, self.kv_recompute.tokens.inputs_until
@@ -167,8 +167,8 @@ class StepKVOffload:
     """KV offload of one step.
 
     Args:
-        kv_offload: of the engine.
-        batch: of the step.
+        kv_offload: KV offload of the engine.
+        batch: batch of the step.
         shares: split of the rows with an offloaded prefix.
 
     Attributes:
@@ -217,7 +217,7 @@ class StepKVOffload:
         if self._kv_recompute is not None:
             self._kv_recompute.store.note(layer, inputs)
 
-    def arrive(
+    def wait_for_prefix(
         self,
         group: LaneGroup,
         index: int,
@@ -228,11 +228,11 @@ class StepKVOffload:
         """Wait until the offloaded prefix of a layer is in its staging slot.
 
         Args:
-            group: of the layer.
-            index: of the layer inside its group.
+            group: lane group of the layer.
+            index: index of the layer inside its group.
             backend: writes recomputed KV.
-            slots: of the layer's new tokens.
-            positions: of all pages of the class; None if pages store no positions.
+            slots: slots of the layer's new tokens.
+            positions: positions of all pages of the class; None if pages store no positions.
         """
         group_recompute = self._group_recomputes.get(group.name)
         self._prefetch.begin_wait(group, index)
@@ -260,8 +260,8 @@ class StepKVOffload:
         if self._host is not None:
             self._host.merge_into(out, group, pages, query, math)
 
-    def leave(self, group: LaneGroup, index: int) -> None:
-        """Free the staging slot of a layer that has attended."""
+    def release_staging(self, group: LaneGroup, index: int) -> None:
+        """Free the staging slot of a layer after its attention."""
         self._prefetch.release_slot(group, index)
 
     def finalize(self) -> None:

@@ -35,7 +35,7 @@ class PrefixLoad:
     Args:
         store: holds the prefix.
         records: converts records to pages.
-        pages: of the arena, for the end of the prefix.
+        pages: pages of the arena, for the end of the prefix.
         found: consecutive blocks up to the end of the pages, and the location of each.
         clock: seconds.
 
@@ -159,7 +159,7 @@ class LoadRate:
 
     Args:
         tier: the tier to load from.
-        token_bytes: of a token, all layers.
+        token_bytes: bytes of a token in all layers.
         clock: seconds.
     """
 

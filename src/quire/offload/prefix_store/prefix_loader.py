@@ -42,7 +42,7 @@ class RequestPrefixLoad:
     """The prefix load of one request.
 
     Attributes:
-        load: of the end of the prefix.
+        load: load of the end of the prefix.
         began_at: computed tokens of the request when the load began.
         started_s: clock reading when the load began.
         busy: whether the load is in the queue of the transfer worker.
@@ -198,7 +198,7 @@ class PrefixLoader:
             self._meet(request, found)
             return budget
         tokens = self._prefill_tokens(found, at)
-        if tokens >= load.end - at:  # nothing has come, and it is not waited for
+        if tokens >= load.end - at:  # no page has been loaded, and the step does not wait
             self._num_declined += not load.failed
             self.forget(request)
             return budget

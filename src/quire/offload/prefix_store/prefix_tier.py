@@ -59,7 +59,7 @@ class PrefixTier:
     """Stores the blocks of one prefix index when they are evicted.
 
     Args:
-        index: of the blocks.
+        index: index of the blocks.
         store: receives the blocks.
         rate: estimator of load time, by call and byte.
         queue_bytes: most bytes waiting to be written.

@@ -36,7 +36,7 @@ class Place:
 
     Attributes:
         entry: key of the entry in the tier.
-        index: of the block's record in the entry.
+        index: index of the block's record in the entry.
     """
 
     entry: str
@@ -50,8 +50,8 @@ class PrefixStore:
 
     Args:
         tier: holds the bytes.
-        nature: of all readable entries: model, precision, codec and layout.
-        record_bytes: of one block, including its tokens.
+        nature: properties of all readable entries: model, precision, codec and layout.
+        record_bytes: bytes of one block, including its tokens.
         makes_room: whether to evict the least recently used entry if the tier is full; otherwise
             the tier's owner does.
         clock: seconds.

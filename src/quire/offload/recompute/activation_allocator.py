@@ -21,7 +21,7 @@ class Segment:
     Attributes:
         start: first slot.
         block: index of the block.
-        offset: of the first slot in the block.
+        offset: offset of the first slot in the block.
         tokens: number of slots.
     """
 

@@ -34,13 +34,13 @@ class ActivationCodec:
     """Converts activations to rows of bytes and back.
 
     Args:
-        spec: of a codec that writes tokens one by one and needs no constants; None: as computed.
+        spec: codec that writes tokens one by one and needs no constants; None: as computed.
         hidden: elements of an activation.
-        dtype: of each element, as computed.
+        dtype: dtype of each element, as computed.
 
     Attributes:
         hidden, dtype: see above.
-        row_bytes: of one token in one layer.
+        row_bytes: bytes of one token in one layer.
 
     Raises:
         ConfigError: the codec does not support vectors of this width.
@@ -126,9 +126,9 @@ class ActivationStore:
 
     Args:
         allocator: allocates blocks.
-        layers: of the model, whose activations are stored.
+        layers: layers of the model whose activations are stored.
         codec: storage format of an activation.
-        device: of the model.
+        device: device of the model.
 
     Raises:
         ConfigError: the system cannot pin the memory.
@@ -250,7 +250,7 @@ class ActivationStore:
 
         Args:
             row: the sequence; the activations of all its moved slots are stored.
-            moves: of a group.
+            moves: slot moves of a lane group.
             layers: of that group.
         """
         self.finish()

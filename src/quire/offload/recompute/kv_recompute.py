@@ -62,7 +62,7 @@ class Tokens(Protocol):
     """Properties of sequences, by row."""
 
     def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
-        """Token ids at the given positions."""
+        """Token ids at these positions."""
         ...
 
     def rope_variant(self, row: int) -> int:
@@ -106,7 +106,7 @@ class KVRecompute:
         model: computes keys and values.
         store: stores the activations.
         tokens: properties of sequences.
-        device: of the model.
+        device: device of the model.
 
     Attributes:
         chunk_tokens: least tokens of a chunk of X.
@@ -140,11 +140,11 @@ class StepKVRecompute:
     """KV recompute of one group in a step.
 
     Args:
-        kv_recompute: of the engine.
+        kv_recompute: KV recompute of the engine.
         prefixes: offloaded prefixes of all sequences.
-        table: of the group.
+        table: page table of the lane group.
         shares: splits of the sequences of the step.
-        log: of the step.
+        log: log of the step.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class HostSpace:
 
     Attributes:
         key: identity in the pool.
-        extents: of each page class; the pages of a class fill them in order.
+        extents: extents of each page class; the pages of a class fill them in order.
     """
 
     key: int
@@ -171,8 +171,8 @@ class HostPool:
 
         Args:
             space: the source.
-            page_class: of the pages.
-            pages: of the arena.
+            page_class: page class of the pages.
+            pages: pages of the arena.
             first: index in the space of the first page to copy.
         """
         done = 0
@@ -187,7 +187,7 @@ class HostPool:
 
         Args:
             space: holds the pages.
-            page_class: of the pages.
+            page_class: page class of the pages.
             first: index of the first page in the space.
             num_pages: number of pages from the first.
         """

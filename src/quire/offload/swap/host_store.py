@@ -1,6 +1,6 @@
-"""The bytes of host memory as a tensor, and two ways to copy pages to and from them.
+"""The bytes of host memory as a tensor, and copies of pages to and from it.
 
-On a CPU pages are copied directly. A device packs them first:
+On a CPU pages are copied directly. On a device they are packed first:
 
     pages in the arena --gather--> staging on the device --copy--> pinned host memory
     (16 KiB each, scattered)       (up to 16 MiB, packed)          (one segment for each batch)
@@ -157,7 +157,7 @@ def host_copies(
         store: the arena.
         num_bytes: size of the pool. On a CPU the system commits the memory on first write; for
             a device it is pinned, and committed at once.
-        largest_page_bytes: of all page classes.
+        largest_page_bytes: bytes of the largest page of all page classes.
 
     Raises:
         ConfigError: the system cannot pin the memory.

@@ -25,7 +25,7 @@ class BlockFile:
     """Blocks of one file, allocated on disk at creation.
 
     Args:
-        path: of the file; existing contents are retained.
+        path: path of the file; existing contents are retained.
         num_blocks: size of the file.
         direct: whether to bypass the page cache where the file system allows it.
 
@@ -93,7 +93,7 @@ class BlockFile:
         return self._view[:done]
 
     def flush(self) -> None:
-        """Make all written blocks survive a power loss.
+        """Flush all written blocks to the disk (fsync).
 
         Raises:
             StorageError: the disk has lost data.
@@ -134,7 +134,7 @@ class Journal:
     """Lines of one file.
 
     Args:
-        path: of the file; `rewrite` replaces it.
+        path: path of the file; `rewrite` replaces it.
     """
 
     def __init__(self, path: Path) -> None:

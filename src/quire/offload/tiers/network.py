@@ -56,7 +56,7 @@ class Message:
 
     Attributes:
         what: type or result.
-        key: of an entry.
+        key: key of an entry.
         facts: JSON values.
         first: first byte to read.
         requested_bytes: number of bytes to read.
@@ -140,7 +140,7 @@ class NetworkTier:
 
     Args:
         host: name or address.
-        port: of the store.
+        port: port of the store.
         timeout_s: time without a byte after which a connection counts as broken.
         tries: most attempts of a request, each on a new connection except the first.
 

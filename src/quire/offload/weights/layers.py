@@ -16,7 +16,7 @@ class Held:
     """A parameter and its location in the bytes of its layer.
 
     Attributes:
-        parameter: of the model; its storage changes, the object does not.
+        parameter: parameter of the model; its storage changes, the object does not.
         start: its first byte.
         dtype, shape: of the parameter when it was found.
     """
@@ -42,9 +42,9 @@ class LayerWeights:
     """A decoder layer and its own parameters.
 
     Attributes:
-        module: of the model.
+        module: module of the model.
         held: its parameters, in storage order.
-        num_bytes: of all parameters, each rounded up to the alignment.
+        num_bytes: bytes of all parameters, each rounded up to the alignment.
     """
 
     module: nn.Module

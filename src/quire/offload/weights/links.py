@@ -1,7 +1,7 @@
 """Transfers of layer weights into slots: from a file, or from pinned memory over a link.
 
     prefetch  start to fill a slot, once its previous layer is released
-    arrive    make the next computation see the filled slot
+    arrive    make the next computation wait for the filled slot
     release   mark the end of the work that reads the slot
     finalize  wait until no transfer is in flight
 
@@ -56,7 +56,7 @@ class WeightLink(ABC):
 
     @abstractmethod
     def arrive(self, slot: int) -> None:
-        """Make the next computation see a filled slot; see the module.
+        """Make the next computation wait for a filled slot; see the module.
 
         Raises:
             Exception: the error of the copy.
@@ -79,7 +79,7 @@ class FileLink(WeightLink):
     """Reads from an unnamed file through the page cache of the system: the link of a CPU.
 
     Args:
-        num_bytes: of all offloaded layers.
+        num_bytes: bytes of all offloaded layers.
         transfer_worker: runs the copies; default: a thread of its own.
 
     Raises:
@@ -156,7 +156,7 @@ class CudaLink(WeightLink):
     Streams wait for events; the CPU does not wait.
 
     Args:
-        device: of the slots.
+        device: device of the slots.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -52,7 +52,7 @@ class WeightStream:
     """The layers of one model with offloaded weights.
 
     Args:
-        layers: of the model; hooks are registered on them.
+        layers: layers of the model; hooks are registered on them.
         place: says which layers are offloaded.
         link: holds their bytes and the slots.
 
@@ -113,7 +113,7 @@ class WeightStream:
             self._sharers, self._finished = 1, 0
 
     def arrive(self, layer: int) -> None:
-        """Make a layer's weights available to the next computation.
+        """Wait until the next computation can use a layer's weights.
 
         Raises:
             StorageError: the transfer failed; the next call tries again.

@@ -40,9 +40,9 @@ class ActivationRange:
         """Bytes of CPU memory for one layer of a sequence.
 
         Args:
-            tokens: of the sequence.
-            kv_bytes: of a token's KV.
-            x_bytes: of its activation.
+            tokens: tokens of the sequence.
+            kv_bytes: bytes of a token's KV.
+            x_bytes: bytes of a token's activation.
         """
         kept = max(0, tokens - self.kv_from)
         return kv_bytes * kept + x_bytes * min(self.x_until, tokens)
@@ -58,7 +58,7 @@ def activation_range(
     """Data to store for a sequence whose split grows with its length, with a margin for rates.
 
     Args:
-        rates: of a layer.
+        rates: rates of a layer.
         prompt_tokens: tokens at the start of decode.
         most_tokens: most tokens of the sequence.
         margin: fraction of the split, in both directions.

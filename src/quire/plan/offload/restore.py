@@ -54,9 +54,9 @@ def restore_split(prefill: PrefillRates, loading: Loading, tokens: int, unit: in
     """Number of first tokens to recompute; 0 loads all, `tokens` recomputes all.
 
     Args:
-        prefill: of the model.
+        prefill: prefill rates of the model.
         loading: from the tier.
-        tokens: of the prefix.
+        tokens: tokens of the prefix.
         unit: granularity of the split in tokens.
     """
     constant_s = loading.token_s * tokens + loading.call_s - prefill.call_s

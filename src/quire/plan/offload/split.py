@@ -35,8 +35,8 @@ def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
     """l_B, rounded to the best whole unit; 0 if activations do not pay.
 
     Args:
-        rates: of a layer.
-        tokens: of all rows.
+        rates: rates of a layer.
+        tokens: tokens of all rows.
         unit: granularity in tokens, a page or a sequence.
     """
     if rates.x_s >= rates.kv_s:
@@ -68,9 +68,9 @@ def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> 
     most tokens left. Rows that are taken whole need not end at a page boundary.
 
     Args:
-        tokens: of each row.
-        x_tokens: of all rows together.
-        page_tokens: of a page.
+        tokens: tokens of each row.
+        x_tokens: recomputed tokens of all rows together.
+        page_tokens: slots of a page.
 
     Returns:
         Tokens of each row. Their sum is at most `x_tokens`, and less than a page below it unless

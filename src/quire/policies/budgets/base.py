@@ -91,7 +91,7 @@ class Budget:
         `finalize`.
 
         Raises:
-            ConfigError: the cap cannot be divided; the message gives the reason.
+            ConfigError: the cap cannot be divided; the message states the reason.
         """
         del shape
         return None

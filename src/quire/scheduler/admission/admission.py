@@ -198,7 +198,7 @@ class Admission:
             if victim is None:  # the freed pages were of another page class
                 return False
             has_row = self._free.has_rows(request, self._running)
-            why = "needs memory of its share" if has_row else "holds fewer rows than its share"
+            why = "needs memory of its share" if has_row else "has fewer rows than its share"
             self._lifecycle.preempt(victim, f"tenant {request.tenant} {why}")
         return True
 
@@ -264,7 +264,9 @@ class Admission:
 
 
 class Rejections:
-    """Rejected requests with the memory state then; a request is not retried in the same state.
+    """Rejected requests, each with the memory state at its rejection.
+
+    A request is not tried again before the memory state changes.
 
     Args:
         components: the scheduler's components.

@@ -2,9 +2,9 @@
 
 The arithmetic is that of reserved admission for requests submitted together. A request is admitted
 if its peak, plus the pages that earlier requests will still allocate, fits. Free pages of held
-slabs and free slabs are counted. Admitted requests hold the pages of their first chunk. Where slab
-borders cut pages, a free slab is guaranteed to hold one page less than a taken one may hold. The
-result can therefore depend on the order, so slabs are counted one by one as the pools take them.
+slabs and free slabs are counted. Admitted requests have the pages of their first chunk. If pages
+cross slab boundaries, a free slab may provide one page less than an allocated slab. The result can
+therefore depend on the order of allocations, so slabs are counted one by one in that order.
 """
 
 from collections.abc import Mapping

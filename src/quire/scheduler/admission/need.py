@@ -21,7 +21,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A sequence of a given length.
+    """Length and eviction specification of a sequence, which determine its page count.
 
     Attributes:
         tokens: its length.
@@ -37,7 +37,7 @@ class Need:
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens of some lane are evicted before that length."""
+        """Whether a lane evicts tokens before the sequence has this length."""
         return self.eviction.cap is not None and self.tokens > self.eviction.least_cap
 
 

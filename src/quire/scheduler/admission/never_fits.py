@@ -1,4 +1,4 @@
-"""Refuses requests that could not run even alone: states the bytes and the possible changes."""
+"""Refuses requests that do not fit even alone; the error states the bytes and possible changes."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _MANY_KIB = 64 * 1024  # sizes from here on are rounded to MiB
 
 
 def refuse_if_never(peaks: Peaks, request: Request) -> None:
-    """Refuse a request that could not run even alone.
+    """Refuse a request that does not fit in the KV memory even alone.
 
     Raises:
         NeverFits: states the bytes needed and the bytes of the KV memory.
@@ -54,11 +54,11 @@ def _why_never(peaks: Peaks, request: Request) -> str:
         f"need {peaks.slab_bytes(peaks.whole_counts(need, width)):,} B of KV, the whole KV memory "
         f"has {arena.num_slabs * arena.slab_bytes:,} B, both in slabs of "
         f"{arena.slab_bytes:,} B; {offload_text(peaks, need)}"
-        f"{ways_out(peaks, need, width)}"
+        f"{possible_changes(peaks, need, width)}"
     )
 
 
-def ways_out(peaks: Peaks, need: Need, width: int) -> str:
+def possible_changes(peaks: Peaks, need: Need, width: int) -> str:
     """List the changes that would each make the request fit, for an error message.
 
     Args:

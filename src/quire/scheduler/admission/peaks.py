@@ -262,7 +262,7 @@ class Peaks:
         return np.asarray(self._num_slabs(counts) <= self.memory.arena.num_slabs)
 
     def _num_slabs(self, counts: Counts) -> Counts:
-        """Slabs that these pages occupy, in the worst case of slab borders."""
+        """Maximum number of slabs that these pages occupy."""
         per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
         borders = self.memory.placement.border_slabs * (counts > 0)
         return np.asarray((-(-counts // per_slab) + borders).sum(axis=-1))

@@ -181,7 +181,7 @@ RULES: dict[str, type[AdmissionRule]] = {
 
 
 def make_admission(name: str, peaks: Peaks) -> AdmissionRule:
-    """Make the admission rule of this name.
+    """Create the admission rule with this name.
 
     Raises:
         UnknownName: an unknown rule.

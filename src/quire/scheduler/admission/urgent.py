@@ -7,7 +7,7 @@ from quire.scheduler.admission.free_pages import FreePages
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.request import Request
 
-WHY = "an urgent request is waiting"
+URGENT_WAITING = "an urgent request is waiting"
 
 
 class UrgentAdmission:
@@ -56,7 +56,7 @@ class UrgentAdmission:
             victim = self._preempter.victim_among(later)
             victim = victim or self._preempter.victim_among(later, even_resumed=True)
             assert victim is not None, "there are candidates"
-            self._lifecycle.preempt(victim, WHY)
+            self._lifecycle.preempt(victim, URGENT_WAITING)
             if self._admission.admit_now(request):
                 return True
         return False

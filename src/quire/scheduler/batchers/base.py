@@ -1,8 +1,8 @@
 """Interface of batching rules, for paged KV and for dense rows.
 
-A rule has a name and options. `PagedRule` makes the `Batcher` of a scheduler, whose KV is in pages.
-`DenseRule` selects queries for a `DynamicBatch`, whose rows are in one contiguous slab. Most rules
-are both. The scheduler calls a `Batcher` in every step:
+A rule has a name and options. `PagedRule` creates the `Batcher` of a scheduler, whose KV is in
+pages. `DenseRule` selects queries for a `DynamicBatch`, whose rows are in one contiguous slab. Most
+rules are both. The scheduler calls a `Batcher` in every step:
 
     begin        once, before the step is planned
     decoding     which of the ready rows decode
@@ -33,7 +33,7 @@ class BatchState:
         max_num_seqs: rows of a batch.
         max_num_batched_tokens: maximum tokens of a step.
         chunk_tokens: maximum tokens of one prompt in a step.
-        urgent: requests of this priority or a lower number are urgent; None: no request is.
+        urgent: largest priority value of an urgent request; None: no request is urgent.
     """
 
     running: list[Request]
@@ -49,27 +49,27 @@ class BatchState:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class BatchSwaps:
     """Swaps of prefilled requests before a step, as far as memory allows.
 
     Attributes:
-        out: running requests to swap out.
-        back: waiting requests to swap in.
+        swap_out: running requests to swap out.
+        swap_in: waiting requests to swap in.
     """
 
-    out: Sequence[Request] = ()
-    back: Sequence[Request] = ()
+    swap_out: Sequence[Request] = ()
+    swap_in: Sequence[Request] = ()
 
 
 class Batcher(ABC):
     """One scheduler's batch."""
 
     @abstractmethod
-    def begin(self) -> Moves | None:
+    def begin(self) -> BatchSwaps | None:
         """Update the batch after the last step, and fill free rows.
 
         Returns:
-            The swaps to make; None for none.
+            The swaps before this step; None if there are none.
         """
 
     @abstractmethod
@@ -136,7 +136,7 @@ class PagedRule(BatcherRule):
 
     @abstractmethod
     def make(self, state: BatchState) -> Batcher:
-        """Make the batcher of one scheduler."""
+        """Create the batcher of one scheduler."""
 
 
 # ---- dense rows --------------------------------------------------------------------------------

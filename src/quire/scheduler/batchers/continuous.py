@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.scheduler.batchers.base import Batcher, BatchState, Moves, PagedRule
+from quire.scheduler.batchers.base import Batcher, BatchState, BatchSwaps, PagedRule
 from quire.scheduler.request import Request
 
 
@@ -23,7 +23,7 @@ class Continuous(PagedRule):
 class EveryStep(Batcher):
     """Batcher without restrictions."""
 
-    def begin(self) -> Moves | None:
+    def begin(self) -> BatchSwaps | None:
         """See `Batcher`."""
         return None
 

@@ -8,7 +8,7 @@ prefill  | ...
 have ended.
 """
 
-from quire.scheduler.batchers.base import Batcher, BatchState, BatchView, DenseRule, Moves, Q
+from quire.scheduler.batchers.base import Batcher, BatchState, BatchSwaps, BatchView, DenseRule, Q
 from quire.scheduler.batchers.prefill_order import PrefillOrder
 from quire.scheduler.batchers.units import (
     Unit,
@@ -41,7 +41,7 @@ class Phases(Batcher):
         self._batch: dict[Unit, None] = {}
         self._prefills = True
 
-    def begin(self) -> Moves | None:
+    def begin(self) -> BatchSwaps | None:
         """See `Batcher`."""
         self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
         self._batch = {unit: None for unit in self._batch if unit in self._admitted}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from quire.scheduler.batchers.base import Batcher, BatchState, Moves
+from quire.scheduler.batchers.base import Batcher, BatchState, BatchSwaps
 from quire.scheduler.batchers.insertion import Insertion
 from quire.scheduler.batchers.prefill_order import SimilarLengths
 from quire.scheduler.batchers.units import (
@@ -70,7 +70,7 @@ class PrefilledQueue(Batcher):
 
     # ---- the batch -----------------------------------------------------------------------------
 
-    def begin(self) -> Moves | None:
+    def begin(self) -> BatchSwaps | None:
         """See `Batcher`."""
         self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
         self._batch = {unit: None for unit in self._batch if unit in self._admitted}
@@ -125,7 +125,7 @@ class PrefilledQueue(Batcher):
 
     # ---- swap space ----------------------------------------------------------------------------
 
-    def _moves(self) -> Moves:
+    def _moves(self) -> BatchSwaps:
         """Swap out units that have just been prefilled; swap in those that are needed soon."""
         queue = [u for u in self._queue(self._admitted) if self._is_swapped(u) or is_prefilled(u)]
         soon, needed_rows = list[Unit](), self._rows_soon_free()
@@ -139,7 +139,7 @@ class PrefilledQueue(Batcher):
             if holds_kv(u) and all(m.progress.num_admissions == 1 for m in members_of(u))
         ]
         back = [first_member(unit) for unit in soon if not holds_kv(unit)]
-        return Moves(out=[first_member(unit) for unit in out], back=back)
+        return BatchSwaps([first_member(unit) for unit in out], back)
 
     def _rows_soon_free(self) -> int:
         """Rows free now or within `lead_steps`; at least 1, since outputs can end early."""

@@ -27,13 +27,13 @@ def parse_batcher(text: str) -> PagedRule:
     Raises:
         UnknownName: an unknown batcher or option; suggests the closest names.
         UnsoundCombination: a batcher that needs a dense slab.
-        ConfigError: an option without a value, given twice, or with an invalid value.
+        ConfigError: an option without a value, repeated, or with an invalid value.
     """
     name, options = _split(text)
     if name == Baton.name:
         raise UnsoundCombination(
-            "batcher 'baton' needs the dense rows of quire.hf.DynamicBatch, and an engine holds KV "
-            "in pages: use baton_pd here, or use quire.hf.DynamicBatch"
+            "batcher 'baton' needs the dense rows of quire.hf.DynamicBatch, and an engine stores "
+            "KV in pages: use baton_pd here, or use quire.hf.DynamicBatch"
         )
     return _make(BATCHERS, name, options)
 
@@ -82,6 +82,6 @@ def _options(name: str, text: str) -> dict[str, str]:
                 f"batcher {name!r}: expected option=value such as queue=8, got {part!r}"
             )
         if key in options:
-            raise ConfigError(f"batcher {name!r}: option {key!r} is given twice: keep one")
+            raise ConfigError(f"batcher {name!r}: option {key!r} is repeated: keep one")
         options[key] = value
     return options

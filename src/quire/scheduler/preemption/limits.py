@@ -48,9 +48,9 @@ class Limits:
             self._lifecycle.preempt(victim, "memory use above the high watermark")
 
     def _scale_down(self, most_bytes: float) -> None:
-        """Swap requests out while memory use is above `scale_down_at`, also just resumed ones.
+        """Swap out requests, just resumed ones too, while memory use is above `scale_down_at`.
 
-        The first request in scheduling order keeps running: alone it may use all of the memory.
+        The first request in scheduling order keeps running. A single request may use all memory.
         """
         while self._used_bytes > most_bytes:
             first = min(self._running, key=self._preempter.order, default=None)

@@ -16,7 +16,7 @@ from quire.scheduler.sequence_memory import SequenceMemory
 
 
 class Preempter:
-    """Chooses victims and moves their KV out and in.
+    """Chooses victims, and frees or swaps their KV.
 
     Args:
         sequence_memory: the requests' pages in the KV memory.
@@ -49,14 +49,14 @@ class Preempter:
     def victim(
         self, running: Iterable[Request], first: Request, *, even_resumed: bool = False
     ) -> Request | None:
-        """Choose the request that is preempted for `first`; None if none may be.
+        """Choose the request to preempt for `first`; None if no request can be preempted.
 
         Args:
             running: all running requests.
             first: a request that needs pages. Requests before it in scheduling order and members of
                 its group are not preempted for it, so the first request can always proceed.
             even_resumed: also consider requests that have computed no token since they resumed, and
-                ignore tenants' shares in the order. For when no request can proceed.
+                ignore tenants' shares in the order. Set it when no request can proceed.
         """
         order = (lambda r: r.order) if even_resumed else self.order
         later = [r for r in running if order(r) > order(first) and not same_group(r, first)]
@@ -65,7 +65,7 @@ class Preempter:
     def victim_among(
         self, requests: Iterable[Request], *, even_resumed: bool = False
     ) -> Request | None:
-        """Choose the request of these that is preempted first; None if none may be."""
+        """Choose which of these requests to preempt first; None if none can be preempted."""
         candidates = [r for r in requests if even_resumed or may_be_preempted(r)]
         return choose_victim(candidates, self._worth, self._is_over_share)
 

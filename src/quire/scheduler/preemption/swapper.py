@@ -84,7 +84,7 @@ class Swapper:
         return Choice(how="recompute", seconds=0.0, reason="the swap space is full")
 
     def choose_all(self, kv_bytes: int) -> Choice | None:
-        """The choice to swap all KV, in every mode; None if the swap space is too full."""
+        """Choose to swap all KV, regardless of the mode; None if it exceeds the free swap space."""
         if self._pool is None or kv_bytes > self._pool.free_bytes:
             return None
         return Choice(how="swap", seconds=0.0, reason="all KV is swapped")
@@ -136,7 +136,7 @@ class Swapper:
 
 
 def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
-    """Refuse swap space that would not be used, and a batcher that needs one without it.
+    """Refuse an unused swap space, and a batcher that needs a swap space if there is none.
 
     Args:
         host_bytes: size of the swap space; 0 for none.
@@ -148,7 +148,7 @@ def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
     holds = schedule.batching.holds_on_host
     if holds and not host_bytes:
         raise UnsoundCombination(
-            f"--batcher {schedule.batcher} holds prefilled KV in swap space and there is none: "
+            f"--batcher {schedule.batcher} swaps out prefilled requests and needs swap space: "
             "set --swap-space SIZE, or use hold=device"
         )
     uses = holds or schedule.scale_down_at is not None

@@ -1,7 +1,7 @@
 """Chooses victims of preemption.
 
 candidates   requests later in scheduling order, or of a tenant above its share
-excluded     requests that resumed and have computed no token since: they would cycle
+excluded     requests without a new token since they resumed: else preemptions would repeat
 order        tenants above their share, then lower priority, then no deadline, then most freed
              bytes per lost token, then the newest
 """
@@ -15,7 +15,7 @@ from quire.kv.memory import KVMemory
 from quire.scheduler.group import have_moved_on
 from quire.scheduler.request import Request
 
-COMPARED = 16  # newest candidates whose bytes are compared: counting passes over all their pages
+COMPARED = 16  # newest candidates whose bytes are compared: counting bytes reads all page entries
 
 
 def may_be_preempted(request: Request) -> bool:

@@ -27,7 +27,7 @@ def load_trace(path: Path, options: TraceOptions | None = None) -> Trace:
     found = find_format(options.format, path)
     recorded = sorted(found.read(path, column), key=lambda request: request.arrival_s)
     if not recorded:
-        raise TraceError(f"{path.name} holds no requests: expected one or more")
+        raise TraceError(f"{path.name} has no requests: expected one or more")
     recorded = recorded[: options.requests]
     scaled = [_stretched(request, options.length_scale) for request in recorded]
     kept = [r for r in scaled if options.max_tokens is None or r.tokens <= options.max_tokens]
@@ -96,7 +96,7 @@ def tenant_column(text: str) -> str | None:
     """The column that names the tenant; None if the file has no tenants.
 
     Raises:
-        ConfigError: not a way to assign tenants.
+        ConfigError: the text has none of these forms.
     """
     kind, _, rest = text.partition(":")
     if not text:
@@ -109,7 +109,7 @@ def tenant_column(text: str) -> str | None:
 def assign_tenants(
     requests: Sequence[TraceRequest], text: str, *, seed: int
 ) -> Sequence[TraceRequest]:
-    """The requests with the tenants that `text` gives them.
+    """The requests with the tenants that `text` assigns to them.
 
     Args:
         requests: in the order of arrival.

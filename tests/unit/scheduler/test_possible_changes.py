@@ -9,7 +9,7 @@ from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.never_fits import ways_out
+from quire.scheduler.admission.never_fits import possible_changes
 from quire.scheduler.admission.peaks import Peaks
 
 FULL, WINDOW = None, 24
@@ -101,7 +101,7 @@ def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
 )
 def test_advice_names_only_changes_that_admit_the_request(peaks, requested, advice):
     assert not peaks.fits_alone(requested)
-    assert ways_out(peaks, requested, 1) == advice
+    assert possible_changes(peaks, requested, 1) == advice
 
 
 def test_windows_need_shorter_chunks_but_no_cap():
@@ -111,14 +111,17 @@ def test_windows_need_shorter_chunks_but_no_cap():
     assert peaks.fits_alone(need(100, 1))
     assert peaks.counts([need(100, 1)]).sum() <= 32
     assert not small.fits_alone(need(100, 1))
-    assert ways_out(small, need(100, 1), 1) == "shorten the prompt or raise --kv-memory to 14KiB"
+    assert (
+        possible_changes(small, need(100, 1), 1)
+        == "shorten the prompt or raise --kv-memory to 14KiB"
+    )
 
 
 def test_advice_for_beams_is_fewer_beams_or_earlier_eviction():
     peaks = peaks_of(FULL, FULL, evicting=True)
     spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
 
-    assert ways_out(peaks, need(20, 40, spec, may_offload=False), 2) == (
+    assert possible_changes(peaks, need(20, 40, spec, may_offload=False), 2) == (
         "use fewer beams, lower max_tokens, raise --kv-memory to 29KiB or set "
         "when=prefill_and_decode in its eviction rule"
     )
