@@ -152,7 +152,7 @@ class AsyncLLM:
         return await self._call(self.engine.stats)
 
     async def ledger(self) -> Snapshot:
-        """Return the holders of all KV bytes, read between two steps; see `LLM.ledger`.
+        """Return the owners of all KV bytes, read between two steps; see `LLM.ledger`.
 
         Raises:
             EngineDead: the engine has stopped.

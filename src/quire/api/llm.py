@@ -220,12 +220,12 @@ class LLM:
                 yield delta
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics, including bytes by holder; fast enough for every step."""
+        """Return the engine's statistics, including bytes by owner; fast enough for every step."""
         with self._calls.reading():
             return self.engine.stats()
 
     def ledger(self) -> Snapshot:
-        """Return the holders of all KV bytes as plain JSON values; see `docs/ledger.md`."""
+        """Return the owners of all KV bytes as plain JSON values; see `docs/ledger.md`."""
         with self._calls.reading():
             return self.engine.ledger()
 

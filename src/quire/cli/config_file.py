@@ -7,7 +7,7 @@ kv-memory = "64MiB"        # flat: the name of the flag
 codec = "none"             # in a table: the name of the flag or of the field
 
 [kv.offload]
-kv_memory = "1GiB"         # in a table of a nested config: likewise
+kv_memory = "1GiB"         # in a nested table: the same
 
 A table [model] contains the model as `name`, because TOML refuses duplicate keys.
 """
@@ -101,7 +101,7 @@ def _underscored(name: str) -> str:
 
 def _put(values: dict[str, object], path: Path, found: OptionField, value: object) -> None:
     if found.parameter in values:
-        raise ConfigError(f"{path} gives {found.flag!r} twice; leave one out")
+        raise ConfigError(f"{path} sets {found.flag!r} twice; leave one out")
     values[found.parameter] = _checked(path, found, value)
 
 
@@ -119,7 +119,7 @@ def _checked(path: Path, found: OptionField, value: object) -> object:
         expected = "a number of bytes or a size such as '64MiB'"
     if not _fits(found, value):
         raise ConfigError(f"{path}: {found.flag!r} must be {expected}, got {value!r}")
-    # as a flag has it, so that a small number without a unit is refused likewise
+    # convert to text, as a flag is, so that a small number without a unit is refused
     return str(value) if found.sized and value in range(1, 1024) else value
 
 

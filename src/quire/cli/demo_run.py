@@ -21,7 +21,7 @@ from quire.sampling.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class MemoryPeak:
     """KV memory at the step with the most running requests.
 
     Attributes:
@@ -44,14 +44,14 @@ class DemoResult:
     Attributes:
         prompts: the prompts.
         outputs: the outputs, in the order of the prompts.
-        crowd: KV memory at the step with the most running requests.
+        memory_peak: KV memory at the step with the most running requests.
         stats: statistics of the engine at the end.
         seconds: run time, without model loading.
     """
 
     prompts: Sequence[DemoPrompt]
     outputs: Sequence[RequestOutput]
-    crowd: Crowd
+    memory_peak: MemoryPeak
     stats: EngineStats
     seconds: float
 
@@ -78,10 +78,10 @@ class DemoResult:
             "token_p99_s": _percentile(token_s, 99),
             "kv_total_bytes": self.stats.kv_total_bytes,
             "kv_peak_bytes": self.stats.kv_peak_bytes,
-            "most_running": self.crowd.running,
-            "crowd_used_bytes": self.crowd.used_bytes,
-            "crowd_reserved_bytes": self.crowd.reserved_bytes,
-            "crowd_contiguous_bytes": self.crowd.contiguous_bytes,
+            "most_running": self.memory_peak.running,
+            "crowd_used_bytes": self.memory_peak.used_bytes,
+            "crowd_reserved_bytes": self.memory_peak.reserved_bytes,
+            "crowd_contiguous_bytes": self.memory_peak.contiguous_bytes,
             "preemptions": self.stats.num_preemptions,
             "facts_asked": len(self.facts),
             "facts_right": sum(self.facts),
@@ -108,7 +108,7 @@ class DemoRun:
     def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt]) -> None:
         self._llm, self._prompts = llm, prompts
         self._outputs: dict[int, RequestOutput] = {}
-        self._crowd = Crowd()
+        self._memory_peak = MemoryPeak()
 
     def run(self) -> DemoResult:
         """Run all prompts.
@@ -131,7 +131,7 @@ class DemoRun:
         return DemoResult(
             prompts=self._prompts,
             outputs=[self._outputs[key] for key in range(len(self._prompts))],
-            crowd=self._crowd,
+            memory_peak=self._memory_peak,
             stats=self._llm.stats(),
             seconds=time.monotonic() - start_s,
         )
@@ -149,12 +149,12 @@ class DemoRun:
 
     def _watch(self) -> None:
         running = self._llm.engine.scheduler.running
-        if len(running) <= self._crowd.running:
+        if len(running) <= self._memory_peak.running:
             return
         spec = self._llm.model.spec
         value_bytes = self._llm.model.decoder.dtype.itemsize
         reserved = [len(r.prompt_token_ids) + r.params.max_tokens for r in running]
-        self._crowd = Crowd(
+        self._memory_peak = MemoryPeak(
             running=len(running),
             used_bytes=self._llm.stats().kv_held_bytes,
             reserved_bytes=sum(spec.kv_bytes(tokens, value_bytes) for tokens in reserved),

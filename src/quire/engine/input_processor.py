@@ -12,7 +12,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.batch_invariance import refuse_pressure
 from quire.errors import ConfigError, RequestError
-from quire.eviction.eviction_rules import EvictionRules, check_blocks
+from quire.eviction.eviction_rules import EvictionRules, check_chunk_size
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.model import ModelSpec
@@ -121,7 +121,7 @@ class InputProcessor:
         spec = eviction.spec
         assert spec.cap is not None, "a rule that evicts has a cap"
         try:
-            check_blocks(rule, self._schedule)
+            check_chunk_size(rule, self._schedule)
             if self._schedule.batch_invariant:
                 refuse_pressure(rule)
         except ConfigError as error:

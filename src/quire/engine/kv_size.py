@@ -67,7 +67,7 @@ def most_kv_bytes(
 ) -> int:
     """Size of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.
 
-    Counts whole slabs per page class, with the pages lost at slab borders.
+    Counts whole slabs per page class, with the pages lost at slab boundaries.
     """
     chunk_tokens = max(schedule.longest_chunk, 0 if eviction.cap is None else eviction.every)
     lengths = run_lengths(store, LaneLimits.of(max_tokens, eviction))

@@ -2,7 +2,7 @@
 
 An extent has a value on each of several independent axes: location, codec, exactness, sharing and
 owner. On every axis the extents add up to the bytes of pages in use. Together with free slabs and
-the waste at slab borders they add up to the arena.
+the waste at slab boundaries they add up to the arena.
 """
 
 from collections import Counter

@@ -16,7 +16,7 @@ from quire.engine.kv_size import kv_memory_bytes
 from quire.engine.option_effects import refuse_without_effect
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, UnsoundCombination
-from quire.eviction.eviction_rules import EvictionRules, check_blocks
+from quire.eviction.eviction_rules import EvictionRules, check_chunk_size
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.select import select_backend
 from quire.kv.coded_layers import CodedLayers
@@ -226,7 +226,7 @@ def _make_rules(
     )
     if schedule.batch_invariant:
         refuse_pressure(rules.default)
-    check_blocks(rules.default, schedule)
+    check_chunk_size(rules.default, schedule)
     return rules
 
 

@@ -50,7 +50,7 @@ class EngineStats:
 
     Attributes:
         kv_total_bytes: size of the arena; always used + free.
-        kv_used_bytes: pages in use, including the waste at slab borders.
+        kv_used_bytes: bytes of pages in use, including the waste at slab boundaries.
         kv_free_bytes: free bytes of the arena.
         kv_peak_bytes: peak bytes of pages in use, without cached prefixes.
         scratch_peak_bytes: peak bytes of gathered KV, outside the arena.

@@ -238,7 +238,7 @@ class EvictionRules:
             )
 
 
-def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
+def check_chunk_size(rule: EvictionRule, schedule: ScheduleConfig) -> None:
     """Refuse a rule whose prefill chunks of `every` tokens are larger than a step.
 
     Raises:

@@ -81,7 +81,7 @@ def announced(allow: str, *, rerotates_keys: bool) -> Iterable[RuleRequirements]
     """Return the rules of `evict_allow`; caps and schedules in the text are ignored.
 
     Args:
-        allow: as written; "all" means all rules that can share pages with the default.
+        allow: value of `evict_allow`; "all" means all rules that can share pages with the default.
         rerotates_keys: whether the default rule re-rotates keys.
     """
     if allow.strip() == ALL:

@@ -23,8 +23,8 @@ from quire.scheduler.lane_slots import (
     Slots,
     evicting_table,
     free_tokens,
+    has_atomic_chunk,
     held_slots,
-    in_blocks,
     lookahead,
     over_cap,
     slots_to_keep,
@@ -60,7 +60,7 @@ class Evicting:
             left: remaining tokens of this forward.
         """
         tokens = min(left, free_tokens(row, self._table))
-        return tokens if in_blocks(row) else min(tokens, BLOCK_TOKENS)
+        return tokens if has_atomic_chunk(row) else min(tokens, BLOCK_TOKENS)
 
     def bring_down(self, row: Request) -> None:
         """Evict the tokens that the rule requires before the row's next block.

@@ -1,4 +1,4 @@
-"""The rows of a batch in pages: process new tokens block by block, evict between blocks."""
+"""The rows of a batch in pages: process new tokens chunk by chunk, evict between chunks."""
 
 from collections.abc import Sequence
 from dataclasses import replace

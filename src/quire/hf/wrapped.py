@@ -1,10 +1,10 @@
 """A user's own model as a decoder: Quire's attention is active only in forwards with a QuireCache.
 
-    model(..., past_key_values=a QuireCache)   -> the cache runs the forward, block by block
+    model(..., past_key_values=a QuireCache)   -> the cache runs the forward, chunk by chunk
     model(anything else)                       -> the model's own forward, unchanged
 
 Only the model's `forward` is wrapped. Attention implementation and rotary frequencies are set for
-each block and restored after it. When the last cache of a model is closed, the wrapper is removed.
+each chunk and restored after it. When the last cache of a model is closed, the wrapper is removed.
 """
 
 import functools
@@ -49,7 +49,7 @@ class WrappedModel:
     """A Transformers model behind the `Decoder` seam; it is restored after the last cache.
 
     Args:
-        model: in eval mode, entirely on one device.
+        model: model in eval mode, entirely on one device.
 
     Raises:
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.

@@ -3,11 +3,11 @@
     extent   pages of one sequence in one lane group with equal reference counts
     bytes    a page that n sequences reference counts 1/n of its bytes for each of them
              a page that only the prefix index references belongs to the prefix cache
-    sum      extents of sequences + extents of the cache + free + slab borders == total
+    sum      extents of sequences + extents of the cache + free + waste at slab boundaries == total
 
 The ledger is computed on request from page tables and reference counts. A second record of the same
 facts could diverge from them and would cost time in every step. If no page is shared, the page
-counts of the tables suffice. Otherwise NumPy reads once the page numbers of live rows.
+counts of the tables suffice. Otherwise NumPy reads the page numbers of all live rows once.
 """
 
 from collections import Counter, defaultdict
@@ -222,7 +222,7 @@ def prove_extents(memory: KVMemory, extents: Iterable[Extent]) -> None:
 
     Raises:
         InvariantError: pages are missing, counted twice or assigned to the wrong owner, an owner's
-            share is wrong, or extents, free bytes and slab borders do not add up to the arena.
+            share is wrong, or extents, free bytes and waste do not add up to the arena.
     """
     found = list(extents)
     expected = _count(memory)

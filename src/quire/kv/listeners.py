@@ -126,7 +126,7 @@ class MemoryListener:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of pages that only this listener holds and that no running request uses."""
+        """Bytes of pages that only this listener references."""
         return 0
 
     def released(self, rows: Rows) -> None:

@@ -87,7 +87,7 @@ class KVMemory:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of pages in use plus waste at slab borders; used + free == total, always."""
+        """Bytes of pages in use plus waste at slab boundaries; used + free == total, always."""
         return sum(pool.used_bytes + pool.tail_bytes for pool in self.pools.values())
 
     @property

@@ -31,7 +31,7 @@ from quire.kv.prefix_blocks import (
     PrefixLease,
     PrefixListener,
     PrefixNode,
-    holders,
+    blocks_of_pages,
     notify_stored,
 )
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
@@ -278,7 +278,9 @@ class PrefixIndex(MemoryListener):
             [pages] mask of the pages that only one row still references.
         """
         if not self.memory.fits({page_class: len(pages)}):
-            self._notify_removed(self._drop(holders(self.memory, self._idle, page_class, pages)))
+            self._notify_removed(
+                self._drop(blocks_of_pages(self.memory, self._idle, page_class, pages))
+            )
         alone: NDArray[np.bool_] = self.memory.pools[page_class].ref_counts[pages] == 1
         return alone
 
@@ -299,7 +301,7 @@ class PrefixIndex(MemoryListener):
             keep(nodes)
 
     def _drop(self, nodes: Sequence[PrefixNode]) -> list[bytes]:
-        """Evict unused blocks; return the keys of those whose storing was announced."""
+        """Evict unused blocks; return the keys of those that listeners know as stored."""
         written = [node for node in nodes if node not in self._pending]
         self._pending = [node for node in self._pending if node not in nodes]
         self._offer(written)

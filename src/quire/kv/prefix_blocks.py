@@ -240,16 +240,16 @@ class IdleNodes:
 
 # ---- prefix pages --------------------------------------------------------------------------------
 
-# The published blocks that hold given pages, with all blocks that follow them.
+# The published blocks that reference some pages, with all blocks that follow them.
 
 
-def holders(
+def blocks_of_pages(
     memory: KVMemory, nodes: Iterable[PrefixNode], page_class: PageClass, pages: PageNumbers
 ) -> list[PrefixNode]:
-    """Return the nodes that hold one of these pages, and all their descendants.
+    """Return the nodes that reference one of these pages, and all their descendants.
 
-    Only pages with exactly one other holder count. A chain without its middle could not be found
-    again and would block publishing a new chain.
+    Only pages with exactly one other reference count. The descendants are included because a chain
+    with a missing block can neither be found nor published again.
 
     Args:
         memory: the KV memory that holds the pages.

@@ -118,7 +118,7 @@ class SharedArena:
 
     def _check_pages(self, name: str, page_bytes: Sequence[int]) -> None:
         largest = max(page_bytes)
-        cut = 1 if self.slab_bytes % largest else 0  # slab borders cut a page
+        cut = 1 if self.slab_bytes % largest else 0  # a page crosses each slab boundary
         if self.slab_bytes // largest - cut < 1:
             raise ConfigError(
                 f"pages of {largest:,} B of member {name!r} do not fit into slabs of "

@@ -1,7 +1,7 @@
 """KV memory waste: the bytes of a KV memory by use, defined equally for every store.
 
     total     live | hidden | empty | reserved | cached | borders | free
-              ^ slots a query can attend to            ^ slab bytes that no page covers
+              ^ slots a query can attend to            ^ bytes at slab boundaries without a page
 
     hidden    slots outside their lane's window that are still allocated
     empty     internal fragmentation: slots without a token, and padding, in pages of page tables

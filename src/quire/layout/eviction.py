@@ -154,7 +154,7 @@ class EvictionSpec:
         return 0 if self.when == PREFILL_END else self.every
 
     @property
-    def prefills_in_blocks(self) -> bool:
+    def evicts_during_prefill(self) -> bool:
         """Whether a prompt over the cap is prefilled in chunks with an eviction before each."""
         return self.cap is not None and self.when == PREFILL_AND_DECODE
 

@@ -30,7 +30,7 @@ class WidenedLinear(nn.Module):
     """A linear layer whose weight is stored and multiplied in float32.
 
     Args:
-        linear: in half precision on a CPU.
+        linear: linear layer in half precision on a CPU.
         weight: its weight in float32; layers that share a weight share the float32 copy.
     """
 
@@ -114,7 +114,7 @@ class PackedLinear(nn.Module):
     """A linear layer that stores its weight in reordered form only.
 
     Args:
-        linear: in bfloat16 on a CPU.
+        linear: linear layer in bfloat16 on a CPU.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -92,7 +92,7 @@ def check_loaded(
     """Compare the loaded parameters with the stored tensors.
 
     Args:
-        model: with its weights.
+        model: model with loaded weights.
         info: `missing_keys` and `unexpected_keys`, as Transformers reports them; keys that the
             model class declares as ignorable are absent.
         stored: see `read_headers`.

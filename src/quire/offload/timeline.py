@@ -97,7 +97,7 @@ class Schedule:
     """Operations, in issue order for each lane.
 
     Attributes:
-        operations: by index.
+        operations: operations by index.
         shared: resource of each lane that shares one; other lanes have a resource of their own.
     """
 
@@ -160,7 +160,7 @@ class Timeline:
 
     Attributes:
         schedule: the operations.
-        spans: by index of the operation.
+        spans: start and end of each operation, by its index.
         wall_s: wall-clock duration of the run; None if it was not measured.
     """
 

@@ -1,7 +1,7 @@
 """Recommends whether to evict during prefill, with reasons.
 
-Eviction during prefill gains time only by a larger batch. It has two costs: prefill in blocks is
-slower, and tokens are evicted before the whole prompt is known. So it does not pay if the batch
+Eviction during prefill gains time only by a larger batch. It has two costs: prefill in chunks is
+slower, and tokens are evicted before the whole prompt is known. So it takes more time if the batch
 does not grow:
 
     batch fixed, prompts fit      prefill whole prompts, evict during decode

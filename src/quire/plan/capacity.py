@@ -1,4 +1,4 @@
-"""Division of a device's memory, and the number of sequences that the KV part holds.
+"""Division of a device's memory, and the number of sequences that fit in its KV memory.
 
 Pages are the engine's: one page holds `page_tokens` tokens of one layer, all its KV heads. A window
 layer frees a page once its last token has left the window. So while decoding it holds at most the

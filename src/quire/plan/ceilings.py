@@ -63,13 +63,13 @@ class Ceilings:
     """Measured rates of one machine.
 
     Attributes:
-        machine: that the rates are valid for.
+        machine: machine on which the rates were measured.
         read_bytes_per_s, copy_bytes_per_s: for buffers larger than all caches, with all threads;
             a copy counts its bytes once.
         one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: the same with one thread.
         products: matrix products by shape.
-        attention_bytes_per_s: by attention variant, KV bytes of a decoding batch over its time.
-        copies: of swapped pages, by device; empty in files of older versions.
+        attention_bytes_per_s: KV bytes of a decoding batch over its time, by attention variant.
+        copies: rates of copies of swapped pages, by device; empty in files of older versions.
         prefill: prefill rates of models, by `model_key`; empty if no model was measured.
         steps: step rates of models under eviction rules, by `steps_key`; empty if no model was
             measured.

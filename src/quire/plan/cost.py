@@ -123,8 +123,8 @@ def best_split(costs: Costs, holding: Holding, host_bytes: int) -> int | None:
     gain_s = move_s - prefill.token_s - prefill.call_s / costs.chunk_tokens
     best = gain_s / (2 * prefill.square_s) if prefill.square_s else math.copysign(math.inf, gain_s)
     near = int(min(max(best, low), high)) // page * page
-    borders = {min(max(near + step, low), high) for step in (0, page)}
-    return min(borders, key=lambda border: hybrid_seconds(costs, holding, border))
+    splits = {min(max(near + step, low), high) for step in (0, page)}
+    return min(splits, key=lambda split: hybrid_seconds(costs, holding, split))
 
 
 def choose(costs: Costs, holding: Holding, host_bytes: int) -> Choice:

@@ -46,8 +46,8 @@ class CopyRates:
     """Rates of copies in both directions.
 
     Attributes:
-        out: from the arena to host memory.
-        back: from host memory to the arena.
+        out: rate of copies from the arena to host memory.
+        back: rate of copies from host memory to the arena.
     """
 
     out: CopyRate

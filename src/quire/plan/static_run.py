@@ -1,7 +1,7 @@
 """A static batch under an eviction rule: the steps of each row, and their time.
 
 All rows start together, have equal lengths and run to their end in parallel. A prompt is prefilled
-whole, or up to the cap and then in blocks of `every` tokens, each after an eviction. The last
+whole, or up to the cap and then in chunks of `every` tokens, each after an eviction. The last
 prefill step yields the first new token, so n new tokens take n - 1 decode steps.
 
 With R rows, t tokens of each in a step, h slots of KV before them (tokens of one row and lane), and
@@ -11,7 +11,7 @@ the measured seconds of `StepRates`:
     decode     max(batch_s(R), token_s * R) + slot_s * R * (h + 1)
     eviction   (evict_row_s + evict_slot_s * held) * R       before a decode step
 
-Prefill without earlier tokens (h = 0) and prefill in blocks have separate rates: blocks are smaller
+Prefill without earlier tokens (h = 0) and prefill in chunks have separate rates: chunks are smaller
 and each reads the cache. The time of a decode step's products is not linear in the rows, because
 libraries use other kernels for few rows than for many. So `batch_s` is measured at several numbers
 of rows; no batch is faster than prefill (token_s).
@@ -100,7 +100,7 @@ def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterat
 
 
 def _chunks(spec: EvictionSpec, prompt_tokens: int) -> Iterator[int]:
-    first = min(prompt_tokens, spec.least_cap) if spec.prefills_in_blocks else prompt_tokens
+    first = min(prompt_tokens, spec.least_cap) if spec.evicts_during_prefill else prompt_tokens
     yield first
     for start in range(first, prompt_tokens, spec.every):
         yield min(spec.every, prompt_tokens - start)

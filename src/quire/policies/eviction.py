@@ -108,7 +108,7 @@ class EvictionRule:
     """A parsed rule, checked as far as possible without a request.
 
     Attributes:
-        text: as written.
+        text: the policy text.
         policy: None retains all tokens.
         budget: divides the cap over lanes.
         cap: None if all tokens are retained.

@@ -11,8 +11,8 @@ model's context.
 Keys before RoPE are stored in a separate kind of page: all requests of an engine re-rotate
 positions, or none does.
 
-Differs from the paper: `every` tokens are evicted at a time instead of one per step, and prefill
-proceeds in blocks between such evictions. Layers with a sliding window are numbered from the oldest
+Differs from the paper: `every` tokens are evicted at a time instead of one per step, and a prompt
+is prefilled in chunks between evictions. Layers with a sliding window are numbered from the oldest
 token of their window; RoPE depends on distances only.
 """
 

@@ -36,7 +36,7 @@ class AttentionShape:
     Attributes:
         batch: number of sequences.
         tokens: tokens of each sequence, the new one included.
-        num_heads, num_kv_heads, head_dim: of the layer.
+        num_heads, num_kv_heads, head_dim: heads, KV heads and head dimension of the layer.
         page_tokens: slots of a page.
     """
 

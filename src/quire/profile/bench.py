@@ -40,11 +40,11 @@ class Round:
     """One measured round.
 
     Attributes:
-        total_s: from the first submission to the last token.
+        total_s: time from the first submission to the last token.
         first_token_s: time to first token of each request.
         kv_peak_bytes: peak bytes of pages in use since the engine started.
-        preemptions: in this round.
-        evicted_tokens: in this round.
+        preemptions: number of preemptions in this round.
+        evicted_tokens: number of evicted tokens in this round.
     """
 
     total_s: float
@@ -61,7 +61,7 @@ class BenchRun:
     Attributes:
         shape: shape of the requests.
         kv_total_bytes: bytes of the KV memory.
-        rounds: in order.
+        rounds: measured rounds, in order.
     """
 
     shape: BenchShape

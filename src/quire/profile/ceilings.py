@@ -27,7 +27,7 @@ class ProfileConfig:
     Attributes:
         repeats: measured runs of each, after one warm-up; the median counts.
         buffer_bytes: size of the buffer that is read and copied.
-        rows, matrices, dtypes: of the products.
+        rows, matrices, dtypes: rows, matrix shapes and dtypes of the products.
         attention: shape of the decoding batch.
         swap_bytes: sizes of swapped sequences.
         chunks, prompt_tokens: prefill of a given model.

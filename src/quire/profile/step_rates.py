@@ -38,7 +38,7 @@ class RunShape:
 
     Attributes:
         rows: number of rows.
-        prompt_tokens, new_tokens: of each.
+        prompt_tokens, new_tokens: prompt tokens and new tokens of each row.
         evict: the rule, with its cap and schedule.
     """
 

@@ -140,17 +140,17 @@ def repeats_later(request: Request) -> bool:
     )
 
 
-def in_blocks(request: Request) -> bool:
+def has_atomic_chunk(request: Request) -> bool:
     """Whether the next chunk must be computed as a whole, after an eviction."""
     spec, done = request.eviction.spec, request.progress.num_computed
-    if not spec.prefills_in_blocks or repeats_later(request):
+    if not spec.evicts_during_prefill or repeats_later(request):
         return False
     return spec.least_cap <= done < len(request.prompt_token_ids)
 
 
 def lookahead(request: Request) -> int:
     """Tokens for which an eviction frees slots."""
-    if not in_blocks(request):
+    if not has_atomic_chunk(request):
         return 1
     return min(
         request.eviction.spec.every, len(request.prompt_token_ids) - request.progress.num_computed
@@ -169,7 +169,7 @@ def free_tokens(request: Request, table: LaneTable | None) -> int:
         return replay
     spec, done = request.eviction.spec, request.progress.num_computed
     to_prompt_end = len(request.prompt_token_ids) - done
-    if in_blocks(request):
+    if has_atomic_chunk(request):
         return lookahead(request)
     if to_prompt_end > 0:
         first = spec.least_cap - done if spec.when == PREFILL_AND_DECODE else UNLIMITED

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quire.scheduler.admission.admission import Admission
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import prefillable_tokens
-from quire.scheduler.lane_slots import evicting_table, free_tokens, in_blocks
+from quire.scheduler.lane_slots import evicting_table, free_tokens, has_atomic_chunk
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
@@ -125,7 +125,7 @@ class Prefill:
 
     def is_atomic(self, request: Request) -> bool:
         """Whether its next chunk, after an eviction, must be computed as a whole."""
-        return self._table is not None and in_blocks(request)
+        return self._table is not None and has_atomic_chunk(request)
 
     def chunk_tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Tokens of its next chunk within a budget.

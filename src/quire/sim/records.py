@@ -176,8 +176,8 @@ class Gauges:
     _stride: int = 1
     _held: int = 0
 
-    def hold(self, reading: Reading, seconds: float) -> None:
-        """Add a reading that is valid for the given duration in seconds."""
+    def add(self, reading: Reading, seconds: float) -> None:
+        """Add a reading that is valid for `seconds`."""
         self.time_s += seconds
         self.used_byte_s += reading.used_bytes * seconds
         self.allocated_byte_s += reading.allocated_bytes * seconds

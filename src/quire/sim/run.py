@@ -121,7 +121,7 @@ def make_scheduler(
         clock: clock of its events.
         copies: copies of the host pool.
     """
-    # a store whose pages have one holder each can share nothing
+    # a store without shared pages has no prefix cache
     shares = config.kv.prefix_cache.enabled and memory.placement.shares
     prefix = PrefixIndex(memory) if shares else None
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))

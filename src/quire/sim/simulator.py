@@ -265,7 +265,7 @@ class Simulator:
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
         )
-        self.result.gauges.hold(reading, seconds)
+        self.result.gauges.add(reading, seconds)
         self.clock.now_s += seconds
 
     def _check(self) -> None:

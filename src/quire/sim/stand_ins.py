@@ -171,8 +171,8 @@ def folded_layout(
     """A sequence's lane groups with one lane in place of each group's layers.
 
     Layers of a group hold the same number of slots of every sequence. One table whose pages are as
-    large as those of all layers together makes the same decisions about the same bytes, in less
-    time. If layers have different windows, slab borders can differ by a page or two.
+    large as those of all layers together allocates and frees the same bytes, in less time. If
+    layers have different windows, the waste at slab boundaries can differ by a page or two.
 
     Args:
         model: the shape.
@@ -247,6 +247,6 @@ def bytes_for_all(
             pages = limits.most_pages(group) * len(lengths)
         total_bytes += pages * group.page_class.page_bytes * group.num_lanes
     sizes = [page_class.page_bytes for page_class in layout.page_classes]
-    # slab borders may cut pages, and each class can leave a slab half empty
+    # pages may cross slab boundaries, and each class can leave a slab half empty
     slack_bytes = (len(sizes) + 1) * choose_slab_bytes(1 << 60, sizes)
     return (total_bytes * 3 // 2 if len(sizes) > 1 else total_bytes) + slack_bytes

@@ -167,17 +167,17 @@ class TenantAccounts:
     # ---- rights --------------------------------------------------------------------------------
 
     def may_take(self, tenant: str, size_bytes: int) -> Verdict:
-        """Whether a tenant may hold `size_bytes` more, whether they are free or not."""
+        """Right of a tenant to allocate `size_bytes` more, regardless of free memory."""
         spec, then = self.spec(tenant), self.held_bytes(tenant) + size_bytes
         if spec.limit_bytes is not None and then > spec.limit_bytes:
-            right, border, name = Right.REFUSED, spec.limit_bytes, "over its limit"
+            right, limit, name = Right.REFUSED, spec.limit_bytes, "over its limit"
         elif then <= spec.guaranteed_bytes:
-            right, border, name = Right.GUARANTEED, spec.guaranteed_bytes, "within its guarantee"
+            right, limit, name = Right.GUARANTEED, spec.guaranteed_bytes, "within its guarantee"
         elif then <= (share := self.share_bytes(tenant)):
-            right, border, name = Right.SHARE, share, "within its share"
+            right, limit, name = Right.SHARE, share, "within its share"
         else:
-            right, border, name = Right.ABOVE_SHARE, share, "above its share"
-        return Verdict(right, f"tenant {tenant!r} would hold {then:,} B, {name} of {border:,} B")
+            right, limit, name = Right.ABOVE_SHARE, share, "above its share"
+        return Verdict(right, f"tenant {tenant!r} would hold {then:,} B, {name} of {limit:,} B")
 
     def reclaimable_for(self, tenant: str, size_bytes: int) -> list[tuple[str, int]]:
         """Tenants from which to reclaim bytes so that another tenant gets its share.

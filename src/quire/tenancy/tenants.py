@@ -56,7 +56,7 @@ class TenantSpec:
 
 
 def check_tenant_name(name: str, kind: str = "tenant") -> None:
-    """Check the name of a tenant, or of another kind of account holder.
+    """Check the name of a tenant, or of another account.
 
     Raises:
         ConfigError: the name is empty, too long, has other characters, or is `PUBLIC`.

@@ -91,7 +91,7 @@ def prefill_in_place(
             seen, _ = view.append(layer, keys, values)
             assert seen.shape[2] == first + new
         view.end()
-    view.hold(lengths)
+    view.register(lengths)
 
 
 def held(slab: DenseSlab, row: int) -> list[int]:

@@ -300,9 +300,9 @@ def test_num_rows_is_batch_size_plus_queue():
 def test_both_prefilled_queues_parse_the_same_options(options):
     first, best = (parse_batcher(f"{name}:{options}") for name in ("baton_pd", "baton_pd_best_fit"))
 
-    assert first.holds_on_host == best.holds_on_host == ("host" in options)
+    assert first.swaps_out_prefilled == best.swaps_out_prefilled == ("host" in options)
     assert first.queue_options(4) == best.queue_options(4)
-    assert "holds_on_host" not in vars(type(best))  # a single definition
+    assert "swaps_out_prefilled" not in vars(type(best))  # a single definition
 
 
 @pytest.mark.parametrize("batcher", ALL_BATCHERS)

@@ -149,8 +149,8 @@ def test_event_tally_sums_events():
 
 def test_gauges_are_weighted_by_time():
     gauges = Gauges()
-    gauges.hold(reading(used=100, allocated=80, wasted=20, running=2, waiting=4), 3.0)
-    gauges.hold(reading(used=40, allocated=40, wasted=30, running=1), 1.0)
+    gauges.add(reading(used=100, allocated=80, wasted=20, running=2, waiting=4), 3.0)
+    gauges.add(reading(used=40, allocated=40, wasted=30, running=1), 1.0)
 
     assert gauges.mean("used_byte") == (300 + 40) / 4
     assert gauges.mean("running") == 7 / 4
@@ -161,7 +161,7 @@ def test_gauges_are_weighted_by_time():
 def test_long_series_is_thinned_evenly():
     gauges = Gauges()
     for i in range(20_000):
-        gauges.hold(reading(time_s=float(i)), 1.0)
+        gauges.add(reading(time_s=float(i)), 1.0)
     times = [sample.time_s for sample in gauges.samples]
 
     assert 2000 < len(times) <= 4096

@@ -110,7 +110,7 @@ def check_query(
     """Refuse a query that can never run.
 
     Args:
-        query: with resolved parameters.
+        query: query with resolved parameters.
         vocab_size: vocabulary size of the model.
         context_tokens: longest sequence of the model.
         capacity_tokens: maximum columns of the slab.

@@ -20,7 +20,7 @@ class Filling:
     Args:
         model: runs the prefill.
         options: options of the batch.
-        batch_slots, line, memory: of the batch.
+        batch_slots, line, memory: slots, queue and memory of the batch.
         accept: called with the logits of prefilled prompts; samples each query's first token.
 
     Attributes:

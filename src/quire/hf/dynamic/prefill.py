@@ -75,7 +75,7 @@ class Prefill:
     def finish(self) -> None:
         """Assign each query its KV, unless the prefill was in the batch's rows."""
         if isinstance(self._slab, SlabRows):
-            self._slab.hold([len(ids) for ids in self._token_ids])
+            self._slab.register([len(ids) for ids in self._token_ids])
             return
         for query, kv in zip(self.queries, self._slab.split(), strict=True):
             query.kv = kv

@@ -43,7 +43,7 @@ class Query:
     """One query; `DynamicBatch.submit` returns it as the handle.
 
     Attributes:
-        number: in the order of arrival.
+        number: sequence number in the order of arrival.
         prompt_token_ids: the prompt.
         params: sampling parameters and stop conditions.
         sampling_seed: seed used if `params.seed` is None.

@@ -27,7 +27,7 @@ class Reader:
         model: runs the prefill.
         options: options of the batch.
         rule: groups prompts.
-        batch_slots, line, memory: of the batch.
+        batch_slots, line, memory: slots, queue and memory of the batch.
         accept: called with the logits of prefilled prompts; samples each query's first token.
 
     Attributes:

@@ -23,7 +23,7 @@ class SlabModel:
     """A user's model, which is not modified.
 
     Args:
-        model: in eval mode, on one device.
+        model: model in eval mode, on one device.
 
     Attributes:
         shape: shape of a token's KV, measured by a forward of one token.

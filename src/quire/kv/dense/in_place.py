@@ -3,7 +3,7 @@
 column        lo            hi         capacity
 row 2:        a b c d e f g h            prefill: left-aligned, padding after the tokens
 row 3:        i j k l m . . .
-row 3:        . . . i j k l m            after `hold`: right-aligned, as all rows of a slab
+row 3:        . . . i j k l m            after `register`: right-aligned, as all rows of a slab
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class SlabRows:
     """Empty rows of a slab, used as a separate slab during prefill.
 
     Args:
-        slab: the slab; it must not change before `hold`.
+        slab: the slab; it must not change before `register`.
         first: first row.
         rows: number of consecutive rows.
         columns: tokens of the longest prompt.
@@ -66,7 +66,7 @@ class SlabRows:
         self.window.hi += self._new_columns
         self._new_columns, self._pads = 0, None
 
-    def hold(self, lengths: Sequence[int]) -> None:
+    def register(self, lengths: Sequence[int]) -> None:
         """Right-align each row's tokens after the prefill and register the rows in the slab."""
         lo, hi = self.window.lo, self.window.hi
         for row, tokens in enumerate(lengths, self._rows.start):
@@ -74,4 +74,4 @@ class SlabRows:
             pads = hi - lo - tokens
             self._slab.tensors.move(lo, lo + tokens, pads, only)
             self._slab.tensors.fill(only, slice(lo, lo + pads))
-            self._slab.hold(row, tokens)
+            self._slab.register(row, tokens)

@@ -147,9 +147,9 @@ class DenseSlab:
         self.reach_back(kv.tokens)
         hi = self.window.hi
         self.tensors.put(row, kv.layers, slice(hi - kv.tokens, hi))
-        self.hold(row, kv.tokens)
+        self.register(row, kv.tokens)
 
-    def hold(self, row: int, tokens: int) -> None:
+    def register(self, row: int, tokens: int) -> None:
         """Register a sequence whose tokens are in the last columns in use of an empty row."""
         columns = slice(self.window.hi - tokens, self.window.hi)
         self.positions[row, columns] = torch.arange(

@@ -3,7 +3,7 @@
     pages  | A A A A | . . | B B B | . . . . . . |      a run of 5 is allocated after B: the first
                                                         gap that is large enough
 
-Page numbers span the whole arena and no slab border cuts a page, so a run can cross slabs.
+Page numbers span the whole arena and no page crosses a slab boundary, so a run can span slabs.
 """
 
 import itertools

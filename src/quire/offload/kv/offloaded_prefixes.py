@@ -310,7 +310,7 @@ class OffloadedPrefixes(MemoryListener):
         return spaces
 
     def _own(self, table: LaneTable, row: int, first: int, columns: int, holders: int = 1) -> int:
-        """Number of pages with no more than `holders` references."""
+        """Number of pages with at most `holders` references."""
         pages = table.pages[row, :, first : first + columns]
         counts = self._memory.pools[table.group.page_class].ref_counts[pages]
         return int(np.count_nonzero(counts <= holders))

@@ -73,7 +73,7 @@ def divide_prefixes(
     """Divide tokens over sequences, in whole pages.
 
     Args:
-        prefixes: by sequence.
+        prefixes: offloaded prefixes by sequence.
         recomputed_tokens: tokens to recompute in all sequences; limited by stored activations.
         host_tokens: tokens to attend to on the CPU; limited to those not recomputed.
         page_tokens: tokens of a page.

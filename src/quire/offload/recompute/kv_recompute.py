@@ -88,8 +88,8 @@ class _Chunk:
     Attributes:
         first, tokens: range of the tokens recomputed in the step.
         segments: locations of their activations.
-        pages: by staging slot, for each token and lane.
-        offsets: for each token and lane.
+        pages: page of each token and lane, by staging slot.
+        offsets: offset in the page of each token and lane.
     """
 
     first: int

@@ -219,7 +219,7 @@ class Pooled:
 
     Attributes:
         pool: the pool.
-        space: in the pool.
+        space: space of the pages in the pool.
     """
 
     pool: HostPool

@@ -187,7 +187,7 @@ def _index(pages: PageNumbers) -> Tensor:
 
 
 def pin_memory(host: UInt8[Tensor, " num_bytes"], holder: object) -> None:
-    """Pin memory for the lifetime of its holder.
+    """Pin memory until the object `holder` is garbage collected.
 
     Torch rounds pinned tensors up to a power of two, so that a pool of 5 GiB would take 8 GiB.
 

@@ -18,7 +18,7 @@ class Held:
     Attributes:
         parameter: parameter of the model; its storage changes, the object does not.
         start: its first byte.
-        dtype, shape: of the parameter when it was found.
+        dtype, shape: dtype and shape of the parameter when it was registered.
     """
 
     parameter: nn.Parameter

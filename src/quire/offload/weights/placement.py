@@ -47,7 +47,7 @@ class WithinBudget(LayerPlacer):
     """Places a model on its device with as many layers as a budget holds.
 
     Attributes:
-        budget_bytes: for weights on the device, slots included.
+        budget_bytes: maximum bytes of weights on the device, slots included.
     """
 
     budget_bytes: int

@@ -183,7 +183,7 @@ def place_weights(
     Args:
         layer_bytes: bytes of each layer.
         other_bytes: weights of no layer, which are resident.
-        budget_bytes: for weights on the device; None: no limit.
+        budget_bytes: maximum bytes of weights on the device; None: no limit.
 
     Raises:
         ConfigError: the budget is too small for other weights and two slots; names the least one.

@@ -55,7 +55,7 @@ def restore_split(prefill: PrefillRates, loading: Loading, tokens: int, unit: in
 
     Args:
         prefill: prefill rates of the model.
-        loading: from the tier.
+        loading: rate of loads from the tier.
         tokens: tokens of the prefix.
         unit: granularity of the split in tokens.
     """

@@ -102,7 +102,7 @@ def highest_cluster(numbers: Sequence[float], groups: int) -> frozenset[int]:
     sum of squared distances from their means is smallest. Ties prefer the larger highest group.
 
     Args:
-        numbers: in any order.
+        numbers: numbers to group, in any order.
         groups: number of groups; fewer if there are fewer distinct numbers.
 
     Returns:

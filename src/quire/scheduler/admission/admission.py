@@ -138,7 +138,7 @@ class Admission:
     # ---- memory --------------------------------------------------------------------------------
 
     def _try(self, request: Request, *, may_preempt: bool) -> Request | None:
-        if self._rejections.hold(request) and not may_preempt:
+        if self._rejections.is_unchanged(request) and not may_preempt:
             return None
         self._rejections.forget(request)
         if may_preempt or self._free.has_rows(request, self._running):
@@ -281,8 +281,8 @@ class Rejections:
     def _memory_state(self) -> tuple[int, int]:
         return self._sharing.available_bytes, len(self._running)
 
-    def hold(self, request: Request) -> bool:
-        """Whether the request was rejected in the current memory state."""
+    def is_unchanged(self, request: Request) -> bool:
+        """Whether the memory state is the same as when the request was rejected."""
         return self._rejected.get(request) == self._memory_state
 
     def __contains__(self, request: Request) -> bool:

@@ -2,7 +2,7 @@ r"""Peak pages of evicting lanes: at the end of prefill, and at the end of decod
 
     slots  |        ______  <- decoding: up to the cap, or as far as the eviction schedule allows
            |   /\__/
-           |  /               prefill: the whole prompt, or block by block under the cap
+           |  /               prefill: the whole prompt, or chunk by chunk under the cap
            +----------------- tokens
 
 Lanes peak at different times, so the sum of the lanes' peaks would overestimate the pages.

@@ -126,8 +126,8 @@ class PagedRule(BatcherRule):
     """Batching rule of a scheduler, whose KV is in pages."""
 
     @property
-    def holds_on_host(self) -> bool:
-        """Whether the KV of prefilled requests is held in swap space."""
+    def swaps_out_prefilled(self) -> bool:
+        """Whether prefilled requests are swapped out until a row is free."""
         return False
 
     def num_rows(self, max_num_seqs: int) -> int:

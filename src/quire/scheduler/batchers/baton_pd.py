@@ -71,7 +71,7 @@ class BatonPD(PagedRule, DenseRule):
         )
 
     @property
-    def holds_on_host(self) -> bool:
+    def swaps_out_prefilled(self) -> bool:
         """See `PagedRule`."""
         return self.hold == "host"
 

@@ -70,8 +70,8 @@ class Swapper:
         tokens = sum(request.progress.num_computed for request in requests)
         host_bytes = 0 if self._pool is None else self._pool.free_bytes
         alone = len(requests) == 1 and requests[0].group is None
-        border = split_border(self._memory, requests[0].memory.row) if alone else 0
-        holding = Holding(tokens=tokens, kv_bytes=kv_bytes, page_tokens=border)
+        unit_tokens = split_border(self._memory, requests[0].memory.row) if alone else 0
+        holding = Holding(tokens=tokens, kv_bytes=kv_bytes, page_tokens=unit_tokens)
         if self._mode == "recompute" or self._pool is None:
             return Choice(how="recompute", seconds=0.0, reason="as configured")
         if self._mode == "auto":
@@ -145,13 +145,13 @@ def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
     Raises:
         UnsoundCombination: states what to change.
     """
-    holds = schedule.batching.holds_on_host
-    if holds and not host_bytes:
+    swaps_out = schedule.batching.swaps_out_prefilled
+    if swaps_out and not host_bytes:
         raise UnsoundCombination(
             f"--batcher {schedule.batcher} swaps out prefilled requests and needs swap space: "
             "set --swap-space SIZE, or use hold=device"
         )
-    uses = holds or schedule.scale_down_at is not None
+    uses = swaps_out or schedule.scale_down_at is not None
     if host_bytes and schedule.preempt == "recompute" and not uses:
         raise UnsoundCombination(
             f"--swap-space {host_bytes:,} B would not be used, because --preempt recompute swaps "

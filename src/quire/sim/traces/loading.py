@@ -112,8 +112,8 @@ def assign_tenants(
     """The requests with the tenants that `text` assigns to them.
 
     Args:
-        requests: in the order of arrival.
-        text: see above; "" and `column` leave them as they are.
+        requests: requests in the order of arrival.
+        text: see above; "" and `column` do not change them.
         seed: seed of the random assignment of `share`.
 
     Raises:
