@@ -156,8 +156,7 @@ class StepCPUAttention:
         Args:
             out: output of the step.
             group: lane group of the layer.
-            pages: pages of the layer, after new tokens are written and transferred pages have
-                arrived.
+            pages: pages of the layer, with new tokens written and offloaded pages transferred.
             query: queries of the step, after RoPE.
             math: scale, soft cap and sinks.
         """
