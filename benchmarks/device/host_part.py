@@ -35,7 +35,7 @@ def host_rates(bench: DeviceBench) -> Numbers:
     shape = bench.config.host_attention
     require_host(4 * shape.kv_bytes, "CPU attention", "omit the part host")
     found = AttentionBench(shape)
-    backends = {name: call for name, call in found.ways().items() if name in _BACKENDS}
+    backends = {name: call for name, call in found.variants().items() if name in _BACKENDS}
     return {
         f"host_attention_{name}_gb_per_s": shape.kv_bytes
         / _CPU.median(call, bench.config.repeats)

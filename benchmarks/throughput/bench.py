@@ -118,7 +118,7 @@ class ThroughputBench:
             "hf_cb_default": ContinuousArm(peer_model, workload, self.spec, DEFAULT),
         }
         self._arms: list[Arm] = [self._quire, *(peers[name] for name in config.peers)]
-        self._attention = AttentionBench(config.attention_shape).ways()
+        self._attention = AttentionBench(config.attention_shape).variants()
         self._memory = MemoryProbe(config.buffer_bytes)
         self._product = ProductProbe("bfloat16", *config.product)
         self._batch_product = ProductProbe("bfloat16", workload.prompts, *config.product[1:])

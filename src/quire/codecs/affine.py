@@ -20,7 +20,7 @@ def encode_affine(
     numbers: Float[Tensor, "*shape"],
     bits: int,
     dim: int,
-    apart: Bool[Tensor, "*shape"] | None = None,
+    outliers: Bool[Tensor, "*shape"] | None = None,
 ) -> Affine:
     """Return codes, scales and zeros.
 
@@ -28,14 +28,14 @@ def encode_affine(
         numbers: float32, finite or NaN.
         bits: bits of a code.
         dim: dimension over which numbers share a scale; retained with size 1.
-        apart: mask of numbers that are stored elsewhere and do not widen the range.
+        outliers: mask of numbers that are stored elsewhere and do not widen the range.
     """
     low, high = numbers.amin(dim, keepdim=True), numbers.amax(dim, keepdim=True)
-    if apart is not None:
-        low = numbers.masked_fill(apart, torch.inf).amin(dim, keepdim=True)
-        high = numbers.masked_fill(apart, -torch.inf).amax(dim, keepdim=True)
-        all_apart = apart.all(dim, keepdim=True)
-        low, high = low.masked_fill(all_apart, 0.0), high.masked_fill(all_apart, 0.0)
+    if outliers is not None:
+        low = numbers.masked_fill(outliers, torch.inf).amin(dim, keepdim=True)
+        high = numbers.masked_fill(outliers, -torch.inf).amax(dim, keepdim=True)
+        all_outliers = outliers.all(dim, keepdim=True)
+        low, high = low.masked_fill(all_outliers, 0.0), high.masked_fill(all_outliers, 0.0)
     top = (1 << bits) - 1
     zeros = half_below(low)
     scales = half_above((high - zeros.float()) / top)

@@ -4,8 +4,8 @@ Formula: y = H x with Sylvester's matrix over sqrt(d). If d is not a power of tw
 diagonal with blocks of the largest power of two that divides d. y is encoded in groups, then scales
 and zeros are multiplied by |y| / |decoded y| to preserve the norm of the vector. H is symmetric and
 its own inverse.
-Bound: |x - decoded| <= 2 |y - y before the correction| in norm, which is at most sqrt(d) / 2 times
-the largest scale; the multiplied scales and zeros are rounded to float16.
+Bound, in norm: |x - decoded| <= 2 e. e is the error of y before the norm correction, at most
+sqrt(d) / 2 times the largest scale. The multiplied scales and zeros are rounded to float16.
 Source: QuaRot (Ashkboos et al. 2024) for the rotation, TurboQuant (Zandieh et al. 2025) for the
 norm correction, without its second stage.
 """

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.codecs.base import Codec, Planes
-from quire.codecs.outliers import largest, put_back, taken
+from quire.codecs.outliers import largest, outlier_planes, write_outliers
 from quire.codecs.packing import finite, pack, unpack
 from quire.codecs.registry import register
 
@@ -38,13 +38,13 @@ class KVQuant(Codec):
         codes = torch.bucketize(places.nan_to_num(nan=0.0).contiguous(), (book[1:] + book[:-1]) / 2)
         index = largest(places, self)  # NaN sorts as the largest number
         packed = pack(codes.to(torch.uint8), self.spec.code_bits)
-        return packed, *taken(numbers, index, self)
+        return packed, *outlier_planes(numbers, index, self)
 
     def decode(self, planes: Planes) -> Float[Tensor, "*batch token head_dim"]:
         packed, index, values = planes
         places = self.constant("codebook")[unpack(packed, self.spec.code_bits).long()]
         middle, half = self._ranges()
-        return put_back(places * half + middle, index, values)
+        return write_outliers(places * half + middle, index, values)
 
     def measure(self, vectors: Float[Tensor, "head token head_dim"]) -> Mapping[str, Tensor]:
         numbers, share = finite(vectors), self.spec.percent / 200

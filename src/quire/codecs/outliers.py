@@ -28,16 +28,16 @@ class Int4Outliers(Codec):
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         numbers = finite(vectors)
         index = largest(numbers, self)
-        groups, apart = in_groups(numbers, self), in_groups(marked(index, self), self)
-        codes, scales, zeros = encode_affine(groups, self.spec.code_bits, -1, apart)
+        groups, is_outlier = in_groups(numbers, self), in_groups(channel_mask(index, self), self)
+        codes, scales, zeros = encode_affine(groups, self.spec.code_bits, -1, is_outlier)
         packed = pack(codes.flatten(-2), self.spec.code_bits)
-        return packed, scales.squeeze(-1), zeros.squeeze(-1), *taken(numbers, index, self)
+        return packed, scales.squeeze(-1), zeros.squeeze(-1), *outlier_planes(numbers, index, self)
 
     def decode(self, planes: Planes) -> Float[Tensor, "*batch token head_dim"]:
         packed, scales, zeros, index, values = planes
         codes = in_groups(unpack(packed, self.spec.code_bits), self)
         numbers = decode_affine(codes, scales[..., None], zeros[..., None]).flatten(-2)
-        return put_back(numbers, index, values)
+        return write_outliers(numbers, index, values)
 
 
 def largest(numbers: Float[Tensor, "*batch head_dim"], codec: Codec) -> Tensor:
@@ -46,14 +46,14 @@ def largest(numbers: Float[Tensor, "*batch head_dim"], codec: Codec) -> Tensor:
     return order[..., : codec.spec.num_outliers(codec.head_dim)]
 
 
-def marked(index: Tensor, codec: Codec) -> Bool[Tensor, "*batch head_dim"]:
-    """Return a mask of these channels."""
+def channel_mask(index: Tensor, codec: Codec) -> Bool[Tensor, "*batch head_dim"]:
+    """Return a mask that is True at these channels."""
     shape = (*index.shape[:-1], codec.head_dim)
     mask = torch.zeros(shape, dtype=torch.bool, device=index.device)
     return mask.scatter_(-1, index, value=True)
 
 
-def taken(
+def outlier_planes(
     numbers: Float[Tensor, "*batch head_dim"], index: Tensor, codec: Codec
 ) -> tuple[Tensor, Tensor]:
     """Return channels and values of outliers in their storage types."""
@@ -62,7 +62,7 @@ def taken(
     return stored, numbers.gather(-1, index).half()
 
 
-def put_back(
+def write_outliers(
     numbers: Float[Tensor, "*batch head_dim"], index: Tensor, values: Tensor
 ) -> Float[Tensor, "*batch head_dim"]:
     """Write outliers to their channels; slots that are not live may get arbitrary channels."""

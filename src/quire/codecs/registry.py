@@ -69,8 +69,8 @@ def make_codec(spec: CodecSpec, head_dim: int) -> Codec:
 # between channels. Decoded numbers are multiplied by s, which is equivalent to products of K / s
 # with Q * s.
 #
-# Formula: s = sqrt(max |x| of the channel over the measured tokens), over the geometric mean of a
-# head's; encode(x / s), decode(...) * s.
+# Formula: s = sqrt(max |x| of the channel over the measured tokens), divided by the geometric mean
+# over the channels of the head; encode(x / s), decode(...) * s.
 # Bound: s times that of the inner codec.
 # Source: key equalisation as in SmoothQuant (Xiao et al. 2022), migration strength 1/2.
 

@@ -131,14 +131,15 @@ def checked_option(name: str, value: object) -> object:
     raise RequestError(f"expected {name} to be {expected}, got {value!r}", param=name)
 
 
-def _checked_metadata(given: Mapping[object, object]) -> dict[str, str]:
+def _checked_metadata(metadata: Mapping[object, object]) -> dict[str, str]:
     """Check and copy metadata; see `GenerationRequest`."""
-    if len(given) > _MOST_PAIRS:
+    if len(metadata) > _MOST_PAIRS:
         raise RequestError(
-            f"expected metadata of {_MOST_PAIRS} pairs at most, got {len(given)}", param="metadata"
+            f"expected metadata of {_MOST_PAIRS} pairs at most, got {len(metadata)}",
+            param="metadata",
         )
     found: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in metadata.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise RequestError(
                 f"expected metadata of texts, got {name!r}: {value!r}", param="metadata"

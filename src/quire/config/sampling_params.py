@@ -206,7 +206,7 @@ class SamplingParams:
                 )
 
 
-def _first(given: T | None, default: T | None, neutral: T) -> T:
-    if given is not None:
-        return given
+def _first(value: T | None, default: T | None, neutral: T) -> T:
+    if value is not None:
+        return value
     return neutral if default is None else default

@@ -8,7 +8,7 @@ The model must answer from its context, and must fail if the context is evicted.
 
 The records at depths 0 and .25 are outside the recent half. A model that answers them without the
 context knows the answer from another source, and would rate every policy as good. Depths above .5
-are inside the recent half and give no information. This module builds prompts and counts answers;
+are inside the recent half and are not counted. This module generates prompts and counts answers;
 the caller passes the model as a function.
 """
 
@@ -165,7 +165,7 @@ def evaluate(
 
     A hit is a continuation that begins with the expected answer. `answer` is called once for each
     case and variant, with all prompts, so that an engine can batch them. The policy text of a
-    variant is built for the length of the case, which no prompt exceeds.
+    variant depends on the length of the case; no prompt is longer.
 
     Args:
         cases: the cases to evaluate.

@@ -60,14 +60,14 @@ def make_questions(
         UnknownName: the family is not registered.
         ConfigError: the family's shortest prompt is longer than `tokens`.
     """
-    made = []
+    questions = []
     for index in range(n):
         depth = DEPTHS[index % len(DEPTHS)]
         found = _fitting(
             task, seed * 10_000 + index, tokens, depth, measure=measure, filler=filler or haystack()
         )
-        made.append(_question(found, depth))
-    return made
+        questions.append(_question(found, depth))
+    return questions
 
 
 def _question(task: Task, depth: float) -> Question:
@@ -79,10 +79,10 @@ def _question(task: Task, depth: float) -> Question:
 def _fitting(
     task: str, seed: int, tokens: int, depth: float, *, measure: Measure, filler: Filler
 ) -> Task:
-    asked_for = tokens - 2  # the start of the document, and a token that is split at a boundary
-    while asked_for >= _LEAST_TOKENS:
-        found = make(task, seed, asked_for, filler=filler, measure=measure, depth=depth)
+    target_tokens = tokens - 2  # the start of the document, and a token that is split at a boundary
+    while target_tokens >= _LEAST_TOKENS:
+        found = make(task, seed, target_tokens, filler=filler, measure=measure, depth=depth)
         if measure(DOCUMENT_START + found.prompt() + found.queries[0].answer) <= tokens:
             return found
-        asked_for = int(_SHRINK * asked_for)
-    raise ConfigError(f"no prompt of task {task!r} fits into {tokens} tokens; ask for longer ones")
+        target_tokens = int(_SHRINK * target_tokens)
+    raise ConfigError(f"no prompt of task {task!r} fits into {tokens} tokens; raise tokens")

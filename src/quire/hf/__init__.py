@@ -1,4 +1,4 @@
-"""Quire's KV memory and eviction rules inside Transformers: caches, and batches that change."""
+"""Quire's KV memory and eviction rules inside Transformers: a cache, and dynamic batches."""
 
 from quire.hf.cache import QuireCache
 from quire.hf.dynamic.batch import DynamicBatch

@@ -3,7 +3,7 @@
     input_ids        . . a b c      attention_mask   0 0 1 1 1       a row's new tokens are the last
                      d e f g h                       1 1 1 1 1       `counts[row]` columns: 3 and 5
 
-Pads take no slots, no positions and no part in attention; they must be on the left.
+Pads must be on the left. They have no slots and no positions, and no token attends to them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ def count_new_tokens(
             else type(attention_mask).__name__
         )
         raise RequestError(
-            f"expected an attention_mask {list(shape)} of the tokens cached and the new ones, "
+            f"expected an attention_mask {list(shape)} for the cached and the new tokens, "
             f"1 for a token and 0 for a pad, got {got}"
         )
     seen = attention_mask != 0
@@ -133,11 +133,11 @@ def refuse_unread(arguments: Mapping[str, object]) -> None:
     if arguments.get("use_cache") is False:
         raise RequestError("use_cache=False and a cache exclude each other; remove one of them")
     if arguments.get("inputs_embeds") is not None:
-        raise RequestError("expected input_ids: this cache reads tokens, not inputs_embeds")
-    for name, given in arguments.items():
-        if name in _READ or name in _HARMLESS or given is None or given is False:
+        raise RequestError("expected input_ids: a QuireCache does not support inputs_embeds")
+    for name, value in arguments.items():
+        if name in _READ or name in _HARMLESS or value is None or value is False:
             continue
         raise RequestError(
-            f"{name}={given!r:.40} is not supported with a QuireCache: prompts are prefilled in "
+            f"{name}={value!r:.40} is not supported with a QuireCache: prompts are prefilled in "
             "blocks without pads, and attention weights are not stored"
         )

@@ -18,13 +18,13 @@ from quire.hf.cache_memory import MemoryOptions, make_layout, make_memory
 from quire.hf.evicting import Evicting, make_rule, refuse_rerotation
 from quire.hf.layerless import CacheWithoutLayers
 from quire.hf.sequences import Sequences, start_rows
-from quire.hf.wrapped import Answering, wrap_model
+from quire.hf.wrapped import ForwardingCache, wrap_model
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 from quire.kv.store import plain_codec
 
 
-class QuireCache(CacheWithoutLayers, Answering):
+class QuireCache(CacheWithoutLayers, ForwardingCache):
     """KV in pages of a fixed memory; an eviction rule removes tokens permanently.
 
         with QuireCache(model, policy="h2o:recent=64", budget=512) as cache:
@@ -45,12 +45,12 @@ class QuireCache(CacheWithoutLayers, Answering):
         compression_ratio: in place of `budget`, the fraction of the prompt's tokens to remove, as
             in kvpress: 0.75 is the budget "25%". 0 retains all tokens. kvpress evicts once, after
             the prompt, which is when="prefill_end".
-        memory: KV memory of all rows, in bytes or as "64MiB"; None: the maximum need of the batch
-            under its budget, at most nine tenths of the free memory.
-        max_tokens: tokens of the longest sequence, prompt and output; None: the model's context.
+        memory: KV memory of all rows, in bytes or as "64MiB"; None: the maximum that the batch
+            needs under its budget, at most nine tenths of the free memory.
+        max_tokens: maximum length of a sequence, prompt and output; None: the model's context.
             Required for models with long RoPE, since it selects their frequencies.
-        page_tokens: slots of a page.
-        attention: backend of attention over pages: auto, native, gathered or reference.
+        page_tokens: number of slots of a page.
+        attention: attention backend: auto, native, gathered or reference.
         verify: compare a short prompt with Transformers' own attention first.
 
     Raises:
@@ -104,7 +104,7 @@ class QuireCache(CacheWithoutLayers, Answering):
         self._limit = max_tokens
         self._kv: PagedKV | None = None
         self._sequences: Sequences | None = None
-        self._columns = self._made_for_rows = 0
+        self._columns = self._max_rows = 0
 
     def _variant_for(self, max_tokens: int | None) -> int:
         if self._decoder.num_rope_variants > 1 and max_tokens is None:
@@ -136,7 +136,7 @@ class QuireCache(CacheWithoutLayers, Answering):
     def retained_positions(self, row: int, layer: int) -> list[list[int]]:
         """Positions in the row's sequence that are still cached, ascending, for each KV head.
 
-        Position 0 is a row's first token; its pads have none.
+        Position 0 is a row's first token; pads have no position.
         """
         kv, sequences = self._open_rows()
         return retained_positions(kv, sequences.rows[row].memory.row, layer)
@@ -149,7 +149,7 @@ class QuireCache(CacheWithoutLayers, Answering):
     # ---- a forward -----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def answer(
+    def run_forward(
         self, arguments: Mapping[str, object]
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Run `model(**arguments)` with this cache; called by the model's forward.
@@ -176,7 +176,7 @@ class QuireCache(CacheWithoutLayers, Answering):
         self._check_length(int((np.array(held) + counts).max()))
         sequences = self._sequences or self._begin(counts.tolist())
         try:
-            logits = sequences.read(token_ids, counts, wanted)
+            logits = sequences.process(token_ids, counts, wanted)
         except BaseException:
             self.reset()  # rows may have processed different numbers of tokens
             raise
@@ -209,8 +209,8 @@ class QuireCache(CacheWithoutLayers, Answering):
     def _begin(self, prompts: list[int]) -> Sequences:
         lanes = self._rules.lanes_of(self._rule)
         evictions = [self._rule.for_request(tokens, lanes) for tokens in prompts]
-        if self._kv is None or len(prompts) > self._made_for_rows:
-            self._made_for_rows = len(prompts)
+        if self._kv is None or len(prompts) > self._max_rows:
+            self._max_rows = len(prompts)
             largest = max((eviction.spec for eviction in evictions), key=lambda spec: spec.cap or 0)
             self._kv = make_memory(
                 self._decoder, self._layout, len(prompts), largest, self._options
@@ -271,16 +271,16 @@ class QuireCache(CacheWithoutLayers, Answering):
 
 # ---- retained ------------------------------------------------------------------------------------
 
-# Positions that a row retains, for each head.
+# Positions that a row retains in each head.
 
 
 def retained_positions(kv: PagedKV, row: int, layer: int) -> list[list[int]]:
     """Positions in the lanes of a layer, ascending, for each KV head.
 
     Args:
-        kv: memory and bytes.
+        kv: the paged KV of the cache.
         row: row of the memory.
-        layer: layer of the model.
+        layer: index of the layer.
     """
     group, index = kv.place[layer]
     reader = LaneReader(kv, group.name, row, range(index, index + 1))

@@ -21,7 +21,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 SCRATCH_BYTES = 64 << 20  # for gathered pages, outside the KV memory
 _FREE_SHARE = 0.9  # fraction of free memory, if no size is set
-_LEAST_ROWS = 64  # a batch can be repeated; a row costs a table, no pages
+_LEAST_ROWS = 64  # rows can be repeated later; an unused row costs table entries, no pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,9 @@ class MemoryOptions:
     Attributes:
         memory: bytes or a size; None: the maximum need of the batch, at most nine tenths of the
             free memory.
-        max_tokens: maximum tokens of the longest sequence.
-        page_tokens: slots of a page.
-        attention: backend of attention over pages.
+        max_tokens: maximum length of a sequence.
+        page_tokens: number of slots of a page.
+        attention: name of the attention backend.
     """
 
     memory: int | str | None
@@ -69,7 +69,7 @@ def make_memory(
         decoder: the model.
         layout: layout of each sequence.
         rows: number of rows of the batch.
-        eviction: eviction of the row with the largest limit.
+        eviction: eviction parameters of the row with the largest limit.
         options: see `MemoryOptions`.
 
     Raises:

@@ -32,7 +32,7 @@ from quire.scheduler.lane_slots import (
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 
-# When the rows of a cache evict, and the block size before eviction: the engine's rules, by row.
+# The engine's eviction schedules for the rows of a cache: when to evict, and the size of a block.
 
 BLOCK_TOKENS = ScheduleConfig().chunk_tokens  # bounds activations, as in the engine
 
@@ -42,8 +42,8 @@ class Evicting:
 
     Args:
         decoder: the model.
-        kv: memory and bytes.
-        rules: the one rule of the cache.
+        kv: the paged KV of the cache.
+        rules: the rule of the cache.
     """
 
     def __init__(self, decoder: Decoder, kv: PagedKV, rules: EvictionRules) -> None:
@@ -53,7 +53,7 @@ class Evicting:
             self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, cache(decoder.rotations))
 
     def block_tokens(self, row: Request, left: int) -> int:
-        """Tokens of a row's next block, after `bring_down` has freed slots for them.
+        """Tokens of a row's next block, after `evict_for_block` has freed slots for them.
 
         Args:
             row: a sequence.
@@ -62,7 +62,7 @@ class Evicting:
         tokens = min(left, free_tokens(row, self._table))
         return tokens if has_atomic_chunk(row) else min(tokens, BLOCK_TOKENS)
 
-    def bring_down(self, row: Request) -> None:
+    def evict_for_block(self, row: Request) -> None:
         """Evict the tokens that the rule requires before the row's next block.
 
         Raises:
@@ -76,17 +76,17 @@ class Evicting:
             row.eviction.pending = False
         self._evict(row, slots_to_keep(row, self._table, lookahead(row)))
 
-    def end_prompt(self, row: Request) -> None:
-        """Evict from a prompt at the end of its prefill, not before the next token."""
+    def evict_after_prompt(self, row: Request) -> None:
+        """Evict at once at the end of a prefill if the schedule is prefill_end."""
         if row.eviction.spec.when == PREFILL_END:
-            self.bring_down(row)
+            self.evict_for_block(row)
 
-    def relieve(self, rows: Iterable[Request], enough: Callable[[], bool]) -> None:
-        """Evict rows under the pressure schedule down to their cap, the longest first.
+    def evict_under_pressure(self, rows: Iterable[Request], enough: Callable[[], bool]) -> None:
+        """Reduce rows with when=pressure to their cap, the longest first, until memory is free.
 
         Args:
             rows: rows of the batch.
-            enough: whether enough memory is free.
+            enough: returns whether enough memory is free.
         """
         if self._table is None:
             return
@@ -123,15 +123,15 @@ def make_rule(
 
     Args:
         policy: such as `h2o:recent=64`.
-        budget: budget of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
+        budget: limit of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
         when: a schedule.
         every: tokens evicted at a time.
         compression_ratio: in place of `budget`, the fraction of the prompt to remove; 0 retains
             all tokens.
 
     Raises:
-        ConfigError: a repeated or missing argument, an unknown name, a budget below the number
-            of protected tokens.
+        ConfigError: an argument is repeated or missing, a name is unknown, or the budget is
+            below the number of protected tokens.
     """
     if not isinstance(policy, str):
         raise ConfigError(f"expected policy to be a text such as 'h2o:recent=64', got {policy!r}")
@@ -139,11 +139,11 @@ def make_rule(
         ratio = _checked_ratio(compression_ratio, policy, budget)
         return _of_ratio(policy, ratio, when, every)
     if policy.strip() == FULL and budget is None:
-        raise_for = {"when": when, "every": every}
-        given = [name for name, value in raise_for.items() if value is not None]
-        if given:
+        schedule = {"when": when, "every": every}
+        unused = [name for name, value in schedule.items() if value is not None]
+        if unused:
             raise ConfigError(
-                f"'full' evicts no tokens: {', '.join(given)} has no effect; remove it"
+                f"'full' evicts no tokens: {', '.join(unused)} has no effect; remove it"
             )
         return make_eviction(FULL)
     parts = {"cap": budget, "when": when, "every": every}
@@ -179,7 +179,7 @@ def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) ->
             )
         return make_rule(policy, None, when, every)
     if not ratio:
-        make_rule(policy, "100%", when, every)  # refuses what it would refuse at any ratio
+        make_rule(policy, "100%", when, every)  # raises the errors that any other ratio would raise
         return make_eviction(FULL)
     retained = f"{100 * (1 - ratio):.9f}".rstrip("0").rstrip(".")
     return make_rule(policy, f"{retained}%", when, every)

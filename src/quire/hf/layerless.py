@@ -31,18 +31,18 @@ class CacheWithoutLayers(Cache):
     def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> NoReturn:
         """Refused: paged attention needs no mask."""
         del query_length, layer_idx
-        raise self._not_through_forward()
+        raise self._wrong_call()
 
     def update(self, *arguments: object, **options: object) -> NoReturn:
         """Refused: keys and values are stored by Quire's attention."""
         del arguments, options
-        raise self._not_through_forward()
+        raise self._wrong_call()
 
-    def _not_through_forward(self) -> ConfigError:
+    def _wrong_call(self) -> ConfigError:
         self.require_open()
         return ConfigError(
-            "this QuireCache works in model(...) and model.generate(...) of the model that it was "
-            "created for; here it was passed to another model, or to a part of the model"
+            "a QuireCache works only in model(...) and model.generate(...) of the model it was "
+            "created for; it was passed to another model or to a submodule"
         )
 
     @property

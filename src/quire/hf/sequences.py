@@ -68,9 +68,9 @@ class Sequences:
 
     Args:
         decoder: the model.
-        kv: its memory, with at least twice as many rows as the batch.
-        evicting: eviction of the rows.
-        rows: each with its row of the memory, before any token is processed.
+        kv: the paged KV of the cache; its memory has at least twice as many rows as the batch.
+        evicting: evicts tokens from the rows.
+        rows: state of each row; no token is processed yet.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Sequences:
 
     # ---- processing ----------------------------------------------------------------------------
 
-    def read(
+    def process(
         self,
         token_ids: Int[Tensor, "batch columns"],
         counts: Counts,
@@ -145,30 +145,32 @@ class Sequences:
             for row, tokens in zip(self.rows, block.tolist(), strict=True):
                 row.progress.num_computed += tokens
                 if tokens and row.progress.num_computed == len(row.prompt_token_ids):
-                    self._evicting.end_prompt(row)
+                    self._evicting.evict_after_prompt(row)
         return logits
 
     def _next_block(self, left: Counts) -> Counts:
         """Allocate slots for the next tokens of each row, and return the token counts."""
         sizes = np.zeros_like(left)
         for i in np.flatnonzero(left):
-            self._evicting.bring_down(self.rows[i])
+            self._evicting.evict_for_block(self.rows[i])
             sizes[i] = self._evicting.block_tokens(self.rows[i], int(left[i]))
         return self._grow(sizes)
 
     def _grow(self, sizes: Counts) -> Counts:
-        """Allocate pages for these tokens, or for fewer in rows that evict under pressure only."""
+        """Allocate pages for these tokens, or for fewer tokens in rows with when=pressure."""
         memory = self._kv.memory
-        going = np.flatnonzero(sizes)
-        rows = np.array([self.rows[i].memory.row for i in going], dtype=np.int64)
-        patient = np.array([row.eviction.spec.when == PRESSURE for row in self.rows])
-        self._evicting.relieve(self.rows, lambda: memory.can_grow(rows, sizes[going]))
-        while not memory.can_grow(rows, sizes[going]) and (sizes[patient] > 1).any():
-            sizes = np.where(patient & (sizes > 1), sizes // 2, sizes)
+        growing = np.flatnonzero(sizes)
+        rows = np.array([self.rows[i].memory.row for i in growing], dtype=np.int64)
+        under_pressure = np.array([row.eviction.spec.when == PRESSURE for row in self.rows])
+        self._evicting.evict_under_pressure(
+            self.rows, lambda: memory.can_grow(rows, sizes[growing])
+        )
+        while not memory.can_grow(rows, sizes[growing]) and (sizes[under_pressure] > 1).any():
+            sizes = np.where(under_pressure & (sizes > 1), sizes // 2, sizes)
         try:
-            memory.grow(rows, sizes[going])
+            memory.grow(rows, sizes[growing])
         except OutOfPages as error:
-            pages = memory.pages_to_grow(rows, sizes[going])
+            pages = memory.pages_to_grow(rows, sizes[growing])
             raise OutOfPages(
                 f"no free pages for the next {int(sizes.sum())} tokens: "
                 f"{memory.placement.shortage(pages)}; raise memory=, lower budget=, or evict "
@@ -186,10 +188,10 @@ class Sequences:
         """Run one flat batch; return logits of requested columns and their output indices.
 
         Args:
-            token_ids: as in `read`.
+            token_ids: as in `process`.
             first: column of each row's first token in this block.
             block: tokens of each row.
-            columns: as in `read`.
+            columns: as in `process`.
         """
         order = np.argsort(block != 1, kind="stable")  # rows of one token first
         order = order[block[order] > 0]
@@ -217,7 +219,7 @@ class Sequences:
 
 
 def _fork_of(parent: Request, row: int) -> Request:
-    """A copy of a request's state in a row of its own."""
+    """Copy a request's state to another row of the memory."""
     return Request(
         parent.spec,
         replace(parent.progress, output_token_ids=list(parent.output_token_ids)),

@@ -30,16 +30,16 @@ from quire.models.rope import RopeVariants, Rotations
 from quire.models.support import refuse_class, refuse_config
 from quire.models.verify import compare_with_transformers
 
-_ATTRIBUTE = "quire_borrowed"
+_ATTRIBUTE = "quire_wrapped_model"
 
 Forward = Callable[..., object]
 
 
-class Answering(ABC):
-    """A cache that runs the forwards it is passed to."""
+class ForwardingCache(ABC):
+    """A cache that runs the model's forward if it is passed as `past_key_values`."""
 
     @abstractmethod
-    def answer(
+    def run_forward(
         self, arguments: Mapping[str, object]
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Return the output of `model(**arguments)` with this cache as `past_key_values`."""
@@ -53,7 +53,7 @@ class WrappedModel:
 
     Raises:
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
-        ConfigError: it is in training mode, on several devices, or belongs to an engine.
+        ConfigError: the model is in training mode, on several devices, or belongs to an engine.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -124,7 +124,7 @@ class WrappedModel:
                 self._rope.release()
 
     def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
-        """Run the model on one token at these positions; no logits are computed."""
+        """Run the model on one token at each of these positions, without computing logits."""
         places = torch.tensor(positions, device=self.device)
         token = torch.full_like(places, self._spec.vocab_size // 2)
         self.forward(token, places, places[:0], attention)
@@ -140,7 +140,7 @@ class WrappedModel:
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder.forward`."""
         head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
-        with self._in_force(ATTENTION_NAME, attention, rope_variant):
+        with self._using(ATTENTION_NAME, attention, rope_variant):
             logits = self._run(token_ids, position_ids=positions.unsqueeze(0), **head)
         return logits if self._head_takes_rows else logits[sample_rows]
 
@@ -148,7 +148,7 @@ class WrappedModel:
         self, token_ids: Int[Tensor, " num_tokens"]
     ) -> Float[Tensor, "num_tokens vocab"]:
         """Logits of one sequence, computed with Transformers' own eager attention and masks."""
-        with self._in_force("eager", None, 0):
+        with self._using("eager", None, 0):
             return self._run(token_ids)
 
     def _run(self, token_ids: Tensor, **options: object) -> Tensor:
@@ -159,7 +159,7 @@ class WrappedModel:
         return logits
 
     @contextmanager
-    def _in_force(
+    def _using(
         self, implementation: str, attention: PagedAttention | None, variant: int
     ) -> Iterator[None]:
         bridged = self._bridge.attending(attention)
@@ -183,9 +183,9 @@ class WrappedModel:
         with self._lock:
             self._users -= 1
             if not self._users:
-                self._give_back()
+                self._restore()
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         self._observing.close()
         uninstall(self._model)
         delattr(self._model, _ATTRIBUTE)
@@ -205,21 +205,21 @@ def wrap_model(model: PreTrainedModel, *, verify: bool) -> WrappedModel:
 
     Raises:
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
-        ConfigError: it is in training mode, on several devices, or belongs to an engine.
+        ConfigError: the model is in training mode, on several devices, or belongs to an engine.
     """
     found: WrappedModel | None = getattr(model, _ATTRIBUTE, None)
     if found is not None:
         found.enter()
         return found
-    made = WrappedModel(model)
-    made.enter()
+    wrapped = WrappedModel(model)
+    wrapped.enter()
     try:
         if verify:
-            compare_with_transformers(made)
+            compare_with_transformers(wrapped)
     except BaseException:
-        made.leave()
+        wrapped.leave()
         raise
-    return made
+    return wrapped
 
 
 def _refuse(model: object) -> None:
@@ -252,11 +252,11 @@ def _wrapper(forward: Forward, names: tuple[str, ...]) -> Forward:
     """Wrap a forward: calls with a QuireCache are run by the cache."""
 
     @functools.wraps(forward)
-    def answering(*arguments: object, **options: object) -> object:
-        given = {**dict(zip(names, arguments, strict=False)), **options}
-        cache = given.pop("past_key_values", None)
-        if isinstance(cache, Answering):
-            return cache.answer(given)
+    def wrapped_forward(*arguments: object, **options: object) -> object:
+        by_name = {**dict(zip(names, arguments, strict=False)), **options}
+        cache = by_name.pop("past_key_values", None)
+        if isinstance(cache, ForwardingCache):
+            return cache.run_forward(by_name)
         return forward(*arguments, **options)
 
-    return answering
+    return wrapped_forward

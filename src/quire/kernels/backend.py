@@ -268,6 +268,6 @@ class AttentionBackend(Protocol):
             rows: rows with one token each; rows with several tokens are allowed if weights are
                 summed and heads are not reduced by `max`, because then the sum over queries
                 suffices.
-            column_sums: from `attend`, for this layer.
+            column_sums: column sums of this layer, from `attend`.
         """
         ...

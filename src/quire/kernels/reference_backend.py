@@ -167,7 +167,7 @@ def _exact_tokens(
     slot: Tensor,
     at: tuple[Tensor, Tensor],
 ) -> _Exact:
-    """Return the full-precision tokens of the query `behind` tokens before the row's last one."""
+    """Return the full-precision tokens for the query at `behind` tokens before the row's end."""
     row, lane, slots = place
     length, start = int(full.lengths[row]), int(full.starts[row])
     positions = slot + (length - slots) if pages.positions is None else pages.positions[at].long()

@@ -85,8 +85,8 @@ def write_full_precision(
 
     Args:
         full: full-precision tokens of the layer.
-        place: for each entry its row in the step, its page of full-precision tokens, and its lane
-            of the layer.
+        place: row of the step, page of full-precision tokens and lane of the layer, for each
+            entry.
         positions: positions of slots; a row's newest token belongs to the step.
         wanted: live slots to overwrite.
         decoded: keys and values [entry, head, slot, head_dim], modified in place.

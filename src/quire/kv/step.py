@@ -65,7 +65,7 @@ class GroupStep:
 
 @runtime_checkable  # for the shape checks in tests
 class LayerRoPE(Unrotates, RotatesTo, Protocol):
-    """RoPE of a layer: applied to queries and keys, and undone on queries."""
+    """RoPE of a layer: rotates queries and keys, and removes the rotation of queries."""
 
 
 class PagedKV:

@@ -145,9 +145,9 @@ def codec_spec(text: str) -> CodecSpec:
     found = CODECS.get(name)
     if found is None or (rest and not found.options):
         raise ConfigError(f"codec {text!r}: {name} has no options, got {rest!r}; write {name}")
-    given = parse_policy(text, "codec").options if rest else {}
+    options = parse_policy(text, "codec").options if rest else {}
     values: dict[str, int | float] = {}
-    for option, value in given.items():
+    for option, value in options.items():
         if option not in found.options:
             raise UnknownName(f"option of codec {name!r}", option, found.options)
         values[option] = _number(text, option, value)

@@ -48,7 +48,7 @@ def read_config(folder: Path) -> dict[str, object]:
     if not folder.is_dir():
         raise ModelError(f"expected a model folder, got {str(folder)!r}: there is no such folder")
     if not path.is_file():
-        raise ModelError(f"{folder} has no config.json: give a folder in Hugging Face format")
+        raise ModelError(f"{folder} has no config.json: pass a folder in Hugging Face format")
     return read_json_object(path)
 
 

@@ -114,7 +114,7 @@ class EvictionSpec:
 
     Attributes:
         cap: maximum tokens of a lane, averaged over lanes; None for no eviction.
-        every: number of tokens evicted at a time, p in the paper. Default: `default_every(cap)`.
+        every: number of tokens evicted at a time (p in Batch-Max); default: `default_every(cap)`.
         when: one of SCHEDULES.
         lane_caps: cap of each lane (layer-major, then KV head) if a budget splits the total
             unequally and the split is known before prefill; None: `cap` for every lane.
@@ -150,7 +150,7 @@ class EvictionSpec:
 
     @property
     def leaving(self) -> int:
-        """Number of tokens that a lane is below its cap after an eviction."""
+        """Number of tokens by which a lane is below its cap after an eviction."""
         return 0 if self.when == PREFILL_END else self.every
 
     @property
@@ -281,7 +281,7 @@ class Cap:
             return self.tokens
         if self.share is not None:
             return max(1, int(self.share * prompt_tokens))
-        assert self.num_bytes is not None, "a cap is one of three"
+        assert self.num_bytes is not None, "exactly one attribute is set"
         return max(0, self.num_bytes - fixed_bytes) // page_bytes * page_tokens
 
 

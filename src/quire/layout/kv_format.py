@@ -94,10 +94,10 @@ def read_format(text: str) -> KVFormat:
     """
     codecs, *options = (part.strip() for part in text.split("+"))
     key, value = codec_pair(codecs)
-    given = _options(text, options)
-    plain = _plain(text, given.pop(PLAIN)) if PLAIN in given else None
-    promoted = read_records(text, given.pop(PROMOTED)) if PROMOTED in given else None
-    counts = {name: _count(text, name, given.get(name, "0")) for name in COUNTS}
+    values = _options(text, options)
+    plain = _plain(text, values.pop(PLAIN)) if PLAIN in values else None
+    promoted = read_records(text, values.pop(PROMOTED)) if PROMOTED in values else None
+    counts = {name: _count(text, name, values.get(name, "0")) for name in COUNTS}
     found = KVFormat(key=key, value=value, plain=plain, promoted=promoted, **counts)
     if found.is_plain and (any(counts.values()) or promoted is not None):
         raise ConfigError(
@@ -139,30 +139,30 @@ def without_records(text: str) -> str:
 def _options(text: str, parts: list[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for part in parts:
-        name, _, given = (piece.strip() for piece in part.partition("="))
+        name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in (*COUNTS, PLAIN, PROMOTED):
             raise UnknownName("option of a KV codec", name, (*COUNTS, PROMOTED))
         if name in options:
             raise ConfigError(f"KV codec {text!r}: {name} is repeated; keep one")
-        options[name] = given
+        options[name] = value
     return options
 
 
-def _plain(text: str, given: str) -> CodecSpec:
+def _plain(text: str, value: str) -> CodecSpec:
     """Parse `plain`, which must be unquantized: full-precision tokens are copied, not encoded."""
-    plain = codec_spec(given)
+    plain = codec_spec(value)
     if not plain.is_plain:
         raise ConfigError(
             f"KV codec {text!r}: expected {PLAIN} to be a type that models compute in, such as "
-            f"float32, got {given!r}; remove it"
+            f"float32, got {value!r}; remove it"
         )
     return plain
 
 
-def _count(text: str, name: str, given: str) -> int:
-    if not given.isdecimal() or int(given) > MOST_TOKENS:
+def _count(text: str, name: str, value: str) -> int:
+    if not value.isdecimal() or int(value) > MOST_TOKENS:
         raise ConfigError(
             f"KV codec {text!r}: expected {name} to be an integer from 0 to {MOST_TOKENS}, got "
-            f"{given!r}"
+            f"{value!r}"
         )
-    return int(given)
+    return int(value)

@@ -1,6 +1,6 @@
 """Layers of a model from its config: sliding windows, experts, and vector parameters.
 
-A config specifies windows in five ways, read in this order: `use_sliding_window: false`; the list
+A config has five keys for windows, read in this order: `use_sliding_window: false`; the list
 `layer_types`; GPT-Neo's `attention_types`; the period `sliding_window_pattern`, whose last layer
 has full attention; `max_window_layers`, below which all layers have full attention. Otherwise
 `sliding_window` applies to all layers.
@@ -179,7 +179,7 @@ def _expert_layers(reader: ConfigReader, num_layers: int) -> int:
 
 # Vector parameters of a layer: biases, norm weights and attention sinks.
 #
-# They are about 0.1 % of the parameters of a large model and several percent of a small one's.
+# They are about 0.1 % of the parameters of a large model and several percent of a small model.
 
 PER_HEAD = "head"
 PER_PROJECTION = "projection"

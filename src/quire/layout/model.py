@@ -251,10 +251,10 @@ def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
     # Falcon configs always have num_kv_heads, but the older architecture ignores it
     regular = not reader.flag("multi_query", default=False)
     if regular or reader.flag("new_decoder_architecture", default=False):
-        given = reader.positive_integer(
+        found = reader.positive_integer(
             "num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads"
         )
-        num_kv_heads = given or num_heads
+        num_kv_heads = found or num_heads
     else:
         num_kv_heads = 1
     if num_heads % num_kv_heads:
@@ -279,9 +279,9 @@ def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
 
 def _intermediate_size(reader: ConfigReader, hidden_size: int) -> int:
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size")
-    given = reader.positive_integer(*names, "ffn_config.ffn_hidden_size")
-    if given is not None:
-        return given
+    width = reader.positive_integer(*names, "ffn_config.ffn_hidden_size")
+    if width is not None:
+        return width
     if reader.model_type in UNGATED:
         return 4 * hidden_size
     raise reader.missing(*names)

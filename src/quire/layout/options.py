@@ -17,21 +17,21 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from quire.errors import ConfigError, UnknownName, nearest
 from quire.layout.codecs import CodecSpec
 
-Given = TypeVar("Given")
-Held = TypeVar("Held")
+Accepted = TypeVar("Accepted")
+Stored = TypeVar("Stored")
 
 
-class Parsed(Generic[Given, Held]):
+class Parsed(Generic[Accepted, Stored]):
     """Annotation of a field that accepts one type and holds another.
 
     Type checkers treat it as a descriptor, so `KVConfig(memory="64MiB")` and `kv.memory + 1` are
     both valid. At run time it is only an annotation; the field's `parse` converts the value.
     """
 
-    def __get__(self, instance: object, owner: type | None = None) -> Held:
+    def __get__(self, instance: object, owner: type | None = None) -> Stored:
         raise NotImplementedError
 
-    def __set__(self, instance: object, value: Given) -> None:
+    def __set__(self, instance: object, value: Accepted) -> None:
         raise NotImplementedError
 
 
@@ -120,13 +120,13 @@ def _json_value(value: object) -> object:
     return option_values(value) if is_dataclass(value) else value
 
 
-def parse_named(parse: Callable[[Any], Held], name: str, value: object) -> Held:
+def parse_named(parse: Callable[[Any], Stored], name: str, value: object) -> Stored:
     """Parse the value of an option; its errors begin with the option.
 
     Args:
         parse: parser, such as `quire.layout.sizes.parse_size`.
         name: name of the option, without the leading dashes.
-        value: the given value.
+        value: the value to parse.
 
     Raises:
         ConfigError: `parse` refuses the value.
@@ -144,7 +144,7 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
     Args:
         name: name of the option, such as "kv-store".
-        value: the given value.
+        value: the value to check.
         choices: the allowed values.
 
     Raises:

@@ -143,7 +143,7 @@ class PageClass:
     def alignment_bytes(self) -> int:
         """Alignment of page_bytes: a cache line and, for unquantized KV, a vector.
 
-        Every page is then aligned in a view of the arena as vectors; one-plane pages have no need.
+        Every page is then aligned in a view of the arena as vectors. Statistics need no such view.
         """
         if self.value is None or not self.is_plain:
             return PAGE_ALIGNMENT_BYTES
@@ -175,8 +175,8 @@ class LaneGroup:
         window: tokens that a query attends to, its own included; None for all. Pages outside the
             window are freed.
         ordered: whether slots stay in position order (whole pages are dropped, slots never move).
-        private: never shared: copied on fork, not part of cached prefixes (statistics). A row may
-            not use the group.
+        private: never shared: copied on fork, not part of cached prefixes (statistics). A sequence
+            need not use the group.
         mirrors: name of the group whose slots this group describes one to one: same lanes, same
             slots, moved and freed together. Such a group is private.
         fixed_slots: fixed number of records per lane, allocated with the row's first token. Such a

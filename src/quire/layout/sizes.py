@@ -50,7 +50,7 @@ def parse_size(text: object) -> int:
 
 
 def parse_size_or(word: str) -> Callable[[object], int | None]:
-    """Return a parser of sizes that returns None for a given word or None."""
+    """Return a parser of sizes that returns None for `word` and for None."""
 
     def parse(text: object) -> int | None:
         if text is None or text == word:

@@ -19,7 +19,7 @@ MEAN, MAX, SUM = "mean", "max", "sum"
 REDUCTIONS = (MEAN, MAX, SUM)
 """Reductions over the query heads that share a KV head, applied per query, before summation."""
 APART = "apart"
-"""No reduction: each query head has its own number."""
+"""No reduction: one number for each query head."""
 
 
 def check_reduction(heads: str) -> None:

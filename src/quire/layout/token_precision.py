@@ -94,22 +94,22 @@ class PromotedTokens:
         return -(-self.count * candidates // max(1, kept))
 
 
-def read_records(text: str, given: str) -> Records:
+def read_records(text: str, option: str) -> Records:
     """Parse `COUNT:CODEC`, such as `32:int8`.
 
     Args:
         text: the KV codec, for messages.
-        given: value of `promoted=`.
+        option: value of `promoted=`.
 
     Raises:
         UnknownName: the codec is unknown.
         ConfigError: the value has another form, or the codec cannot encode single tokens.
     """
-    count, _, codecs = given.partition(":")
+    count, _, codecs = option.partition(":")
     if not count.isdecimal() or not 1 <= int(count) <= MOST_RECORDS or not codecs:
         raise ConfigError(
             f"KV codec {text!r}: expected {PROMOTED} to be a number of records, from 1 to "
-            f"{MOST_RECORDS}, and their codec, such as {PROMOTED}=32:int8, got {given!r}"
+            f"{MOST_RECORDS}, and their codec, such as {PROMOTED}=32:int8, got {option!r}"
         )
     key, value = codec_pair(codecs)
     for codec in (key, value):

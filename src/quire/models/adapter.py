@@ -113,7 +113,7 @@ class TransformersDecoder:
             return rows_depend(self, rows)
 
     def prepare_recomputation(self) -> str | None:
-        """Prepare to recompute keys and values, and to pass each layer's attention input on.
+        """Prepare to recompute keys and values, and to pass each layer's attention its input.
 
         Returns:
             The reason why this model cannot recompute them, or None if it can.
@@ -138,9 +138,9 @@ class TransformersDecoder:
         rope_variant: int = 0,
     ) -> KeysAndValues:
         """See `LayerKV.keys_and_values`; after `prepare_recomputation`."""
-        made = self._observing.recomputation
+        layer_kv = self._observing.recomputation
         with self._frequencies(rope_variant), torch.inference_mode():
-            return made.keys_and_values(layer, inputs, positions)
+            return layer_kv.keys_and_values(layer, inputs, positions)
 
     def first_layer(
         self,
@@ -150,9 +150,9 @@ class TransformersDecoder:
         rope_variant: int = 0,
     ) -> KeysAndValues:
         """See `LayerKV.first_layer`; after `prepare_recomputation`."""
-        made = self._observing.recomputation
+        layer_kv = self._observing.recomputation
         with self._frequencies(rope_variant), torch.inference_mode():
-            return made.first_layer(token_ids, positions)
+            return layer_kv.first_layer(token_ids, positions)
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""
@@ -166,7 +166,7 @@ class TransformersDecoder:
             yield
 
     def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
-        """Run the model on one token at these positions; no logits are computed."""
+        """Run the model on one token at each of these positions, without computing logits."""
         places = torch.tensor(positions, device=self._device)
         token = torch.full_like(places, self._spec.vocab_size // 2)
         self.forward(token, places, places[:0], attention)

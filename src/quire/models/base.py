@@ -1,4 +1,4 @@
-"""The seam between a model and the engine: decoders compute logits, the engine attention.
+"""The interface of model and engine: decoders compute logits, the engine computes attention.
 
 A decoder runs every layer of the model on one flat batch of tokens. In each layer it calls the
 engine's attention. A decoder stores no keys or values.
@@ -89,10 +89,10 @@ class MeanRotations(Protocol):
     def mean_rotation(
         self, layer: int, start: int, tokens: int
     ) -> Float[Tensor, "head_dim head_dim"]:
-        """R for which R @ q is the mean of q rotated to `tokens` positions from `start` on.
+        """Matrix R: R @ q is the mean of q rotated to `tokens` positions from `start` on.
 
-        float32, including the model's factor on cosines and sines, if it has one. The identity
-        for a layer without RoPE.
+        R is float32 and includes the model's factor on cosines and sines, if the model has one.
+        For a layer without RoPE, R is the identity.
         """
         ...
 
@@ -103,7 +103,7 @@ class Decoder(Protocol):
 
     Attributes:
         spec: the model's shape, from its config.
-        dtype: type of the weights, and of the keys and values given to attention.
+        dtype: type of the weights, and of the keys and values passed to attention.
         device: where the weights are, and where the arguments of `forward` must be.
         num_rope_variants: number of RoPE scaling variants. 1 for most models; 2 if the rotary
             frequencies depend on the final length of a request (0 short, 1 long).
@@ -134,7 +134,7 @@ class Decoder(Protocol):
         ...
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """Prepare every later forward to pass attention the inputs of a statistic.
+        """Make every later forward pass the inputs of a statistic to attention.
 
         Returns:
             The reason why this model cannot provide them, or None if it can.
@@ -142,7 +142,7 @@ class Decoder(Protocol):
         ...
 
     def prepare_pre_rope(self) -> str | None:
-        """Prepare to pass attention queries and keys before RoPE, together with their RoPE.
+        """Prepare to pass queries and keys before RoPE, and the RoPE itself, to attention.
 
         Afterwards, a forward whose positions are all 0 passes queries and keys before RoPE,
         since RoPE at position 0 is the identity. `AttentionCall.rotary` rotates them to other
@@ -196,12 +196,12 @@ class FixedShapes(Decoder, Protocol):
 
 @runtime_checkable
 class LayerByLayer(Decoder, Protocol):
-    """A decoder that runs several batches through a layer before the next one."""
+    """A decoder that runs each layer for several batches before it runs the next layer."""
 
     def forward_together(
         self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
-        """Run batches layer by layer, each with the result of `Decoder.forward`.
+        """Run batches layer by layer; the logits of each equal those of `Decoder.forward`.
 
         Args:
             batches: batches of different sequences, at most `MOST_BATCHES`.

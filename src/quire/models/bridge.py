@@ -64,8 +64,8 @@ class Bridge:
         """Replace the attention for the layers that follow, within `attending`."""
         self.attention = attention
 
-    def learn_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
-        """Store the RoPE of each layer."""
+    def set_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
+        """Set the RoPE of each layer."""
         self.rotaries = rotaries
 
 
@@ -130,8 +130,8 @@ def attend_through_bridge(
     bridge: Bridge | None = getattr(module, BRIDGE_ATTRIBUTE, None)
     if bridge is None or bridge.attention is None:
         raise InvariantError(
-            'attention "quire" works inside a quire decoder only; '
-            f"{type(module).__name__} ran outside of one"
+            'attention "quire" works only in forwards of a Quire decoder; '
+            f"{type(module).__name__} was called outside of one"
         )
     _check(module, key, value, attention_mask, options)
     call = AttentionCall(
@@ -156,8 +156,8 @@ def _check(
     options: Mapping[str, Any],
 ) -> None:
     name = type(module).__name__
-    for option, given in options.items():
-        if option in _KNOWN_OPTIONS or given is None or given is False:
+    for option, argument in options.items():
+        if option in _KNOWN_OPTIONS or argument is None or argument is False:
             continue
         if not option.startswith("output_"):
             raise UnsupportedModel(

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from quire.errors import ModelError, QuireError
 
 _LONGEST_REASON = 300  # characters
-_SPEAKING = (
+_CLEAR_ERRORS = (
     OSError,
     ValueError,
     ImportError,
@@ -78,6 +78,6 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if len(text) > _LONGEST_REASON:
         text = f"{text[: _LONGEST_REASON - 3]}..."
-    if text and isinstance(error, _SPEAKING):
+    if text and isinstance(error, _CLEAR_ERRORS):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

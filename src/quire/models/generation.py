@@ -22,7 +22,7 @@ class GenerationDefaults:
     """A model's own generation defaults. None: unset, the engine's default applies.
 
     Attributes:
-        eos_token_ids: tokens that end a completion; empty if the model names none.
+        eos_token_ids: tokens that end a completion; empty if the config has none.
         temperature: 0 if the model requires greedy decoding (`do_sample` false).
         top_k: keep this many of the likeliest tokens.
         top_p: keep the likeliest tokens that sum up to this probability.
@@ -166,7 +166,7 @@ def _token_ids(file: str, value: object, vocab_size: int | None) -> tuple[int, .
     known = tuple(token for token in ids if 0 <= token < (vocab_size or LARGEST_INTEGER))
     if len(known) < len(ids):  # never generated; some models use -1 for "none"
         logger.warning(
-            "%s: 'eos_token_id' is %s, expected ids from 0 to %d; ids outside end no answer",
+            "%s: 'eos_token_id' is %s, expected ids from 0 to %d; other ids end no output",
             file,
             shown(value),
             (vocab_size or LARGEST_INTEGER) - 1,

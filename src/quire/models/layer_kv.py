@@ -30,13 +30,13 @@ from quire.models.rotary import Rotary
 
 HIDDEN = "hidden_states"
 QUERY = "q_proj"
-MOST_ERROR = 0.02  # relative, of keys and values without queries against those with them
+MOST_ERROR = 0.02  # maximum relative error of keys and values computed without queries
 
 KeysAndValues = tuple[Tensor, Tensor]
 
 
 class _Caught(Exception):
-    """Not an error: ends a layer at its attention call."""
+    """Not an error: raised at the attention call to end the forward of a layer."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key, value
@@ -71,8 +71,8 @@ class _Layer:
     """The attention of a layer.
 
     Attributes:
-        module: module of the model.
-        args, kwargs: its other arguments besides hidden states, at position 0.
+        module: attention module of the model.
+        args, kwargs: arguments of the module other than hidden states, at position 0.
         hidden_first: whether hidden states are the first positional argument, or a keyword.
         rotary: RoPE of its keys.
         no_query: replaces its query projection; None if queries are part of a joint product.
@@ -94,11 +94,11 @@ class _Layer:
 
 
 class LayerKV:
-    """Recomputes keys and values. The owner ensures one forward of the model at a time.
+    """Recomputes keys and values. The owner must run only one forward of the model at a time.
 
     Args:
         model: has a bridge; prepared by its decoder.
-        bridge: the model's.
+        bridge: bridge of the model.
         rotaries: RoPE of the keys of each layer.
         probe: runs the model.
     """
@@ -151,7 +151,7 @@ class LayerKV:
 
     @contextmanager
     def _catching(self) -> Iterator[list[_Caught]]:
-        """Run the block until its attention call; also usable while a forward is in attention."""
+        """Run the block until it calls attention; may be used inside another attention call."""
         caught: list[_Caught] = []
         with self._bridge.attending(_Catching()):
             try:
@@ -162,22 +162,22 @@ class LayerKV:
             raise InvariantError("a layer did not call its attention")
 
     def _with_no_query(self, layer: _Layer) -> _Layer:
-        """The layer without its query product, if keys and values do not change; else `layer`."""
+        """Skip the query projection of the layer if keys and values remain equal without it."""
         query = layer.module._modules.get(QUERY)
         if query is None or "k_proj" not in layer.module._modules:
             return layer
-        given = layer.args[0] if layer.hidden_first else layer.kwargs[HIDDEN]
-        expected = self._caught(layer, given)
+        hidden = layer.args[0] if layer.hidden_first else layer.kwargs[HIDDEN]
+        expected = self._caught(layer, hidden)
         lighter = _Layer(
             module=layer.module,
             args=layer.args,
             kwargs=layer.kwargs,
             hidden_first=layer.hidden_first,
             rotary=layer.rotary,
-            no_query=_NoQuery(query(given).shape[-1]),
+            no_query=_NoQuery(query(hidden).shape[-1]),
         )
         try:
-            found = self._caught(lighter, given)
+            found = self._caught(lighter, hidden)
         except RuntimeError:  # the module writes into its queries
             return layer
         return lighter if all(map(_near, found, expected)) else layer
@@ -208,9 +208,9 @@ def _attentions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    given = args[0] if args else kwargs[HIDDEN]
-    assert isinstance(given, Tensor), "hidden states are the first argument of attention"
-    return given
+    hidden = args[0] if args else kwargs[HIDDEN]
+    assert isinstance(hidden, Tensor), "attention takes hidden states first"
+    return hidden
 
 
 def _seen_layers(

@@ -4,7 +4,7 @@
     column by column     a0 b0  a1 b1  a2 b2  a3 b3     every layer is prefetched once
 
 Each forward is the model's own and runs on its own thread. Only one thread runs at a time: at the
-start of a layer, a forward passes its turn to the next one. A waiting forward holds its hidden
+start of a layer, a forward yields to the next forward. A waiting forward holds its hidden
 states only; all other activations in memory are those of one forward.
 """
 
@@ -25,41 +25,41 @@ T = TypeVar("T")
 
 
 class _Stopped(Exception):
-    """Not an error of its own: another forward has failed."""
+    """Raised in a waiting forward because another forward has failed."""
 
 
 @dataclass(slots=True)
-class _Turns:
-    """Schedules the turns of forwards.
+class _RoundRobin:
+    """Runs forwards one at a time, in round-robin order.
 
     Attributes:
-        mine: one semaphore for each forward; released when the forward may continue.
+        may_run: one semaphore for each forward; released when the forward may continue.
         enter: called with the number of the forward that continues.
         done: numbers of the finished forwards.
         failed: whether a forward has raised.
     """
 
-    mine: list[threading.Semaphore]
+    may_run: list[threading.Semaphore]
     enter: Callable[[int], None]
     done: set[int] = field(default_factory=set)
     failed: bool = False
 
     def wait(self, number: int) -> None:
-        self.mine[number].acquire()
+        self.may_run[number].acquire()
         if self.failed:
             raise _Stopped
         self.enter(number)
 
-    def hand_on(self, number: int) -> None:
-        count = len(self.mine)
+    def yield_to_next(self, number: int) -> None:
+        count = len(self.may_run)
         order = ((number + ahead) % count for ahead in range(1, count + 1))
         following = next((other for other in order if other not in self.done), None)
         if following is not None:
-            self.mine[following].release()
+            self.may_run[following].release()
 
     def fail(self) -> None:
         self.failed = True
-        for semaphore in self.mine:
+        for semaphore in self.may_run:
             semaphore.release()
 
 
@@ -74,8 +74,8 @@ class LayerMajor:
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
         self._threads = ThreadPoolExecutor(MOST_BATCHES, thread_name_prefix="quire-batch")
-        self._number = threading.local()
-        self._turns: _Turns | None = None
+        self._thread = threading.local()
+        self._round_robin: _RoundRobin | None = None
         for layer in layers:  # runs before all other hooks of the layer
             layer.register_forward_pre_hook(self._at_layer, prepend=True)
 
@@ -89,21 +89,22 @@ class LayerMajor:
         Raises:
             BaseException: the exception of the first failed forward; the others were stopped.
         """
-        turns = self._turns = _Turns([threading.Semaphore(0) for _ in forwards], enter)
+        semaphores = [threading.Semaphore(0) for _ in forwards]
+        round_robin = self._round_robin = _RoundRobin(semaphores, enter)
         stream = None
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
         try:
             running = [
                 self._threads.submit(
-                    contextvars.copy_context().run, self._run, turns, number, forward, stream
+                    contextvars.copy_context().run, self._run, round_robin, number, forward, stream
                 )
                 for number, forward in enumerate(forwards)
             ]
-            turns.mine[0].release()
+            round_robin.may_run[0].release()
             wait(running)
         finally:
-            self._turns = None
+            self._round_robin = None
         errors = [e for e in (done.exception() for done in running) if e is not None]
         for error in errors:
             if not isinstance(error, _Stopped):
@@ -112,26 +113,26 @@ class LayerMajor:
 
     def _run(
         self,
-        turns: _Turns,
+        round_robin: _RoundRobin,
         number: int,
         forward: Callable[[], T],
         stream: torch.cuda.Stream | None,
     ) -> T:
-        self._number.is_mine = number
+        self._thread.forward_number = number
         try:
-            turns.wait(number)
+            round_robin.wait(number)
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 result = forward()
         except BaseException:
-            turns.fail()
+            round_robin.fail()
             raise
-        turns.done.add(number)
-        turns.hand_on(number)
+        round_robin.done.add(number)
+        round_robin.yield_to_next(number)
         return result
 
     def _at_layer(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        turns = self._turns
-        if turns is not None:
-            number = self._number.is_mine
-            turns.hand_on(number)
-            turns.wait(number)
+        round_robin = self._round_robin
+        if round_robin is not None:
+            number = self._thread.forward_number
+            round_robin.yield_to_next(number)
+            round_robin.wait(number)

@@ -55,7 +55,7 @@ class LayerPlacer(Protocol):
 
         Args:
             config: config of the model.
-            dtype: dtype of the weights; None: the config's dtype.
+            dtype: type of the weights; None: the config's dtype.
             trust_remote_code: run Python code from the model folder.
 
         Raises:
@@ -69,7 +69,7 @@ class LayerPlacer(Protocol):
         """Place a model on its device.
 
         Args:
-            model: on the CPU, in its final dtype; no reference to its weights has been taken yet.
+            model: on the CPU, in its final dtype; no other object references its weights yet.
             device: device on which the model runs.
 
         Returns:

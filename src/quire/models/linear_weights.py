@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 _log = logging.getLogger(__name__)
 _X86 = ("x86_64", "AMD64")
-_PART_OF_FREE = 0.5  # what widening may take more of the memory that is available
+_PART_OF_FREE = 0.5  # maximum fraction of the available memory for float32 copies of weights
 _SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
     torch.float16: "_is_mkldnn_fp16_supported",
@@ -69,8 +69,8 @@ def widen_linears(model: nn.Module) -> None:
     more_bytes = sum(4 * weight.numel() for weight in weights.values())
     if more_bytes > _PART_OF_FREE * psutil.virtual_memory().available:
         _log.warning(
-            "this CPU has no instructions for half precision and memory is short of %s MiB for "
-            "weights in float32: products will take about ten times as long",
+            "this CPU has no instructions for half precision, and the %s MiB of float32 weights "
+            "exceed half of the free memory: products will take about ten times as long",
             more_bytes >> 20,
         )
         return

@@ -85,7 +85,7 @@ def load_model(
 
     Raises:
         ConfigError: a wrong dtype or device, a model with Python code without
-            `trust_remote_code`, or too small a memory for weights.
+            `trust_remote_code`, or a memory for weights that is too small.
         ModelError: the folder is missing, incomplete or damaged.
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
     """
@@ -171,7 +171,7 @@ def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
     elif not has_code:
         raise UnsupportedModel(
             f"Transformers has no causal language model for {config.model_type!r}; "
-            "give a decoder-only model such as Llama, Qwen or Mistral"
+            "use a decoder-only model such as Llama, Qwen or Mistral"
         )
 
 
@@ -198,7 +198,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is no device: use auto, cpu or cuda") from error
+        raise ConfigError(f"device={name!r} is not a device: use auto, cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}: torch sees no CUDA device here; use auto or cpu")
+        raise ConfigError(f"device={name!r}: torch found no CUDA device; use auto or cpu")
     return device

@@ -26,9 +26,9 @@ class Observing:
     """Probes one model and stores the results on its bridge.
 
     Args:
-        model: has a bridge already.
-        bridge: the model's.
-        spec: the model's.
+        model: a Transformers model with a bridge.
+        bridge: bridge of the model.
+        spec: shape of the model.
         probe: runs the model.
     """
 
@@ -45,22 +45,19 @@ class Observing:
             return f"{self._name} rotates its queries, and Quire cannot invert this rotation"
         if isinstance(statistic, ResidualSimilarity) and self._similarity_hooks is None:
             return (
-                f"{self._name} does not add attention to its residual stream before the MLP, so "
-                "there is no residual stream after attention alone"
+                f"{self._name} does not add the output of attention to its residual stream before "
+                "the MLP, so the change by attention alone cannot be measured"
             )
         return None
 
     def prepare_pre_rope(self) -> str | None:
         """See `Decoder.prepare_pre_rope`."""
         if self._spec.learned_positions:
-            return (
-                f"{self._name} adds learned positions to its embeddings; there is no RoPE to undo"
-            )
+            return f"{self._name} adds learned positions to its embeddings and has no RoPE"
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
             return (
-                f"layer {unknown[0]} of {self._name} rotates its queries in a way that Quire does "
-                "not know"
+                f"layer {unknown[0]} of {self._name} rotates its queries by an unknown RoPE variant"
             )
         return None
 
@@ -69,8 +66,8 @@ class Observing:
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
             return (
-                f"layer {unknown[0]} of {self._name} rotates its keys in a way that Quire does not "
-                "know, so it cannot recompute them"
+                f"layer {unknown[0]} of {self._name} rotates its keys by an unknown RoPE variant, "
+                "so Quire cannot recompute them"
             )
         if self._recomputation is None:
             with torch.inference_mode():
@@ -81,7 +78,7 @@ class Observing:
 
     @property
     def recomputation(self) -> LayerKV:
-        """The recomputation of keys and values; after `prepare_recomputation`."""
+        """The recomputation of keys and values; set by `prepare_recomputation`."""
         assert self._recomputation is not None, "call prepare_recomputation first"
         return self._recomputation
 
@@ -90,16 +87,18 @@ class Observing:
         if not self._inputs:
             self._inputs = watch_inputs(self._model, self._bridge)
 
-    def rotations(self, chosen: Callable[[], AbstractContextManager[None]]) -> Rotations | None:
+    def rotations(
+        self, select_frequencies: Callable[[], AbstractContextManager[None]]
+    ) -> Rotations | None:
         """Mean rotations of all layers without a window.
 
         Args:
-            chosen: selects the frequencies of one RoPE scaling variant.
+            select_frequencies: selects the frequencies of one RoPE scaling variant.
         """
         if not self._all_rotaries_known:
             return None
         model = self._model
-        return Rotations(self._rotaries, self._spec.head_dim, model.device, chosen)
+        return Rotations(self._rotaries, self._spec.head_dim, model.device, select_frequencies)
 
     def close(self) -> None:
         """Remove all hooks from the model."""
@@ -117,12 +116,15 @@ class Observing:
             found = dict.fromkeys(range(self._spec.num_layers), Rotary(None))
         else:
             found = find_rotaries(self._model, self._probe)
-        self._bridge.learn_rotaries(found)
+        self._bridge.set_rotaries(found)
         return found
 
     @property
     def _all_rotaries_known(self) -> bool:
-        """Whether the RoPE of every layer without a window is known; others need no statistics."""
+        """Whether the RoPE of every layer without a window is known.
+
+        Layers with a window never evict, so they have no statistics.
+        """
         layers = enumerate(self._spec.layers)
         return all(number in self._rotaries for number, layer in layers if layer.window is None)
 
@@ -135,12 +137,12 @@ class Observing:
 
 # Measures how much attention changed the residual stream of each layer.
 #
-# In a layer `after = before + attention`, perhaps scaled or normalised first; `after` is the input
-# of the next submodule of the layer. That submodule is found by running the model once: it is the
-# first one after attention whose input differs from `before` by the output of attention. Layers
+# A layer computes `after = before + attention`; attention may be scaled or normalised first.
+# `after` is the input of the layer's next submodule. A probe forward finds that submodule: it is
+# the first one after attention whose input differs from `before` by the output of attention. Layers
 # that add attention and MLP in one step have no such submodule.
 
-MOST_ERROR = 0.02  # relative, of the attention output times a factor, against the added tensor
+MOST_ERROR = 0.02  # maximum relative distance of the added tensor from a multiple of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class _Layer:
 
 
 @dataclass(slots=True)
-class _Ran:
+class _LayerRun:
     """Inputs and outputs of a layer's submodules, in the order they ran."""
 
     before: Tensor | None = None
@@ -189,11 +191,11 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
             yield _Layer(int(number), model.get_submodule(parent), own)
 
 
-def _run(layers: list[_Layer], probe: Probe) -> list[_Ran]:
+def _run(layers: list[_Layer], probe: Probe) -> list[_LayerRun]:
     """Run the model once and record the inputs and outputs of each layer's submodules."""
     notes, handles = [], []
     for layer in layers:
-        note = _Ran(parts=[])
+        note = _LayerRun(parts=[])
         notes.append(note)
         handles.append(layer.module.register_forward_pre_hook(_note_before(note), with_kwargs=True))
         handles += [
@@ -216,16 +218,16 @@ class _ProbeAttention:
         return query + 1
 
 
-def _note_before(note: _Ran) -> Any:
+def _note_before(note: _LayerRun) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         note.before = _stream(args, kwargs).clone()
 
     return hook
 
 
-def _note_part(note: _Ran, name: str) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
-        first = given[0] if isinstance(given, tuple) else given
+def _note_part(note: _LayerRun, name: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        first = out[0] if isinstance(out, tuple) else out
         assert note.parts is not None, "created for a run"
         if isinstance(first, Tensor):
             flat = first.reshape(-1, first.shape[-1])
@@ -236,12 +238,12 @@ def _note_part(note: _Ran, name: str) -> Any:
 
 def _stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states in a module's arguments, [tokens, hidden]."""
-    given = args[0] if args else kwargs["hidden_states"]
-    assert isinstance(given, Tensor), "modules of a layer take hidden states first"
-    return given.reshape(-1, given.shape[-1])
+    hidden = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(hidden, Tensor), "modules of a layer take hidden states first"
+    return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _next_part(layer: _Layer, ran: _Ran) -> str | None:
+def _next_part(layer: _Layer, ran: _LayerRun) -> str | None:
     """The submodule whose input is the residual stream after attention was added."""
     parts, before = ran.parts or [], ran.before
     names = [name for name, _, _ in parts]
@@ -249,35 +251,36 @@ def _next_part(layer: _Layer, ran: _Ran) -> str | None:
         return None
     at = names.index(layer.attention)
     added = [parts[at][2]]  # the attention output, and its normalised form
-    for name, given, made in parts[at + 1 :]:
-        if given.shape != before.shape:
+    for name, part_input, part_output in parts[at + 1 :]:
+        if part_input.shape != before.shape:
             continue
-        # attention may be much larger than the stream, so that both fit: the smaller error decides
-        alone, onto_stream = _error(added[0], given), min(_error(x, given - before) for x in added)
+        # both errors are small if attention is much larger than the stream: the smaller one decides
+        alone = _error(added[0], part_input)
+        onto_stream = min(_error(x, part_input - before) for x in added)
         if onto_stream <= min(MOST_ERROR, alone):
             return name
         if alone <= MOST_ERROR:
-            added.append(made)
+            added.append(part_output)
     return None
 
 
-def _error(given: Tensor, seen: Tensor) -> float:
-    """Relative error of `seen` against the best multiple of `given`."""
-    if given.shape != seen.shape or not seen.any():
+def _error(base: Tensor, found: Tensor) -> float:
+    """Relative distance of `found` from the nearest multiple of `base`."""
+    if base.shape != found.shape or not found.any():
         return math.inf
-    x, y = given.float().flatten(), seen.float().flatten()
+    x, y = base.float().flatten(), found.float().flatten()
     return float((y - x * (x @ y / (x @ x))).norm() / y.norm())
 
 
 def _watch(layer: _Layer, part: str, bridge: Bridge) -> list[RemovableHandle]:
     held: list[Tensor] = []
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held.clear()
         if getattr(bridge.attention, "wants_residual_similarity", False):
             held.append(_stream(args, kwargs))
 
-    def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def report_similarity(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if held:
             attention: Any = bridge.attention
             before, after = held.pop().float(), _stream(args, kwargs).float()
@@ -287,6 +290,6 @@ def _watch(layer: _Layer, part: str, bridge: Bridge) -> list[RemovableHandle]:
 
     child = layer.module.get_submodule(part)
     return [
-        layer.module.register_forward_pre_hook(keep, with_kwargs=True),
-        child.register_forward_pre_hook(tell, with_kwargs=True),
+        layer.module.register_forward_pre_hook(note_before, with_kwargs=True),
+        child.register_forward_pre_hook(report_similarity, with_kwargs=True),
     ]

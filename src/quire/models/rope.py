@@ -2,7 +2,7 @@
 
 Transformers selects long-RoPE frequencies by the largest position of a batch. In a flat batch, one
 long request would then change the keys of all others. Here the RoPE scaling variant of a request
-follows from its maximum number of tokens, and each forward receives the variant to use.
+follows from its maximum number of tokens, and each forward is passed the variant to use.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class _Frequencies:
 @dataclass(frozen=True, slots=True)
 class _RotaryModule:
     module: nn.Module
-    prefix: str  # of its attributes: one set of frequencies for each kind of layer
+    prefix: str  # prefix of its attributes: one set of frequencies for each kind of layer
     layer_type: str | None
     variants: tuple[_Frequencies, ...]  # short, long
     found: _Frequencies
@@ -158,14 +158,15 @@ def _longrope(module: Any, prefix: str, layer_type: str | None, tokens: int) -> 
 # Finds the RoPE that a model applies to queries.
 #
 # Module names are not used. The model runs on one token at several positions with attention that
-# returns zeros, so that in each layer the queries differ by their rotation alone. The layer's RoPE
-# is the rotary module, and the way to apply it, that reproduces this difference.
+# returns zeros, so that in each layer the queries differ by their rotation alone. A candidate is a
+# rotary module with a layer type and a layout of its output. The layer's RoPE is the candidate that
+# reproduces this difference.
 
 PROBED_POSITIONS = (0, 1, 5, 17)
-MOST_ERROR = 0.05  # relative, of a matching rotation; bfloat16 has about 0.005
+MOST_ERROR = 0.05  # maximum relative error of a matching rotation; about 0.005 in bfloat16
 
 Probe = Callable[[Sequence[int], PagedAttention], None]
-"""Runs the model on one token at these positions, each a sequence of its own."""
+"""Runs the model on one token at each of these positions, each in a separate sequence."""
 
 
 def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
@@ -177,13 +178,13 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
     """
     seen = _Queries()
     probe(PROBED_POSITIONS, seen)
-    ways = list(_ways(model))
+    candidates = list(_candidates(model))
     found = {}
     for layer, queries in seen.by_layer.items():
-        errors = [_error(way, queries) for way in ways]
-        best = min(range(len(ways)), key=errors.__getitem__)
+        errors = [_error(candidate, queries) for candidate in candidates]
+        best = min(range(len(candidates)), key=errors.__getitem__)
         if errors[best] < MOST_ERROR:
-            found[layer] = ways[best]
+            found[layer] = candidates[best]
     return found
 
 
@@ -199,8 +200,8 @@ class _Queries:
         return torch.zeros_like(query)
 
 
-def _ways(model: nn.Module) -> Iterator[Rotary]:
-    """All rotary modules of a model with all their rotations, and no rotation."""
+def _candidates(model: nn.Module) -> Iterator[Rotary]:
+    """Yield no rotation, and each rotary module with each layer type and layout."""
     yield Rotary(None)
     for module in model.modules():
         if not any(name.endswith("inv_freq") for name in module._buffers):
@@ -211,15 +212,15 @@ def _ways(model: nn.Module) -> Iterator[Rotary]:
                 yield Rotary(module, kind, halves)
 
 
-def _error(way: Rotary, queries: Tensor) -> float:
+def _error(candidate: Rotary, queries: Tensor) -> float:
     """Relative error of the first position's query, rotated to all positions, against `queries`."""
     positions = torch.tensor(PROBED_POSITIONS, device=queries.device)
     try:
-        first = way.unrotate(queries[:1], positions[:1]).expand_as(queries)
-        turned = way.rotate(first, positions)
+        first = candidate.unrotate(queries[:1], positions[:1]).expand_as(queries)
+        rotated = candidate.rotate(first, positions)
     except (RuntimeError, TypeError):  # more rotary elements than head_dim, or another signature
         return float("inf")
-    return float((turned - queries).norm() / queries.norm())
+    return float((rotated - queries).norm() / queries.norm())
 
 
 class Rotations:
@@ -229,7 +230,7 @@ class Rotations:
         rotaries: RoPE of each layer.
         head_dim: elements of a query.
         device: device of the model.
-        chosen: selects the frequencies of one RoPE scaling variant.
+        select_frequencies: selects the frequencies of one RoPE scaling variant.
     """
 
     def __init__(
@@ -237,18 +238,18 @@ class Rotations:
         rotaries: Mapping[int, Rotary],
         head_dim: int,
         device: torch.device,
-        chosen: Callable[[], AbstractContextManager[None]],
+        select_frequencies: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._rotaries, self._head_dim = rotaries, head_dim
-        self._device, self._chosen = device, chosen
+        self._device, self._select_frequencies = device, select_frequencies
 
     def mean_rotation(
         self, layer: int, start: int, tokens: int
     ) -> Float[Tensor, "head_dim head_dim"]:
-        """R for which R @ q is the mean of q rotated to `tokens` positions from `start` on.
+        """Matrix R: R @ q is the mean of q rotated to `tokens` positions from `start` on.
 
-        float32, including the model's factor on cosines and sines, if it has one.
+        R is float32 and includes the model's factor on cosines and sines, if the model has one.
         """
-        with self._chosen(), torch.inference_mode():
+        with self._select_frequencies(), torch.inference_mode():
             rotary = self._rotaries[layer]
             return rotary.mean_rotation(self._head_dim, start, tokens, self._device)

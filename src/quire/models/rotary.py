@@ -56,12 +56,12 @@ class Rotary:
     def mean_rotation(
         self, head_dim: int, start: int, tokens: int, device: torch.device
     ) -> Float[Tensor, "head_dim head_dim"]:
-        """R for which R @ q is the mean of q rotated to `tokens` positions from `start` on."""
+        """Matrix R: R @ q is the mean of q rotated to `tokens` positions from `start` on."""
         basis = torch.eye(head_dim, device=device)
         if self.module is None:
             return basis
         cos_sin = self._cos_sin(torch.arange(start, start + tokens, device=device))
-        cosine, sine = (turn.mean(dim=0, keepdim=True) for turn in cos_sin)
+        cosine, sine = (numbers.mean(dim=0, keepdim=True) for numbers in cos_sin)
         return _rotated(basis[:, None], cosine, sine)[:, 0].T
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:

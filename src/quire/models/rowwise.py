@@ -19,13 +19,13 @@ VECTOR_NUMBERS = 64  # a multiple of torch's vector width on any CPU
 _SEED = 20
 
 
-def _class_of(made: object) -> type:
-    found = made[0] if isinstance(made, tuple) else made  # with or without arguments
+def _class_of(entry: object) -> type:
+    found = entry[0] if isinstance(entry, tuple) else entry  # with or without arguments
     assert isinstance(found, type), "ACT2CLS contains classes"
     return found
 
 
-_CLASSES = tuple({_class_of(made) for made in ACT2CLS.values()})
+_CLASSES = tuple({_class_of(entry) for entry in ACT2CLS.values()})
 
 
 class RowwiseActivation(nn.Module):
@@ -59,7 +59,7 @@ def make_activations_rowwise(model: nn.Module) -> None:
 
 
 class _OwnRow:
-    """Attention of every row to itself."""
+    """Attention in which every row attends only to itself."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

@@ -44,8 +44,8 @@ def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tupl
         return folder, folder.resolve().name
     if isinstance(path, Path) or not _HUB_NAME.fullmatch(path) or path.startswith("."):
         raise ModelError(
-            f"expected a model folder, got {shown(str(path))}: there is no such folder; give a "
-            f"local folder, a hub name such as organisation/model, or {PACKAGED!r}"
+            f"expected a model folder, got {shown(str(path))}: there is no such folder; pass "
+            f"a local folder, a hub name such as organisation/model, or {PACKAGED!r}"
         )
     return _download(path, wanted), path
 

@@ -85,7 +85,7 @@ def encode_prompt(
         add_special_tokens: whether the tokenizer adds its special tokens.
 
     Raises:
-        RequestError: the text has no tokens, or is no Unicode text.
+        RequestError: the text has no tokens, or is not Unicode.
     """
     _check_unicode(text, "prompt")
     token_ids = _token_ids(tokenizer, text, add_special_tokens=add_special_tokens)

@@ -28,7 +28,7 @@ _TOLERATED_SHARE = {torch.float32: 0.0, torch.float16: 0.25, torch.bfloat16: 0.2
 
 
 def compare_with_transformers(decoder: Comparable) -> None:
-    """Run a short prompt with Quire's and with Transformers' attention and compare the logits.
+    """Run a short prompt in Transformers and as in the engine, and compare the logits.
 
     Raises:
         UnsupportedModel: attention calls do not match the config, or logits differ.

@@ -30,7 +30,7 @@ def read_model(
         folder: folder of the model.
         config: config of the model, checked by `check_shapes`.
         stored: headers of the folder's weight files, see `read_headers`.
-        dtype: dtype of the weights in memory; None: the dtype of the files and config.
+        dtype: type of the weights in memory; None: the dtype of the files and config.
         trust_remote_code: run Python code from the model folder.
 
     Raises:
@@ -125,7 +125,7 @@ def check_finite(model: nn.Module) -> None:
         if found:
             narrow = parameter.dtype == torch.float16 and found == "inf"
             advice = (
-                "larger values than float16 has: load with dtype=bfloat16 or float32"
+                "the values exceed the range of float16: load with dtype=bfloat16 or float32"
                 if narrow
                 else "fetch the folder again"
             )

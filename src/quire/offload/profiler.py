@@ -172,7 +172,7 @@ class OffloadProfiler:
             return
         predicted_s = followed.estimator.predict(amounts)
         if followed.detector.add(predicted_s, span.seconds):
-            followed.estimator.doubt()
+            followed.estimator.reset_variance()
             self.num_changes += 1
         followed.estimator.add(amounts, span.seconds)
 

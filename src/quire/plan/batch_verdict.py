@@ -120,7 +120,7 @@ def _for_fixed(batch: int, rows: dict[str, int]) -> BlockVerdict:
     if batch <= rows[BOTH_PHASES]:
         reason = f"whole prompts fit for {whole:,} rows only, the batch has {batch:,} rows"
         return BlockVerdict(pays=True, reasons=(reason,))
-    reason = f"{batch:,} rows fit with no variant: at most {rows[BOTH_PHASES]:,} fit with this cap"
+    reason = f"no variant fits {batch:,} rows: at most {rows[BOTH_PHASES]:,} fit with this cap"
     return BlockVerdict(pays=False, reasons=(reason,))
 
 
@@ -131,7 +131,7 @@ def _by_time(arms: Sequence[ArmBatch]) -> tuple[bool | None, str]:
     if own is None or len(others) < len(speeds):
         return None, "step times were not measured on this machine (run `quire profile MODEL`)"
     if not others:
-        return True, "not one row fits with the other variants"
+        return True, "no row fits with the other variants"
     best = max(others)
     return own > best, f"predicted {own:,.0f} tokens/s: {own / best:.2f} x the best other variant"
 
@@ -142,9 +142,9 @@ def _by_time(arms: Sequence[ArmBatch]) -> tuple[bool | None, str]:
 #
 # arm                    tokens evicted, and when
 # full                   none
-# decode                 by the given rule down to cap - every, after the whole prompt's prefill
+# decode                 by the rule down to cap - every, after the whole prompt's prefill
 # decode_extreme         all but the two newest: no decode-only rule attends to fewer tokens
-# prefill_and_decode     by the given rule: prompt and output stay within the cap
+# prefill_and_decode     by the rule: prompt and output stay within the cap
 #
 # Source: Batch-Max (Metel et al. 2025), Algorithm 1 (the last) and Algorithm 2 (the third).
 

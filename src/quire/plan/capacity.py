@@ -81,7 +81,7 @@ def capacity(
     Args:
         model: its dimensions.
         kv_bytes: size of the pool.
-        layout: of `quire.layout.layout.layout_for`.
+        layout: lane groups, from `quire.layout.layout.layout_for`.
         sequence_tokens: sequence length.
         batch: number of sequences wanted at once.
 

@@ -46,7 +46,7 @@ class ProductRate:
     """A measured matrix product [rows, inner] x [inner, columns].
 
     Attributes:
-        dtype: of both operands, such as `bfloat16`.
+        dtype: type of both operands, such as `bfloat16`.
         rows, inner, columns: the shape.
         flops_per_s: two FLOPs for each multiply-add.
     """
@@ -63,16 +63,16 @@ class Ceilings:
     """Measured rates of one machine.
 
     Attributes:
-        machine: machine on which the rates were measured.
-        read_bytes_per_s, copy_bytes_per_s: for buffers larger than all caches, with all threads;
-            a copy counts its bytes once.
-        one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: the same with one thread.
-        products: matrix products by shape.
-        attention_bytes_per_s: KV bytes of a decoding batch over its time, by attention variant.
-        copies: rates of copies of swapped pages, by device; empty in files of older versions.
-        prefill: prefill rates of models, by `model_key`; empty if no model was measured.
-        steps: step rates of models under eviction rules, by `steps_key`; empty if no model was
-            measured.
+        machine: the machine that the rates are valid for.
+        read_bytes_per_s, copy_bytes_per_s: rates for buffers larger than all caches, with all
+            threads; a copy counts its bytes once.
+        one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: the same rates with one thread.
+        products: rates of matrix products by shape.
+        attention_bytes_per_s: KV bytes of a decoding batch divided by its time, by attention
+            variant.
+        copies: rates of swapped pages, by device; empty in files of older versions.
+        prefill: rates of prefill, by `model_key`; empty if no model was measured.
+        steps: rates of steps under eviction rules, by `steps_key`; empty if no model was measured.
     """
 
     machine: Machine
@@ -178,7 +178,7 @@ def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
 
 
 def ceilings_from(stored: Any) -> Ceilings:
-    """Parse the contents of a ceilings file, a JSON object.
+    """Parse the JSON object of a ceilings file.
 
     Raises:
         ValueError: another format, or an invalid rate.

@@ -47,7 +47,7 @@ class RateEstimator:
         return tuple(float(value) for value in self._coefficients)
 
     def predict(self, amounts: Sequence[int | float]) -> float:
-        """Predict the seconds of the given amounts."""
+        """Predict the seconds of these amounts."""
         return float(np.dot(self._coefficients, amounts))
 
     def add(self, amounts: Sequence[int | float], seconds: int | float) -> None:
@@ -71,7 +71,7 @@ class RateEstimator:
         self._bound_variance()
         self.num_samples += 1
 
-    def doubt(self) -> None:
+    def reset_variance(self) -> None:
         """Reset the variance, not the coefficients: the next samples get full weight."""
         self._variance = np.eye(len(self._coefficients)) * _MOST_VARIANCE
         self._spread = 1.0
@@ -79,8 +79,8 @@ class RateEstimator:
     def _weight(self, error: int | float) -> float:
         """Weight of a sample with this error, 0 to 1; updates the usual error."""
         limit = _CLIP * self._spread
-        believed = min(error, limit)
-        self._spread += _SPREAD_PACE * (believed - self._spread)
+        clipped = min(error, limit)
+        self._spread += _SPREAD_PACE * (clipped - self._spread)
         self._spread = max(self._spread, _LEAST_SPREAD)
         return limit / error if error > limit else 1.0
 

@@ -51,7 +51,8 @@ def cpu_model() -> str:
 #     version 2   /sys/fs/cgroup/<group>/memory.max, memory.current, memory.stat: inactive_file
 #     version 1   /sys/fs/cgroup/memory/<group>/memory.limit_in_bytes, memory.usage_in_bytes, ...
 #
-# A limit applies to a group and all below it, so every group from the own one to the root counts.
+# A limit applies to a group and all groups below it, so all groups from the process's group to the
+# root are checked.
 
 _MOUNT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -97,7 +98,7 @@ def _limits(mount: Path, own_groups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _of_groups(root: Path, group: str, names: tuple[str, str, str]) -> Iterator[tuple[int, int]]:
-    # inside a container the own group may have its outside name, and is the root of the mount
+    # in a container, /proc may show the group's name outside of it; the mount's root is that group
     own = root / group.strip("/")
     folders = [own, *own.parents]
     for folder in folders[: folders.index(root) + 1] if root in folders else [root]:

@@ -36,7 +36,7 @@ def known_costs(
     Args:
         found: result of `read_ceilings`.
         model: its dimensions, from which an unmeasured prefill is estimated.
-        dtype: dtype of its weights, such as `bfloat16`.
+        dtype: type of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
         chunk_tokens: prefill tokens of a step.
     """
@@ -131,18 +131,18 @@ class LearnedCosts:
         return sum(e.num_samples for e in (self._out, self._back, self._prefill))
 
     def copied_out(self, num_bytes: int, seconds: int | float) -> None:
-        """Learn from a swap out, taken as one piece."""
+        """Learn from a swap out; it counts as one piece."""
         self._out.add((1, 1, num_bytes), seconds)
 
     def copied_back(self, num_bytes: int, seconds: int | float) -> None:
-        """Learn from a swap in, taken as one piece."""
+        """Learn from a swap in; it counts as one piece."""
         self._back.add((1, 1, num_bytes), seconds)
 
     def read(self, tokens: int, before: int, seconds: int | float) -> None:
         """Learn from a step that only prefilled a chunk of one prompt.
 
         Args:
-            tokens: tokens of the chunk.
+            tokens: length of the chunk.
             before: tokens of the sequence before the chunk.
             seconds: duration of the step.
         """

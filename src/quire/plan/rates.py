@@ -18,7 +18,7 @@ class CopyRate:
     """Rate of copies of pages: seconds = call_s + pieces * piece_s + bytes / bytes_per_s.
 
     Attributes:
-        bytes_per_s: of large copies.
+        bytes_per_s: rate of large copies.
         call_s: fixed cost of a swap.
         piece_s: cost of each separate extent.
 
@@ -83,8 +83,8 @@ class Costs:
     """Rates that the choice between swap and recompute depends on.
 
     Attributes:
-        copies: between arena and host memory.
-        prefill: prefill rates of the model.
+        copies: rates of copies between arena and host memory.
+        prefill: rates of the model's prefill.
         chunk_tokens: prefill tokens of a step.
     """
 
@@ -121,8 +121,9 @@ class DecodeRates:
     """Duration of decode steps; see `quire.plan.static_run` for the formula.
 
     Attributes:
-        batch_s: (rows, seconds of a step without its slots), rows rising. Linear between two
-            entries, and after the last two unless they fall; constant before the first.
+        batch_s: pairs (rows, seconds of a step without its slots) in ascending order of rows.
+            Seconds are linear between two entries and constant before the first. After the last
+            two entries they are extrapolated, or constant if these two fall.
         slot_s: cost of each slot of KV that a row attends to, all layers.
         evict_row_s: cost of each row that evicts before the step.
         evict_slot_s: cost of each slot that such a row selects from.
@@ -168,7 +169,7 @@ class StepRates:
         whole: prefill of whole prompts or first blocks, with no tokens before them.
         blocks: prefill of later blocks, including the eviction before each; equal to `whole` if
             none were measured.
-        decode: of decode steps.
+        decode: rates of decode steps.
     """
 
     whole: PrefillRates
@@ -188,7 +189,7 @@ def model_key(model: ModelSpec, *, dtype: str, device: str) -> str:
 
     Args:
         model: its dimensions.
-        dtype: dtype of its weights, such as `bfloat16`.
+        dtype: type of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
     """
     return (
@@ -203,7 +204,7 @@ def steps_key(key: str, evict: str) -> str:
     The rule's cap and schedule are not part of the key: rates are used to compare them.
 
     Args:
-        key: of `model_key`.
+        key: result of `model_key`.
         evict: the rule, as `--evict` takes it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Memory reads of a decode step, and its least time at a given read rate.
+"""Memory reads of a decode step, and its least time at a read rate.
 
 Decoding a token multiplies matrices by a few vectors. So the time is spent reading the weights once
 and the KV of every sequence. Rates are arguments, to be measured on the machine.
@@ -204,7 +204,7 @@ def step_parts(
         model: its dimensions; a mixture of experts reads the selected experts.
         rows: sequences of the step.
         sampled_rows: rows with logits.
-        bytes_per_value: of weights and KV.
+        bytes_per_value: bytes of an element of weights and KV.
 
     Raises:
         ConfigError: no rows, or a row without a new token.

@@ -55,7 +55,7 @@ class RunSeconds:
     Attributes:
         prefill_s: until every row has its first token.
         decode_s: the rest.
-        new_tokens: new tokens of all rows.
+        new_tokens: generated tokens of all rows.
     """
 
     prefill_s: float
@@ -76,8 +76,8 @@ def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterat
 
     Args:
         spec: cap and schedule.
-        prompt_tokens: tokens of the prompt.
-        new_tokens: generated; the last one is not processed.
+        prompt_tokens: length of the prompt.
+        new_tokens: length of the output; its last token is not processed.
 
     Raises:
         ConfigError: no prompt, or no tokens to generate.
@@ -106,12 +106,12 @@ def _chunks(spec: EvictionSpec, prompt_tokens: int) -> Iterator[int]:
         yield min(spec.every, prompt_tokens - start)
 
 
-def _kept(spec: EvictionSpec, held: int, answered: int, new: int) -> int:
-    """Slots retained before `new` tokens; `answered` is below 0 during prefill."""
-    if spec.cap is None or spec.when == PRESSURE or (spec.when == DECODE and answered < 0):
+def _kept(spec: EvictionSpec, held: int, decoded: int, new: int) -> int:
+    """Slots retained before `new` tokens; `decoded` counts output tokens, < 0 in prefill."""
+    if spec.cap is None or spec.when == PRESSURE or (spec.when == DECODE and decoded < 0):
         return held
     if spec.when == PREFILL_END:
-        return min(held, spec.cap) if answered == 0 else held
+        return min(held, spec.cap) if decoded == 0 else held
     return spec.cap - spec.every if held + new > spec.cap else held
 
 
@@ -119,7 +119,7 @@ def run_seconds(rates: StepRates, steps: Iterable[RowStep], rows: int) -> RunSec
     """Time of a static batch whose rows all take these steps.
 
     Args:
-        rates: rates of the eviction rule.
+        rates: rates of steps under the eviction rule.
         steps: steps of one row, from `row_steps`.
         rows: number of rows.
 

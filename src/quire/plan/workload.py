@@ -44,8 +44,8 @@ class Workload:
     """Requests of equal lengths.
 
     Attributes:
-        input_tokens: tokens of a prompt.
-        output_tokens: tokens of an output.
+        input_tokens: length of a prompt.
+        output_tokens: length of an output.
         batch: number of requests wanted at once.
 
     Raises:
@@ -110,10 +110,10 @@ def assess(
     Args:
         model: its dimensions.
         memory: division of the device's memory.
-        input_tokens: tokens of a prompt.
-        output_tokens: tokens of an output.
+        input_tokens: length of a prompt.
+        output_tokens: length of an output.
         batch: number of requests wanted at once.
-        layout: of KV pages; default: 16-bit elements in pages of 16 tokens.
+        layout: layout of KV pages; default: 16-bit elements in pages of 16 tokens.
         flops_per_byte: floating-point operations of the device in the time it reads one byte.
 
     Raises:
@@ -194,7 +194,7 @@ def decode_share(
 
 def _judge(kv_share: float, sequences: int, share: float, full_batch: float) -> tuple[Impact, str]:
     if sequences < 1:
-        return "critical", "not one request fits: its KV must be evicted, quantized or offloaded"
+        return "critical", "no request fits: KV must be evicted, quantized or offloaded"
     if share < _PREFILL_DOMINATED:
         return "low", "prefill dominates: KV is short-lived; make prefill faster instead"
     if kv_share < _NEGLIGIBLE:

@@ -109,13 +109,13 @@ class AttentionBench:
         self._query = query.bfloat16()
         self._math = AttentionMath(shape.head_dim**-0.5)
 
-    def ways(self) -> dict[str, Callable[[], Tensor]]:
-        """Calls that attend once, by variant; `native` and `native sums` only if C can run."""
-        ways = {"gathered": self.paged("gathered"), "sdpa": self._contiguous()}
+    def variants(self) -> dict[str, Callable[[], Tensor]]:
+        """Calls that attend once, by variant; `native` variants only if the C extension can run."""
+        variants = {"gathered": self.paged("gathered"), "sdpa": self._contiguous()}
         if isinstance(usable_library(_CPU, torch.bfloat16, self._shape.head_dim), NativeLibrary):
-            ways["native"] = self.paged("native")
-            ways["native sums"] = self.paged("native", statistics=True)
-        return ways
+            variants["native"] = self.paged("native")
+            variants["native sums"] = self.paged("native", statistics=True)
+        return variants
 
     def paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
         """Create a call that attends once through a backend, with or without column sums.
@@ -145,7 +145,7 @@ class AttentionBench:
         )
 
     def _fresh(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the new tokens, as stored in their slots; codes need none."""
+        """Keys and values of the new tokens, as stored in slots; not read if pages hold codes."""
         if self.pages.coded is not None:
             return self._query, self._query
         last = self._shape.tokens - 1
@@ -154,7 +154,7 @@ class AttentionBench:
         return self.pages.key[page, :, offset], self.pages.value[page, :, offset]
 
     def _contiguous(self) -> Callable[[], Tensor]:
-        """Torch's own attention on a contiguous copy of the same KV.
+        """Create a call of torch's attention on a contiguous copy of the same KV.
 
         Query heads of a group are placed on the query axis: on a CPU that is eight times faster
         than `enable_gqa`.

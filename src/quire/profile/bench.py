@@ -20,10 +20,10 @@ class BenchShape:
 
     Attributes:
         requests: submitted at once in each round.
-        input_tokens: tokens of each prompt.
+        input_tokens: length of each prompt.
         output_tokens: generated for each prompt; an end-of-sequence token does not stop it.
         rounds: number of measured rounds.
-        warmup_rounds: number of rounds before them.
+        warmup_rounds: number of rounds before the measured ones.
         seed: seed of the prompts; every round has different prompts.
     """
 
@@ -107,7 +107,7 @@ def run_bench(llm: LLM, shape: BenchShape, sampling: SamplingParams) -> BenchRun
     """Run the warm-up rounds and the measured ones.
 
     Args:
-        llm: idle. Its prefix cache has no hits: every prompt is random.
+        llm: an idle LLM. Its prefix cache has no hits, because every prompt is random.
         shape: shape of the requests.
         sampling: sampling options of every request; the shape sets the output length.
 

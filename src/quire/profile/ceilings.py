@@ -30,7 +30,7 @@ class ProfileConfig:
         rows, matrices, dtypes: rows, matrix shapes and dtypes of the products.
         attention: shape of the decoding batch.
         swap_bytes: sizes of swapped sequences.
-        chunks, prompt_tokens: prefill of a given model.
+        chunks, prompt_tokens: chunk lengths and prompt length of the measured prefill.
     """
 
     repeats: int = 7
@@ -60,7 +60,7 @@ class MemoryProbe:
     """Reads and copies one buffer repeatedly.
 
     Args:
-        num_bytes: bytes of the buffer; a multiple of 16.
+        num_bytes: size of the buffer; a multiple of 16.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -110,10 +110,10 @@ def measure_ceilings(
         progress: called with a line for each result.
     """
     memory = MemoryProbe(config.buffer_bytes)
-    read, copy = (median_rate(way, config) for way in (memory.read_rate, memory.copy_rate))
+    read, copy = (median_rate(measure, config) for measure in (memory.read_rate, memory.copy_rate))
     with torch_threads(1):
         read_one, copy_one = (
-            median_rate(way, config) for way in (memory.read_rate, memory.copy_rate)
+            median_rate(measure, config) for measure in (memory.read_rate, memory.copy_rate)
         )
     progress(f"memory read: {read / 1e9:.1f} GB/s, one thread {read_one / 1e9:.1f} GB/s")
     progress(f"memory copy: {copy / 1e9:.1f} GB/s, one thread {copy_one / 1e9:.1f} GB/s")
@@ -136,12 +136,12 @@ def measure_ceilings(
 def measure_attention(config: ProfileConfig) -> dict[str, float]:
     """KV bytes per second of each attention variant for a decoding batch."""
     bench = AttentionBench(config.attention)
-    ways = bench.ways()
-    for call in ways.values():
+    variants = bench.variants()
+    for call in variants.values():
         call()
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(config.repeats):
-        for name, call in ways.items():
+        for name, call in variants.items():
             times[name].append(seconds(call))
     kv_bytes = config.attention.kv_bytes
     return {name: kv_bytes / statistics.median(found) for name, found in times.items()}

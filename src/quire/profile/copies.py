@@ -35,7 +35,7 @@ class CopyTimes:
     """Median times of one sequence size.
 
     Attributes:
-        num_bytes: bytes of its KV.
+        num_bytes: bytes of the sequence's KV.
         scattered: whether its pages are scattered between another sequence's.
         out_s, back_s: a swap in each direction, bookkeeping included.
     """
@@ -122,8 +122,8 @@ def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> 
 
     Args:
         device: device of the arena.
-        sizes: bytes of a sequence.
-        repeats: measured swaps of each, after a warm-up.
+        sizes: bytes of a sequence, one for each measurement.
+        repeats: measured swaps of each size, after a warm-up.
     """
     for size in sizes:
         for scattered in (True, False):
@@ -144,7 +144,7 @@ def copy_rates(
     """Fit rates to the times of scattered pages, which an engine's arena has.
 
     Args:
-        times: of some sizes.
+        times: median times of several sizes.
         out_piece_s: time of each extent on a swap out.
         back_piece_s: time of each extent on a swap in.
     """
@@ -158,7 +158,7 @@ def copy_rates(
 def measure_copy_rates(
     sizes: Sequence[int], repeats: int, *, progress: Callable[[str], None]
 ) -> dict[str, CopyRates]:
-    """Copy rates by device: of the CPU, and of an accelerator if there is one.
+    """Measure copy rates by device: the CPU, and an accelerator if there is one.
 
     Args:
         sizes: bytes of a sequence.
@@ -178,10 +178,10 @@ def _measure_device(
     times = []
     for time in measure_copies(device, sizes, repeats):
         times.append(time)
-        way = "scattered" if time.scattered else "packed"
+        placement = "scattered" if time.scattered else "packed"
         out, back = (time.num_bytes / s / 1e9 for s in (time.out_s, time.back_s))
         progress(
-            f"swap {device.type}, {time.num_bytes / MIB:g} MiB, {way}: out {out:.2f} GB/s, "
+            f"swap {device.type}, {time.num_bytes / MIB:g} MiB, {placement}: out {out:.2f} GB/s, "
             f"in {back:.2f} GB/s"
         )
     probe = SwapProbe(device, max(sizes), scattered=True)

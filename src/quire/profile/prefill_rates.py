@@ -28,7 +28,7 @@ class ChunkTime:
     """One prefill step of a chunk.
 
     Attributes:
-        tokens: tokens of the chunk.
+        tokens: length of the chunk.
         before: tokens of the prompt before the chunk.
         seconds: duration of the step.
     """
@@ -39,7 +39,7 @@ class ChunkTime:
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Calls, tokens and squares, as `PrefillRates` charges them."""
+        """Numbers of calls, tokens and squares in the formula of `PrefillRates`."""
         return 1, self.tokens, (self.before + self.tokens) ** 2 - self.before**2
 
 
@@ -50,7 +50,7 @@ def random_prompt(model: LoadedModel, tokens: int, seed: int) -> list[int]:
 
 
 def kv_memory_for(spec: ModelSpec, tokens: int) -> int:
-    """KV bytes that hold two such sequences, in slabs of any size."""
+    """Return the bytes of a KV memory for two sequences of this length, in slabs of any size."""
     return 2 * spec.kv_bytes(tokens, 4) + (64 << 20)
 
 
@@ -62,11 +62,11 @@ def measure_chunks(
     Args:
         model: loaded.
         chunks: lengths.
-        prompt_tokens: tokens of each prompt; at most the model's context minus one.
+        prompt_tokens: length of each prompt; at most the model's context minus one.
         repeats: measured prompts for each length, after a warm-up.
 
     Raises:
-        ConfigError: a prompt that leaves no tokens of the context for an output.
+        ConfigError: a prompt that fills the context, so that no output fits.
     """
     if not 1 <= prompt_tokens < model.spec.max_positions:
         raise ConfigError(
@@ -101,7 +101,7 @@ def prefill_rates(times: Sequence[ChunkTime]) -> PrefillRates:
     """Fit rates to the steps.
 
     Raises:
-        ConfigError: no step.
+        ConfigError: `times` is empty.
     """
     fitted = fit_seconds([time.amounts for time in times], [time.seconds for time in times])
     call_s, token_s, square_s = fitted
@@ -123,7 +123,7 @@ def measure_prefill_rates(
     Args:
         model: loaded.
         chunks: lengths.
-        prompt_tokens: tokens of each prompt; at most the model's context minus one is used.
+        prompt_tokens: length of each prompt; limited to the model's context minus one.
         repeats: measured prompts for each length.
         progress: called with a line for each length and for the fitted rates.
     """

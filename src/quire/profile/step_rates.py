@@ -69,7 +69,7 @@ def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = No
     Args:
         model: loaded.
         shape: shape of the batch.
-        kv_bytes: bytes of its KV memory; None: enough for any layout, statistics included.
+        kv_bytes: size of the KV memory; None: enough for any layout, statistics included.
     """
     if kv_bytes is None:
         tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
@@ -109,7 +109,7 @@ def measure_step_rates(
     Args:
         model: loaded.
         shapes: shapes of the batches.
-        repeats: measured runs of each, after a warm-up.
+        repeats: measured runs of each batch, after a warm-up.
     """
     times: list[StepTime] = []
     for shape in shapes:
@@ -121,7 +121,7 @@ def measure_step_rates(
 
 
 def fit_steps(times: Sequence[StepTime]) -> StepRates:
-    """Fit rates to timed steps; blocks without measurements cost as much as whole prompts.
+    """Fit rates to timed steps; without measured blocks, blocks have the rates of whole prompts.
 
     Raises:
         ConfigError: no prefill step, or no decode step.

@@ -36,7 +36,7 @@ class SequenceOutput:
         self._submission_id = submission_id
         self._score: float | None = None if request.params.logprobs is None else 0.0
         self._text, self._release = text, release
-        self._scores: list[ScoredToken | None] = [None]  # of the prompt; its first token has none
+        self._scores: list[ScoredToken | None] = [None]  # scores of the prompt, none for token 0
 
     def add_scores(self, first: int, scores: Sequence[ScoredToken]) -> None:
         """Add the log-probabilities of prompt tokens from position `first` on.

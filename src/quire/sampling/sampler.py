@@ -39,9 +39,9 @@ __all__ = [
 NO_TOKEN = -1
 """The `token_id` of a row that failed."""
 
-BAD_LOGITS = "the model gave NaN or infinite logits"
+BAD_LOGITS = "the model returned NaN or infinite logits"
 NO_TOKEN_LEFT = (
-    "the sampling options leave no token to choose: allowed_token_ids, bad_token_ids and "
+    "the sampling options leave no token to sample: allowed_token_ids, bad_token_ids and "
     "min_tokens together ban all tokens"
 )
 
@@ -71,7 +71,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A given token with its log-probability (nats) and its rank (1 for the most likely)."""
+    """A prompt token with its log-probability (nats) and its rank (1 for the most likely)."""
 
     token_id: int
     logprob: float
@@ -142,7 +142,7 @@ class Sampler:
     def _choose(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
     ) -> tuple[Int[Tensor, " rows"], Bool[Tensor, " rows"]]:
-        """Sample with the rows' options; also return which rows had a token to choose."""
+        """Sample with the rows' options; also return which rows have a token."""
         logits = edit(logits, rows, self.eos_token_ids)
         best, token_ids = logits.max(dim=-1)
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
@@ -173,16 +173,16 @@ def prompt_logprobs(
         One score per row of `logits`.
 
     Raises:
-        RequestError: the model gave NaN or infinite logits for this prompt.
+        RequestError: the model returned NaN or infinite logits for this prompt.
     """
     scored: list[ScoredToken] = []
-    given = torch.tensor(next_token_ids, dtype=torch.int64, device=logits.device)
+    next_ids = torch.tensor(next_token_ids, dtype=torch.int64, device=logits.device)
     rows = 1 if one_by_one else PROMPT_ROWS_AT_ONCE
     for first in range(0, len(next_token_ids), rows):
         tokens = slice(first, first + rows)
         if not bool(logits[tokens].amax(dim=-1).isfinite().all()):
             raise RequestError(f"{BAD_LOGITS} for this prompt")
-        scored += _score(logits[tokens], given[tokens], num_top)
+        scored += _score(logits[tokens], next_ids[tokens], num_top)
     return scored
 
 

@@ -1,4 +1,4 @@
-"""Stop rules of outputs (end tokens, stop texts, length), and the text that they leave."""
+"""Stop rules of outputs: end tokens, stop texts and the length, applied during detokenization."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""The engine's scheduler and memory on recorded requests: a timing model instead of a model."""
+"""Simulation of recorded requests by the engine's scheduler and memory, with computed times."""

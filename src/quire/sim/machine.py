@@ -41,10 +41,10 @@ class Rates:
                 raise ConfigError(f"expected {field.name} above 0, got {value}")
 
     def scaled(self, efficiency: int | float) -> "Rates":
-        """These rates multiplied by a fraction (0 to 1).
+        """Return these rates multiplied by a fraction (0 to 1).
 
         Raises:
-            ConfigError: a share outside of 0 to 1.
+            ConfigError: an efficiency outside of 0 to 1.
         """
         if not 0 < efficiency <= 1:
             raise ConfigError(f"expected an efficiency above 0 and up to 1, got {efficiency}")
@@ -61,8 +61,8 @@ class Rates:
 PROFILE = "profile"
 MachineName = Literal["a100", "h100", "h200", "profile"]
 REACHED_OF_PEAKS = 0.6
-"""Part of a data sheet's peaks that steps reach. An assumption: decode steps of current engines
-read at 60 to 80 % of the memory's peak, and prefills multiply at 40 to 60 % of the products'."""
+"""Fraction of a data sheet's peaks that steps reach. This is assumed: decode steps of engines read
+at 60 to 80 % of the memory's peak, and prefills multiply at 40 to 60 % of the products'."""
 
 PEAKS: Mapping[str, Rates] = {
     "a100": Rates(read_bytes_per_s=2.039e12, flops_per_s=312e12, copy_bytes_per_s=31.5e9),
@@ -73,10 +73,10 @@ PEAKS: Mapping[str, Rates] = {
 5.0 with 16 lanes."""
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """What a user can say about the machine.
+    """Options of the simulated machine.
 
     Attributes are options; see their help.
     """
@@ -107,7 +107,7 @@ class MachineConfig:
         """The rates that steps reach.
 
         Args:
-            measured: measured rates of this machine, for `profile`.
+            measured: rates of this machine, for `profile`.
         """
         peaks = PEAKS.get(self.name, measured)
         assert peaks is not None, "a measured machine needs its rates"
@@ -117,11 +117,11 @@ class MachineConfig:
 
 
 def measured_rates(ceilings: Ceilings, dtype: str) -> Rates:
-    """What `quire profile` has found on a machine, as rates.
+    """Convert the measurements of `quire profile` to rates.
 
     Args:
-        ceilings: ceilings of this machine.
-        dtype: of weights and KV.
+        ceilings: measured rates of this machine.
+        dtype: type of weights and KV.
 
     Raises:
         ConfigError: products in this dtype were not measured.

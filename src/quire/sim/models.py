@@ -61,7 +61,7 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         "word_embed_proj_dim": 4096,
     },
 }
-"""Members of the models' published config.json files that decide shapes."""
+"""Keys of the models' published config.json files that determine shapes."""
 
 
 def model_shape(name: str) -> ModelSpec:

@@ -68,12 +68,12 @@ _SIZE_INCHES = (8, 4)
 
 
 def drawn(draw: Callable[["Axes"], None]) -> bytes:
-    """An SVG file of what `draw` puts on a pair of axes; see `drawn_figure`."""
+    """Return an SVG file of the axes that `draw` fills; see `drawn_figure`."""
     return drawn_figure(lambda figure: draw(figure.add_subplot()))
 
 
 def drawn_figure(draw: Callable[["Figure"], None]) -> bytes:
-    """An SVG file of what `draw` puts on a figure.
+    """Return an SVG file of the figure that `draw` fills.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -27,7 +27,13 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.sim.machine import Rates
 from quire.sim.simulator import Progress, SimResult, Simulator
-from quire.sim.stand_ins import OldestLeave, TimedCopies, VirtualClock, folded_layout, make_memory
+from quire.sim.stand_ins import (
+    OldestFirstEvictor,
+    TimedCopies,
+    VirtualClock,
+    folded_layout,
+    make_memory,
+)
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Trace
 
@@ -41,12 +47,12 @@ class SimConfig:
     Attributes:
         model: shape of the model.
         rates: rates of the machine.
-        kv: the memory; `auto` is one that never runs full.
-        schedule: steps and queues.
-        dtype: of weights, and of KV where `kv.codec` says nothing else.
+        kv: options of the KV memory; an `auto` memory never runs full.
+        schedule: options of steps and queues.
+        dtype: type of weights, and of KV unless `kv.codec` sets another one.
         eviction: how many tokens a lane may hold, for the longest prompt; the choice of
             evicted tokens is not simulated.
-        eviction_of: the same by tokens of a prompt, where the cap depends on it; None: one for all.
+        eviction_of: eviction by prompt length, if the cap depends on it; None: `eviction` for all.
     """
 
     model: ModelSpec
@@ -116,9 +122,9 @@ def make_scheduler(
     """The engine's scheduler over a memory without bytes.
 
     Args:
-        memory: empty.
-        config: of schedule, cache, eviction and host pool.
-        clock: clock of its events.
+        memory: an empty KV memory.
+        config: sets schedule, cache, eviction and host pool.
+        clock: clock of the events.
         copies: copies of the host pool.
     """
     # a store without shared pages has no prefix cache
@@ -127,12 +133,12 @@ def make_scheduler(
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
     sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
     swapper = _make_swapper(memory, config, copies)
-    evictor = OldestLeave(memory)
+    evictor = OldestFirstEvictor(memory)
     return Scheduler(make_components(config.schedule, sequence_memory, evictor, swapper))
 
 
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:
-    """Swaps to a host pool without bytes, by what the machine's rates say of costs."""
+    """Build a swapper to a host pool without bytes; the machine's rates determine the costs."""
     host_bytes = config.kv.swap_space
     refuse_too_small(host_bytes, memory.layout)
     refuse_unused_swap_space(host_bytes, config.schedule)
@@ -155,16 +161,16 @@ def refuse_unsimulated(kv: KVConfig) -> None:
     """Reject options that have no effect in a simulation.
 
     Raises:
-        ConfigError: with the option to leave out.
+        ConfigError: an option has no effect; the message names it.
     """
     _refuse_changes(kv.offload, OffloadConfig(), "KV offload")
     simulated = PrefixCacheConfig(enabled=kv.prefix_cache.enabled)
     _refuse_changes(kv.prefix_cache, simulated, "prefixes on disk or in a store")
 
 
-def _refuse_changes(given: Any, simulated: Any, what: str) -> None:
-    for each in fields(given):
-        value = getattr(given, each.name)
+def _refuse_changes(options: Any, simulated: Any, what: str) -> None:
+    for each in fields(options):
+        value = getattr(options, each.name)
         if value not in (getattr(simulated, each.name), 0):
             raise ConfigError(
                 f"--{each.metadata['option'].flag} has no effect: a simulation has no {what}; "

@@ -94,8 +94,8 @@ _ID_BITS = 31  # packed ids fit into int32
 def token_ids(segments: Sequence[Segment]) -> list[int]:
     """Ids of a sequence of segments, computed from their contents and offsets.
 
-    Equal contents give equal ids at equal offsets, others collide with probability
-    2^-31 per token. Ids are not entries of a vocabulary.
+    Equal contents have equal ids at equal offsets. Ids of different contents collide with
+    probability 2^-31 per token. Ids are not entries of a vocabulary.
 
     Source: the mixing function of SplitMix64 (Steele et al., 2014).
     """
@@ -122,7 +122,7 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 # Eviction without tensors: the choice of slots does not change page counts, so evict the oldest.
 
 
-class OldestLeave:
+class OldestFirstEvictor:
     """Evicts the oldest slots of a request until its lanes fit their capacities.
 
     Args:
@@ -154,7 +154,7 @@ class OldestLeave:
         )
 
     def finalize(self, request: Request) -> None:
-        """Leave the capacities unchanged: dividing them by prompt needs a model."""
+        """Do nothing: a division of the cap after the prompt needs a model."""
 
 
 # ---- memory --------------------------------------------------------------------------------------

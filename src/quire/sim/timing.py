@@ -1,4 +1,4 @@
-"""Predicted step time: lower bounds of the step's parts at given rates, plus a fixed overhead."""
+"""Predicted step time: lower bounds of a step's parts at a machine's rates, and an overhead."""
 
 from collections import Counter
 
@@ -14,16 +14,16 @@ Counts = NDArray[np.int64]
 
 
 class StepTimer:
-    """Seconds of steps of one model at given rates.
+    """Computes the duration of a model's steps at the rates of a machine.
 
     A step takes its overhead plus, part after part (projections, attention, MLP, head), the larger
     of bytes over the read rate and FLOPs over the product rate: `plan.roofline`, for whole batches.
     Attention over rows of one step is one part; a chunk's products may hide another row's reads.
 
     Args:
-        model: the shape.
+        model: shape of the model.
         rates: rates of the machine.
-        bytes_per_value: of weights and KV.
+        bytes_per_value: bytes of an element of weights and KV.
     """
 
     def __init__(self, model: ModelSpec, rates: Rates, *, bytes_per_value: int = 2) -> None:
@@ -78,6 +78,7 @@ class StepTimer:
 
 def _hidden(new: Counts, before: Counts, window: int) -> Counts:
     """Pairs of a new token and a token before it that has left its window, [rows]."""
-    first = np.maximum(before + 1, window + 1) - window  # tokens hidden from the first that lacks
+    # tokens hidden from the first new token that has hidden tokens, and from the last new token
+    first = np.maximum(before + 1, window + 1) - window
     last = before + new - window
     return np.where(last >= first, (last - first + 1) * (first + last) // 2, 0)

@@ -71,7 +71,7 @@ def test_full_needs_no_budget() -> None:
         (("recnt", 512, None, None), UnknownName, "did you mean recent"),
         (("recent", 512, "now", None), UnknownName, "schedule 'now'"),
         (("recent:sink=4", 512, None, None), ConfigError, "sinks"),
-        (("recent:cap=5", 512, None, None), ConfigError, "twice"),
+        (("recent:cap=5", 512, None, None), ConfigError, "is repeated"),
         (("recent", None, None, None), ConfigError, "needs a cap"),
         (("full", 512, None, None), ConfigError, "full"),
         (("full", None, "decode", None), ConfigError, "when has no effect"),

@@ -101,7 +101,9 @@ def test_residual_similarity_is_recorded_only_if_attention_wants_it():
 def test_parallel_attention_and_mlp_is_refused_by_name():
     decoder = TransformersDecoder(zoo.build("gpt_neox"))
 
-    assert "GPTNeoXForCausalLM does not add attention" in decoder.prepare(ResidualSimilarity())
+    assert "GPTNeoXForCausalLM does not add the output of attention" in decoder.prepare(
+        ResidualSimilarity()
+    )
     assert run(decoder, RecordingAttention(11)).cosines == {}
 
 

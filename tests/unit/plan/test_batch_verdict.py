@@ -46,7 +46,7 @@ def test_arms_without_rows_need_no_measured_speed():
         (2, False, "memory suffices"),
         (3, False, "the whole prompts of the fixed batch of 3 rows fit"),
         (8, True, "3 rows only"),
-        (9, False, "9 rows fit with no variant"),
+        (9, False, "no variant fits 9 rows"),
     ],
 )
 def test_fixed_batch_pays_only_if_whole_prompts_do_not_fit(batch, pays, reason):

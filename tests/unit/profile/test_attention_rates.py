@@ -16,7 +16,7 @@ def test_kv_bytes_of_a_batch():
 def test_every_implementation_equals_torch():
     found = {
         name: call().float().reshape(3, 4, 64)
-        for name, call in AttentionBench(SHAPE).ways().items()
+        for name, call in AttentionBench(SHAPE).variants().items()
     }
 
     assert {"gathered", "sdpa"} <= set(found)
@@ -39,4 +39,4 @@ def test_without_the_c_library_the_torch_implementations_remain(monkeypatch: pyt
         "quire.profile.attention.usable_library", lambda *_arguments: NotLoaded("none")
     )
 
-    assert set(AttentionBench(SHAPE).ways()) == {"gathered", "sdpa"}
+    assert set(AttentionBench(SHAPE).variants()) == {"gathered", "sdpa"}

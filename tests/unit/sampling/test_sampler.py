@@ -257,7 +257,7 @@ def test_row_with_non_finite_logits_fails_alone(sampler, value, params):
 
     assert (tokens[1].token_id, tokens[1].error) == (
         NO_TOKEN,
-        "the model gave NaN or infinite logits",
+        "the model returned NaN or infinite logits",
     )
     assert (tokens[0], tokens[2]) == (expected[0], expected[2])
 

@@ -239,7 +239,7 @@ def test_tenants_by_share(write):
         ("", "is empty"),
         ("\n \n", "is empty"),
         ("hello world\n", "no known format"),
-        (AZURE.splitlines()[0], "holds no requests"),
+        (AZURE.splitlines()[0], "has no requests"),
         ("[]" + " " * 5, "no known format"),
         (AZURE.replace("396", "-1"), "line 3: expected ContextTokens to be a whole number of 1"),
         (

@@ -1,6 +1,6 @@
 """Seeded tasks whose answer is in the prompt or follows from it. One family per file.
 
-`make("lines", seed, tokens, depth=0.25)` gives the same text on every machine and in every
+`make("lines", seed, tokens, depth=0.25)` returns the same text on every machine and in every
 version, so that published scores refer to exactly these prompts. This package does not need torch
 or a model.
 """

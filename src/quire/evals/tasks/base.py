@@ -5,8 +5,8 @@ r"""Base classes of tasks: a context of weighted spans, and questions about its 
     prompt:   ----------------- context ------------- + --- question ---
     training: ----------------- context ------------- + question, answer, tail of every query
 
-All families are deterministic: equal random states give tasks that are equal character by
-character. Scores measured at different times therefore refer to the same prompts.
+All families are deterministic: tasks from equal random states are equal character by character.
+Scores measured at different times therefore refer to the same prompts.
 """
 
 import random
@@ -106,7 +106,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ConfigError(f"expected tokens >= 1, got {self.tokens}; ask for a longer task")
+            raise ConfigError(f"expected tokens >= 1, got {self.tokens}; raise tokens")
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ConfigError(f"expected depth in [0, 1], got {self.depth}; 0 is the first record")
 

@@ -51,19 +51,19 @@ class Facts(TaskFamily):
         people = vocabulary("name", setting.split)
         count = max(1, min(self._wanted(rng, setting), int(0.6 * setting.tokens / 26), len(people)))
         queries = setting.queries or count
-        made = [_fact(rng, setting, person) for person in rng.sample(people, count)]
+        facts = [_fact(rng, setting, person) for person in rng.sample(people, count)]
         room = max(16, setting.tokens - (count + queries) * _FACT_TOKENS)
         burial = bury(rng, running_text(rng, room, setting), count, setting.depth)
         requested = tuple(
             Query(
-                question=made[index].question,
-                answer=made[index].answer,
+                question=facts[index].question,
+                answer=facts[index].answer,
                 tail=".\n",
                 depth=burial.depth(index),
             )
             for index in burial.asking_order(rng, queries)
         )
-        spans = burial.spans([fact.statement for fact in made], end="\n")
+        spans = burial.spans([fact.statement for fact in facts], end="\n")
         return Task(name="facts", spans=spans, queries=requested)
 
     def _wanted(self, rng: random.Random, setting: Setting) -> int:

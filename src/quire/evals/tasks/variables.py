@@ -24,19 +24,19 @@ class _Variable:
 def _program(rng: random.Random, count: int, digits: int) -> list[_Variable]:
     """`count` assignments to different names; every variable is assigned before its use."""
     direct: list[_Variable] = []
-    made: dict[str, _Variable] = {}
-    while len(made) < count:
+    variables: dict[str, _Variable] = {}
+    while len(variables) < count:
         name = letters(rng, 3)
-        if name in made:
+        if name in variables:
             continue
         if direct and rng.random() < _INDIRECT_SHARE:
             source = rng.choice(direct)
-            made[name] = _Variable(name=name, source=source.name, value=source.value, hops=1)
+            variables[name] = _Variable(name=name, source=source.name, value=source.value, hops=1)
         else:
             value = number(rng, digits)
-            made[name] = _Variable(name=name, source=value, value=value, hops=0)
-            direct.append(made[name])
-    return list(made.values())
+            variables[name] = _Variable(name=name, source=value, value=value, hops=0)
+            direct.append(variables[name])
+    return list(variables.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""A running batch of any Transformers model that queries enter and leave at every step."""
+"""Continuous batching for any Transformers model: queries join and leave at every step."""

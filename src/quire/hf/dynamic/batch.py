@@ -18,7 +18,7 @@ from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 
 CANCELLED = "cancelled"
-_FETCHED_BEFORE = 2  # tokens before a row is expected to be free: prefetch the next query's KV
+_PREFETCH_TOKENS = 2  # tokens before a row is expected to be free: prefetch the next query's KV
 
 
 class DynamicBatch:
@@ -60,12 +60,12 @@ class DynamicBatch:
         self.host_meter = ByteMeter(self.options.swap_space)
         holds = self.options.scale_at is None
         self._batch_slots = BatchSlots(self._model.shape, self.device_meter, limit, holds=holds)
-        self._line = QueryQueues()
+        self._queues = QueryQueues()
         self._memory = BatchMemory(
             self._model,
             self.options,
             self._batch_slots,
-            self._line,
+            self._queues,
             self.device_meter,
             self.host_meter,
         )
@@ -73,11 +73,11 @@ class DynamicBatch:
             self._model,
             self.options,
             self._batch_slots,
-            self._line,
+            self._queues,
             self._memory,
             self._sampling_step.first,
         )
-        self._rule, self._reader = self._filling.rule, self._filling.reader
+        self._rule, self._prefiller = self._filling.rule, self._filling.prefiller
         self._count, self._seeds = 0, Random()
         self.last = StepRecord()
 
@@ -120,7 +120,7 @@ class DynamicBatch:
         )
         self._check(query)
         self._count += 1
-        self._line.wait(query)
+        self._queues.wait(query)
         return query
 
     def _check(self, query: Query) -> None:
@@ -130,7 +130,7 @@ class DynamicBatch:
             context_tokens=self._model.max_tokens,
             capacity_tokens=self._capacity_tokens,
         )
-        self._memory.refuse_what_never_fits(query)
+        self._memory.refuse_too_large(query)
 
     def cancel(self, query: Query) -> None:
         """Cancel a query in any state; other queries continue. No effect on a finished query."""
@@ -139,23 +139,23 @@ class DynamicBatch:
         if query.state is QueryState.RUNNING:
             self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
         elif query.state in (QueryState.WAITING, QueryState.READY):
-            self._line.leave(query)
+            self._queues.leave(query)
         query.drop_kv()
         query.finish(CANCELLED, self.options.clock())
-        self._rest()
+        self._close_if_idle()
 
     def preempt(self, query: Query) -> None:
-        """Preempt a running query: swap its KV to CPU memory; it resumes by its rank.
+        """Preempt a running query: swap its KV to CPU memory. The query resumes in rank order.
 
         Raises:
-            RequestError: the query is in no row.
+            RequestError: the query has no row.
         """
         if query.state is not QueryState.RUNNING or self._rule.runs_to_end:
             raise RequestError(
                 f"expected a running query of a batcher that changes its rows, got one that is "
                 f"{query.state.value} under {self.options.batcher}"
             )
-        self._memory.take_out(query)
+        self._memory.preempt(query)
 
     def extract(self, query: Query) -> Query:
         """Remove a query from the batch with all of its state; `adopt` adds it to a batch.
@@ -170,15 +170,15 @@ class DynamicBatch:
                 f"expected a waiting or running query, got one that is {query.state.value}: step "
                 "until its prefill has ended, or extract another query"
             )
-        self._line.leave(query)
+        self._queues.leave(query)
         query.state = QueryState.EXTRACTED
-        self._rest()
+        self._close_if_idle()
         return query
 
     def adopt(self, query: Query) -> None:
         """Add a query that was extracted from a batch of the same model.
 
-        Its KV is moved to CPU memory; if that is full, its KV is recomputed.
+        Its KV is moved to CPU memory. If CPU memory is full, the KV is recomputed.
 
         Raises:
             RequestError: the query was not extracted.
@@ -191,14 +191,14 @@ class DynamicBatch:
         self._check(query)
         query.number = self._count
         self._count += 1
-        self._memory.take_in(query)
+        self._memory.queue_swapped(query)
 
     # ---- steps ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether any query is unfinished."""
-        return bool(self._batch_slots.live or len(self._line) or self._reader.reading)
+        return bool(self._batch_slots.live or len(self._queues) or self._prefiller.background)
 
     @property
     def num_running(self) -> int:
@@ -208,8 +208,8 @@ class DynamicBatch:
     @property
     def num_queued(self) -> int:
         """Queries without a row."""
-        reading = self._reader.reading
-        return len(self._line) + (len(reading.queries) if reading else 0)
+        background = self._prefiller.background
+        return len(self._queues) + (len(background.queries) if background else 0)
 
     def run(self) -> None:
         """Step until every query is finished."""
@@ -235,22 +235,22 @@ class DynamicBatch:
         except SlabFull:
             raise
         except BaseException:
-            self._filling.begin_again()
+            self._filling.recover()
             raise
         record.kv_bytes = self.device_meter.used_bytes
         return self._sampling_step.new
 
     def _advance(self, record: StepRecord) -> None:
         self._memory.shrink()
-        self._filling.make_way()
+        self._filling.preempt_for_priority()
         self._filling.fill(record)
         if self._batch_slots.live:
             self._decode(record)
-        self._reader.read_ahead(self._filling.view(), record)
+        self._prefiller.prefill_ahead(self._filling.view(), record)
         self._fetch()
-        self._rest()
+        self._close_if_idle()
 
-    def _rest(self) -> None:
+    def _close_if_idle(self) -> None:
         if not self.has_work:
             self._batch_slots.close()
 
@@ -258,11 +258,11 @@ class DynamicBatch:
         slab = self._batch_slots.slab
         assert slab is not None
         rows = list(self._batch_slots.rows)
-        fed = [self._fed(query) for query in rows]
+        new_tokens = [self._step_tokens(query) for query in rows]
         record.queued = self.num_queued > 0
         started_s = self.options.clock()
         try:
-            logits = self._model.decode(slab, fed)
+            logits = self._model.decode(slab, new_tokens)
         except SlabFull:
             self._filling.requeue()
             raise
@@ -271,14 +271,14 @@ class DynamicBatch:
         self._sampling_step.next(running, logits if len(live) == len(rows) else logits[live])
         record.decode_s = self.options.clock() - started_s
         record.rows, record.live = len(rows), len(live)
-        record.columns, record.new_columns = slab.window.width, max(map(len, fed))
+        record.columns, record.new_columns = slab.window.width, max(map(len, new_tokens))
         record.valid_tokens = sum(slab.lengths[row] for row in live)
         for query in running:
             if query.finished:
                 self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
 
-    def _fed(self, query: Query | None) -> list[int]:
-        """Tokens of a row's query that this step processes."""
+    def _step_tokens(self, query: Query | None) -> list[int]:
+        """Return the tokens of a row's query that this step processes."""
         if query is None:
             return []
         if query not in self._filling.shaped:
@@ -289,6 +289,6 @@ class DynamicBatch:
 
     def _fetch(self) -> None:
         """Prefetch the next query's KV to the device before a row is expected to be free."""
-        soon = any(query.tokens_left <= _FETCHED_BEFORE for query in self._batch_slots.live)
-        if soon and self._line.ready:
-            self._memory.fetch(self._line.ready[0])
+        soon = any(query.tokens_left <= _PREFETCH_TOKENS for query in self._batch_slots.live)
+        if soon and self._queues.ready:
+            self._memory.fetch(self._queues.ready[0])

@@ -12,17 +12,19 @@ from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.window import spare_columns
 
 _HOST = torch.device("cpu")
-_COMES_BACK = 0.9  # fraction of `scale_at` below which rows are added; avoids repeated preemption
+_ADD_ROWS_BELOW = (
+    0.9  # fraction of `scale_at` below which rows are added; avoids repeated preemption
+)
 
 
 class BatchMemory:
     """Byte limits of a batch; preempts queries when memory is short.
 
     Args:
-        model: the model of the KV.
-        options: limits.
-        batch_slots: rows.
-        line: queues for preempted queries.
+        model: computes the shape of the KV.
+        options: limits of the batch.
+        batch_slots: rows of the batch.
+        queues: queues for preempted queries.
         device, host: count bytes.
     """
 
@@ -31,18 +33,18 @@ class BatchMemory:
         model: SlabModel,
         options: BatchOptions,
         batch_slots: BatchSlots,
-        line: QueryQueues,
+        queues: QueryQueues,
         device: ByteMeter,
         host: ByteMeter,
     ) -> None:
         self.device, self.host = device, host
-        self._model, self._batch_slots, self._line = model, batch_slots, line
+        self._model, self._batch_slots, self._queues = model, batch_slots, queues
         self._capacity_tokens = options.capacity_tokens
         self._scale_at, self._on_host = options.scale_at, options.queue == HOST
 
     # ---- what fits -----------------------------------------------------------------------------
 
-    def refuse_what_never_fits(self, query: Query) -> None:
+    def refuse_too_large(self, query: Query) -> None:
         """Refuse a query that exceeds the limit even alone.
 
         Raises:
@@ -51,9 +53,10 @@ class BatchMemory:
         if self._scale_at is None:
             return
         tokens, shape = query.final_tokens, self._model.shape
-        read = query.num_to_read
-        entering = shape.growing_bytes(1, read + spare_columns(read)) + shape.token_bytes * read
-        alone = max(shape.growing_bytes(1, tokens + spare_columns(tokens)), entering)
+        prefilled = query.num_to_read
+        entering_bytes = shape.growing_bytes(1, prefilled + spare_columns(prefilled))
+        entering_bytes += shape.token_bytes * prefilled
+        alone = max(shape.growing_bytes(1, tokens + spare_columns(tokens)), entering_bytes)
         if alone > self._scale_at:
             raise NeverFits(
                 f"a query of {tokens:,} tokens alone needs {alone:,} B of KV, but scale_at is "
@@ -64,17 +67,17 @@ class BatchMemory:
         """Whether a slab of this size is within the limit.
 
         Args:
-            rows: number of rows of the slab.
-            columns: number of columns of the slab.
+            rows: rows of the slab.
+            columns: columns of the slab.
             more: whether rows are added; the limit is then lower, to leave memory for growth.
         """
         if self._scale_at is None:
             return True
-        limit = self._scale_at * (_COMES_BACK if more else 1.0)
+        limit = self._scale_at * (_ADD_ROWS_BELOW if more else 1.0)
         return self._others() + self._batch_slots.peak_bytes(rows, columns) <= limit
 
     def affordable(self, group: list[Query]) -> list[Query]:
-        """The first queries of a group whose prefill fits; at least one if the batch is idle."""
+        """Return the first queries of a group whose prefill fits; at least one in an idle batch."""
         if self._scale_at is None:
             return group
         used = self.device.used_bytes
@@ -83,7 +86,7 @@ class BatchMemory:
                 len(self._batch_slots.rows), self._batch_slots.columns + 1
             )
         room = self._scale_at - used
-        least = 0 if self._batch_slots.live or self._line.ready else 1
+        least = 0 if self._batch_slots.live or self._queues.ready else 1
         while len(group) > least and prefill_bytes(self._model, group) > room:
             group = group[:-1]
         return group
@@ -98,11 +101,11 @@ class BatchMemory:
         return self._others() + slab <= self._scale_at
 
     def planned_columns(self) -> int:
-        """Columns that are certain to be needed; 0 if rows may be preempted before."""
+        """Columns that are certain to be needed; 0 if rows may be preempted."""
         if self._scale_at is not None:
             return 0
         running = (query.certain_tokens for query in self._batch_slots.live)
-        return max(self._line.certain_tokens, *running, 0)
+        return max(self._queues.certain_tokens, *running, 0)
 
     def make_room_for(self, query: Query) -> None:
         """Swap ready queries to CPU memory until this query fits; for an idle batch."""
@@ -130,7 +133,7 @@ class BatchMemory:
                 continue
             if self._taken == 1:
                 break
-            self.take_out(max(batch_slots.live, key=lambda query: query.rank))
+            self.preempt(max(batch_slots.live, key=lambda query: query.rank))
         if self._taken < batch_slots.slab.rows:
             rows, columns = self._taken, batch_slots.columns + 1
             while not self._fits_in_addition(rows, columns) and self._send_ready_to_host():
@@ -149,23 +152,23 @@ class BatchMemory:
         return max(1, len(self._batch_slots.live))
 
     def _send_ready_to_host(self, exclude: Query | None = None) -> bool:
-        for query in self._line.ready:
+        for query in self._queues.ready:
             if query is not exclude and query.kv is not None and query.kv.lies_in(self.device):
-                self._line.leave(query)
-                self.take_in(query)
+                self._queues.leave(query)
+                self.queue_swapped(query)
                 return True
         return False
 
-    def take_out(self, query: Query) -> None:
+    def preempt(self, query: Query) -> None:
         """Preempt a query: swap its KV to CPU memory; recompute it if that memory is full."""
         query.preemptions += 1
         try:
-            self._batch_slots.take_out(query, _HOST, self.host)
+            self._batch_slots.swap_out(query, _HOST, self.host)
         except HostMemoryFull:
             self._batch_slots.leave(query)
-            self._line.wait(query)
+            self._queues.wait(query)
         else:
-            self._line.stand_ready(query)
+            self._queues.add_ready(query)
 
     # ---- the queue -----------------------------------------------------------------------------
 
@@ -176,16 +179,16 @@ class BatchMemory:
             if self.host.can_reserve(query.kv.num_bytes):
                 query.kv = query.kv.moved(_HOST, self.host)
 
-    def take_in(self, query: Query) -> None:
+    def queue_swapped(self, query: Query) -> None:
         """Queue a query with its KV in CPU memory, or for recompute if that memory is full."""
         try:
             query.kv = query.kv and query.kv.moved(_HOST, self.host)
         except HostMemoryFull:
             query.drop_kv()
         if query.kv is None:
-            self._line.wait(query)
+            self._queues.wait(query)
         else:
-            self._line.stand_ready(query)
+            self._queues.add_ready(query)
 
     def fetch(self, query: Query) -> None:
         """Prefetch a query's KV from CPU memory to the device, if it fits."""

@@ -18,7 +18,7 @@ SYNC, ASYNC = "sync", "async"
 DEVICE, HOST = "device", "host"
 
 
-@no_type_check  # run-time type checks in tests must not preempt Quire's own errors
+@no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
     """Options of a dynamic batch.

@@ -123,7 +123,7 @@ class BatchSlots:
         query.state = QueryState.RUNNING
         return row
 
-    def read_here(self, group: Sequence[Query]) -> tuple[SlabRows, Sequence[Query]]:
+    def reserve_rows(self, group: Sequence[Query]) -> tuple[SlabRows, Sequence[Query]]:
         """Place queries in adjacent free rows, in which their prompts will be prefilled.
 
         Returns:
@@ -151,8 +151,8 @@ class BatchSlots:
         self.rows[query.row] = None
         query.row = None
 
-    def take_out(self, query: Query, device: torch.device, meter: ByteMeter) -> None:
-        """Copy a query's KV out of its row, and free the row.
+    def swap_out(self, query: Query, device: torch.device, meter: ByteMeter) -> None:
+        """Swap a query's KV out, and free its row.
 
         Raises:
             HostMemoryFull: not enough free memory in the pool; no state was changed.
@@ -164,6 +164,6 @@ class BatchSlots:
 
 
 def final_columns(queries: Sequence[Query]) -> int:
-    """Columns of a batch that begins together and runs to its end."""
+    """Columns of a batch whose queries start together and run to their end."""
     longest = max(query.num_to_read for query in queries)
     return longest + max(query.columns_left for query in queries)

@@ -7,8 +7,8 @@ from itertools import islice
 from quire.hf.dynamic.batch_memory import BatchMemory
 from quire.hf.dynamic.batch_options import DEVICE, SYNC, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
+from quire.hf.dynamic.prefiller import Accept, Prefiller
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, StepRecord
-from quire.hf.dynamic.reader import Accept, Reader
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.scheduler.batchers.base import BatchView
 from quire.scheduler.batchers.registry import parse_dense_batcher
@@ -20,13 +20,13 @@ class Filling:
     Args:
         model: runs the prefill.
         options: options of the batch.
-        batch_slots, line, memory: slots, queue and memory of the batch.
+        batch_slots, queues, memory: rows, queues and memory of the batch.
         accept: called with the logits of prefilled prompts; samples each query's first token.
 
     Attributes:
         rule: the batching rule.
-        shaped: queries whose prompt tokens the batch's next forward processes.
-        reader: prefills prompts.
+        shaped: queries whose prompts are prefilled in the batch's next forward (vector shaping).
+        prefiller: prefills prompts.
     """
 
     def __init__(
@@ -34,35 +34,35 @@ class Filling:
         model: SlabModel,
         options: BatchOptions,
         batch_slots: BatchSlots,
-        line: QueryQueues,
+        queues: QueryQueues,
         memory: BatchMemory,
         accept: Accept,
     ) -> None:
         self.shaped: list[Query] = []
         self.rule = parse_dense_batcher(options.batcher)
-        self.reader = Reader(model, options, self.rule, batch_slots, line, memory, accept)
+        self.prefiller = Prefiller(model, options, self.rule, batch_slots, queues, memory, accept)
         self._options = options
-        self._batch_slots, self._line, self._memory = batch_slots, line, memory
+        self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
 
     def view(self) -> BatchView[Query]:
         """State of the batch for the batching rule."""
         return BatchView(
             size=self._options.batch_size,
             live=self._batch_slots.live,
-            waiting=self._line.waiting,
-            ready=self._line.ready,
+            waiting=self._queues.waiting,
+            ready=self._queues.ready,
             columns=self._batch_slots.columns,
             group_tokens=self._options.group_tokens,
         )
 
     # ---- rows ----------------------------------------------------------------------------------
 
-    def make_way(self) -> None:
-        """Preempt running queries for queued queries of higher priority without a free row."""
+    def preempt_for_priority(self) -> None:
+        """Preempt running queries if queued queries of higher priority have no free row."""
         if self.rule.runs_to_end:
             return
         free = self._options.batch_size - len(self._batch_slots.live)
-        first = merge(self._line.ready, self._line.waiting, key=_rank)
+        first = merge(self._queues.ready, self._queues.waiting, key=_rank)
         for candidate in list(islice(first, self._options.batch_size + 1)):
             if free > 0 and self._has_room(candidate):
                 free -= 1
@@ -70,7 +70,7 @@ class Filling:
             last = max(self._batch_slots.live, key=_rank, default=None)
             if last is None or last.priority <= candidate.priority:
                 return
-            self._memory.take_out(last)
+            self._memory.preempt(last)
 
     def fill(self, record: StepRecord) -> None:
         """Fill the free rows that the rule opens."""
@@ -84,8 +84,8 @@ class Filling:
             self._batch_slots.close()
         self._batch_slots.plan_for(self._memory.planned_columns())
         while len(self._batch_slots.live) < self._options.batch_size:
-            if self._may_read_here():
-                if not self._read_here(record):
+            if self._may_prefill_in_rows():
+                if not self._prefill_in_rows(record):
                     break
                 continue
             query = self._next(record)
@@ -95,18 +95,18 @@ class Filling:
             self._embed(query)
         if self.rule.shapes:
             self._shape()
-        if not len(self._line) and self.reader.reading is None:
+        if not len(self._queues) and self.prefiller.background is None:
             self._drop_free_rows()
 
     def _next(self, record: StepRecord) -> Query | None:
         """The next query to place in a row, prefilled if necessary; None if there is none."""
         while not self.rule.shapes and self._wants_more():
-            if not self.reader.read_now(self.view(), record):
+            if not self.prefiller.prefill_now(self.view(), record):
                 break
         return self.rule.choose(self.view())
 
     def _wants_more(self) -> bool:
-        few = len(self._line.ready) < self.rule.least_ready
+        few = len(self._queues.ready) < self.rule.least_ready
         return few or self.rule.choose(self.view()) is None
 
     def _has_room(self, query: Query) -> bool:
@@ -124,31 +124,31 @@ class Filling:
         if len(batch_slots.rows) >= live + least:
             return
         columns = max(batch_slots.columns, longest)
-        rows = min(self._options.batch_size, live + max(least, len(self._line)))
+        rows = min(self._options.batch_size, live + max(least, len(self._queues)))
         while rows > live + least and not self._memory.fits(rows, columns):
             rows -= 1
         batch_slots.resize(rows, longest)
 
     # ---- prefill in the query's row ------------------------------------------------------------
 
-    def _may_read_here(self) -> bool:
+    def _may_prefill_in_rows(self) -> bool:
         """Whether the next queries are prefilled in their own rows, without the ready queue."""
         options, rule = self._options, self.rule
         ahead = rule.reads_ahead and (options.prefill, options.queue) != (SYNC, DEVICE)
         queued = ahead or rule.least_ready > 1
-        if queued or rule.shapes or not self._line.waiting:
+        if queued or rule.shapes or not self._queues.waiting:
             return False
         return rule.choose(self.view()) is None
 
-    def _read_here(self, record: StepRecord) -> bool:
+    def _prefill_in_rows(self, record: StepRecord) -> bool:
         view = self.view()
         group = self.rule.next_group(view)[: view.free]
         while group and not self._has_room_for(group):
             group.pop()
         if group:
             self._add_rows(len(group), max(query.num_to_read for query in group))
-            rows, read = self._batch_slots.read_here(group)
-            self.reader.read(read, record, rows)
+            rows, placed = self._batch_slots.reserve_rows(group)
+            self.prefiller.prefill(placed, record, rows)
         return bool(group)
 
     def _has_room_for(self, group: list[Query]) -> bool:
@@ -159,7 +159,7 @@ class Filling:
         return self._memory.fits(rows, max(self._batch_slots.columns, longest))
 
     def _embed(self, query: Query) -> None:
-        self._line.leave(query)
+        self._queues.leave(query)
         self._batch_slots.embed(query)
 
     def _drop_free_rows(self) -> None:
@@ -185,27 +185,27 @@ class Filling:
 
     def _place(self, group: list[Query]) -> None:
         for query in group:
-            self._line.leave(query)
+            self._queues.leave(query)
             self._batch_slots.place(query)
         self.shaped = group
 
     def requeue(self) -> None:
-        """Queue the queries again whose tokens the forward could not process."""
+        """Queue again the queries whose tokens the forward could not process."""
         for query in self.shaped:
             self._batch_slots.leave(query, clear=False)
-            self._line.wait(query)
+            self._queues.wait(query)
         self.shaped = []
 
-    def begin_again(self) -> None:
+    def recover(self) -> None:
         """Recover from a failed step: queue queries with incomplete KV for recompute."""
-        queries = dict.fromkeys([*self._batch_slots.live, *self.reader.give_up()])
+        queries = dict.fromkeys([*self._batch_slots.live, *self.prefiller.drop_all()])
         self._batch_slots.close()
         self.shaped = []
         for query in queries:
             query.row = None
             if query.state in (QueryState.RUNNING, QueryState.READING):
                 query.drop_kv()
-                self._line.wait(query)
+                self._queues.wait(query)
 
     def _begin_batch(self, record: StepRecord) -> None:
         """Start a batch that runs to its end, in a slab of its final size."""
@@ -213,26 +213,26 @@ class Filling:
         if not members:
             return
         self._batch_slots.start_over(len(members), final_columns(members))
-        unread = [query for query in members if query.state is QueryState.WAITING]
+        waiting = [query for query in members if query.state is QueryState.WAITING]
         for query in members:
             if query.state is QueryState.READY:
                 self._embed(query)
         if self.rule.shapes:
-            self._place(unread)
+            self._place(waiting)
             return
-        while unread:
-            group = self.rule.next_group(replace(self.view(), waiting=unread))
-            rows, read = self._batch_slots.read_here(group)
-            self.reader.read(read, record, rows)
-            unread = [query for query in unread if query not in read]
+        while waiting:
+            group = self.rule.next_group(replace(self.view(), waiting=waiting))
+            rows, placed = self._batch_slots.reserve_rows(group)
+            self.prefiller.prefill(placed, record, rows)
+            waiting = [query for query in waiting if query not in placed]
 
     def _members(self) -> list[Query]:
-        """Queries of the next batch. If prompts are shaped, all have KV or all have none."""
-        first = self._line.first()
+        """Queries of the next batch. With vector shaping, either all or none of them have KV."""
+        first = self._queues.first()
         if first is None:
             return []
         self._batch_slots.close()
-        queries = sorted([*self._line.ready, *self._line.waiting], key=_rank)
+        queries = sorted([*self._queues.ready, *self._queues.waiting], key=_rank)
         if self.rule.shapes:
             queries = [query for query in queries if query.state is first.state]
         members = queries[: self._options.batch_size]

@@ -23,7 +23,7 @@ class Prefill:
     Attributes:
         queries: the group.
         columns: columns of the longest prompt.
-        logits: logits of each query's last token, once it was processed.
+        logits: logits of each query's last token; set when the token was processed.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Prefill:
     @property
     def done(self) -> bool:
         """Whether the prefill is complete."""
-        return self.columns_read == self.columns
+        return self.columns_done == self.columns
 
     @property
-    def columns_read(self) -> int:
+    def columns_done(self) -> int:
         """Columns processed so far."""
         return self._slab.window.hi - self._first
 
@@ -57,7 +57,7 @@ class Prefill:
         Returns:
             Number of processed columns.
         """
-        first = self.columns_read
+        first = self.columns_done
         columns = min(max(1, tokens // len(self.queries)), self.columns - first)
         chunk = [ids[first : first + columns] for ids in self._token_ids]
         ends = {
@@ -66,7 +66,7 @@ class Prefill:
             if first < len(ids) <= first + columns
         }
         wanted = sorted(set(ends.values()))
-        logits = self._model.read(self._slab, chunk, columns, wanted)
+        logits = self._model.prefill(self._slab, chunk, columns, wanted)
         for row, query in enumerate(self.queries):
             if query in ends:
                 self.logits[query] = logits[row, wanted.index(ends[query])].clone()
@@ -86,7 +86,7 @@ class Prefill:
             self._slab.free()
 
 
-def read_apart(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Prefill:
+def start_in_separate_slab(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Prefill:
     """Start a prefill in a separate slab."""
     columns = max(query.num_to_read for query in queries)
     return Prefill(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))

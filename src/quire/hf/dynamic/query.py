@@ -88,7 +88,7 @@ class Query:
 
     @property
     def to_read(self) -> list[int]:
-        """Tokens whose KV the next token needs: all but the newest output token."""
+        """Tokens with KV that the next token attends to: all but the newest output token."""
         return [*self.prompt_token_ids, *self.output_token_ids[:-1]]
 
     @property
@@ -103,17 +103,17 @@ class Query:
 
     @property
     def columns_left(self) -> int:
-        """Columns needed after those of `to_read`; the last token needs none."""
+        """Columns needed in addition to those of `to_read`; the last token needs no column."""
         return self.tokens_left - (not self.output_token_ids)
 
     @property
     def final_tokens(self) -> int:
-        """Maximum number of slots at its end; the last token has none."""
+        """Maximum number of slots at the end of the query; the last token needs no slot."""
         return len(self.prompt_token_ids) + self.params.max_tokens - 1
 
     @property
     def certain_tokens(self) -> int:
-        """Slots it is certain to need: `final_tokens` if no stop condition can end it early."""
+        """Slots certain to be needed: `final_tokens` if no stop condition can end the query."""
         may_end = self.params.stop_token_ids or not self.params.ignore_eos
         return self.num_to_read if may_end else self.final_tokens
 
@@ -138,7 +138,7 @@ class Query:
 
 # The queues: queries that wait for their prefill, and queries with KV but no row.
 
-_IN_LINE = (QueryState.WAITING, QueryState.READY)
+_QUEUED = (QueryState.WAITING, QueryState.READY)
 
 
 class QueryQueues:
@@ -161,7 +161,7 @@ class QueryQueues:
         """Queue a query for its prefill."""
         self._enter(query, self.waiting, QueryState.WAITING)
 
-    def stand_ready(self, query: Query) -> None:
+    def add_ready(self, query: Query) -> None:
         """Queue a query that has its KV."""
         self._enter(query, self.ready, QueryState.READY)
 
@@ -173,7 +173,7 @@ class QueryQueues:
     @property
     def certain_tokens(self) -> int:
         """Maximum of `Query.certain_tokens` over the queued queries."""
-        while self._longest and self._longest[0][-1].state not in _IN_LINE:
+        while self._longest and self._longest[0][-1].state not in _QUEUED:
             heappop(self._longest)
         return -self._longest[0][0] if self._longest else 0
 
@@ -210,7 +210,7 @@ class ReadRecord:
 
     Attributes:
         rows, columns: shape of the forward, pads counted.
-        seen: columns before it.
+        seen: columns processed before the forward.
         seconds: duration, sampling excluded.
     """
 

@@ -82,9 +82,9 @@ class MaskRule:
     """The attention masks that a model needs.
 
     Attributes:
-        kinds: kinds of its layers.
-        by_kind: whether it takes one mask for each kind of layer, or a single mask.
-        window: of sliding layers, in tokens.
+        kinds: kinds of the model's layers.
+        by_kind: whether the model takes one mask for each kind of layer, or a single mask.
+        window: window of sliding layers, in tokens.
     """
 
     kinds: frozenset[str]
@@ -119,11 +119,11 @@ class MaskRule:
 
         Args:
             seen: positions of the columns in attention, the forward's own at the end.
-            new_columns: number of new columns of the forward.
-            implementation: of attention: sdpa uses booleans, eager adds values of `dtype`.
-            dtype: dtype of the model.
+            new_columns: number of columns of the forward.
+            implementation: attention implementation: sdpa uses booleans, eager adds values.
+            dtype: type of the added values.
         """
-        made = {
+        masks = {
             kind: _form(
                 visible(seen, new_columns, self.window if kind == SLIDING else None),
                 implementation,
@@ -131,7 +131,7 @@ class MaskRule:
             )
             for kind in self.kinds
         }
-        return made if self.by_kind else next(iter(made.values()))
+        return masks if self.by_kind else next(iter(masks.values()))
 
 
 def visible(

@@ -27,8 +27,8 @@ class SlabModel:
 
     Attributes:
         shape: shape of a token's KV, measured by a forward of one token.
-        vocab_size: vocabulary size of its head.
-        max_tokens: maximum tokens of a sequence, by its config; None if unset.
+        vocab_size: number of tokens of the vocabulary.
+        max_tokens: maximum length of a sequence in its config; None if unset.
 
     Raises:
         UnsupportedModel: rows of different lengths cannot share its forward; states the reason.
@@ -83,14 +83,14 @@ class SlabModel:
         slab.end()
         return logits[:, -1]
 
-    def read(
+    def prefill(
         self,
         slab: DenseSlab | SlabRows,
         token_ids: Sequence[Sequence[int]],
         columns: int,
         wanted: list[int],
     ) -> Float[Tensor, "rows wanted vocab"]:
-        """Process the next columns of prompts, left-aligned with pads behind them.
+        """Process the next columns of prompts, which are left-aligned and followed by pads.
 
         The causal mask hides the pads, so no other mask is needed. A row's result equals that of
         the row alone.

@@ -53,7 +53,7 @@ class NativePlan:
     """A step for layers with the same page class, the same table and equal lane lengths.
 
     Attributes:
-        step, lanes: with contiguous arrays, as the C library requires.
+        step, lanes: shapes in contiguous arrays, as the C library requires.
         page_tokens: slots of a page.
         slot_bytes: bytes of a slot.
         token_row: [tokens] row of each token, if every token is computed as a separate row; None if
@@ -179,7 +179,8 @@ class NativeAttention:
         unfit = unfit_tensors(pages, math, query, column_sums)
         if plan.token_row is not None:
             if unfit or column_sums is not None:
-                raise InvariantError(f"cannot compute attention token by token: {unfit or 'sums'}")
+                reason = unfit or "column sums"
+                raise InvariantError(f"cannot compute attention token by token: {reason}")
             pages = replace(pages, rows=pages.rows[plan.token_row])
         if unfit:
             self._notice(unfit)

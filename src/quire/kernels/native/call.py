@@ -55,7 +55,7 @@ class AttentionCall:
 
     Args:
         library: the loaded C library.
-        step, lanes: from the plan.
+        step, lanes: step and lanes of the plan.
         parts: how the rows are cut.
         pages: pages of any layer.
         query: query of any layer.

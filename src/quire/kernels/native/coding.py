@@ -72,8 +72,8 @@ def why_not(spec: CodecSpec, head_dim: int) -> str | None:
         return f"it does not read {spec.name}"
     if head_dim // _run(spec, head_dim) > MAX_RUNS:
         return (
-            f"it reads at most {MAX_RUNS} groups of a vector, {spec.name} has more in {head_dim} "
-            "channels"
+            f"it reads at most {MAX_RUNS} groups of a vector, and {spec.name} has more for "
+            f"head_dim {head_dim}"
         )
     if spec.num_outliers(head_dim) > MAX_OUTLIERS:
         return f"it reads at most {MAX_OUTLIERS} outliers of a vector, {spec.name} has more"
@@ -91,7 +91,7 @@ def unfit_codes(pages: LayerPages, coded: CodedPages) -> str | None:
         if reason is not None:
             return reason
         if any(not _is_whole(plane) for plane in side.planes):
-            return "planes of codes with other strides than pages have"
+            return "planes of codes whose strides differ from those of pages"
     return None
 
 

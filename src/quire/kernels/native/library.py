@@ -195,7 +195,7 @@ def unfit_reason(path: Path) -> str | None:
 
 
 def _foreign_reason(content: bytes) -> str | None:
-    """Return why the library is for another platform, which dlopen would report as missing."""
+    """Return the reason if the library is for another platform; dlopen would call it missing."""
     try:
         with _PROCESS.open("rb") as file:
             ours = file.read(_HEADER_BYTES)

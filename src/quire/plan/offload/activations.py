@@ -11,7 +11,7 @@ from quire.layout.model import ModelSpec
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import pipelined_split
 
-# Stored data that lets a split move: X of the first tokens, KV of the last, both in between.
+# Stored data that allows the split to change: X of the first tokens, KV of the last, both between.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ActivationRange:
         x_until: l_max: token after the last stored activation.
 
     Raises:
-        ConfigError: some tokens have neither.
+        ConfigError: some tokens have neither X nor KV.
     """
 
     kv_from: int
@@ -40,7 +40,7 @@ class ActivationRange:
         """Bytes of CPU memory for one layer of a sequence.
 
         Args:
-            tokens: tokens of the sequence.
+            tokens: length of the sequence.
             kv_bytes: bytes of a token's KV.
             x_bytes: bytes of a token's activation.
         """

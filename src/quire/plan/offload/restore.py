@@ -23,7 +23,7 @@ class Loading:
     """Rate of loading tokens from a tier to the device.
 
     Attributes:
-        token_s: kappa, a token of all layers.
+        token_s: kappa, seconds of one token in all layers.
         call_s: fixed cost of a load.
     """
 

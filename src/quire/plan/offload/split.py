@@ -37,7 +37,7 @@ def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
     Args:
         rates: rates of a layer.
         tokens: tokens of all rows.
-        unit: granularity in tokens, a page or a sequence.
+        unit: granularity in tokens, such as a page or a sequence.
     """
     if rates.x_s >= rates.kv_s:
         return 0
@@ -70,7 +70,7 @@ def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> 
     Args:
         tokens: tokens of each row.
         x_tokens: recomputed tokens of all rows together.
-        page_tokens: slots of a page.
+        page_tokens: tokens of a page.
 
     Returns:
         Tokens of each row. Their sum is at most `x_tokens`, and less than a page below it unless
@@ -148,7 +148,7 @@ def best_shares(
 
 
 def _corners(rates: OffloadRates) -> tuple[float, ...]:
-    """Bends of `_covered`: the link, the device or the CPU starts, or X fills the link."""
+    """Times at which the slope of `_covered` changes: a resource starts, or X fills the link."""
     found = [float(rates.other_s), float(rates.link_s)]
     if rates.x_s > rates.recompute_s:  # r l + c = T and w + x l = T
         gap_s = rates.x_s * rates.other_s - rates.recompute_s * rates.link_s
@@ -164,7 +164,7 @@ def _covered(rates: OffloadRates, seconds: float, *, waits: bool) -> float:
 
 
 def _most(rates: OffloadRates, seconds: float, *, waits: bool) -> tuple[float, float, float]:
-    """Most tokens of X, KV and CPU attention in this time; X first: it takes less of the link."""
+    """Most tokens of X, KV and CPU attention in this time; X first, since X is smaller than KV."""
     link_s = max(0.0, seconds - rates.link_s)
     device_s = max(0.0, seconds - rates.other_s)
     x_tokens = 0.0

@@ -1,4 +1,4 @@
-"""Recorded requests: one format a file, found by being here."""
+"""Formats of recorded requests, one per module; every module here is registered automatically."""
 
 import importlib
 import pkgutil

@@ -43,5 +43,5 @@ def _seconds(row: Row) -> float:
         when = datetime.fromisoformat(text)
     except ValueError:
         raise row.error(f"a date and time {TIME}", text) from None
-    # without a zone any will do: only differences count
+    # a time without a zone is read as UTC: only differences count
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

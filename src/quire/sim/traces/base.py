@@ -14,8 +14,8 @@ class Segment(NamedTuple):
     """A segment of tokens in a prompt or an output.
 
     Attributes:
-        content: segments of equal content hold equal tokens, as far as both reach. What loaders
-            read is 0 or more; text that belongs to one request alone is negative.
+        content: segments of equal content have equal tokens up to the shorter length. Contents from
+            a file are 0 or more; the content of a segment that only one request has is negative.
         tokens: length.
     """
 
@@ -96,7 +96,7 @@ AUTO = "auto"
 TraceName = Literal["auto", "azure", "mooncake", "sharegpt", "vidur"]
 
 
-@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
     """How a trace is read, thinned and stretched.

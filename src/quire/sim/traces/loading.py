@@ -62,7 +62,7 @@ def _scaled(segment: Segment, factor: int | float) -> Segment:
 
 
 def _timed(requests: Sequence[TraceRequest], options: TraceOptions) -> list[TraceRequest]:
-    """Requests whose times begin at 0 s."""
+    """Return the requests with arrival times from 0 s on."""
     times: Iterator[float]
     if options.request_rate is not None:
         times = _poisson(options.request_rate, options.seed)
@@ -109,7 +109,7 @@ def tenant_column(text: str) -> str | None:
 def assign_tenants(
     requests: Sequence[TraceRequest], text: str, *, seed: int
 ) -> Sequence[TraceRequest]:
-    """The requests with the tenants that `text` assigns to them.
+    """Assign tenants to requests.
 
     Args:
         requests: requests in the order of arrival.
@@ -122,11 +122,11 @@ def assign_tenants(
     kind, _, rest = text.partition(":")
     if kind not in (ROUND_ROBIN, SHARE):
         return requests
-    names = _in_turns(rest) if kind == ROUND_ROBIN else _drawn(rest, seed)
+    names = _round_robin(rest) if kind == ROUND_ROBIN else _drawn(rest, seed)
     return [replace(request, tenant=name) for request, name in zip(requests, names, strict=False)]
 
 
-def _in_turns(rest: str) -> Iterator[str]:
+def _round_robin(rest: str) -> Iterator[str]:
     return itertools.cycle(_distinct([name.strip() for name in rest.split(",")]))
 
 

@@ -76,7 +76,7 @@ class Row:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """A trace as text; one whose name ends in .gz is unpacked.
+    """Open a trace as text; a file whose name ends in .gz is decompressed.
 
     Raises:
         TraceError: the file cannot be opened, or is not text.
@@ -88,7 +88,7 @@ def opened(path: Path) -> Iterator[TextIO]:
     except UnicodeDecodeError as error:
         raise TraceError(f"{path.name} is not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or error  # gzip's own errors have no such text
+        why = getattr(error, "strerror", None) or error  # errors of gzip have no strerror
         raise TraceError(f"cannot read the trace {path}: {why}") from error
 
 

@@ -4,7 +4,7 @@ Every response in a conversation is one request. Its prompt is all earlier turns
 requests of a conversation share real prefixes.
 
 Texts have no token counts, and no tokenizer is loaded here: a text counts as one token for each 4
-bytes of its UTF-8, rounded up, which is what English takes with vocabularies of today.
+bytes of its UTF-8, rounded up, the usual ratio for English text with current vocabularies.
 """
 
 import json
@@ -19,7 +19,7 @@ from quire.sim.traces.registry import trace_format
 
 BYTES_PER_TOKEN = 4
 _ANSWERS = frozenset({"gpt", "assistant", "chatgpt", "model", "bot"})
-_TURNS_AT_MOST = 1 << 16  # of a conversation: keeps contents of conversations apart
+_TURNS_AT_MOST = 1 << 16  # per conversation, so that contents of conversations differ
 
 
 @trace_format(
@@ -29,7 +29,7 @@ _TURNS_AT_MOST = 1 << 16  # of a conversation: keeps contents of conversations a
     recognises=lambda head: head.startswith("[") and '"conversations"' in head,
 )
 def read_sharegpt(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
-    """A request for each answer, all at 0 s, conversation by conversation.
+    """Yield a request for each response, all at 0 s, conversation by conversation.
 
     Raises:
         TraceError: not such a list; the message counts conversations from 1.
@@ -80,7 +80,7 @@ def _tenant(where: str, conversation: object, column: str | None) -> str:
 def _answers(
     number: int, turns: list[Mapping[str, Any]]
 ) -> Iterator[tuple[tuple[Segment, ...], Segment]]:
-    """Prompt and answer of every turn that answers something."""
+    """Yield prompt and output of every response that has a prompt."""
     before: list[Segment] = []
     for i, turn in enumerate(turns):
         segment = Segment(number * _TURNS_AT_MOST + i, estimated_tokens(turn["value"]))

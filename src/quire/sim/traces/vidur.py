@@ -1,4 +1,4 @@
-"""Vidur's traces: a CSV of lengths alone, without times.
+"""Vidur's traces: a CSV of lengths, without times.
 
 Source: Agrawal et al., "Vidur", 2024, and the traces published with it (MIT).
 """
@@ -20,7 +20,7 @@ PROMPT, ANSWER = "num_prefill_tokens", "num_decode_tokens"
     recognises=lambda head: PROMPT in head.splitlines()[0] and ANSWER in head.splitlines()[0],
 )
 def read_vidur(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
-    """Requests of a vidur trace, all at 0 s.
+    """Requests of a Vidur trace, all at 0 s.
 
     Raises:
         TraceError: a line is invalid.

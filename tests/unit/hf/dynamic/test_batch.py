@@ -13,8 +13,8 @@ from quire.errors import (
     UnsupportedModel,
 )
 from quire.hf import DynamicBatch
+from quire.hf.dynamic.prefiller import SideStream
 from quire.hf.dynamic.query import QueryState
-from quire.hf.dynamic.reader import SideStream
 from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support import zoo
 from support.dynamic import CHANGING, RULES, build, check_empty, run
@@ -180,7 +180,7 @@ def test_async_prefill_runs_on_its_own_cuda_stream():
     expected = [handle.token_ids for handle in run(DynamicBatch(model), PROMPTS).handles]
     batch = DynamicBatch(model, batch_size=2, prefill="async", prefill_tokens=12)
 
-    assert batch._reader._side.overlaps
+    assert batch._prefiller._side.overlaps
     assert [handle.token_ids for handle in run(batch, PROMPTS).handles] == expected
 
 
@@ -229,7 +229,7 @@ def test_host_queue_is_prefetched_before_a_row_is_free():
     fetched_early = False
     while batch.has_work:
         batch.step()
-        for query in batch._line.ready[:1]:
+        for query in batch._queues.ready[:1]:
             fetched_early |= query.kv.lies_in(batch.device_meter) and batch.num_running == 4
 
     assert batch.host_meter.peak_bytes > 0

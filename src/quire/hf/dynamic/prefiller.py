@@ -1,4 +1,4 @@
-"""Prefill of prompts under a batching rule: in their rows, in a separate slab, or between steps."""
+"""Prefill of prompts by a batching rule: in their rows, in a separate slab, or between steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,29 +9,29 @@ from torch import Tensor
 from quire.hf.dynamic.batch_memory import BatchMemory
 from quire.hf.dynamic.batch_options import ASYNC, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots
-from quire.hf.dynamic.prefill import Prefill, read_apart
+from quire.hf.dynamic.prefill import Prefill, start_in_separate_slab
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, ReadRecord, StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows
 from quire.scheduler.batchers.base import BatchView, DenseRule
 
-_READ_AHEAD = 4  # queries, if prompts are prefilled in the background
+_PREFILL_AHEAD = 4  # queries, if prompts are prefilled in the background
 
 Accept = Callable[[dict[Query, Tensor]], None]
 
 
-class Reader:
+class Prefiller:
     """Prefills the prompts of a dynamic batch.
 
     Args:
         model: runs the prefill.
         options: options of the batch.
         rule: groups prompts.
-        batch_slots, line, memory: slots, queue and memory of the batch.
+        batch_slots, queues, memory: rows, queues and memory of the batch.
         accept: called with the logits of prefilled prompts; samples each query's first token.
 
     Attributes:
-        reading: the group whose prefill runs in the background.
+        background: the prefill that runs in the background; None if there is none.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Reader:
         options: BatchOptions,
         rule: DenseRule,
         batch_slots: BatchSlots,
-        line: QueryQueues,
+        queues: QueryQueues,
         memory: BatchMemory,
         accept: Accept,
     ) -> None:
-        self.reading: Prefill | None = None
+        self.background: Prefill | None = None
         self._unfinished: list[Prefill] = []
         self._model, self._options, self._rule = model, options, rule
-        self._batch_slots, self._line, self._memory = batch_slots, line, memory
+        self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
         self._accept, self._side = accept, SideStream(model.shape.device)
 
     @property
@@ -55,108 +55,108 @@ class Reader:
         """Whether prompts are prefilled between steps."""
         return self._options.prefill == ASYNC and self._rule.reads_ahead
 
-    def read(
+    def prefill(
         self, group: Sequence[Query], record: StepRecord, rows: SlabRows | None = None
     ) -> None:
-        """Prefill a group completely, in `rows` or, if unset, in a separate slab."""
-        reading = self._begin(group, rows)
-        while not reading.done:
-            self._advance(reading, reading.num_tokens, record)
+        """Prefill a group completely, in `rows` if set, otherwise in a separate slab."""
+        prefill = self._begin(group, rows)
+        while not prefill.done:
+            self._advance(prefill, prefill.num_tokens, record)
 
-    def read_now(self, view: BatchView[Query], record: StepRecord) -> bool:
-        """Prefill a group now, unless it runs in the background; False if there is no group."""
+    def prefill_now(self, view: BatchView[Query], record: StepRecord) -> bool:
+        """Prefill the next group at once; return False if it runs in the background or is empty."""
         if self.in_background and self._batch_slots.live and not self._urgent():
             return False
-        if self.reading is not None and not self._urgent():
+        if self.background is not None and not self._urgent():
             self._side.join()
-            self._advance(self.reading, self.reading.num_tokens, record)
+            self._advance(self.background, self.background.num_tokens, record)
             return True
         group = self._memory.affordable(self._rule.next_group(view))
         if not group:
             return False
-        self.read(group, record)
+        self.prefill(group, record)
         return True
 
-    def read_ahead(self, view: BatchView[Query], record: StepRecord) -> None:
+    def prefill_ahead(self, view: BatchView[Query], record: StepRecord) -> None:
         """Continue the background prefill, within the token budget of a step.
 
         On a GPU it overlaps the next step; a prefilled query has its first token after that step.
         """
-        if self.reading is not None and self.reading.done:
-            self._finish(self.reading)
+        if self.background is not None and self.background.done:
+            self._finish(self.background)
         if not self.in_background or not self._batch_slots.live:
             return
-        if self.reading is None and len(self._line.ready) < _READ_AHEAD:
+        if self.background is None and len(self._queues.ready) < _PREFILL_AHEAD:
             group = self._memory.affordable(self._rule.next_group(view))
             if not group:
                 return
-            self.reading = self._begin(group)
-        if self.reading is not None:
+            self.background = self._begin(group)
+        if self.background is not None:
             with self._side.use():
-                self._read_on(self.reading, self._options.prefill_tokens, record)
-            if self.reading.done and not self._side.overlaps:
-                self._finish(self.reading)
+                self._run_chunk(self.background, self._options.prefill_tokens, record)
+            if self.background.done and not self._side.overlaps:
+                self._finish(self.background)
 
-    def give_up(self) -> list[Query]:
-        """Drop all prefills in progress after a failed forward.
+    def drop_all(self) -> list[Query]:
+        """Drop all unfinished prefills after a failed forward.
 
         Returns:
             Their queries.
         """
         self._side.join()
-        readings, self._unfinished, self.reading = self._unfinished, [], None
-        for reading in readings:
-            reading.drop()
-        return [query for reading in readings for query in reading.queries]
+        prefills, self._unfinished, self.background = self._unfinished, [], None
+        for prefill in prefills:
+            prefill.drop()
+        return [query for prefill in prefills for query in prefill.queries]
 
     def _urgent(self) -> bool:
         """Whether the first waiting query outranks a running, ready or prefilling query."""
-        if not self._line.waiting:
+        if not self._queues.waiting:
             return False
-        read = self.reading.queries if self.reading else ()
-        others = (*self._batch_slots.live, *self._line.ready, *read)
-        return any(self._line.waiting[0].priority < other.priority for other in others)
+        prefilling = self.background.queries if self.background else ()
+        others = (*self._batch_slots.live, *self._queues.ready, *prefilling)
+        return any(self._queues.waiting[0].priority < other.priority for other in others)
 
     def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> Prefill:
         if rows is not None:
-            reading = Prefill(self._model, group, rows)
+            prefill = Prefill(self._model, group, rows)
         else:
-            reading = read_apart(self._model, group, self._memory.device)
-        self._unfinished.append(reading)
+            prefill = start_in_separate_slab(self._model, group, self._memory.device)
+        self._unfinished.append(prefill)
         for query in group:
-            self._line.leave(query)
+            self._queues.leave(query)
             query.state = QueryState.READING
             if query.started_s is None:
                 query.started_s = self._options.clock()
-        return reading
+        return prefill
 
-    def _advance(self, reading: Prefill, tokens: int, record: StepRecord) -> None:
-        if not reading.done:
-            self._read_on(reading, tokens, record)
-        if reading.done:
-            self._finish(reading)
+    def _advance(self, prefill: Prefill, tokens: int, record: StepRecord) -> None:
+        if not prefill.done:
+            self._run_chunk(prefill, tokens, record)
+        if prefill.done:
+            self._finish(prefill)
 
-    def _read_on(self, reading: Prefill, tokens: int, record: StepRecord) -> None:
+    def _run_chunk(self, prefill: Prefill, tokens: int, record: StepRecord) -> None:
         started_s = self._options.clock()
-        seen = reading.columns_read
-        columns = reading.advance(tokens)
+        seen = prefill.columns_done
+        columns = prefill.advance(tokens)
         taken_s = self._options.clock() - started_s
-        record.reads.append(ReadRecord(len(reading.queries), columns, seen, taken_s))
+        record.reads.append(ReadRecord(len(prefill.queries), columns, seen, taken_s))
 
-    def _finish(self, reading: Prefill) -> None:
-        self._side.join(reading.logits.values())
-        reading.finish()
-        if reading is self.reading:
-            self.reading = None
-        for query in reading.queries:
+    def _finish(self, prefill: Prefill) -> None:
+        self._side.join(prefill.logits.values())
+        prefill.finish()
+        if prefill is self.background:
+            self.background = None
+        for query in prefill.queries:
             if query.row is not None:
                 query.state = QueryState.RUNNING
-        self._accept(reading.logits)
-        for query in reading.queries:
-            self._go_on(query)
-        self._unfinished.remove(reading)
+        self._accept(prefill.logits)
+        for query in prefill.queries:
+            self._place_prefilled(query)
+        self._unfinished.remove(prefill)
 
-    def _go_on(self, query: Query) -> None:
+    def _place_prefilled(self, query: Query) -> None:
         if query.row is not None:
             if query.finished:
                 self._batch_slots.leave(query)  # cleared: the row may be reused for prefill
@@ -164,7 +164,7 @@ class Reader:
             query.drop_kv()
         else:
             self._memory.store(query)
-            self._line.stand_ready(query)
+            self._queues.add_ready(query)
 
 
 # ---- side stream ---------------------------------------------------------------------------------
