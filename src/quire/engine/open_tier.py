@@ -46,13 +46,13 @@ class OpenedTier:
         nature: digest of model, precision, codec and layout of readable blocks.
         secret: secret that salts are derived from; None if the prefixes of tenants are not reused
             after the engine ends.
-        makes_room: evict least recently used blocks if the tier is full; else the store does.
+        evicts_when_full: evict least recently used blocks if the tier is full; else the store does.
     """
 
     tier: Tier
     nature: str
     secret: bytes | None
-    makes_room: bool
+    evicts_when_full: bool
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
         """Store the blocks of a prefix index in this tier; on failure the caller closes the tier.
@@ -63,7 +63,9 @@ class OpenedTier:
         try:
             byte_s = _seconds_per_byte(self.tier)
             record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
-            store = PrefixStore(self.tier, self.nature, record_bytes, makes_room=self.makes_room)
+            store = PrefixStore(
+                self.tier, self.nature, record_bytes, evicts_when_full=self.evicts_when_full
+            )
         except StorageError as error:
             raise ConfigError(f"prefixes cannot be stored: {error}") from error
         return PrefixTier(index, store, RateEstimator((_CALL_S, byte_s)))
@@ -87,7 +89,7 @@ def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier 
         host, port = _address(options.remote)
         tier = NetworkTier(host, port, timeout_s=_TIMEOUT_S, tries=_TRIES)
         _require_reachable(tier)
-        return OpenedTier(tier, nature, None, makes_room=False)
+        return OpenedTier(tier, nature, None, evicts_when_full=False)
     folder = Path(options.disk_path).expanduser()
     disk = DiskTier(folder, disk_bytes)
     try:
@@ -95,7 +97,7 @@ def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier 
     except ConfigError:
         disk.close()
         raise
-    return OpenedTier(disk, nature, secret, makes_room=True)
+    return OpenedTier(disk, nature, secret, evicts_when_full=True)
 
 
 def _check(config: PrefixCacheConfig, pool: KVPool) -> None:

@@ -129,26 +129,26 @@ class Sequences:
             Logits; zeros for pads.
 
         Raises:
-            OutOfPages: the memory is too small; states the shortage. Earlier blocks are processed.
+            OutOfPages: the memory is too small; states the shortage. Earlier chunks are processed.
             PolicyError: the rule broke its contract.
         """
         shape = (len(counts), len(columns), self._decoder.spec.vocab_size)
         logits = torch.zeros(shape, dtype=self._decoder.dtype, device=self._decoder.device)
         done = np.zeros_like(counts)
         while (done < counts).any():
-            block = self._next_block(counts - done)
+            chunk = self._next_chunk(counts - done)
             first = token_ids.shape[1] - counts + done
-            part, places = self._run(token_ids, first, block, columns)
+            part, places = self._run(token_ids, first, chunk, columns)
             logits = logits.to(part.dtype)  # some models return float32 for any weight dtype
             logits[places] = part
-            done += block
-            for row, tokens in zip(self.rows, block.tolist(), strict=True):
+            done += chunk
+            for row, tokens in zip(self.rows, chunk.tolist(), strict=True):
                 row.progress.num_computed += tokens
                 if tokens and row.progress.num_computed == len(row.prompt_token_ids):
                     self._evicting.evict_after_prompt(row)
         return logits
 
-    def _next_block(self, left: Counts) -> Counts:
+    def _next_chunk(self, left: Counts) -> Counts:
         """Allocate slots for the next tokens of each row, and return the token counts."""
         sizes = np.zeros_like(left)
         for i in np.flatnonzero(left):
@@ -182,7 +182,7 @@ class Sequences:
         self,
         token_ids: Tensor,
         first: Counts,
-        block: Counts,
+        chunk: Counts,
         columns: NDArray[np.int64],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Run one flat batch; return logits of requested columns and their output indices.
@@ -193,9 +193,9 @@ class Sequences:
             block: tokens of each row.
             columns: as in `process`.
         """
-        order = np.argsort(block != 1, kind="stable")  # rows of one token first
-        order = order[block[order] > 0]
-        rows, tokens = [self.rows[i] for i in order], block[order]
+        order = np.argsort(chunk != 1, kind="stable")  # rows of one token first
+        order = order[chunk[order] > 0]
+        rows, tokens = [self.rows[i] for i in order], chunk[order]
         starts = np.cumsum(tokens) - tokens
         owner = np.repeat(np.arange(len(order)), tokens)
         offset = np.arange(len(owner)) - starts[owner]

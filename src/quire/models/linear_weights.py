@@ -161,7 +161,7 @@ def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None
     twice), layers derived from `nn.Linear`, and layers with hooks.
 
     Args:
-        model: on its final device.
+        model: model on its final device.
         left_alone: modules whose layers are not packed.
     """
     if not can_pack():

@@ -52,10 +52,11 @@ class OutputDelta:
         finish_reason: set on the last delta of each completion.
         stop_reason: the stop text or token id that ended the completion.
         error: error message, with finish_reason "error".
-        score: on the last delta of a completion: the sum of its log-probabilities (nats), if they
+        score: in the last delta of a completion, the sum of its log-probabilities (nats), if they
             were requested or completions are ranked by it. For a beam this sum is divided by its
             length to the power of `length_penalty`.
-        prompt_logprobs: on the last delta, if requested; None for the first token.
+        prompt_logprobs: in the last delta, the log-probabilities of the prompt, if requested; None
+            for its first token.
         usage: set on the last delta of the request.
     """
 

@@ -99,8 +99,7 @@ class DynamicBatch:
             max_new_tokens: maximum number of generated tokens; default: that of `sampling`.
             sampling: sampling parameters, seed and stop ids included; default: greedy.
             priority: lower values are scheduled first, and may preempt higher ones.
-            deadline_s: on the options' clock; among equal priorities the earliest is scheduled
-                first.
+            deadline_s: deadline on the options' clock; of equal priorities the earliest runs first.
 
         Returns:
             The handle: `token_ids` has the tokens so far; see `finished` and `finish_reason`.

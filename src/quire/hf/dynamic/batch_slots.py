@@ -19,8 +19,8 @@ class BatchSlots:
         shape: shape of a token's KV.
         meter: counts the slab's bytes.
         limit: maximum number of columns; None: no limit.
-        holds: whether free rows keep their memory until the last row is freed, so that freeing
-            rows makes no copy of the slab.
+        holds: whether free rows keep their memory until the last row is freed, so that the slab is
+            not copied when a row is freed.
 
     Attributes:
         slab: None before the first row.

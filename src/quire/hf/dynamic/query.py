@@ -48,7 +48,7 @@ class Query:
         params: sampling parameters and stop conditions.
         sampling_seed: seed used if `params.seed` is None.
         priority: lower values are scheduled first, as in the engine, and may preempt higher ones.
-        deadline_s: on the batch's clock; among equal priorities the earliest is scheduled first.
+        deadline_s: deadline on the batch's clock; of equal priorities the earliest runs first.
         output_token_ids: tokens generated so far.
         state: the query's state.
         finish_reason: stop, length or cancelled; None until it is finished.

@@ -131,7 +131,8 @@ class PrefixSplits:
         requested: fractions that rates do not choose, and limits.
 
     Attributes:
-        recomputed_tokens, host_tokens, tokens: of one layer in the last step with offloaded KV.
+        recomputed_tokens, host_tokens, tokens: recomputed tokens, CPU attention tokens and all
+            tokens of one layer in the last step with offloaded KV.
         controller: controls the recompute split.
     """
 

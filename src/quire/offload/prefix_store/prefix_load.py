@@ -91,7 +91,7 @@ class PrefixLoad:
             self._cancelled = True
 
     def load_segment(self) -> bool:
-        """Load the next segment; whether another one is wanted."""
+        """Load the next segment; return whether another one is to be loaded."""
         claimed = self._claim()
         if claimed is None:
             return False

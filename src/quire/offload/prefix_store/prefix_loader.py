@@ -149,7 +149,7 @@ class PrefixLoader:
         if not isinstance(lease, PrefixLease) or chain is None or request.scores_prompt:
             return []
         if request.memory.statistics or request.memory.swapped is not None or self.tier.is_closed:
-            return []  # what is remembered of tokens is not stored; a tail is on the host
+            return []  # tiers store no statistics; a swapped tail follows the recomputed head
         at = request.progress.num_computed
         most = min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
         return self.tier.store.find(block for block in chain.blocks(most) if block.end > at)
@@ -267,7 +267,7 @@ class PrefixLoader:
             self.tier.transfer_worker.urgent(partial(self._load_segment, found))
 
     def _load_segment(self, found: RequestPrefixLoad) -> None:
-        """Load a segment on the transfer thread, then queue the next one behind other loads."""
+        """Load a segment on the transfer thread, then queue the next one after other loads."""
         more = False
         try:
             more = found.load.load_segment()

@@ -31,7 +31,7 @@ class TierStats:
     """Contents and counters of a prefix tier.
 
     Attributes:
-        stored_bytes: of blocks that can be found in it.
+        stored_bytes: bytes of the blocks that can be found in it.
         found_blocks: blocks that it held when the engine started.
         stored_blocks: blocks written since then.
         skipped_blocks: blocks not written because the queue was full.

@@ -52,8 +52,8 @@ class PrefixStore:
         tier: holds the bytes.
         nature: properties of all readable entries: model, precision, codec and layout.
         record_bytes: bytes of one block, including its tokens.
-        makes_room: whether to evict the least recently used entry if the tier is full; otherwise
-            the tier's owner does.
+        evicts_when_full: whether to evict the least recently used entry if the tier is full;
+            otherwise the store server evicts entries.
         clock: seconds.
 
     Attributes:
@@ -72,14 +72,14 @@ class PrefixStore:
         nature: str,
         record_bytes: int,
         *,
-        makes_room: bool = True,
+        evicts_when_full: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.record_bytes, self.is_shared = record_bytes, not makes_room
+        self.record_bytes, self.is_shared = record_bytes, not evicts_when_full
         self.run_blocks = max(1, -(-_ENTRY_BYTES // record_bytes))
         self.num_stored = self.num_discarded = self.num_failed = 0
         self._clock, self._unreachable_until_s = clock, -math.inf
-        self._tier: Tier = LRUTier(tier, self._forget) if makes_room else tier
+        self._tier: Tier = LRUTier(tier, self._forget) if evicts_when_full else tier
         self._nature = nature
         self._lock = threading.Lock()
         self._places: dict[bytes, Place] = {}
@@ -147,10 +147,10 @@ class PrefixStore:
     # ---- bytes ---------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[bytes], records: Records) -> bool:
-        """Write a run of blocks; whether it is stored now.
+        """Write a run of blocks; return whether it is stored.
 
         Args:
-            keys: of consecutive blocks of one chain.
+            keys: keys of consecutive blocks of one chain.
             records: [blocks, record_bytes].
         """
         entry = keys[0].hex() + keys[-1].hex()

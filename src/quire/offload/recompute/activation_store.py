@@ -251,7 +251,7 @@ class ActivationStore:
         Args:
             row: the sequence; the activations of all its moved slots are stored.
             moves: slot moves of a lane group.
-            layers: of that group.
+            layers: layers of that group.
         """
         self.finish()
         known = self.allocator.known(row)

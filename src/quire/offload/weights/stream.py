@@ -28,7 +28,8 @@ class PassTimes:
 
     Attributes:
         num_passes: finished passes; a pass runs all layers for one batch or several.
-        seconds: of finished passes, from the start of the first layer to the end of the last.
+        seconds: duration of finished passes, from the start of the first to the end of the last
+            layer.
     """
 
     num_passes: int = 0
@@ -53,8 +54,8 @@ class WeightStream:
 
     Args:
         layers: layers of the model; hooks are registered on them.
-        place: says which layers are offloaded.
-        link: holds their bytes and the slots.
+        place: placement of the layers: which of them are offloaded.
+        link: link that stores and transfers the offloaded bytes, with the slots.
 
     Attributes:
         place: see above.
