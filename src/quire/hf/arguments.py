@@ -139,5 +139,5 @@ def refuse_unread(arguments: Mapping[str, object]) -> None:
             continue
         raise RequestError(
             f"{name}={value!r:.40} is not supported with a QuireCache: prompts are prefilled in "
-            "blocks without pads, and attention weights are not stored"
+            "chunks without pads, and attention weights are not stored"
         )

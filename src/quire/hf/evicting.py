@@ -32,7 +32,7 @@ from quire.scheduler.lane_slots import (
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 
-# The engine's eviction schedules for the rows of a cache: when to evict, and the size of a block.
+# The engine's eviction schedules for the rows of a cache: when to evict, and the size of a chunk.
 
 BLOCK_TOKENS = ScheduleConfig().chunk_tokens  # bounds activations, as in the engine
 
@@ -52,8 +52,8 @@ class Evicting:
         if rules.evicts:
             self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, cache(decoder.rotations))
 
-    def block_tokens(self, row: Request, left: int) -> int:
-        """Tokens of a row's next block, after `evict_for_block` has freed slots for them.
+    def chunk_tokens(self, row: Request, left: int) -> int:
+        """Tokens of a row's next chunk, after `evict_for_chunk` has freed slots for them.
 
         Args:
             row: a sequence.
@@ -62,8 +62,8 @@ class Evicting:
         tokens = min(left, free_tokens(row, self._table))
         return tokens if has_atomic_chunk(row) else min(tokens, BLOCK_TOKENS)
 
-    def evict_for_block(self, row: Request) -> None:
-        """Evict the tokens that the rule requires before the row's next block.
+    def evict_for_chunk(self, row: Request) -> None:
+        """Evict the tokens that the rule requires before the row's next chunk.
 
         Raises:
             PolicyError: the rule broke its contract.
@@ -79,7 +79,7 @@ class Evicting:
     def evict_after_prompt(self, row: Request) -> None:
         """Evict at once at the end of a prefill if the schedule is prefill_end."""
         if row.eviction.spec.when == PREFILL_END:
-            self.evict_for_block(row)
+            self.evict_for_chunk(row)
 
     def evict_under_pressure(self, rows: Iterable[Request], enough: Callable[[], bool]) -> None:
         """Reduce rows with when=pressure to their cap, the longest first, until memory is free.

@@ -152,8 +152,8 @@ class Sequences:
         """Allocate slots for the next tokens of each row, and return the token counts."""
         sizes = np.zeros_like(left)
         for i in np.flatnonzero(left):
-            self._evicting.evict_for_block(self.rows[i])
-            sizes[i] = self._evicting.block_tokens(self.rows[i], int(left[i]))
+            self._evicting.evict_for_chunk(self.rows[i])
+            sizes[i] = self._evicting.chunk_tokens(self.rows[i], int(left[i]))
         return self._grow(sizes)
 
     def _grow(self, sizes: Counts) -> Counts:
@@ -189,8 +189,8 @@ class Sequences:
 
         Args:
             token_ids: as in `process`.
-            first: column of each row's first token in this block.
-            block: tokens of each row.
+            first: column of each row's first token in this chunk.
+            chunk: tokens of each row.
             columns: as in `process`.
         """
         order = np.argsort(chunk != 1, kind="stable")  # rows of one token first
