@@ -27,7 +27,7 @@ from quire.codecs.registry import register
 @register("int4_hadamard", "int3_hadamard")
 @dataclass(frozen=True, slots=True)
 class Hadamard(Codec):
-    """Codec of rotated vectors. Rotated queries give the same products with rotated keys."""
+    """Codec of rotated vectors. Products of queries and keys do not change if both are rotated."""
 
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         rotated = finite(rotate(finite(vectors)))

@@ -25,7 +25,7 @@ def register(*names: str) -> Callable[[type[C]], type[C]]:
     """Register a class as the implementation of codecs.
 
     Raises:
-        ConfigError: a name is not listed in `quire.layout.codec_names`, or is taken.
+        ConfigError: a name is not listed in `quire.layout.codec_names`, or is in use.
     """
 
     def put(codec: type[C]) -> type[C]:

@@ -171,6 +171,6 @@ def token_ids_of(request: GenerationRequest) -> tuple[int, ...]:
         raise RequestError("expected a prompt of token ids, got a text: tokenize it first")
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise RequestError(
-            f"expected a prompt of token ids, got {type(prompt).__name__}: give a list"
+            f"expected a prompt of token ids, got {type(prompt).__name__}: pass a list"
         )
     return tuple(prompt)

@@ -99,7 +99,7 @@ class ModelSpec:
 
         Raises:
             ModelError: a key is missing or has an invalid value; the message names the key.
-            UnsupportedModel: the architecture's KV cannot be stored in pages; the message says why.
+            UnsupportedModel: the architecture's KV cannot be stored in pages; states the reason.
         """
         reader = ConfigReader(config)
         _refuse(reader)

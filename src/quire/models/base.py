@@ -45,7 +45,7 @@ class AttentionCall:
 class PagedAttention(Protocol):
     """Stores the keys and values of a flat batch, and attends over each sequence's cached tokens.
 
-    One instance serves one forward pass: it knows the sequence and the position of each row.
+    One instance serves one forward pass: it holds the sequence and the position of each row.
     If an instance has `wants_residual_similarity` set, its
     `note_residual_similarity(layer, cosines)` is called once for each layer. `cosines` is, for each
     token, the cosine between the residual stream before and after attention was added.

@@ -210,7 +210,7 @@ def _without_memory(config: PreTrainedConfig, *, trust_remote_code: bool) -> Pre
 
 
 def _refuse_name(config: PreTrainedConfig, name: object) -> None:
-    # Transformers looks names of a config up in tables; the KeyError has the name alone.
+    # Transformers looks up names of a config in tables; the KeyError contains only the name.
     field = next((field for field, value in _named_values(config) if value == name), None)
     if field is None or not isinstance(name, str):
         return

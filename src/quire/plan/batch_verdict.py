@@ -178,7 +178,7 @@ def arm_rules(
     Args:
         evict: the rule to assess; None: Batch-Max's own.
         cap: replaces the rule's cap, as `--evict` takes it.
-        every: tokens evicted at a time; None: as the rule says, else the default for the cap.
+        every: tokens evicted at a time; None: that of the rule, or the default for the cap.
 
     Raises:
         ConfigError: no cap in the rule or in `cap`, or a rule that retains all tokens.

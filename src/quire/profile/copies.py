@@ -110,10 +110,10 @@ def _further_s(
     count = min(_PIECES, len(pages))
     whole, split = [pages], np.array_split(pages, count)
     copied(whole)
-    taken = [
+    times = [
         (seconds(lambda: copied(whole)), seconds(lambda: copied(split))) for _ in range(repeats)
     ]
-    differences = [split_s - whole_s for whole_s, split_s in taken]
+    differences = [split_s - whole_s for whole_s, split_s in times]
     return max(0.0, statistics.median(differences) / max(1, count - 1))
 
 
@@ -129,12 +129,12 @@ def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> 
         for scattered in (True, False):
             probe = SwapProbe(device, size, scattered=scattered)
             probe.swap()
-            taken = [probe.swap() for _ in range(repeats)]
+            times = [probe.swap() for _ in range(repeats)]
             yield CopyTimes(
                 num_bytes=probe.num_bytes,
                 scattered=scattered,
-                out_s=statistics.median(out_s for out_s, _ in taken),
-                back_s=statistics.median(back_s for _, back_s in taken),
+                out_s=statistics.median(out_s for out_s, _ in times),
+                back_s=statistics.median(back_s for _, back_s in times),
             )
 
 

@@ -115,8 +115,8 @@ def measure_step_rates(
     for shape in shapes:
         engine = static_engine(model, shape)
         for repeat in range(repeats + 1):
-            taken = list(timed_steps(model, shape, engine))
-            times += taken if repeat else ()
+            steps = list(timed_steps(model, shape, engine))
+            times += steps if repeat else ()
     return fit_steps(times)
 
 

@@ -51,16 +51,16 @@ class OutputProcessor:
         """
         if wanted is None:
             ids = (f"request-{n}" for n in itertools.count(number))
-            return next(free for free in ids if self._taken(free, num_sequences) is None)
-        taken = self._taken(wanted, num_sequences)
-        if taken is not None:
-            raise RequestError(f"request id {taken!r} is in use: use another id")
+            return next(free for free in ids if self._first_used(free, num_sequences) is None)
+        used = self._first_used(wanted, num_sequences)
+        if used is not None:
+            raise RequestError(f"request id {used!r} is in use: use another id")
         return wanted
 
-    def _taken(self, request_id: str, num_sequences: int) -> str | None:
+    def _first_used(self, request_id: str, num_sequences: int) -> str | None:
         """Return the first id of a request's sequences that is in use; None if all are unused."""
         ids = (sequence_id(request_id, index) for index in range(num_sequences))
-        return next((taken for taken in ids if taken in self), None)
+        return next((used for used in ids if used in self), None)
 
     def make(
         self, submission_id: str, params: SamplingParams, sequences: Sequence[Request]

@@ -63,7 +63,7 @@ class Arithmetic(TaskFamily):
     steps: bool | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         digits = self.digits or rng.choice([1, 2])
         steps = rng.random() < 0.4 if self.steps is None else self.steps
         sums = _Sums(digits=digits, steps=steps)

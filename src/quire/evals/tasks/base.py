@@ -123,4 +123,4 @@ class TaskFamily(ABC):
 
     @abstractmethod
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""

@@ -36,7 +36,7 @@ class Copy(TaskFamily):
     passage: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         most = setting.tokens // 2 - 12
         size = self.passage or 24
         if self.passage is None and not setting.evaluates:
@@ -68,7 +68,7 @@ class Headline(TaskFamily):
     """An article, then a question for its headline, which is its first line."""
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         found = _SENTENCE.search(setting.filler(rng, 900))
         head = found.group(0) if found else setting.filler(rng, 70).replace("\n", " ").strip()
         text = setting.filler(rng, int(max(24, setting.tokens) * CHARACTERS_PER_TOKEN))

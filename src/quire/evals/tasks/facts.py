@@ -47,7 +47,7 @@ class Facts(TaskFamily):
     count: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         people = vocabulary("name", setting.split)
         count = max(1, min(self._wanted(rng, setting), int(0.6 * setting.tokens / 26), len(people)))
         queries = setting.queries or count

@@ -27,7 +27,7 @@ class Labels(TaskFamily):
     new_words: bool = False
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         count = self.classes or (4 if setting.evaluates else rng.choice([2, 3, 4, 5]))
         chosen = rng.sample(CLASS_NAMES, count)
         names = rng.sample(LABELS, count)

@@ -32,7 +32,7 @@ class Needles(TaskFamily):
     needles: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         digits = self.digits or (6 if setting.evaluates else rng.choice([3, 4, 5, 6]))
         wanted = self._wanted(rng, setting)
         needle_tokens = setting.measure(_needle(SAMPLE_KEY, number(rng, digits)))

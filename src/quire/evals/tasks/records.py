@@ -26,10 +26,10 @@ class _Wording:
     question: str
     tail: str
 
-    def say(self, key: str, value: str) -> str:
+    def record_text(self, key: str, value: str) -> str:
         return self.record.format(k=key, v=value)
 
-    def ask(self, key: str) -> str:
+    def question_text(self, key: str) -> str:
         return self.question.format(k=key)
 
 
@@ -49,8 +49,8 @@ def _shape(
     if digits is None:
         digits = 5 if setting.evaluates else rng.choice([2, 3, 4, 5, 5])
     measure = setting.measure
-    record_tokens = measure(wording.say(SAMPLE_KEY, number(rng, digits)) * 8) / 8
-    question = wording.ask(SAMPLE_KEY) + number(rng, digits) + wording.tail
+    record_tokens = measure(wording.record_text(SAMPLE_KEY, number(rng, digits)) * 8) / 8
+    question = wording.question_text(SAMPLE_KEY) + number(rng, digits) + wording.tail
     query_tokens = measure(question * 8) / 8
     room = max(record_tokens * 2 + query_tokens, setting.tokens - measure(wording.intro) - 1)
     queries = setting.queries
@@ -71,10 +71,10 @@ def _records(
         order += rng.sample(range(shape.records), shape.records)
     if setting.depth is not None:
         order = [place_at(setting.depth, shape.records)] * shape.queries
-    body = "".join(map(wording.say, keys, values))
+    body = "".join(map(wording.record_text, keys, values))
     queries = tuple(
         Query(
-            question=wording.ask(keys[index]),
+            question=wording.question_text(keys[index]),
             answer=values[index],
             tail=wording.tail,
             depth=index / max(1, shape.records - 1),
@@ -100,7 +100,7 @@ class Lines(TaskFamily):
     words: str | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         words = self.words or ""
         if self.words is None and setting.split == "train":
             words = rng.choices(["", _LONGEVAL_WORDS], [3, 1])[0]
@@ -127,7 +127,7 @@ class LongEval(TaskFamily):
     share: float = 0.4
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         lines = Lines(digits=self.digits, share=self.share, words=_LONGEVAL_WORDS)
         return replace(lines.build(rng, setting), name="longeval")
 
@@ -145,7 +145,7 @@ class KeyValue(TaskFamily):
     share: float = 0.4
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         wording = _Wording(
             name="kv",
             intro="Pairs:\n",

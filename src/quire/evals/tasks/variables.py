@@ -52,7 +52,7 @@ class Variables(TaskFamily):
     hops: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Make one task; equal random states and settings give equal tasks."""
+        """Generate one task, determined by the random state and the setting."""
         digits = self.digits or (3 if setting.evaluates else rng.choice([2, 3, 4]))
         line_tokens = setting.measure("VAR ABC = 1234\n" * 8) / 8
         query_tokens = setting.measure("value of ABC is 123\n" * 8) / 8

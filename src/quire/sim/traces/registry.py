@@ -43,7 +43,7 @@ def trace_format(
     """Register a function that reads a format.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is in use.
     """
 
     def put(read: Reader) -> Reader:
