@@ -485,4 +485,4 @@ def test_a_pending_budget_reserves_its_largest_cap():
     [request] = engine.scheduler.waiting.of_tenant("default")
 
     assert request.eviction.pending
-    assert request.eviction.spec.lane_caps == (34,) * 4
+    assert request.eviction.spec.lane_capacities == (34,) * 4

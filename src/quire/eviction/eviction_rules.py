@@ -182,7 +182,7 @@ class EvictionRules:
             return context
         peaks = (
             spec.lane_peak_tokens(cap, UNLIMITED, prompt_tokens)
-            for cap in spec.lane_caps or (spec.cap,)
+            for cap in spec.lane_capacities or (spec.cap,)
         )
         return UNLIMITED if max(peaks) <= context else context
 

@@ -116,7 +116,7 @@ class EvictionSpec:
         cap: maximum tokens of a lane, averaged over lanes; None for no eviction.
         every: number of tokens evicted at a time (p in Batch-Max); default: `default_every(cap)`.
         when: one of SCHEDULES.
-        lane_caps: cap of each lane (layer-major, then KV head) if a budget splits the total
+        lane_capacities: cap of each lane (layer-major, then KV head) if a budget splits the total
             unequally and the split is known before prefill; None: `cap` for every lane.
         ragged: whether a budget may move slots between the heads of a layer during generation.
         statistics: attention statistics that the policy uses.
@@ -125,7 +125,7 @@ class EvictionSpec:
     cap: int | None = None
     every: int = OF_CAP
     when: str = PREFILL_AND_DECODE
-    lane_caps: tuple[int, ...] | None = None
+    lane_capacities: tuple[int, ...] | None = None
     ragged: bool = False
     statistics: tuple[Statistic, ...] = ()
 
@@ -146,7 +146,7 @@ class EvictionSpec:
     @property
     def least_cap(self) -> int:
         """Cap of the smallest lane; 0 without eviction."""
-        return min(self.lane_caps, default=0) if self.lane_caps else self.cap or 0
+        return min(self.lane_capacities, default=0) if self.lane_capacities else self.cap or 0
 
     @property
     def leaving(self) -> int:

@@ -73,7 +73,7 @@ class Eviction:
             prompt_tokens: tokens of the prompt.
             tokens: final length of the sequence; UNLIMITED if unknown.
         """
-        spec = replace(self.spec, lane_caps=None) if self.budget.needs_prompt else self.spec
+        spec = replace(self.spec, lane_capacities=None) if self.budget.needs_prompt else self.spec
         return spec.keeps_all(prompt_tokens, tokens)
 
     def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
@@ -152,8 +152,8 @@ class EvictionRule:
         if self.cap.num_bytes is None:  # a cap in bytes is a hard limit
             cap += self.policy.added_tokens(cap - leaving, pieces)
         shape = self._shape(cap, leaving, prompt_tokens, lanes, pieces)
-        lane_caps = self.budget.lane_caps(shape)
-        least_cap = min(cap, *lane_caps) if lane_caps else cap
+        lane_capacities = self.budget.lane_capacities(shape)
+        least_cap = min(cap, *lane_capacities) if lane_capacities else cap
         _check_leaving(self, least_cap, leaving)
         if least_cap < shape.least:
             raise ConfigError(
@@ -168,7 +168,7 @@ class EvictionRule:
                 cap=cap,
                 every=every,
                 when=self.when,
-                lane_caps=lane_caps,
+                lane_capacities=lane_capacities,
                 ragged=self.budget.ragged,
                 statistics=self.statistics,
             ),
@@ -236,7 +236,7 @@ class EvictionRule:
         spec, pieces = eviction.spec, eviction.piece_tokens
         shape = self._shape(eviction.spec.cap, spec.leaving, view.prompt_tokens, lanes, pieces)
         caps = self.budget.finalize(view, self.policy, shape)
-        return replace(eviction, spec=replace(eviction.spec, lane_caps=caps))
+        return replace(eviction, spec=replace(eviction.spec, lane_capacities=caps))
 
 
 def make_eviction(text: str) -> EvictionRule:

@@ -45,7 +45,7 @@ def lane_capacities(spec: EvictionSpec, lanes: int) -> Slots:
         lanes: number of lanes of the table.
     """
     assert spec.cap is not None, "only for requests that evict"
-    return _caps(spec.cap, spec.lane_caps, lanes)
+    return _caps(spec.cap, spec.lane_capacities, lanes)
 
 
 @lru_cache(maxsize=1024)

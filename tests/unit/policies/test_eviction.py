@@ -308,12 +308,12 @@ def test_prefill_end_evicts_to_the_cap_and_ignores_every() -> None:
     assert eviction.spec.cap == 10
 
 
-def test_spec_has_the_lane_caps_of_the_budget() -> None:
+def test_spec_has_the_lane_capacities_of_the_budget() -> None:
     rule = make_eviction("recent:cap=100,every=10,sinks=4,budget=(pyramid:beta=10)")
     spec = rule.for_request(1000, LANES).spec
 
     # each lane has at least 14: 86 are divided, from 164 to 8: 178 126 74 22
-    assert spec.lane_caps == (178, 178, 126, 126, 74, 74, 22, 22)
+    assert spec.lane_capacities == (178, 178, 126, 126, 74, 74, 22, 22)
     assert spec.least_cap == 22
     assert not spec.ragged
 
@@ -328,8 +328,8 @@ def test_budget_finalized_later_reserves_its_maximum() -> None:
     rule = make_eviction("sinks:cap=100,when=prefill_end,budget=lazy")
     spec = rule.for_request(1000, LANES).spec
 
-    assert spec.lane_caps == (UNBOUNDED,) * 8
-    assert spec.lane_peak_tokens(spec.lane_caps[0], 1500, 1000) == 1500
+    assert spec.lane_capacities == (UNBOUNDED,) * 8
+    assert spec.lane_peak_tokens(spec.lane_capacities[0], 1500, 1000) == 1500
     assert "leaves 4 tokens in a lane" in str(
         refusal("sinks:cap=4%,when=prefill_end,budget=(lazy:sinks=0)", 100)
     )
@@ -350,7 +350,7 @@ def test_caps_are_finalized_after_prefill() -> None:
     finalized = rule.finalize(eviction, view, LANES)
 
     # 2 of 20 are protected in all: half of 18 is 9, the others get 27
-    assert finalized.spec.lane_caps == (29, 29, 29, 29, 11, 11, 11, 11)
+    assert finalized.spec.lane_capacities == (29, 29, 29, 29, 11, 11, 11, 11)
     assert finalized.spec.cap == 20
     uniform = make_eviction("h2o:cap=20,when=prefill_end")
     plain = uniform.for_request(30, LANES)

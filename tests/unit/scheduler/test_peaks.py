@@ -59,7 +59,7 @@ def pages(peaks, need):
 def lane_totals(need):
     """Yield the pages of two lanes together after each step of a schedule."""
     eviction, prompt = need.eviction, need.prompt_tokens
-    caps = eviction.lane_caps or (eviction.cap, eviction.cap)
+    caps = eviction.lane_capacities or (eviction.cap, eviction.cap)
     held, done = [0, 0], 0
     while done < need.tokens:
         in_prefill = done < prompt
@@ -86,7 +86,7 @@ def lane_totals(need):
 )
 def test_counted_peak_is_a_tight_upper_bound(lengths, every, retained, when):
     peaks, caps = peaks_of(None), (every + retained[0], every + retained[1])
-    eviction = EvictionSpec(cap=sum(caps) // 2, every=every, when=when, lane_caps=caps)
+    eviction = EvictionSpec(cap=sum(caps) // 2, every=every, when=when, lane_capacities=caps)
     need = Need(sum(lengths), lengths[0], eviction)
 
     [counted] = pages(peaks, need)
@@ -115,7 +115,7 @@ def test_short_sequence_needs_only_its_tokens_below_any_cap():
 
 
 def test_peak_of_layer_pages_is_that_of_the_least_head_capacity():
-    eviction = EvictionSpec(cap=10, every=2, lane_caps=(4, 16, 8, 12))
+    eviction = EvictionSpec(cap=10, every=2, lane_capacities=(4, 16, 8, 12))
     need = Need(100, 90, eviction)
 
     assert pages(peaks_of(None, None), need) == [1 + 4 + 2 + 3]
@@ -123,7 +123,7 @@ def test_peak_of_layer_pages_is_that_of_the_least_head_capacity():
 
 
 def test_lane_without_cap_is_counted_with_all_tokens():
-    need = Need(100, 90, EvictionSpec(cap=10, every=2, lane_caps=(8, 1 << 40)))
+    need = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(8, 1 << 40)))
 
     assert pages(peaks_of(None), need) == [2 + 25]
 

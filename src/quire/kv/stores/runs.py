@@ -174,7 +174,7 @@ class LaneLimits:
     @classmethod
     def of(cls, max_tokens: int, eviction: EvictionSpec) -> "LaneLimits":
         """Compute the limits of sequences of up to `max_tokens` tokens."""
-        caps = eviction.lane_caps or (eviction.cap,)
+        caps = eviction.lane_capacities or (eviction.cap,)
         longest = max(eviction.lane_peak_tokens(cap, max_tokens, None) for cap in caps)
         if eviction.when == PRESSURE:  # without memory pressure no token is evicted
             longest = max_tokens

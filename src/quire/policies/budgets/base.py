@@ -1,6 +1,6 @@
 """Interface of a budget: a frozen dataclass that divides `cap` tokens per lane.
 
-    fixed before prefill            lane_caps   pyramid, scissors, by_layer
+    fixed before prefill            lane_capacities   pyramid, scissors, by_layer
     set once, after prefill         finalize    squeeze, lazy, fastgen
     set at every eviction           divide      ada: moves slots between the heads of a layer
 
@@ -84,7 +84,7 @@ class Budget:
         """Statistics that the budget needs in addition to those of the rule."""
         return ()
 
-    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+    def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         """Return the caps of all lanes, layer-major, before prefill; None: equal caps.
 
         A budget with `needs_prompt` returns the maximum each lane may get; this is reserved until

@@ -37,7 +37,7 @@ class ByLayer(Budget):
             raise ConfigError("budget by_layer needs caps=512/256/... or factors=1.5/0.5/...")
         self._numbers()
 
-    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+    def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         numbers = self._numbers()
         if len(numbers) != shape.num_layers:
             raise ConfigError(

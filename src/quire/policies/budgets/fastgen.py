@@ -51,7 +51,7 @@ class FastGen(Budget):
     def statistics(self) -> tuple[Statistic, ...]:
         return (_ATTENTION,)
 
-    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+    def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         return (UNBOUNDED,) * shape.num_lanes
 
     def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Lazy(Budget):
     def statistics(self) -> tuple[Statistic, ...]:
         return (self._ring(),)
 
-    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+    def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         if shape.cap - shape.leaving <= self.sinks:
             raise ConfigError(
                 f"budget lazy needs more than its {self.sinks} sinks in a lane after an eviction, "

@@ -43,7 +43,7 @@ class Pyramid(Budget):
         if self.rounding not in ROUNDINGS:
             raise UnknownName("rounding of budget 'pyramid'", self.rounding, ROUNDINGS)
 
-    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+    def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         spare, held = shape.spare, shape.least - 1
         if shape.num_layers < 2 or shape.prompt_tokens < max(shape.cap, 2 * spare):
             return None

@@ -32,7 +32,7 @@ class Scissors(Budget):
         if not 0 <= self.slope < 1:
             raise ConfigError(f"expected 0 <= slope < 1, got {self.slope}")
 
-    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+    def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         if shape.num_layers < 2:
             return None
         slope, last = decimal_fraction(self.slope), shape.num_layers - 1

@@ -57,7 +57,7 @@ class Squeeze(Budget):
     def statistics(self) -> tuple[Statistic, ...]:
         return (ResidualSimilarity(),)
 
-    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+    def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         share, layers = decimal_fraction(self.share), shape.num_layers
         if shape.spare * share < 1:
             raise ConfigError(

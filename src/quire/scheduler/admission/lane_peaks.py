@@ -58,8 +58,10 @@ def lanes_by_cap(group: LaneGroup, eviction: EvictionSpec) -> tuple[tuple[int | 
 
     The cap of a lane with several heads is the lowest cap of its heads.
     """
-    if eviction.cap is None or eviction.lane_caps is None:
+    if eviction.cap is None or eviction.lane_capacities is None:
         return ((eviction.cap, group.num_lanes),)
-    caps = np.array(eviction.lane_caps, dtype=np.int64).reshape(group.num_lanes, -1).min(axis=1)
+    caps = (
+        np.array(eviction.lane_capacities, dtype=np.int64).reshape(group.num_lanes, -1).min(axis=1)
+    )
     distinct, lanes = np.unique(caps, return_counts=True)
     return tuple(zip(distinct.tolist(), lanes.tolist(), strict=True))

@@ -146,7 +146,7 @@ def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
         if peaks.fit_alone(width * peaks.capped_counts(need.tokens)):
             yield "evict tokens with --evict RULE:cap=TOKENS"
         return
-    smaller = replace(need.eviction, cap=2, every=1, lane_caps=None)
+    smaller = replace(need.eviction, cap=2, every=1, lane_capacities=None)
     if _fits(peaks, replace(need, eviction=smaller), width):
         yield "lower cap= of its eviction rule"
     blocks = replace(need.eviction, when=PREFILL_AND_DECODE)

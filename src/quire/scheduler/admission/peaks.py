@@ -304,7 +304,7 @@ class Peaks:
             return alone
         if need.eviction.when == PRESSURE:
             # shared lanes do not evict under pressure: private copies would need pages first
-            need = replace(need, eviction=replace(need.eviction, cap=None, lane_caps=None))
+            need = replace(need, eviction=replace(need.eviction, cap=None, lane_capacities=None))
         prompt_tokens = need.tokens if need.prompt_tokens is None else need.prompt_tokens
         return self.forked_counts(prompt_tokens, [need] * width)
 

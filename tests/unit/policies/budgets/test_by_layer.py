@@ -67,7 +67,7 @@ def test_pyramid_equals_the_published_caps() -> None:
     cap 128, w 8: C = 120, low = 120 // 20 = 6, high = 240 - 6 = 234; L = 4: steps of 228 / 3 = 76,
     so 234 158 82 6, and 8 more each; together 4 * 128 = 512.
     """
-    caps = Pyramid().lane_caps(shape_of(128, least=9))
+    caps = Pyramid().lane_capacities(shape_of(128, least=9))
 
     assert caps == (242, 166, 90, 14)
     assert sum(caps) == 4 * 128
@@ -79,8 +79,8 @@ def test_published_rounding_exceeds_the_total() -> None:
     Published: 250 202 154 106 58 10, together 780, 12 over 6 * 128 = 768. With largest fractions:
     250, 201.2, 152.4, 103.6, 54.8, 6: the two remaining go to 0.8 and 0.6.
     """
-    published = Pyramid(rounding=PUBLISHED).lane_caps(shape_of(128, layers=6))
-    exact = Pyramid().lane_caps(shape_of(128, layers=6))
+    published = Pyramid(rounding=PUBLISHED).lane_capacities(shape_of(128, layers=6))
+    exact = Pyramid().lane_capacities(shape_of(128, layers=6))
 
     assert published == (250, 202, 154, 106, 58, 10)
     assert exact == (250, 201, 152, 104, 55, 6)
@@ -93,16 +93,16 @@ def test_short_prompt_flattens_the_pyramid() -> None:
     n = 200, beta 100: high = min(199, 200) = 199. With w = 20, cap 120, n = 205: high = 185, low
     = 200 - 185 = 15, in place of 195 and 5.
     """
-    assert Pyramid().lane_caps(shape_of(100, prompt=199)) is None
-    assert Pyramid(beta=100).lane_caps(shape_of(100, prompt=200, layers=2)) == (199, 1)
-    assert Pyramid().lane_caps(shape_of(120, prompt=205, layers=2, least=21)) == (205, 35)
+    assert Pyramid().lane_capacities(shape_of(100, prompt=199)) is None
+    assert Pyramid(beta=100).lane_capacities(shape_of(100, prompt=200, layers=2)) == (199, 1)
+    assert Pyramid().lane_capacities(shape_of(120, prompt=205, layers=2, least=21)) == (205, 35)
 
 
 @given(shapes, st.integers(1, 30))
 def test_pyramid_keeps_the_total_and_decreases(shape: Shape, beta: int) -> None:
     assume(shape.spare >= beta)
 
-    caps = Pyramid(beta=beta).lane_caps(shape) or (shape.cap,) * shape.num_lanes
+    caps = Pyramid(beta=beta).lane_capacities(shape) or (shape.cap,) * shape.num_lanes
 
     assert sum(caps) == shape.num_lanes * shape.cap
     assert min(caps) >= shape.least
@@ -115,7 +115,7 @@ def test_pyramid_keeps_the_total_and_decreases(shape: Shape, beta: int) -> None:
 def test_published_pyramid_exceeds_the_total_by_rounding_only(shape, beta) -> None:
     assume(shape.spare >= beta)
 
-    caps = Pyramid(beta=beta, rounding=PUBLISHED).lane_caps(shape)
+    caps = Pyramid(beta=beta, rounding=PUBLISHED).lane_capacities(shape)
 
     over = 0 if caps is None else sum(caps) // shape.heads - shape.num_layers * shape.cap
     assert 0 <= over <= shape.num_layers * (shape.num_layers - 1) / 2
@@ -123,10 +123,10 @@ def test_published_pyramid_exceeds_the_total_by_rounding_only(shape, beta) -> No
 
 def test_too_steep_pyramid_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="raise cap from 30 to 31 or lower beta to 19"):
-        Pyramid().lane_caps(shape_of(30, least=12))
+        Pyramid().lane_capacities(shape_of(30, least=12))
 
-    assert Pyramid().lane_caps(shape_of(31, least=12)) is not None
-    assert Pyramid(beta=19).lane_caps(shape_of(30, least=12)) is not None
+    assert Pyramid().lane_capacities(shape_of(31, least=12)) is not None
+    assert Pyramid(beta=19).lane_capacities(shape_of(30, least=12)) is not None
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,15 @@ def test_invalid_budget_options_are_refused(text, error, message) -> None:
 
 def test_scissors_give_later_layers_more() -> None:
     """cap 100, w 0, L = 5, slope 0.5: 50 75 100 125 150."""
-    assert Scissors().lane_caps(shape_of(100, layers=5)) == (50, 75, 100, 125, 150)
-    assert Scissors(slope=0.0).lane_caps(shape_of(100, layers=2)) == (100, 100)
-    assert Scissors().lane_caps(shape_of(100, layers=1)) is None
+    assert Scissors().lane_capacities(shape_of(100, layers=5)) == (50, 75, 100, 125, 150)
+    assert Scissors(slope=0.0).lane_capacities(shape_of(100, layers=2)) == (100, 100)
+    assert Scissors().lane_capacities(shape_of(100, layers=1)) is None
 
 
 @given(shapes, st.floats(0, 0.99))
 def test_scissors_keep_the_total_and_increase(shape: Shape, slope: float) -> None:
     try:
-        caps = Scissors(slope=slope).lane_caps(shape) or (shape.cap,) * shape.num_lanes
+        caps = Scissors(slope=slope).lane_capacities(shape) or (shape.cap,) * shape.num_lanes
     except ConfigError:
         assert shape.spare * (1 - slope) < 1.001
         return
@@ -179,14 +179,14 @@ def test_scissors_keep_the_total_and_increase(shape: Shape, slope: float) -> Non
 
 def test_too_steep_scissors_are_refused() -> None:
     with pytest.raises(ConfigError, match="gives the first layer no tokens besides the 9"):
-        Scissors(slope=0.9).lane_caps(shape_of(18, least=10))
+        Scissors(slope=0.9).lane_capacities(shape_of(18, least=10))
 
 
 # ---- caps by layer -------------------------------------------------------------------------------
 
 
 def test_caps_by_layer_are_used_as_given() -> None:
-    assert ByLayer(caps="700x2/300x2").lane_caps(shape_of(500, heads=2)) == (
+    assert ByLayer(caps="700x2/300x2").lane_capacities(shape_of(500, heads=2)) == (
         *(700, 700, 700, 700),
         *(300, 300, 300, 300),
     )
@@ -194,27 +194,27 @@ def test_caps_by_layer_are_used_as_given() -> None:
 
 def test_factors_divide_the_total() -> None:
     """2 : 1 : 1 of 3 * 100: 150 75 75. Equal factors give equal caps."""
-    assert ByLayer(factors="2/1/1").lane_caps(shape_of(100, layers=3)) == (150, 75, 75)
-    assert ByLayer(factors="0.2x3").lane_caps(shape_of(100, layers=3)) == (100, 100, 100)
+    assert ByLayer(factors="2/1/1").lane_capacities(shape_of(100, layers=3)) == (150, 75, 75)
+    assert ByLayer(factors="0.2x3").lane_capacities(shape_of(100, layers=3)) == (100, 100, 100)
 
 
 def test_caps_that_differ_from_the_total_are_refused_with_the_matching_cap() -> None:
     with pytest.raises(ConfigError, match=r"add up to 900 tokens, but 4 layers of cap=200 to 800"):
-        ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
+        ByLayer(caps="300x2/150x2").lane_capacities(shape_of(200))
     with pytest.raises(ConfigError, match="cap=225"):
-        ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
+        ByLayer(caps="300x2/150x2").lane_capacities(shape_of(200))
 
 
 def test_missing_layer_cap_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected 4 layers, which evict in this model, got 3"):
-        ByLayer(caps="200x3").lane_caps(shape_of(200))
+        ByLayer(caps="200x3").lane_capacities(shape_of(200))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 2000))
 def test_factors_keep_the_total(factors: list[int], cap: int) -> None:
     budget = ByLayer(factors="/".join(map(str, factors)))
 
-    caps = budget.lane_caps(shape_of(cap, layers=len(factors)))
+    caps = budget.lane_capacities(shape_of(cap, layers=len(factors)))
 
     assert sum(caps) == cap * len(factors)
     for larger, larger_cap in zip(factors, caps, strict=True):

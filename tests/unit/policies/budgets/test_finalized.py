@@ -127,7 +127,7 @@ def test_equal_cosines_give_equal_caps() -> None:
 def test_squeeze_keeps_the_total(cosines, heads, cap, least, share) -> None:
     shape, budget = shape_of(cap, len(cosines), heads=heads, least=least), Squeeze(share=share)
 
-    reserved = budget.lane_caps(shape)
+    reserved = budget.lane_capacities(shape)
     caps = budget.finalize(view_with_cosines(cosines, heads), ByAttention(), shape)
 
     assert sum(caps) == cap * shape.num_lanes
@@ -144,9 +144,9 @@ def test_layer_without_recorded_similarity_raises_an_error() -> None:
 
 def test_too_small_squeeze_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="gives some layers no tokens besides the 8"):
-        Squeeze(share=0.1).lane_caps(shape_of(17, 3, least=9))
+        Squeeze(share=0.1).lane_capacities(shape_of(17, 3, least=9))
 
-    assert Squeeze(share=0.1).lane_caps(shape_of(18, 3, least=9)) == (8 + 28,) * 3
+    assert Squeeze(share=0.1).lane_capacities(shape_of(18, 3, least=9)) == (8 + 28,) * 3
 
 
 # ---- lazy ----------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ def test_lazy_needs_a_cap_above_its_sinks() -> None:
     with pytest.raises(
         ConfigError, match="needs more than its 4 sinks in a lane after an eviction, got 4 tokens"
     ):
-        Lazy().lane_caps(shape_of(12, 2, leaving=8))
+        Lazy().lane_capacities(shape_of(12, 2, leaving=8))
 
-    assert Lazy().lane_caps(shape_of(13, 2, leaving=8)) == (UNBOUNDED, UNBOUNDED)
+    assert Lazy().lane_capacities(shape_of(13, 2, leaving=8)) == (UNBOUNDED, UNBOUNDED)
 
 
 # ---- fastgen -------------------------------------------------------------------------------------
