@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     from quire.engine.host_memory import keep_freed_memory
 
-    assert keep_freed_memory().measured
+    assert keep_freed_memory().kept
 found = {}
 
 def step(block_bytes):
@@ -102,7 +102,7 @@ def test_other_c_library_is_reported_as_unsupported(monkeypatch):
 
     found = keep_freed_memory()
 
-    assert not found.measured
+    assert not found.kept
     assert "only glibc" in found.explanation
 
 
@@ -132,7 +132,7 @@ def test_old_glibc_keeps_blocks_up_to_its_largest_threshold(monkeypatch):
 
     found = keep_freed_memory()
 
-    assert found.measured
+    assert found.kept
     assert "32 MiB" in found.explanation
     assert glibc.options[M_MMAP_THRESHOLD] == 32 << 20
 
@@ -142,5 +142,5 @@ def test_refusal_of_the_c_library_is_reported(monkeypatch):
 
     found = keep_freed_memory()
 
-    assert not found.measured
+    assert not found.kept
     assert "refused" in found.explanation

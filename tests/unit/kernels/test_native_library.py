@@ -181,7 +181,7 @@ def test_failed_build_prints_a_notice(tmp_path):
     ran = build(tmp_path, "false")
 
     assert ran.returncode == 0, ran.stderr
-    assert "Quire will attend with torch alone" in ran.stdout + ran.stderr
+    assert "Quire will use torch for attention" in ran.stdout + ran.stderr
     assert not list(tmp_path.rglob("_attention*"))
 
 
@@ -197,7 +197,7 @@ def test_failed_in_place_build_removes_the_earlier_library(tmp_path):
     environment = os.environ | {"CC": "false"}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
 
-    assert "Quire will attend with torch alone" in ran.stdout + ran.stderr
+    assert "Quire will use torch for attention" in ran.stdout + ran.stderr
     assert not list(stale.parent.glob("_attention*"))
 
 

@@ -87,5 +87,5 @@ def test_column_sums_are_refused():
     )
     query, sums = torch.randn(2, HEADS, DIM), torch.zeros(2, HEADS, 16)
 
-    with pytest.raises(InvariantError, match="one by one: sums"):
+    with pytest.raises(InvariantError, match="token by token: column sums"):
         backend.attend(plan, pages, AttentionMath(1.0), query, (query, query), column_sums=sums)
