@@ -210,7 +210,7 @@ NO_TOKEN = 0  # mark of a free record, and the content of a page that was never 
 
 @dataclass(frozen=True, slots=True)
 class PromotedPages:
-    """Records of a layer.
+    """Promoted tokens of a layer: records in a finer codec than the pages.
 
     Attributes:
         coded: decodes the records.

@@ -101,7 +101,7 @@ class Payloads:
             memory.store.write_pages(page_class, numbers, self._payloads[page_class])
 
     def free(self) -> None:
-        """Drop the payloads."""
+        """Free the CPU memory of the stored pages."""
         self._payloads.clear()
 
 

@@ -40,7 +40,10 @@ class Holding:
         if min(self.tokens, self.kv_bytes, self.cached_tokens, self.page_tokens) < 0:
             raise ConfigError(f"expected numbers of 0 or more, got {self}")
         if self.cached_tokens > self.tokens:
-            raise ConfigError(f"{self.cached_tokens} cached tokens of {self.tokens}")
+            raise ConfigError(
+                f"expected at most {self.tokens} cached tokens, the length of the sequence, got "
+                f"{self.cached_tokens}"
+            )
 
     def tail_bytes(self, keep_from: int) -> int:
         """Bytes of the pages from this token on, which is a page boundary."""

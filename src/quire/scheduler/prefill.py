@@ -176,6 +176,6 @@ class Prefill:
 
 
 def _to_snapshot(request: Request) -> int:
-    """Tokens up to the next snapshot of statistics for the prefix cache; at least 1."""
+    """Count the tokens before the next snapshot of statistics for the prefix cache; at least 1."""
     ahead = [end - request.progress.num_computed for end in request.memory.snapshot_ends]
     return min((tokens for tokens in ahead if tokens > 0), default=request.num_uncomputed)

@@ -112,7 +112,7 @@ class Setting:
 
     @property
     def evaluates(self) -> bool:
-        """Whether held-out words and operands are used."""
+        """Whether prompts are built for evaluation: from words and operands unused in training."""
         return self.split == "eval"
 
 

@@ -38,7 +38,7 @@ def _key(rng: random.Random, split: Split, style: str) -> str:
 
 
 def distinct_keys(rng: random.Random, count: int, split: Split) -> list[str]:
-    """`count` different keys; word pairs in an evaluation, sometimes other forms in training."""
+    """Draw `count` different keys: word pairs in evaluation, some in other forms in training."""
     style = "pair"
     if split == "train":
         style = rng.choices(["pair", "syllables", "letters"], [6, 2, 1])[0]

@@ -47,8 +47,8 @@ class ByLayer(Budget):
         total = shape.num_layers * shape.cap
         if self.caps and sum(numbers) != total:
             raise ConfigError(
-                f"the caps of budget by_layer add up to {sum(numbers)} tokens, but "
-                f"{shape.num_layers} layers of cap={shape.cap} to {total}; change them, or set "
+                f"budget by_layer: expected caps with the sum {total} ({shape.num_layers} layers "
+                f"times cap={shape.cap}), got {sum(numbers)}; change them, or set "
                 f"cap={float(sum(numbers) / shape.num_layers):g}"
             )
         return shape.of_layers(share_out(total, numbers))

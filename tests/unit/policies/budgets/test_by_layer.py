@@ -199,7 +199,7 @@ def test_factors_divide_the_total() -> None:
 
 
 def test_caps_that_differ_from_the_total_are_refused_with_the_matching_cap() -> None:
-    with pytest.raises(ConfigError, match=r"add up to 900 tokens, but 4 layers of cap=200 to 800"):
+    with pytest.raises(ConfigError, match=r"the sum 800 \(4 layers times cap=200\), got 900"):
         ByLayer(caps="300x2/150x2").lane_capacities(shape_of(200))
     with pytest.raises(ConfigError, match="cap=225"):
         ByLayer(caps="300x2/150x2").lane_capacities(shape_of(200))
