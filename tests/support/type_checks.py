@@ -133,6 +133,11 @@ def _code_that_calls(check: Callable, code: types.CodeType) -> types.CodeType:
     )
 
 
+def is_check(code: types.CodeType) -> bool:
+    """Whether a frame of this code checks a call, and is followed by a frame of the function."""
+    return code.co_varnames == _template(code.co_freevars).co_varnames
+
+
 _PLACE = "the check"  # the constant that `check` replaces
 
 

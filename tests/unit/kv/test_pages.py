@@ -10,6 +10,7 @@ from quire.errors import InvariantError, OutOfPages
 from quire.kv.arena import Arena
 from quire.kv.pages import PagePool
 from support.small_memory import plain_class
+from support.type_checks import is_check
 
 PAGE = plain_class(tokens=4, head_dim=8)  # 128 B
 
@@ -28,7 +29,9 @@ def count_calls(function, *arguments):
 
     def profile(frame, event, _argument):
         nonlocal num_calls
-        num_calls += event == "call" and frame.f_code.co_filename == pages_module.__file__
+        code = frame.f_code
+        is_of_pages = code.co_filename == pages_module.__file__ and not is_check(code)
+        num_calls += event == "call" and is_of_pages
 
     sys.setprofile(profile)
     try:
