@@ -21,23 +21,18 @@ from quire.kv.step import StepAttention, allocate_kv
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.kv_format import read_format
 from quire.layout.layout import layout_for
-from quire.layout.model import LayerSpec, ModelSpec
+from support.model_specs import small_spec
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW, PAGE = 4, 2, 8, 9, 4
-MODEL = ModelSpec(
-    architecture="llama",
-    num_layers=3,
+MODEL = small_spec(
+    None,
+    WINDOW,
+    None,
     num_heads=NUM_HEADS,
     num_kv_heads=NUM_KV_HEADS,
     head_dim=HEAD_DIM,
     hidden_size=32,
-    intermediate_size=64,
-    vocab_size=128,
-    max_positions=512,
-    tied_embeddings=False,
-    gated_mlp=True,
-    layers=(LayerSpec(), LayerSpec(window=WINDOW), LayerSpec()),
 )
 MATH = AttentionMath(scale=0.5)
 

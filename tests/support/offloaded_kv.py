@@ -11,28 +11,26 @@ from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore
 from quire.layout.layout import layout_for
-from quire.layout.model import LayerSpec, ModelSpec
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.step_offload import KVOffload
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
 from quire.offload.swap.transfer import ThreadTransferWorker
+from support.model_specs import small_spec
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
-MODEL = ModelSpec(
-    architecture="llama",
-    num_layers=6,
+MODEL = small_spec(
+    None,
+    None,
+    9,
+    None,
+    None,
+    None,
     num_heads=NUM_HEADS,
     num_kv_heads=NUM_KV_HEADS,
     head_dim=HEAD_DIM,
     hidden_size=32,
-    intermediate_size=64,
-    vocab_size=128,
-    max_positions=512,
-    tied_embeddings=False,
-    gated_mlp=True,
-    layers=tuple(LayerSpec(window=9 if layer == 2 else None) for layer in range(6)),
 )
 FULL_LAYERS = 5
 MATH = AttentionMath(scale=0.5)

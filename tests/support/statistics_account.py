@@ -8,25 +8,20 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import StepAttention, allocate_kv
 from quire.layout.layout import layout_for, statistics_used
-from quire.layout.model import LayerSpec, ModelSpec
 from quire.layout.statistics import AttentionSum, LowAttentionCount, SquareSum
+from support.model_specs import small_spec
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW = 6, 2, 8, 5
 GROUP = NUM_HEADS // NUM_KV_HEADS
-MODEL = ModelSpec(
-    architecture="llama",
-    num_layers=3,
+MODEL = small_spec(
+    None,
+    WINDOW,
+    None,
     num_heads=NUM_HEADS,
     num_kv_heads=NUM_KV_HEADS,
     head_dim=HEAD_DIM,
     hidden_size=48,
-    intermediate_size=64,
-    vocab_size=128,
-    max_positions=512,
-    tied_embeddings=False,
-    gated_mlp=True,
-    layers=(LayerSpec(), LayerSpec(window=WINDOW), LayerSpec()),
 )
 FULL_LAYERS = (0, 2)
 MATH = AttentionMath(scale=0.6)

@@ -8,7 +8,6 @@ from quire.errors import ConfigError
 from quire.layout.codec_names import CODECS, codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.layout import layout_fingerprint, layout_for, statistics_used
-from quire.layout.model import LayerSpec, ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.statistics import (
     AttentionSum,
@@ -18,23 +17,11 @@ from quire.layout.statistics import (
     SignatureBits,
     SquareSum,
 )
+from support.model_specs import small_spec
 
 
 def model_of(*windows):
-    return ModelSpec(
-        architecture="x",
-        num_layers=len(windows),
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=32,
-        hidden_size=256,
-        intermediate_size=128,
-        vocab_size=100,
-        max_positions=1000,
-        tied_embeddings=True,
-        gated_mlp=True,
-        layers=tuple(LayerSpec(window=window) for window in windows),
-    )
+    return small_spec(*windows, num_heads=8, head_dim=32, hidden_size=256)
 
 
 STATISTICS = (AttentionSum(), QueryRing(window=8), QueryMoments(), ResidualSimilarity())

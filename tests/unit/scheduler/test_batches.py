@@ -12,7 +12,6 @@ from quire.errors import NeverFits, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
-from quire.layout.model import LayerSpec, ModelSpec
 from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing
 from quire.scheduler.admission.batches import rows_at_once
 from quire.scheduler.admission.need import Need
@@ -20,25 +19,13 @@ from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import load
 from support.kv_options import kv_config
+from support.model_specs import small_spec
 
 MOST_ROWS = 64
 
 
 def model_of(*windows, kv_heads=2, head_dim=8):
-    return ModelSpec(
-        architecture="x",
-        num_layers=len(windows),
-        num_heads=4,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=32,
-        intermediate_size=32,
-        vocab_size=100,
-        max_positions=1000,
-        tied_embeddings=True,
-        gated_mlp=True,
-        layers=tuple(LayerSpec(window=window) for window in windows),
-    )
+    return small_spec(*windows, num_kv_heads=kv_heads, head_dim=head_dim)
 
 
 def layout_of(spec, *, page_tokens=4, windows=(None, None), **shape):

@@ -16,9 +16,10 @@ from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
 from quire.layout.layout import layout_for, statistics_used
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import LayerSpec
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.group import num_rows
+from support.model_specs import small_spec
 from support.scheduler_load import RING, SUMS, EvictionSpec, SchedulerLoad, Setting
 
 MAX_TOKENS, AMPLE_BYTES = 80, 1 << 24
@@ -100,20 +101,7 @@ class Case:
         return load
 
 
-MODEL = ModelSpec(
-    architecture="x",
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    hidden_size=32,
-    intermediate_size=32,
-    vocab_size=100,
-    max_positions=1000,
-    tied_embeddings=True,
-    gated_mlp=True,
-    layers=(LayerSpec(window=None),),
-)
+MODEL = small_spec(None)
 
 
 WINDOWS = [(None,), (None, 8), (None, 3, 12), (None,) * 6, (None, 8) * 5]

@@ -10,30 +10,17 @@ from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, SCHEDULES, EvictionSpec
 from quire.layout.layout import layout_for
-from quire.layout.model import LayerSpec, ModelSpec
 from quire.layout.statistics import AttentionSum, QueryRing
 from quire.scheduler.admission.need import Need
 from quire.scheduler.admission.peaks import Peaks
+from support.model_specs import small_spec
 
 PAGE_TOKENS, WINDOW, CHUNK = 4, 10, 8
 SUMS, RING = AttentionSum(), QueryRing(window=6)
 
 
 def model_of(*windows):
-    return ModelSpec(
-        architecture="x",
-        num_layers=len(windows),
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        hidden_size=32,
-        intermediate_size=32,
-        vocab_size=100,
-        max_positions=1000,
-        tied_embeddings=True,
-        gated_mlp=True,
-        layers=tuple(LayerSpec(window=window) for window in windows),
-    )
+    return small_spec(*windows)
 
 
 def peaks_of(*windows, heads_apart=True, statistics=(), store="paged", chunk_tokens=CHUNK):

@@ -7,10 +7,10 @@ from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
-from quire.layout.model import LayerSpec, ModelSpec
 from quire.scheduler.admission.need import Need
 from quire.scheduler.admission.never_fits import possible_changes
 from quire.scheduler.admission.peaks import Peaks
+from support.model_specs import small_spec
 
 FULL, WINDOW = None, 24
 PAGE_TOKENS, CHUNK = 4, 64
@@ -19,20 +19,7 @@ COLUMN_BYTES = 2 * 8 * 2 * 4 * PAGE_TOKENS  # per layer: keys and values of two 
 
 def peaks_of(*windows, columns=32, store="paged", offload_tokens=0, evicting=False):
     """Peaks over a memory that holds `columns` pages of one layer."""
-    model = ModelSpec(
-        architecture="x",
-        num_layers=len(windows),
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        hidden_size=32,
-        intermediate_size=32,
-        vocab_size=100,
-        max_positions=1000,
-        tied_embeddings=True,
-        gated_mlp=True,
-        layers=tuple(LayerSpec(window=window) for window in windows),
-    )
+    model = small_spec(*windows)
     layout = layout_for(model, codec="float32", page_tokens=PAGE_TOKENS, evicting=evicting)
     limits = LaneLimits(max_tokens=1000, evicting_slots=1000)
     placement = placement_maker(store, limits)
