@@ -1,6 +1,7 @@
 """Resident memory over many tokens: the benchmark's computation, and leaked Python objects."""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -91,7 +92,11 @@ def test_summary_claims_the_arm_that_grows_most():
 def test_generated_tokens_leave_no_python_objects():
     """The measurement runs in a separate process, because type checks of tests keep objects."""
     ran = subprocess.run(
-        [sys.executable, "-c", TRACED], capture_output=True, text=True, check=True, cwd=TESTS
+        [sys.executable, "-c", TRACED],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))},
     )
     found = json.loads(ran.stdout)
 
