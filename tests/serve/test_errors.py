@@ -313,7 +313,7 @@ def test_failed_output_is_a_server_error(post, llm):
 
     response = post(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
 
-    assert "no token to choose" in error_of(response, 500)["message"]
+    assert "leave no token to sample" in error_of(response, 500)["message"]
 
 
 def test_internal_error_does_not_expose_details(serve, llm, monkeypatch):

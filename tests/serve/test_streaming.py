@@ -125,4 +125,4 @@ def test_failed_output_ends_the_stream_with_an_error(stream, llm):
 
     assert [list(chunk) for chunk in chunks] == [["error"]]
     assert chunks[0]["error"]["code"] == 500
-    assert "no token to choose" in chunks[0]["error"]["message"]
+    assert "leave no token to sample" in chunks[0]["error"]["message"]

@@ -141,7 +141,7 @@ def test_closed_llm_refuses_requests(llm):
         "stream": lambda: next(llm.stream(PROMPTS[0], GREEDY)),
     }
     for call in calls.values():
-        with pytest.raises(EngineDead, match="the LLM is closed: make a new LLM"):
+        with pytest.raises(EngineDead, match="the LLM is closed: create a new LLM"):
             call()
 
     assert output[0].token_ids

@@ -52,7 +52,7 @@ def test_too_small_weights_memory_is_refused(tmp_path: Path):
     result = CliRunner().invoke(app, ["generate", "--config", str(config), "-p", "x"])
 
     assert result.exit_code != 0
-    assert "too small for this model" in str(result.exception) + result.output
+    assert "is too small: the model" in str(result.exception) + result.output
 
 
 @pytest.mark.parametrize("text", ["much", "-1", ""])

@@ -166,7 +166,7 @@ def test_bridge_is_cleared_after_a_failed_forward() -> None:
     with pytest.raises(ZeroDivisionError):
         run(decoder, Failing())
 
-    with pytest.raises(InvariantError, match="inside a quire decoder"):
+    with pytest.raises(InvariantError, match="only in forwards of a Quire decoder"):
         model(torch.tensor([[1, 2, 3]]))
 
 
