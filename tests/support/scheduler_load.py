@@ -214,6 +214,7 @@ class SchedulerLoad:
         pool_bytes = self.memory.layout.smallest_sequence_bytes * setting.host_pages
         self.pool = HostPool(pool_bytes, self.copies) if pool_bytes else None
         self.broken: set[str] = set()
+        self._branching: RequestGroup | None = None
         self.scheduler = self._scheduler(setting)
         self.requests: dict[str, Request] = {}
         self.arrivals = self.num_steps = self.processed_tokens = self.without_progress = 0
@@ -270,13 +271,22 @@ class SchedulerLoad:
         preempt = components.preempter.preempt
 
         def checked_preempt(requests: list[Request], reason: str, **options: bool) -> None:
-            if not all(map(have_moved_on, requests)):
+            if not all(map(self._has_moved_on, requests)):
                 self.without_progress += 1
                 assert reason in REASONS_WITHOUT_PROGRESS
             preempt(requests, reason, **options)
 
         components.preempter.preempt = checked_preempt
         return Scheduler(components)
+
+    def _has_moved_on(self, request: Request) -> bool:
+        """Whether a request has computed tokens since it resumed.
+
+        Beams that branch have: their tokens are sampled already and are appended after the
+        branch, also if the beams are preempted because there are no pages for the forks.
+        """
+        branches = self._branching is not None and request.group is self._branching
+        return branches or have_moved_on(request)
 
     def _prefix_offloader(
         self, offload_bytes: int, sharing: PrefixSharing, state: SchedulerState
@@ -420,7 +430,9 @@ class SchedulerLoad:
         before = [list(member.output_token_ids) for member in group.members]
         for member in group.members:
             del self.requests[member.request_id]
+        self._branching = group
         self.scheduler.branch(group, parents)
+        self._branching = None
         self.requests |= {member.request_id: member for member in group.members}
 
         assert [member.output_token_ids for member in group.members] == [before[p] for p in parents]

@@ -1,7 +1,7 @@
 """Plans the decoding rows of a step, one token each."""
 
 from quire.scheduler.components import SchedulerComponents
-from quire.scheduler.group import whole_groups
+from quire.scheduler.group import same_group, whole_groups
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
@@ -22,7 +22,19 @@ class Decode:
     def plan(self, plan: StepPlan) -> None:
         """Add the batch's decoding rows that have pages for their next token."""
         ready = [r for r in self._running if r.num_tokens - r.progress.num_computed == 1]
-        decoding = self._within_step(whole_groups(self._batcher.decoding(ready)))
+        self._add(plan, self._batcher.decoding(ready))
+
+    def plan_group(self, plan: StepPlan, request: Request) -> None:
+        """Add the decoding rows of a request's group, even if they are not in the batch.
+
+        For a step without other rows, because beams can decode only here: a prefill chunk never
+        computes the last token of a beam.
+        """
+        ready = [r for r in self._running if r.num_uncomputed == 1 and same_group(r, request)]
+        self._add(plan, ready)
+
+    def _add(self, plan: StepPlan, rows: list[Request]) -> None:
+        decoding = self._within_step(whole_groups(rows))
         decoding = whole_groups(self._capacities.evict_to_capacity(decoding))
         decoding = self._with_pages(decoding)
         if decoding:

@@ -63,6 +63,8 @@ class Unblocking:
         """Plan the tokens of a request, or of the first member of its group that has pages."""
         if first.group is not None:
             self._decode.plan(plan)
+            if not plan.requests:
+                self._decode.plan_group(plan, first)
         for request in together(first):
             if request.is_running and not plan.requests:
                 self._prefill.chunk(plan, request, self._step_tokens)

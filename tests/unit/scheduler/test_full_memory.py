@@ -10,6 +10,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
 from quire.scheduler.admission.need import Need
+from quire.scheduler.batchers.registry import BATCHERS
 from quire.scheduler.forks import NEVER
 from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
@@ -87,8 +88,9 @@ def test_request_that_never_gets_pages_fails_and_others_continue(monkeypatch):
     assert len(other.output_token_ids) == 5
 
 
-def test_group_whose_members_cannot_proceed_together_is_dissolved(monkeypatch):
-    load = SchedulerLoad(Setting(pages=40))
+@pytest.mark.parametrize("batcher", [*BATCHERS, "baton_pd:hold=host", "baton_pd:prefill=sync"])
+def test_group_whose_members_cannot_proceed_together_is_dissolved(batcher, monkeypatch):
+    load = SchedulerLoad(Setting(pages=40, max_num_seqs=3, batcher=batcher, host_pages=40))
     members = [load.request(9, 5) for _ in range(3)]
     load.submit_group(list(members), atomic=False)
     can_grow = SequenceMemory.can_grow
@@ -102,6 +104,44 @@ def test_group_whose_members_cannot_proceed_together_is_dissolved(monkeypatch):
 
     assert [len(member.output_token_ids) for member in members] == [5, 5, 5]
     assert [member.split_from is not None for member in members] == [False, True, True]
+
+
+@pytest.mark.parametrize("batcher", ["pd:ahead=5", "baton_pd", "baton_pd_best_fit"])
+def test_first_beams_decode_outside_of_the_batch_when_no_row_of_it_can(batcher):
+    """A request of lower priority fills the batch and the memory; the beams wait for its row."""
+    load = SchedulerLoad(Setting(pages=10, max_num_seqs=3, batcher=batcher))
+    load.submit(other := load.request(6, 20, priority=1))
+    load.step()
+    beams = [load.request(9, 3) for _ in range(3)]
+    load.submit_group(beams, atomic=True)
+
+    load.drain()  # fails if a request ends with an error
+
+    assert other.progress.num_preemptions > 0
+    assert len(other.output_token_ids) == 20
+
+
+def test_beams_without_pages_for_a_fork_are_recomputed_with_their_sampled_tokens(monkeypatch):
+    load = SchedulerLoad(Setting(pages=40, chunk_tokens=3))
+    beams = [load.request(9, 5) for _ in range(3)]
+    load.submit_group(beams, atomic=True)
+    load.step()
+    assert load.scheduler.preempt_one()
+    fork, refused_requests = SequenceMemory.fork, []
+
+    def without_pages(sequence_memory, parent, child):
+        if not refused_requests:
+            refused_requests.append(child)
+            raise OutOfPages("too few free pages for the statistics of a fork")
+        fork(sequence_memory, parent, child)
+
+    monkeypatch.setattr(SequenceMemory, "fork", without_pages)
+    while not refused_requests:
+        load.step()
+
+    assert not load.scheduler.running
+    assert {len(request.output_token_ids) for request in load.requests.values()} == {1}
+    load.drain()
 
 
 RAISE = re.compile(r"(?:raise|give) (--[a-z-]+) (?:to|of) (\d+[KM]iB)")

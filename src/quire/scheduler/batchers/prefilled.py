@@ -177,10 +177,16 @@ class PrefilledQueue(Batcher):
         return chosen if rows <= self._state.max_num_seqs + self._options.rows else None
 
     def _first_new(self, head: Request) -> Request | None:
-        if not head.progress.num_admissions:
+        """The tenant's first request that is not admitted, alone or with its group.
+
+        A member that was admitted with its group and then split off it is a request of its own.
+        """
+        if unit_of(head) not in self._admitted:
             return head
         waiting = self._state.waiting.of_tenant(head.tenant)
-        return next((request for request in waiting if not request.progress.num_admissions), None)
+        return next(
+            (request for request in waiting if unit_of(request) not in self._admitted), None
+        )
 
     def admitted(self, request: Request) -> None:
         """See `Batcher`."""
