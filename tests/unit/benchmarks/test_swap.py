@@ -138,7 +138,7 @@ def test_prefill_rates_are_stored_by_model_shape(model):
 def test_prompts_above_the_context_raise(model):
     with pytest.raises(ConfigError, match="1 to 1023 tokens, got 1024"):
         list(measure_chunks(model, chunks=(16,), prompt_tokens=1024, repeats=1))
-    with pytest.raises(ConfigError, match="expected prompts of at most 1022 tokens .* got 1023"):
+    with pytest.raises(ConfigError, match=r"expected prompts of at most 1022 tokens .* got 1023"):
         list(measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
 
 
