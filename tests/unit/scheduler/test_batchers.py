@@ -245,6 +245,24 @@ def test_request_displaced_from_the_batch_by_an_urgent_one_keeps_its_pages():
     assert load.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("batcher", ["baton_pd", "baton_pd_best_fit"])
+def test_preempted_group_gives_its_rows_to_the_queue_of_a_limited_tenant(batcher):
+    """Else it would resume at once, exceed the limit, and be preempted, forever.
+
+    The limit is half of the memory. The queued request holds pages and needs a row to end.
+    """
+    load = load_of(batcher, pages=30, max_num_seqs=2, host_pages=0, guaranteed=30, burst=50)
+    group = [load.request(6, 12, priority=1) for _ in range(2)]
+    load.submit_group(list(group), atomic=False)
+    for _ in range(3):
+        load.step()
+    submit(load, (15, 8))
+
+    load.drain()  # fails if the load thrashes
+
+    assert 0 < group[0].progress.num_preemptions < 12
+
+
 def test_no_request_is_preempted_if_that_would_not_admit_the_urgent_one():
     load = load_of("continuous", urgent=-1)
     submit(load, *[(8, 12)] * ROWS, priority=-1)

@@ -192,8 +192,11 @@ class PrefilledQueue(Batcher):
         """See `Batcher`."""
         unit = unit_of(request)
         self._admitted[unit] = None
-        if is_prefilled(unit) and num_rows(unit) <= self._free_rows:
-            self._batch[unit] = None
+        if not any(m.is_running for m in members_of(unit) if m is not request):
+            # It was preempted after the last step: it has lost its row to the units before it. Else
+            # it could resume and be preempted forever while they wait for its row.
+            self._batch.pop(unit, None)
+        self._fill()
 
     def may_compute(self, request: Request) -> bool:
         """See `Batcher`."""
