@@ -114,9 +114,15 @@ class PrefixTierMachine(RuleBasedStateMachine):
         assert self.damaged or late or load.loaded_from <= max(first, pages.first)
         self.num_loaded += load.loaded_from < end
         target = max(at, min(load.loaded_from + moves.randrange(2) * size, end))
-        self.grow(row, tokens, at, target)
+        # pages in flight below `loaded_from` are freed only by `stop`: both may not fit at once
+        fits = self.index.reclaim(self.pages_of(target - at))
+        if fits:
+            self.grow(row, tokens, at, target)
         load.stop()
         assert not load.load_segment()
+        if not fits:
+            pages.release()
+            return at
         if target < end:
             assert pages.attach(row)
         else:
