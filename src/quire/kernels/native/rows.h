@@ -1,0 +1,38 @@
+/* Row-wise functions of a decoder layer. norm_args, rope_args and code_args are mirrored in row_args.py. */
+#ifndef QUIRE_ROWS_H
+#define QUIRE_ROWS_H
+
+#include "linear.h"
+
+/* out = x / sqrt(mean(x^2) + eps) * weight */
+typedef struct {
+    const float *x; /* [rows, width] */
+    const float *weight;
+    void *out; /* [rows, width] contiguous, out_dtype */
+    int64_t x_row;
+    int32_t rows, width, out_dtype, path;
+    float eps;
+} norm_args;
+
+/* Split the output of a joint product into queries, keys and values; normalise and rotate them. */
+typedef struct {
+    const float *x; /* [rows, x_row]: queries, keys, values at the three columns */
+    int64_t x_row, column[3];
+    const float *cosine, *sine; /* [rows, rotary_dim]; elements i and i + rotary_dim / 2 are a pair */
+    const float *norm[2];       /* [head_dim] weights of the norms of query and key heads, or NULL */
+    void *out[3];               /* [rows, heads, head_dim] contiguous, out_dtype */
+    int32_t heads[3], rows, head_dim, rotary_dim, out_dtype, path;
+    float eps;
+} rope_args;
+
+/* Quantize activations: codes, scale and sum of each group of GROUP_CODES. */
+typedef struct {
+    const void *x; /* [rows, x_row], x_dtype */
+    int64_t x_row;
+    int8_t *codes; /* [rows, width] contiguous */
+    float *scales; /* [rows, groups] */
+    int32_t *sums;
+    int32_t rows, width, x_dtype, path;
+} code_args;
+
+#endif
