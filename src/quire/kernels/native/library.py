@@ -28,6 +28,7 @@ from quire.kernels.native.arguments import (
     WriteArgs,
 )
 from quire.kernels.native.coding import MAX_OUTLIERS, MAX_RUNS
+from quire.kernels.native.linear_args import CodeArgs, LinearArgs, NormArgs, RopeArgs
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 
@@ -43,6 +44,10 @@ class NativeLibrary:
         tally: `quire_tally`.
         block_queries: `quire_block_queries`.
         scratch_bytes: `quire_scratch_bytes`.
+        linear: `quire_linear` of linear.c.
+        norm: `quire_norm` of rows.c.
+        rope: `quire_rope`.
+        code_rows: `quire_code_rows`.
         path: code path for this CPU, an index into PATHS.
         parallel_for: address of torch's thread function; None for a single thread.
         max_head_dim: largest supported head_dim.
@@ -54,6 +59,10 @@ class NativeLibrary:
     tally: Callable[..., int]
     block_queries: Callable[..., int]
     scratch_bytes: Callable[..., int]
+    linear: Callable[..., int]
+    norm: Callable[..., int]
+    rope: Callable[..., int]
+    code_rows: Callable[..., int]
     path: int
     parallel_for: int | None
     max_head_dim: int
@@ -98,19 +107,27 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
             library.quire_write_args_size,
             library.quire_move_args_size,
             library.quire_tally_args_size,
+            library.quire_linear_args_size,
+            library.quire_norm_args_size,
+            library.quire_rope_args_size,
+            library.quire_code_args_size,
         )
         limit, write, tally = library.quire_max_head_dim, library.quire_write, library.quire_tally
         max_runs, max_outliers = library.quire_max_runs, library.quire_max_outliers
         together, sum_slots = library.quire_max_together, library.quire_sum_slots
         kept_logits = library.quire_kept_logits
         attend, best_path = library.quire_attend, library.quire_best_path
-        move = library.quire_move
+        move, linear = library.quire_move, library.quire_linear
+        norm, rope, code_rows = library.quire_norm, library.quire_rope, library.quire_code_rows
         block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
     except (OSError, AttributeError) as error:
         return NotLoaded(f"{path.name} cannot be used: {error}")
     for size in sizes:
         size.restype = ctypes.c_int64
-    mirrors = (AttentionArgs, WriteArgs, MoveArgs, TallyArgs)
+    mirrors = (
+        *(AttentionArgs, WriteArgs, MoveArgs, TallyArgs),
+        *(LinearArgs, NormArgs, RopeArgs, CodeArgs),
+    )
     if [size() for size in sizes] != [ctypes.sizeof(args) for args in mirrors]:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
     if (max_runs(), max_outliers()) != (MAX_RUNS, MAX_OUTLIERS):
@@ -126,6 +143,9 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     move.restype = ctypes.c_int
     tally.argtypes = (ctypes.POINTER(TallyArgs), ctypes.c_void_p)
     tally.restype = ctypes.c_int
+    linear.argtypes = (ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int)
+    for function, args in ((norm, NormArgs), (rope, RopeArgs), (code_rows, CodeArgs)):
+        function.argtypes = (ctypes.POINTER(args), ctypes.c_void_p)
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     scratch_bytes.restype = ctypes.c_int64
     return NativeLibrary(
@@ -135,6 +155,10 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         tally=tally,
         block_queries=block_queries,
         scratch_bytes=scratch_bytes,
+        linear=linear,
+        norm=norm,
+        rope=rope,
+        code_rows=code_rows,
         path=best_path(),
         parallel_for=_torch_parallel_for(),
         max_head_dim=limit(),
