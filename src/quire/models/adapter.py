@@ -169,7 +169,10 @@ class TransformersDecoder:
         """Run the model on one token at each of these positions, without computing logits."""
         places = torch.tensor(positions, device=self._device)
         token = torch.full_like(places, self._spec.vocab_size // 2)
-        self.forward(token, places, places[:0], attention)
+        with self._forward_lock:
+            self._rope.select(0)
+            with self._bridge.attending(attention):
+                self._module_logits(Batch(token, places, places[:0], attention))
 
     def forward(
         self,
@@ -206,8 +209,12 @@ class TransformersDecoder:
         assert self._weights is not None, "checked by forward_together"
         return LayerMajor(self._weights.modules, self._device)
 
-    @torch.inference_mode()
     def _logits(self, batch: Batch) -> Tensor:
+        return self._module_logits(batch)
+
+    @torch.inference_mode()
+    def _module_logits(self, batch: Batch) -> Tensor:
+        """Run the modules of the Transformers model."""
         head = {"logits_to_keep": batch.sample_rows} if self._head_takes_rows else {}
         output = self._model(
             input_ids=batch.token_ids.unsqueeze(0),

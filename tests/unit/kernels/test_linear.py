@@ -59,7 +59,7 @@ def test_product_equals_torch(
     x = seeded(rows, inner).to(products.activation_dtype(weight, torch.float32))
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full((rows, outer + 3), 7.0, dtype=dtype)
-        products.multiply(x, weight, out[:, :outer])
+        products.prepare(weight).run(x, out[:, :outer])
         assert error(out[:, :outer], expected_product(products, x, weight)) < TOLERANCE[dtype]
         assert (out[:, outer:] == 7).all()
 
@@ -69,9 +69,9 @@ def test_a_row_is_independent_of_the_other_rows(products: Products, kind: str) -
     weight = pack(seeded(192, 512), kind)
     x = seeded(130, 512).to(products.activation_dtype(weight, torch.float32))
     alone, together = torch.empty(130, 192), torch.empty(130, 192)
-    products.multiply(x, weight, together)
+    products.prepare(weight).run(x, together)
     for row in range(130):
-        products.multiply(x[row : row + 1], weight, alone[row : row + 1])
+        products.prepare(weight).run(x[row : row + 1], alone[row : row + 1])
     assert torch.equal(alone, together)
 
 
@@ -82,7 +82,7 @@ def test_bias_and_addition(products: Products, kind: str) -> None:
     x = seeded(5, 256).to(products.activation_dtype(weight, torch.float32))
     out = seeded(5, 100)
     expected = out.double() + expected_product(products, x, weight) + bias[:100].double()
-    products.multiply(x, weight, out, bias=bias, finish=ADD)
+    products.prepare(weight, bias=bias, finish=ADD).run(x, out)
     assert error(out, expected) < TOLERANCE[torch.float32]
 
 
@@ -93,7 +93,7 @@ def test_gated_product_equals_torch(products: Products, kind: str, half: int) ->
     weight = pack_gated(gate, other, kind)
     x = seeded(7, 256).to(products.activation_dtype(weight, torch.float32))
     out = torch.empty(7, half)
-    products.multiply(x, weight, out, finish=GATE_SILU)
+    products.prepare(weight, finish=GATE_SILU).run(x, out)
     both = expected_product(products, x, weight)
     expected = torch.nn.functional.silu(both[:, :half]) * both[:, half:]
     assert error(out, expected) < TOLERANCE[torch.float32]
@@ -109,8 +109,8 @@ def test_parts_of_a_joint_weight(products: Products, kind: str) -> None:
         part, alone = joint.part(start, len(weight)), pack(weight, kind)
         assert torch.equal(part.unpacked(), alone.unpacked())
         found, expected = torch.empty(3, len(weight)), torch.empty(3, len(weight))
-        products.multiply(x, part, found)
-        products.multiply(x, alone, expected)
+        products.prepare(part).run(x, found)
+        products.prepare(alone).run(x, expected)
         assert torch.equal(found, expected)
 
 

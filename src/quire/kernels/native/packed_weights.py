@@ -50,6 +50,10 @@ class PackedWeight:
         scales = None if self.scales is None else self.scales[panels]
         return replace(self, panels=self.panels[panels], outer=outer, scales=scales)
 
+    def whole_panels(self) -> "PackedWeight":
+        """Return a view that includes the columns of zeros at the end."""
+        return replace(self, outer=len(self.panels) * PANEL_COLUMNS, gated=False)
+
     def rows(self, numbers: Tensor) -> Float[Tensor, "row inner"]:
         """Return rows of the weight, decoded: bfloat16 for bfloat16, else float32.
 

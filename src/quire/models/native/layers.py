@@ -1,0 +1,252 @@
+"""Fused layers of a Transformers model: joint packed weights, and modules that share them.
+
+The joint products (queries, keys and values; gate and up) own the weights. The modules of the
+Transformers model read the same weights, so paths that run modules (the comparison at load,
+recomputation of keys and values) work and nothing is stored twice.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quire.kernels.native.linear import Product, Products, pack_bias
+from quire.kernels.native.linear_args import ADD, GATE_COLUMNS, GATE_SILU, PANEL_COLUMNS
+from quire.kernels.native.packed_weights import can_pack, pack, pack_gated, pack_parts
+from quire.kernels.native.row_functions import NARROW_LANES, HeadShape
+from quire.layout.model import ModelSpec
+from quire.models.native_linear import PackedEmbedding, PackedLinear
+
+FAMILIES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+ACTIVATIONS = ("silu", "swish")
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """An RMSNorm: float32 weight, and the number added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedLayer:
+    """One layer.
+
+    Attributes:
+        attention_norm, mlp_norm: before attention, before the MLP.
+        qkv: joint product of queries, keys and values.
+        heads: layout of its output.
+        output: attention's output projection, added to the residual stream.
+        gate_up: gated product of the MLP.
+        down: the MLP's output projection, added to the residual stream.
+        scale: factor on query-key products.
+    """
+
+    attention_norm: Norm
+    mlp_norm: Norm
+    qkv: Product
+    heads: HeadShape
+    output: Product
+    gate_up: Product
+    down: Product
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedModel:
+    """All layers, and what is before and after them.
+
+    Attributes:
+        embedding: returns a row for each token.
+        layers: in order.
+        norm: before the output head.
+        head: the output head.
+        rotary: cosines and sines of positions.
+    """
+
+    embedding: nn.Module
+    layers: tuple[FusedLayer, ...]
+    norm: Norm
+    head: Product
+    rotary: nn.Module
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Return the reason why a model cannot be fused; None if it can."""
+    name = type(model).__name__
+    if name not in FAMILIES:
+        return f"{name} is not among the fused architectures ({', '.join(sorted(FAMILIES))})"
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type}, and fused layers run on a CPU"
+    if model.dtype not in KINDS:
+        return f"its weights are {model.dtype}; fused layers take float32 and bfloat16"
+    config: Any = model.config
+    if config.hidden_act not in ACTIVATIONS:
+        return f"its activation is {config.hidden_act!r}; fused layers compute silu"
+    return _layer_refusal(model)
+
+
+def _layer_refusal(model: PreTrainedModel) -> str | None:
+    decoder: Any = model.model  # type: ignore[attr-defined]
+    for layer in decoder.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, module in parent.named_modules():
+                if hasattr(module, "in_features") and type(module) is not nn.Linear:
+                    return f"{name} is a {type(module).__name__}, not a plain linear layer"
+        if any(linear.bias is not None for linear in layer.mlp.children() if _is_linear(linear)):
+            return "its MLP has biases"
+    for linear in filter(_is_linear, model.modules()):
+        if not can_pack(linear.in_features, KINDS[model.dtype]) or linear.in_features % 16:
+            return f"a linear layer has {linear.in_features} inputs, not a multiple of 16"
+    head_dim = ModelSpec.from_config(model.config.to_dict()).head_dim
+    rotary_dim = _rotary_dim(decoder.rotary_emb)
+    if rotary_dim % (2 * NARROW_LANES) or head_dim % NARROW_LANES:
+        return f"its heads have {head_dim} elements, {rotary_dim} of them rotated"
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) -> FusedModel:
+    """Pack the weights of a model and replace its linear layers by modules that share them.
+
+    Weights are packed one at a time; each original is freed before the next.
+
+    Args:
+        model: with no `refusal`.
+        products: multiplies.
+        kind: of the layers' weights: float32, bfloat16, int8 or int4; None: as they are.
+    """
+    decoder: Any = model.model  # type: ignore[attr-defined]
+    plain = KINDS[model.dtype]
+    rotary_dim = _rotary_dim(decoder.rotary_emb)
+    layers = tuple(
+        _fuse_layer(layer, products, kind or plain, model.config, rotary_dim)
+        for layer in decoder.layers
+    )
+    head = _fuse_head(model, products, kind or plain)
+    return FusedModel(
+        embedding=decoder.embed_tokens,
+        layers=layers,
+        norm=_norm(decoder.norm),
+        head=head,
+        rotary=decoder.rotary_emb,
+    )
+
+
+def _rotary_dim(rotary: Any) -> int:
+    cosine, _ = rotary(torch.empty(1), torch.zeros(1, 1, dtype=torch.int64))
+    return int(cosine.shape[-1])
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach().float(), float(module.variance_epsilon))
+
+
+def _fuse_layer(
+    layer: Any, products: Products, kind: str, config: Any, rotary_dim: int
+) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    num_heads = config.num_attention_heads
+    num_kv_heads = config.num_key_value_heads or num_heads
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    qkv, columns = _fuse_qkv(attention, products, kind, heads)
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = (_norm(attention.q_norm).weight, _norm(attention.k_norm).weight)
+    shape = HeadShape(
+        columns=columns,
+        heads=heads,
+        head_dim=attention.head_dim,
+        rotary_dim=rotary_dim,
+        norms=norms,
+        eps=0.0 if norms is None else _norm(attention.q_norm).eps,
+    )
+    return FusedLayer(
+        attention_norm=_norm(layer.input_layernorm),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        qkv=qkv,
+        heads=shape,
+        output=_fuse_output(attention, "o_proj", products, kind),
+        gate_up=_fuse_gate(mlp, products, kind),
+        down=_fuse_output(mlp, "down_proj", products, kind),
+        scale=float(attention.scaling),
+    )
+
+
+def _fuse_qkv(
+    attention: Any, products: Products, kind: str, heads: tuple[int, ...]
+) -> tuple[Product, tuple[int, int, int]]:
+    lengths = [count * attention.head_dim for count in heads]
+    names = ("q_proj", "k_proj", "v_proj")
+    joint = hasattr(attention, "qkv_proj")
+    if joint:
+        weights = attention.qkv_proj.weight.detach().split(lengths)
+        biases: list[Tensor | None] = [None] * 3
+    else:
+        weights = tuple(getattr(attention, name).weight.detach() for name in names)
+        biases = [getattr(attention, name).bias for name in names]
+    packed, starts = pack_parts(weights, kind)
+    bias = pack_bias(biases, lengths)
+    if joint:
+        columns = torch.cat([s + torch.arange(n) for s, n in zip(starts, lengths, strict=True)])
+        attention.qkv_proj = PackedLinear(products.prepare(packed, bias=bias), products, columns)
+    else:
+        for name, start, length in zip(names, starts, lengths, strict=True):
+            part = None if bias is None else bias[start:]
+            product = products.prepare(packed.part(start, length), bias=part)
+            setattr(attention, name, PackedLinear(product, products))
+    first, second, third = starts
+    return products.prepare(packed, bias=bias), (first, second, third)
+
+
+def _fuse_gate(mlp: Any, products: Products, kind: str) -> Product:
+    joint = hasattr(mlp, "gate_up_proj")
+    if joint:
+        gate, other = mlp.gate_up_proj.weight.detach().chunk(2)
+    else:
+        gate, other = mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()
+    packed = pack_gated(gate, other, kind)
+    half = torch.arange(len(gate))
+    gates = half // GATE_COLUMNS * PANEL_COLUMNS + half % GATE_COLUMNS
+    whole = products.prepare(packed.whole_panels())
+    if joint:
+        both = torch.cat([gates, gates + GATE_COLUMNS])
+        mlp.gate_up_proj = PackedLinear(whole, products, both)
+    else:
+        mlp.gate_proj = PackedLinear(whole, products, gates)
+        mlp.up_proj = PackedLinear(whole, products, gates + GATE_COLUMNS)
+    return products.prepare(packed, finish=GATE_SILU)
+
+
+def _fuse_output(parent: Any, name: str, products: Products, kind: str) -> Product:
+    linear = getattr(parent, name)
+    packed = pack(linear.weight.detach(), kind)
+    bias = pack_bias([linear.bias], [packed.outer])
+    setattr(parent, name, PackedLinear(products.prepare(packed, bias=bias), products))
+    return products.prepare(packed, bias=bias, finish=ADD)
+
+
+def _fuse_head(model: Any, products: Products, kind: str) -> Product:
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    packed = pack(model.lm_head.weight.detach(), kind)
+    bias = pack_bias([model.lm_head.bias], [packed.outer])
+    product = products.prepare(packed, bias=bias)
+    if tied:
+        model.model.embed_tokens = PackedEmbedding(packed, model.dtype)
+    model.lm_head = PackedLinear(product, products)
+    return product
