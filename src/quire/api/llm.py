@@ -53,6 +53,8 @@ class LLM:
         verify: compare with Transformers' own attention at load.
         return_memory: return freed host memory to the system; see `Engine`.
         weights_memory: device memory for weights: bytes, a size, or "all"; see `place_beyond`.
+        model_impl: auto, native or transformers; see `load_model`.
+        weight_codec: auto, int8 or int4; see `load_model`.
 
     Raises:
         ConfigError: invalid options; raised before the KV memory is allocated.
@@ -71,6 +73,8 @@ class LLM:
         verify: bool = True,
         return_memory: bool = False,
         weights_memory: int | str | None = ALL_WEIGHTS,
+        model_impl: str = "auto",
+        weight_codec: str = "auto",
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
@@ -86,6 +90,8 @@ class LLM:
                 trust_remote_code=trust_remote_code,
                 verify=verify,
                 placer=place_beyond(weights_memory),
+                model_impl=model_impl,
+                weight_codec=weight_codec,
             )
         elif weights_memory not in (ALL_WEIGHTS, None):
             raise ConfigError(

@@ -30,6 +30,8 @@ from quire.sim.machine import MachineConfig
 from quire.sim.traces.base import TraceOptions
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ModelImpl = Literal["auto", "native", "transformers"]
+WeightCodec = Literal["auto", "int8", "int4"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -53,6 +55,14 @@ class ModelConfig:
     trust_remote_code: bool = option(False, help="allow Python code from the model folder")
     verify: bool = option(
         True, help="compare logits with Transformers' attention when the model is loaded"
+    )
+    model_impl: ModelImpl = option(
+        "auto",
+        help="native: fused layers in C (Llama, Mistral, Qwen2, Qwen3, Phi-3 on a CPU); "
+        "transformers: the layers of Transformers; auto: native if supported",
+    )
+    weight_codec: WeightCodec = option(
+        "auto", help="quantize linear layers at load: int8 or int4; auto: as stored", common=True
     )
     weights_memory: MaybeSize = option(
         "all",

@@ -101,6 +101,8 @@ class Settings:
             verify=self.loading.verify,
             return_memory=self.loading.return_memory,
             weights_memory=self.loading.weights_memory,
+            model_impl=self.loading.model_impl,
+            weight_codec=self.loading.weight_codec,
         )
         why_no_prefix = llm.engine.pool.why_no_prefix
         if why_no_prefix and self.kv.prefix_cache.enabled and PREFIX_CACHE in self.given:

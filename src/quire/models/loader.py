@@ -17,11 +17,11 @@ from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.layout.config import check_sizes, read_config
 from quire.layout.model import ModelSpec
 from quire.layout.refusals import refuse_model_type
-from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.foreign import foreign_code, held_warnings
 from quire.models.generation import GenerationDefaults, read_generation_defaults
 from quire.models.layer_source import LayerPlacer, LayerSource
+from quire.models.native.select import make_decoder
 from quire.models.source import find_model
 from quire.models.stored import check_shapes, read_headers
 from quire.models.support import model_class, refuse_class, refuse_config
@@ -69,6 +69,8 @@ def load_model(
     trust_remote_code: bool = False,
     verify: bool = True,
     placer: LayerPlacer | None = None,
+    model_impl: str = "auto",
+    weight_codec: str = "auto",
 ) -> LoadedModel:
     """Load a causal language model in Hugging Face format.
 
@@ -82,6 +84,9 @@ def load_model(
         placer: offloads the layers beyond a limit of device memory; they are prefetched in every
             pass (see `quire.offload.weights.placement.place_beyond`). None: all layers are on the
             device.
+        model_impl: native (fused layers in C), transformers (the layers of Transformers), or auto:
+            native if the architecture, the device and the CPU support it.
+        weight_codec: auto (as loaded), or int8 or int4: quantize the linear layers at load.
 
     Raises:
         ConfigError: a wrong dtype or device, a model with Python code without
@@ -113,7 +118,7 @@ def load_model(
     if placer is not None:
         place, weights = placer.place(model, target)
     with foreign_code(f"{name} cannot run with its config.json"):
-        decoder = TransformersDecoder(model, weights)
+        decoder = make_decoder(model, weights, impl=model_impl, codec=weight_codec)
         if verify:
             compare_with_transformers(decoder)
     return LoadedModel(
