@@ -7,7 +7,7 @@ each attention call; see `bridge`. Unsupported architectures are declared in `su
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 
@@ -24,7 +24,8 @@ from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.layer_kv import KeysAndValues
 from quire.models.layer_major import LayerMajor
 from quire.models.layer_source import LayerSource
-from quire.models.linear_weights import pack_linears, widen_linears
+from quire.models.linear_weights import reorder_linears, widen_linears
+from quire.models.native_linear import fastest_products, pack_linears
 from quire.models.observing import Observing
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
@@ -61,8 +62,7 @@ class TransformersDecoder:
         self._spec = ModelSpec.from_config(model.config.to_dict())
         self._rope = RopeVariants(model)
         self._bridge = install(model)
-        pack_linears(model, () if weights is None else weights.modules)
-        widen_linears(model)
+        prepare_linears(model, () if weights is None else weights.modules)
         self._forward_lock = threading.RLock()  # reentrant: `prepare` runs forwards
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
@@ -248,3 +248,13 @@ class TransformersDecoder:
                 f"{type(self._model).__name__} uses attention {in_use!r} and does not support "
                 "Transformers' attention interface; run it with Transformers itself"
             )
+
+
+def prepare_linears(model: nn.Module, left_alone: Iterable[nn.Module]) -> None:
+    """Replace the linear layers of a model on a CPU by the fastest ones for this CPU."""
+    products = fastest_products()
+    if products is not None:
+        pack_linears(model, products, left_alone)
+    else:
+        reorder_linears(model, left_alone)
+    widen_linears(model)

@@ -98,7 +98,7 @@ def _is_slow(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-# ---- packing -------------------------------------------------------------------------------------
+# ---- reordering ----------------------------------------------------------------------------------
 
 # Weights of linear layers in the order in which the CPU's matrix product reads them.
 #
@@ -110,7 +110,7 @@ def _is_slow(module: nn.Module) -> TypeGuard[nn.Linear]:
 _DTYPE = torch.bfloat16  # no gain for float32: its products are compute-bound
 
 
-class PackedLinear(nn.Module):
+class ReorderedLinear(nn.Module):
     """A linear layer that stores its weight in reordered form only.
 
     Args:
@@ -132,7 +132,7 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
     @property
-    def packed_bytes(self) -> int:
+    def reordered_bytes(self) -> int:
         """Bytes of the weight."""
         return self.in_features * self.out_features * _DTYPE.itemsize
 
@@ -142,8 +142,8 @@ class PackedLinear(nn.Module):
         return out
 
 
-def can_pack() -> bool:
-    """Whether this torch and this CPU multiply packed bfloat16 weights."""
+def can_reorder() -> bool:
+    """Whether this torch and this CPU multiply reordered bfloat16 weights."""
     operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -152,8 +152,8 @@ def can_pack() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
-    """Replace the linear layers of a model on a CPU by packed layers.
+def reorder_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
+    """Replace the linear layers of a model on a CPU by layers with reordered weights.
 
     Layers are replaced one at a time, so the extra memory is that of the largest weight.
 
@@ -162,9 +162,9 @@ def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None
 
     Args:
         model: model on its final device.
-        left_alone: modules whose layers are not packed.
+        left_alone: modules whose weights are not reordered.
     """
-    if not can_pack():
+    if not can_reorder():
         return
     alone = {id(part) for module in left_alone for part in module.modules()}
     owners: dict[int, int] = {}
@@ -176,16 +176,16 @@ def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None
         for name, child in parent.named_children():
             if id(child) in alone:
                 continue
-            if _is_packable(child) and owners[id(child.weight)] == 1:
+            if _is_reorderable(child) and owners[id(child.weight)] == 1:
                 places.setdefault(id(child), []).append((parent, name))
-    # hold no reference to a plain layer: each must be freed before the next is packed
+    # hold no reference to a plain layer: each must be freed before the next is reordered
     for found in places.values():
-        packed = PackedLinear(getattr(*found[0]))
+        reordered = ReorderedLinear(getattr(*found[0]))
         for parent, name in found:
-            setattr(parent, name, packed)
+            setattr(parent, name, reordered)
 
 
-def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _is_reorderable(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(module) is nn.Linear
         and module.weight.dtype == _DTYPE

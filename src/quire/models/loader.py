@@ -61,7 +61,7 @@ class LoadedModel:
 
 
 @held_warnings()
-def load_model(
+def load_model(  # noqa: PLR0913 - one parameter per option
     path: str | Path,
     *,
     dtype: str = "auto",

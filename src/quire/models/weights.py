@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from quire.errors import ModelError
 from quire.models import native_linear
 from quire.models.foreign import foreign_code
-from quire.models.linear_weights import PackedLinear
+from quire.models.linear_weights import ReorderedLinear
 from quire.models.stored import StoredTensor, is_ignored, layer_list, spellings
 
 
@@ -62,8 +62,12 @@ def weight_bytes(model: PreTrainedModel) -> int:
         for module in model.modules()
         if isinstance(module, (native_linear.PackedLinear, native_linear.PackedEmbedding))
     }
-    reordered = sum(m.packed_bytes for m in model.modules() if isinstance(m, PackedLinear))
-    return sum(packed.values()) + reordered + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    reordered = sum(m.reordered_bytes for m in model.modules() if isinstance(m, ReorderedLinear))
+    return (
+        sum(packed.values())
+        + reordered
+        + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    )
 
 
 @contextmanager

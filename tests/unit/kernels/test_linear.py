@@ -9,7 +9,6 @@ from quire.kernels.native.linear import CODED, CodedRows, Products
 from quire.kernels.native.linear_args import (
     ADD,
     AVX2,
-    AVX512_BF16,
     GATE_SILU,
     GROUP_CODES,
     PANEL_COLUMNS,

@@ -49,9 +49,7 @@ class RowFunctions:
         self._library = library
         self._path = library.path if path is None else path
 
-    def norm(
-        self, x: Float[Tensor, "row width"], weight: Tensor, eps: float, out: Tensor
-    ) -> None:
+    def norm(self, x: Float[Tensor, "row width"], weight: Tensor, eps: float, out: Tensor) -> None:
         """Compute x / sqrt(mean(x ** 2) + eps) * weight into a contiguous `out`.
 
         Args:
@@ -86,13 +84,14 @@ class RowFunctions:
         Args:
             x: float32 with a contiguous last axis.
             shape: where the heads are.
-            cosine, sine: float32, contiguous.
+            cosine: float32, contiguous.
+            sine: likewise.
             dtype: of the results.
 
         Returns:
             Queries, keys, values [row, heads, head_dim].
         """
-        outs = tuple(
+        query, key, value = (
             torch.empty(len(x), heads, shape.head_dim, dtype=dtype) for heads in shape.heads
         )
         norms = (None, None) if shape.norms is None else shape.norms
@@ -103,7 +102,7 @@ class RowFunctions:
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             norm=tuple(None if norm is None else norm.data_ptr() for norm in norms),
-            out=tuple(out.data_ptr() for out in outs),
+            out=(query.data_ptr(), key.data_ptr(), value.data_ptr()),
             heads=shape.heads,
             rows=len(x),
             head_dim=shape.head_dim,
@@ -113,7 +112,7 @@ class RowFunctions:
             eps=shape.eps,
         )
         self._check(self._library.rope(ctypes.byref(args), self._library.parallel_for))
-        return outs
+        return query, key, value
 
     def _path_of(self, *widths: int) -> int:
         """The code path for vectors of these lengths: AVX-512 CPUs also run AVX2 code."""

@@ -9,7 +9,7 @@ after every operation. Buffers are allocated once for the largest batch.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -112,7 +112,7 @@ class NativeDecoder(TransformersDecoder):
         return logits
 
     def _normed(self, stream: Tensor, norm: Norm) -> Tensor:
-        out = self._buffer("normed", *stream.shape, self._input_dtype)
+        out = self._buffer("normed", len(stream), stream.shape[1], self._input_dtype)
         self._rows.norm(stream, norm.weight, norm.eps, out)
         return out
 

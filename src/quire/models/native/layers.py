@@ -6,7 +6,7 @@ recomputation of keys and values) work and nothing is stored twice.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def _layer_refusal(model: PreTrainedModel) -> str | None:
-    decoder: Any = model.model  # type: ignore[attr-defined]
+    decoder: Any = model.model
     for layer in decoder.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, module in parent.named_modules():
@@ -107,7 +107,7 @@ def _layer_refusal(model: PreTrainedModel) -> str | None:
                     return f"{name} is a {type(module).__name__}, not a plain linear layer"
         if any(linear.bias is not None for linear in layer.mlp.children() if _is_linear(linear)):
             return "its MLP has biases"
-    for linear in filter(_is_linear, model.modules()):
+    for linear in (module for module in model.modules() if _is_linear(module)):
         if not can_pack(linear.in_features, KINDS[model.dtype]) or linear.in_features % 16:
             return f"a linear layer has {linear.in_features} inputs, not a multiple of 16"
     head_dim = ModelSpec.from_config(model.config.to_dict()).head_dim
@@ -117,7 +117,7 @@ def _layer_refusal(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear
 
 
@@ -131,7 +131,7 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
         products: multiplies.
         kind: of the layers' weights: float32, bfloat16, int8 or int4; None: as they are.
     """
-    decoder: Any = model.model  # type: ignore[attr-defined]
+    decoder: Any = model.model
     plain = KINDS[model.dtype]
     rotary_dim = _rotary_dim(decoder.rotary_emb)
     layers = tuple(
