@@ -28,7 +28,7 @@ from quire.kernels.native.arguments import (
     WriteArgs,
 )
 from quire.kernels.native.coding import MAX_OUTLIERS, MAX_RUNS
-from quire.kernels.native.linear_args import CodeArgs, LinearArgs, NormArgs, RopeArgs
+from quire.kernels.native.linear_args import ChainCall, CodeArgs, LinearArgs, NormArgs, RopeArgs
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 
@@ -48,6 +48,7 @@ class NativeLibrary:
         norm: `quire_norm` of rows.c.
         rope: `quire_rope`.
         code_rows: `quire_code_rows`.
+        chain: `quire_chain`.
         path: code path for this CPU, an index into PATHS.
         parallel_for: address of torch's thread function; None for a single thread.
         max_head_dim: largest supported head_dim.
@@ -63,6 +64,7 @@ class NativeLibrary:
     norm: Callable[..., int]
     rope: Callable[..., int]
     code_rows: Callable[..., int]
+    chain: Callable[..., int]
     path: int
     parallel_for: int | None
     max_head_dim: int
@@ -119,6 +121,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         attend, best_path = library.quire_attend, library.quire_best_path
         move, linear = library.quire_move, library.quire_linear
         norm, rope, code_rows = library.quire_norm, library.quire_rope, library.quire_code_rows
+        chain = library.quire_chain
         block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
     except (OSError, AttributeError) as error:
         return NotLoaded(f"{path.name} cannot be used: {error}")
@@ -144,6 +147,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     tally.argtypes = (ctypes.POINTER(TallyArgs), ctypes.c_void_p)
     tally.restype = ctypes.c_int
     linear.argtypes = (ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int)
+    chain.argtypes = (ctypes.POINTER(ChainCall), ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     for function, args in ((norm, NormArgs), (rope, RopeArgs), (code_rows, CodeArgs)):
         function.argtypes = (ctypes.POINTER(args), ctypes.c_void_p)
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
@@ -159,6 +163,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         norm=norm,
         rope=rope,
         code_rows=code_rows,
+        chain=chain,
         path=best_path(),
         parallel_for=_torch_parallel_for(),
         max_head_dim=limit(),

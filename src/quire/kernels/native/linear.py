@@ -33,6 +33,32 @@ class CodedRows:
     scales: Tensor
     sums: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, inner: int) -> "CodedRows":
+        """Allocate codes of [rows, inner] activations."""
+        groups = -(-inner // GROUP_CODES)
+        return cls(
+            codes=torch.empty(rows, inner, dtype=torch.int8),
+            scales=torch.empty(rows, groups),
+            sums=torch.empty(rows, groups, dtype=torch.int32),
+        )
+
+
+def set_input(args: LinearArgs, x: Tensor | CodedRows) -> None:
+    """Set the activations of a product."""
+    if isinstance(x, CodedRows):
+        args.x, args.x_row_bytes = x.codes.data_ptr(), x.codes.stride(0)
+        args.x_scales, args.x_sums = x.scales.data_ptr(), x.sums.data_ptr()
+    else:
+        args.x, args.x_row_bytes = x.data_ptr(), x.stride(0) * x.itemsize
+        args.x_dtype = DTYPES[x.dtype]
+
+
+def set_output(args: LinearArgs, out: Tensor) -> None:
+    """Set the output of a product."""
+    args.out, args.out_row = out.data_ptr(), out.stride(0)
+    args.out_dtype = DTYPES[out.dtype]
+
 
 class Products:
     """Products with packed weights on torch's threads.
@@ -63,28 +89,41 @@ class Products:
             bias: float32, one number for each column of every panel; see `pack_bias`.
             finish: STORE, ADD to the output, or GATE_SILU for a gated weight.
         """
-        return Product(self, self._library, self._path, weight, bias, finish)
+        return Product(self, self._library, weight, bias, finish)
 
-    def code_rows(self, x: Float[Tensor, "row inner"]) -> CodedRows:
-        """Quantize activations to int8."""
-        rows, inner = x.shape
-        groups = -(-inner // GROUP_CODES)
-        coded = CodedRows(
-            codes=torch.empty(rows, inner, dtype=torch.int8),
-            scales=torch.empty(rows, groups),
-            sums=torch.empty(rows, groups, dtype=torch.int32),
+    def linear_args(
+        self, weight: PackedWeight, *, bias: Tensor | None = None, finish: int = STORE
+    ) -> LinearArgs:
+        """Arguments of a product, without activations and output; see `prepare`."""
+        return LinearArgs(
+            weight=weight.panels.data_ptr(),
+            scales=None if weight.scales is None else weight.scales.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            inner=weight.inner,
+            outer=weight.outer,
+            weight_kind=KINDS[weight.kind],
+            finish=finish,
+            path=self._path,
         )
-        args = CodeArgs(
+
+    def code_args(self, x: Float[Tensor, "row inner"], coded: CodedRows) -> CodeArgs:
+        """Arguments of a quantization of activations."""
+        return CodeArgs(
             x=x.data_ptr(),
             x_row=x.stride(0),
             codes=coded.codes.data_ptr(),
             scales=coded.scales.data_ptr(),
             sums=coded.sums.data_ptr(),
-            rows=rows,
-            width=inner,
+            rows=x.shape[0],
+            width=x.shape[1],
             x_dtype=DTYPES[x.dtype],
             path=self._path,
         )
+
+    def code_rows(self, x: Float[Tensor, "row inner"]) -> CodedRows:
+        """Quantize activations to int8."""
+        coded = CodedRows.empty(*x.shape)
+        args = self.code_args(x, coded)
         if self._library.code_rows(ctypes.byref(args), self._library.parallel_for):
             raise InvariantError("the C extension cannot quantize activations on this machine")
         return coded
@@ -96,7 +135,6 @@ class Product:
     Args:
         products: quantizes activations.
         library: the loaded C library.
-        path: code path.
         weight, bias, finish: see `Products.prepare`.
     """
 
@@ -104,7 +142,6 @@ class Product:
         self,
         products: Products,
         library: NativeLibrary,
-        path: int,
         weight: PackedWeight,
         bias: Tensor | None,
         finish: int,
@@ -112,16 +149,7 @@ class Product:
         self._products, self._library = products, library
         self.weight, self._bias = weight, bias
         self._coded = weight.kind in CODED
-        self._args = LinearArgs(
-            weight=weight.panels.data_ptr(),
-            scales=None if weight.scales is None else weight.scales.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
-            inner=weight.inner,
-            outer=weight.outer,
-            weight_kind=KINDS[weight.kind],
-            finish=finish,
-            path=path,
-        )
+        self._args = products.linear_args(weight, bias=bias, finish=finish)
         self._reference = ctypes.byref(self._args)
 
     def run(
@@ -137,14 +165,9 @@ class Product:
         if self._coded and isinstance(x, Tensor):
             x = self._products.code_rows(x)
         args = self._args
-        if isinstance(x, CodedRows):
-            args.x, args.x_row_bytes = x.codes.data_ptr(), x.codes.stride(0)
-            args.x_scales, args.x_sums = x.scales.data_ptr(), x.sums.data_ptr()
-        else:
-            args.x, args.x_row_bytes = x.data_ptr(), x.stride(0) * x.itemsize
-            args.x_dtype = DTYPES[x.dtype]
-        args.out, args.out_row, args.rows = out.data_ptr(), out.stride(0), len(out)
-        args.out_dtype = DTYPES[out.dtype]
+        set_input(args, x)
+        set_output(args, out)
+        args.rows = out.shape[0]
         library = self._library
         if library.linear(self._reference, library.parallel_for, torch.get_num_threads()):
             raise InvariantError("the C extension has no product for this machine")

@@ -84,3 +84,9 @@ class CodeArgs(ctypes.Structure):
         ("x_dtype", ctypes.c_int32),
         ("path", ctypes.c_int32),
     )
+
+
+class ChainCall(ctypes.Structure):
+    """Mirror of `chain_call`."""
+
+    _fields_ = (("args", ctypes.c_void_p), ("kind", ctypes.c_int32), ("unused", ctypes.c_int32))

@@ -1,15 +1,12 @@
-"""Calls of the C library for the row-wise functions of a decoder layer: RMSNorm and RoPE."""
+"""Arguments of the C library's row-wise functions of a decoder layer: RMSNorm and RoPE."""
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.errors import InvariantError
 from quire.kernels.native.coding import DTYPES
-from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear_args import AVX2, NormArgs, RopeArgs
 
 WIDE_LANES = 16  # float32 numbers of an AVX-512 vector
@@ -38,87 +35,75 @@ class HeadShape:
 
 
 class RowFunctions:
-    """RMSNorm and RoPE on torch's threads.
+    """Arguments of RMSNorm and RoPE; a `Chain` makes the calls.
 
     Args:
-        library: the loaded C library.
-        path: code path; None: the best of this CPU.
+        path: code path of the C library.
     """
 
-    def __init__(self, library: NativeLibrary, path: int | None = None) -> None:
-        self._library = library
-        self._path = library.path if path is None else path
+    def __init__(self, path: int) -> None:
+        self._path = path
 
-    def norm(self, x: Float[Tensor, "row width"], weight: Tensor, eps: float, out: Tensor) -> None:
-        """Compute x / sqrt(mean(x ** 2) + eps) * weight into a contiguous `out`.
+    def norm(
+        self, x: Float[Tensor, "row width"], weight: Tensor, eps: float, out: Tensor
+    ) -> NormArgs:
+        """Arguments of x / sqrt(mean(x ** 2) + eps) * weight.
 
         Args:
             x: float32 with a contiguous last axis, of a multiple of 8 elements.
             weight: float32.
             eps: added to the mean.
-            out: float32, bfloat16 or float16.
+            out: contiguous float32, bfloat16 or float16.
         """
-        args = NormArgs(
+        return NormArgs(
             x=x.data_ptr(),
             weight=weight.data_ptr(),
             out=out.data_ptr(),
             x_row=x.stride(0),
-            rows=len(x),
+            rows=x.shape[0],
             width=x.shape[1],
             out_dtype=DTYPES[out.dtype],
             path=self._path_of(x.shape[1]),
             eps=eps,
         )
-        self._check(self._library.norm(ctypes.byref(args), self._library.parallel_for))
 
-    def split_heads(
-        self,
-        x: Float[Tensor, "row column"],
-        shape: HeadShape,
-        cosine: Float[Tensor, "row rotary_dim"],
-        sine: Float[Tensor, "row rotary_dim"],
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a joint product into queries, keys and values; rotate queries and keys.
+    def heads(
+        self, x: Float[Tensor, "row column"], shape: HeadShape, dtype: torch.dtype
+    ) -> RopeArgs:
+        """Arguments that split a joint product into heads, and rotate queries and keys.
+
+        `set_heads` sets the outputs, `cosine` and `sine` are addresses of float32 [row, rotary_dim].
 
         Args:
             x: float32 with a contiguous last axis.
             shape: where the heads are.
-            cosine: float32, contiguous.
-            sine: likewise.
-            dtype: of the results.
-
-        Returns:
-            Queries, keys, values [row, heads, head_dim].
+            dtype: of queries, keys and values.
         """
-        query, key, value = (
-            torch.empty(len(x), heads, shape.head_dim, dtype=dtype) for heads in shape.heads
-        )
         norms = (None, None) if shape.norms is None else shape.norms
-        args = RopeArgs(
+        return RopeArgs(
             x=x.data_ptr(),
             x_row=x.stride(0),
             column=shape.columns,
-            cosine=cosine.data_ptr(),
-            sine=sine.data_ptr(),
             norm=tuple(None if norm is None else norm.data_ptr() for norm in norms),
-            out=(query.data_ptr(), key.data_ptr(), value.data_ptr()),
             heads=shape.heads,
-            rows=len(x),
             head_dim=shape.head_dim,
             rotary_dim=shape.rotary_dim,
             out_dtype=DTYPES[dtype],
             path=self._path_of(shape.rotary_dim // 2, shape.head_dim - shape.rotary_dim),
             eps=shape.eps,
         )
-        self._check(self._library.rope(ctypes.byref(args), self._library.parallel_for))
-        return query, key, value
 
     def _path_of(self, *widths: int) -> int:
         """The code path for vectors of these lengths: AVX-512 CPUs also run AVX2 code."""
         return AVX2 if any(width % WIDE_LANES for width in widths) else self._path
 
-    @staticmethod
-    def _check(status: int) -> None:
-        if status:
-            raise InvariantError("the C extension has no row functions for this machine")
+
+def set_heads(
+    args: RopeArgs, rows: int, shape: HeadShape, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate queries, keys and values [row, heads, head_dim] and set them as outputs."""
+    query, key, value = (
+        torch.empty(rows, heads, shape.head_dim, dtype=dtype) for heads in shape.heads
+    )
+    args.out[0], args.out[1], args.out[2] = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    return query, key, value

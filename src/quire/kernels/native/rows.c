@@ -93,3 +93,20 @@ int quire_code_rows(const code_args *args, parallel_for run) { RUN(code_rows, ar
 int64_t quire_norm_args_size(void) { return sizeof(norm_args); }
 int64_t quire_rope_args_size(void) { return sizeof(rope_args); }
 int64_t quire_code_args_size(void) { return sizeof(code_args); }
+
+int quire_linear(const linear_args *args, parallel_for run, int num_threads);
+
+/* Make calls in order; the status of the first that fails, or 0. */
+int quire_chain(const chain_call *calls, int count, parallel_for run, int num_threads) {
+    int status = 0;
+    for (int i = 0; i < count && !status; i++) {
+        const void *args = calls[i].args;
+        switch (calls[i].kind) {
+        case CALL_LINEAR: status = quire_linear(args, run, num_threads); break;
+        case CALL_NORM: status = quire_norm(args, run); break;
+        case CALL_ROPE: status = quire_rope(args, run); break;
+        default: status = quire_code_rows(args, run);
+        }
+    }
+    return status;
+}

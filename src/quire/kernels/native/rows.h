@@ -35,4 +35,12 @@ typedef struct {
     int32_t rows, width, x_dtype, path;
 } code_args;
 
+/* One call of a chain: functions that follow each other without Python between them. */
+enum { CALL_LINEAR = 0, CALL_NORM = 1, CALL_ROPE = 2, CALL_CODES = 3 };
+
+typedef struct {
+    const void *args;
+    int32_t kind, unused;
+} chain_call;
+
 #endif

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.kernels.native.linear import Product, Products, pack_bias
-from quire.kernels.native.linear_args import ADD, GATE_COLUMNS, GATE_SILU, PANEL_COLUMNS
-from quire.kernels.native.packed_weights import can_pack, pack, pack_gated, pack_parts
+from quire.kernels.native.linear import Products, pack_bias
+from quire.kernels.native.linear_args import ADD, GATE_COLUMNS, GATE_SILU, PANEL_COLUMNS, STORE
+from quire.kernels.native.packed_weights import PackedWeight, can_pack, pack, pack_gated, pack_parts
 from quire.kernels.native.row_functions import NARROW_LANES, HeadShape
 from quire.layout.model import ModelSpec
 from quire.models.native_linear import PackedEmbedding, PackedLinear
@@ -41,6 +41,21 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FusedProduct:
+    """A product with a packed weight.
+
+    Attributes:
+        weight: packed.
+        bias: float32 [columns of all panels], or None.
+        finish: STORE, ADD to the output, or GATE_SILU.
+    """
+
+    weight: PackedWeight
+    bias: Tensor | None = None
+    finish: int = STORE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
     """One layer.
 
@@ -56,11 +71,11 @@ class FusedLayer:
 
     attention_norm: Norm
     mlp_norm: Norm
-    qkv: Product
+    qkv: FusedProduct
     heads: HeadShape
-    output: Product
-    gate_up: Product
-    down: Product
+    output: FusedProduct
+    gate_up: FusedProduct
+    down: FusedProduct
     scale: float
 
 
@@ -79,7 +94,7 @@ class FusedModel:
     embedding: nn.Module
     layers: tuple[FusedLayer, ...]
     norm: Norm
-    head: Product
+    head: FusedProduct
     rotary: nn.Module
 
 
@@ -190,7 +205,7 @@ def _fuse_layer(
 
 def _fuse_qkv(
     attention: Any, products: Products, kind: str, heads: tuple[int, ...]
-) -> tuple[Product, tuple[int, int, int]]:
+) -> tuple[FusedProduct, tuple[int, int, int]]:
     lengths = [count * attention.head_dim for count in heads]
     names = ("q_proj", "k_proj", "v_proj")
     joint = hasattr(attention, "qkv_proj")
@@ -211,10 +226,10 @@ def _fuse_qkv(
             product = products.prepare(packed.part(start, length), bias=part)
             setattr(attention, name, PackedLinear(product, products))
     first, second, third = starts
-    return products.prepare(packed, bias=bias), (first, second, third)
+    return FusedProduct(packed, bias), (first, second, third)
 
 
-def _fuse_gate(mlp: Any, products: Products, kind: str) -> Product:
+def _fuse_gate(mlp: Any, products: Products, kind: str) -> FusedProduct:
     joint = hasattr(mlp, "gate_up_proj")
     if joint:
         gate, other = mlp.gate_up_proj.weight.detach().chunk(2)
@@ -230,18 +245,18 @@ def _fuse_gate(mlp: Any, products: Products, kind: str) -> Product:
     else:
         mlp.gate_proj = PackedLinear(whole, products, gates)
         mlp.up_proj = PackedLinear(whole, products, gates + GATE_COLUMNS)
-    return products.prepare(packed, finish=GATE_SILU)
+    return FusedProduct(packed, finish=GATE_SILU)
 
 
-def _fuse_output(parent: Any, name: str, products: Products, kind: str) -> Product:
+def _fuse_output(parent: Any, name: str, products: Products, kind: str) -> FusedProduct:
     linear = getattr(parent, name)
     packed = pack(linear.weight.detach(), kind)
     bias = pack_bias([linear.bias], [packed.outer])
     setattr(parent, name, PackedLinear(products.prepare(packed, bias=bias), products))
-    return products.prepare(packed, bias=bias, finish=ADD)
+    return FusedProduct(packed, bias, ADD)
 
 
-def _fuse_head(model: Any, products: Products, kind: str) -> Product:
+def _fuse_head(model: Any, products: Products, kind: str) -> FusedProduct:
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     packed = pack(model.lm_head.weight.detach(), kind)
     bias = pack_bias([model.lm_head.bias], [packed.outer])
@@ -249,4 +264,4 @@ def _fuse_head(model: Any, products: Products, kind: str) -> Product:
     if tied:
         model.model.embed_tokens = PackedEmbedding(packed, model.dtype)
     model.lm_head = PackedLinear(product, products)
-    return product
+    return FusedProduct(packed, bias)
