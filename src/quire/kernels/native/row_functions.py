@@ -72,7 +72,7 @@ class RowFunctions:
     ) -> RopeArgs:
         """Arguments that split a joint product into heads, and rotate queries and keys.
 
-        `set_heads` sets the outputs, `cosine` and `sine` are addresses of float32 [row, rotary_dim].
+        `set_heads` sets the outputs; `cosine` and `sine` point to float32 [row, rotary_dim].
 
         Args:
             x: float32 with a contiguous last axis.
