@@ -104,7 +104,7 @@ QUICK = [
 
 def quick_cases(architecture: str, attention: str) -> list[tuple[int, int, str]]:
     """Different cases for each kind of attention, four for an architecture with both."""
-    place = list(zoo.ARCHITECTURES).index(architecture) + 3 * (attention == "auto")
+    place = [*zoo.ARCHITECTURES, *zoo.NATIVE].index(architecture) + 3 * (attention == "auto")
     return QUICK[place % len(QUICK)]
 
 
@@ -139,8 +139,9 @@ GATHERED = ("llama", "mistral", "gemma2", "opt", "gpt_oss")
 
 def cases() -> list:
     """Each architecture with attention in C, if it is built, and some without."""
-    found = [pytest.param(name, "auto", id=f"{name}-auto") for name in zoo.ARCHITECTURES]
-    for name in zoo.ARCHITECTURES:
+    names = [*zoo.ARCHITECTURES, *zoo.NATIVE]
+    found = [pytest.param(name, "auto", id=f"{name}-auto") for name in names]
+    for name in names:
         marks = [] if name in GATHERED else [pytest.mark.slow]
         found.append(pytest.param(name, "gathered", id=f"{name}-gathered", marks=marks))
     return found
@@ -154,12 +155,12 @@ def test_logits_equal_transformers_with_its_tokens_forced(architecture, attentio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["gathered", "auto"])
-@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*zoo.ARCHITECTURES, *zoo.NATIVE])
 def test_logits_equal_transformers_in_every_combination(architecture, attention):
     check_forced_logits(architecture, CASES, attention)
 
 
-@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*zoo.ARCHITECTURES, *zoo.NATIVE])
 def test_greedy_tokens_equal_generate_up_to_ties(architecture):
     model, expected = load(architecture), reference(architecture)
     engine = engine_of(model, *random.Random(architecture).choice(CASES))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
+from quire.models.native.select import make_decoder
 from quire.scheduler.admission.need import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
@@ -42,8 +42,12 @@ class Expected:
 
 
 def load(architecture: str, device: str = "cpu", *, times: int = 1) -> LoadedModel:
-    """A zoo model in Quire's adapter, in float32; its layers are repeated `times` times."""
-    decoder = TransformersDecoder(zoo.build(architecture, times=times).to(device))
+    """A zoo model in float32, with the decoder that `load_model` would use.
+
+    Its layers are repeated `times` times.
+    """
+    model = zoo.build(architecture, times=times).to(device)
+    decoder = make_decoder(model, None, impl="auto", codec="auto")
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,

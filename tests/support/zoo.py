@@ -228,14 +228,60 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def build(name: str, seed: int = 0, *, times: int = 1) -> PreTrainedModel:
+_WIDE = _SHAPE | {"hidden_size": 64, "intermediate_size": 80, "num_key_value_heads": 1}
+
+
+def _wide_llama() -> PreTrainedConfig:
+    return LlamaConfig(**_WIDE)
+
+
+def _wide_llama_tied() -> PreTrainedConfig:
+    return LlamaConfig(**_WIDE, attention_bias=True, tie_word_embeddings=True)
+
+
+def _wide_mistral() -> PreTrainedConfig:
+    return MistralConfig(**_WIDE, head_dim=32, sliding_window=WINDOW_TOKENS)
+
+
+def _wide_qwen2() -> PreTrainedConfig:
+    return Qwen2Config(
+        **_WIDE | {"num_hidden_layers": 4, "num_key_value_heads": 2},
+        use_sliding_window=True,
+        sliding_window=WINDOW_TOKENS,
+        max_window_layers=2,
+    )
+
+
+def _wide_qwen3() -> PreTrainedConfig:
+    return Qwen3Config(**_WIDE, head_dim=16)
+
+
+def _wide_phi3() -> PreTrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return Phi3Config(**_WIDE | {"hidden_size": 128}, sliding_window=None, rope_parameters=rope)
+
+
+# vectors of 16 elements: the native decoder supports them
+NATIVE: dict[str, Callable[[], PreTrainedConfig]] = {
+    "wide_llama": _wide_llama,
+    "wide_llama_tied": _wide_llama_tied,
+    "wide_mistral": _wide_mistral,
+    "wide_qwen2": _wide_qwen2,
+    "wide_qwen3": _wide_qwen3,
+    "wide_phi3": _wide_phi3,
+}
+
+
+def build(
+    name: str, seed: int = 0, *, times: int = 1, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Build a tiny model from a seed, in eval mode, with Transformers' eager attention.
 
     Its layers are repeated `times` times.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = ARCHITECTURES[name]()
+        config = (ARCHITECTURES | NATIVE)[name]()
         config.num_hidden_layers *= times
         if getattr(config, "layer_types", None):
             config.layer_types = list(config.layer_types) * times
@@ -243,7 +289,7 @@ def build(name: str, seed: int = 0, *, times: int = 1) -> PreTrainedModel:
             config, attn_implementation="eager", dtype=torch.float32
         )
         _draw_weights(model)
-    return model.eval()
+    return model.to(dtype).eval()
 
 
 def save(name: str, folder: str | Path, seed: int = 0, **options: object) -> Path:

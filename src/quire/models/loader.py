@@ -120,7 +120,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     with foreign_code(f"{name} cannot run with its config.json"):
         decoder = make_decoder(model, weights, impl=model_impl, codec=weight_codec)
         if verify:
-            compare_with_transformers(decoder)
+            compare_with_transformers(decoder, quantized=weight_codec != "auto")
     return LoadedModel(
         decoder=decoder,
         tokenizer=tokenizer,

@@ -27,8 +27,13 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _TOLERATED_SHARE = {torch.float32: 0.0, torch.float16: 0.25, torch.bfloat16: 0.25}
 
 
-def compare_with_transformers(decoder: Comparable) -> None:
+def compare_with_transformers(decoder: Comparable, *, quantized: bool = False) -> None:
     """Run a short prompt in Transformers and as in the engine, and compare the logits.
+
+    Args:
+        decoder: of the model.
+        quantized: whether linear layers quantize their inputs: a rounding error of an activation
+            can become that of a code, so the tolerance is that of bfloat16.
 
     Raises:
         UnsupportedModel: attention calls do not match the config, or logits differ.
@@ -36,9 +41,10 @@ def compare_with_transformers(decoder: Comparable) -> None:
     """
     sequences = _prompts(decoder.spec, decoder.device)
     ours = _flat_logits(decoder, sequences)
+    precision = torch.bfloat16 if quantized else decoder.dtype
     for number, (tokens, logits) in enumerate(zip(sequences, ours, strict=True)):
         theirs = decoder.reference_logits(tokens)
-        _compare(decoder, number, logits.float(), theirs.float())
+        _compare(decoder, number, logits.float(), theirs.float(), precision)
 
 
 def _prompts(spec: ModelSpec, device: torch.device) -> list[Tensor]:
@@ -121,11 +127,13 @@ def _expect_finite(decoder: Comparable, theirs: Tensor) -> None:
         )
 
 
-def _compare(decoder: Comparable, number: int, ours: Tensor, theirs: Tensor) -> None:
+def _compare(
+    decoder: Comparable, number: int, ours: Tensor, theirs: Tensor, precision: torch.dtype
+) -> None:
     _expect_finite(decoder, theirs)
     spread = (theirs - theirs.mean(dim=-1, keepdim=True)).norm(dim=-1)
     distance = (ours - theirs).norm(dim=-1) / spread.clamp_min(torch.finfo(torch.float32).tiny)
-    tolerance, share = _TOLERANCE[decoder.dtype], _TOLERATED_SHARE[decoder.dtype]
+    tolerance, share = _TOLERANCE[precision], _TOLERATED_SHARE[precision]
     wrong = ~(distance <= tolerance)  # not-a-number is wrong too
     if wrong.float().mean() > share:
         first = int(wrong.nonzero()[0])
