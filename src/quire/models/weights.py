@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelError
-from quire.models import native_linear
 from quire.models.foreign import foreign_code
 from quire.models.linear_weights import ReorderedLinear
+from quire.models.native_linear import PackedLinear
 from quire.models.stored import StoredTensor, is_ignored, layer_list, spellings
 
 
@@ -57,17 +57,14 @@ def read_model(
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters, packed weights and buffers, shared ones counted once."""
     tensors = [*model.parameters(), *model.buffers()]
-    packed = {
-        module.packed.panels.data_ptr(): module.packed.num_bytes
-        for module in model.modules()
-        if isinstance(module, (native_linear.PackedLinear, native_linear.PackedEmbedding))
-    }
     reordered = sum(m.reordered_bytes for m in model.modules() if isinstance(m, ReorderedLinear))
-    return (
-        sum(packed.values())
-        + reordered
-        + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    )
+    packed = {
+        tensor.data_ptr(): tensor.nbytes
+        for module in model.modules()
+        if isinstance(module, PackedLinear)
+        for tensor in module.product.tensors
+    }
+    return sum(packed.values()) + reordered + sum(tensor.nbytes for tensor in tensors)
 
 
 @contextmanager

@@ -147,10 +147,16 @@ class Product:
         finish: int,
     ) -> None:
         self._products, self._library = products, library
-        self.weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
         self._coded = weight.kind in CODED
         self._args = products.linear_args(weight, bias=bias, finish=finish)
         self._reference = ctypes.byref(self._args)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that hold the weight and the bias."""
+        found = (self.weight.panels, self.weight.scales, self.bias)
+        return tuple(tensor for tensor in found if tensor is not None)
 
     def run(
         self, x: Float[Tensor, "row inner"] | CodedRows, out: Float[Tensor, "row outer"]

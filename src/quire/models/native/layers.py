@@ -222,8 +222,9 @@ def _fuse_qkv(
         attention.qkv_proj = PackedLinear(products.prepare(packed, bias=bias), products, columns)
     else:
         for name, start, length in zip(names, starts, lengths, strict=True):
-            part = None if bias is None else bias[start:]
-            product = products.prepare(packed.part(start, length), bias=part)
+            weight = packed.part(start, length)
+            places = slice(start, start + len(weight.panels) * PANEL_COLUMNS)
+            product = products.prepare(weight, bias=None if bias is None else bias[places])
             setattr(attention, name, PackedLinear(product, products))
     first, second, third = starts
     return FusedProduct(packed, bias), (first, second, third)
