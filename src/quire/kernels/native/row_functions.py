@@ -86,6 +86,7 @@ class RowFunctions:
             column=shape.columns,
             norm=tuple(None if norm is None else norm.data_ptr() for norm in norms),
             heads=shape.heads,
+            rows=x.shape[0],
             head_dim=shape.head_dim,
             rotary_dim=shape.rotary_dim,
             out_dtype=DTYPES[dtype],
