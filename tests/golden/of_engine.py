@@ -118,7 +118,7 @@ def restored(workshop: Workshop) -> Watched:
     return found
 
 
-@case(loose=("tier.stored_*", "tier.loaded_tokens", "ended.num_steps"))
+@case(loose=("tier.stored_*", "tier.loaded_tokens", "ended.num_steps", "*.weight_bytes"))
 def engine_stats(workshop: Workshop) -> object:
     found = workshop.once(swapped)
     return {

@@ -62,7 +62,7 @@ class ModelConfig:
         "transformers: the layers of Transformers; auto: native if supported",
     )
     weight_codec: WeightCodec = option(
-        "auto", help="quantize linear layers at load: int8 or int4; auto: as stored", common=True
+        "auto", help="quantize linear layers at load: int8 or int4; auto: as stored"
     )
     weights_memory: MaybeSize = option(
         "all",
