@@ -14,6 +14,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import StorageError, UnsoundCombination
+from quire.models import adapter
 from quire.models.adapter import TransformersDecoder
 from quire.models.weights import weight_bytes
 from quire.offload.weights.placement import WithinBudget
@@ -32,6 +33,12 @@ PROMPTS = {
     "d": [11, 4],
 }
 STEPS = {"max_num_batched_tokens": 16, "chunk_tokens": 12}
+
+
+@pytest.fixture(autouse=True)
+def _same_products(monkeypatch):
+    """Offloaded layers are not packed: bit-equal logits need plain layers on the device too."""
+    monkeypatch.setattr(adapter, "fastest_products", lambda: None)
 
 
 def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, **kv):
@@ -75,7 +82,7 @@ class Largest:
 @cache
 def resident(name: str, **options):
     """Logits with all weights on the device."""
-    return run(load(name, times=3), **options)[1]
+    return run(load(name, times=3, impl="transformers"), **options)[1]
 
 
 def assert_equal(logits, expected):
@@ -103,6 +110,16 @@ def test_logits_equal_those_with_weights_on_the_device(name, stay):
     assert_equal(logits, resident(name))
     assert stats.offloaded_weight_bytes >= engine.num_steps * stats.host_weight_bytes > 0
     assert stats.weight_bytes == model.place.device_bytes
+
+
+@pytest.mark.parametrize("name", ["llama_mqa", "wide_llama_tied"])
+def test_logits_are_near_those_of_packed_layers(name, monkeypatch):
+    offloaded = run(load_streamed(name, stay=1))[1]
+    monkeypatch.undo()
+
+    packed = run(load(name, times=3))[1]
+
+    assert_close(offloaded, packed)
 
 
 @pytest.mark.slow

@@ -41,13 +41,15 @@ class Expected:
         return len(tokens) == len(self.tokens)
 
 
-def load(architecture: str, device: str = "cpu", *, times: int = 1) -> LoadedModel:
+def load(
+    architecture: str, device: str = "cpu", *, times: int = 1, impl: str = "auto"
+) -> LoadedModel:
     """A zoo model in float32, with the decoder that `load_model` would use.
 
     Its layers are repeated `times` times.
     """
     model = zoo.build(architecture, times=times).to(device)
-    decoder = make_decoder(model, None, impl="auto", codec="auto")
+    decoder = make_decoder(model, None, impl=impl, codec="auto")
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,
