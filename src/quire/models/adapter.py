@@ -25,8 +25,9 @@ from quire.models.layer_kv import KeysAndValues
 from quire.models.layer_major import LayerMajor
 from quire.models.layer_source import LayerSource
 from quire.models.linear_weights import reorder_linears, widen_linears
-from quire.models.native_linear import fastest_products, pack_linears
+from quire.models.native_linear import available_products, fastest_products
 from quire.models.observing import Observing
+from quire.models.packing import pack_linears
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.support import refuse_class, refuse_config
@@ -46,12 +47,18 @@ class TransformersDecoder:
         model: a causal language model on its final device, in its final dtype.
         weights: prefetches the weights of layers that are not on the device; None if all layers
             are on the device.
+        codec: of the linear layers' weights: int8 or int4; None: as they are. See `codec_refusal`.
 
     Raises:
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: LayerSource | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: LayerSource | None = None,
+        codec: str | None = None,
+    ) -> None:
         refuse_config(model.config)
         refuse_class(type(model))
         register()
@@ -62,7 +69,7 @@ class TransformersDecoder:
         self._spec = ModelSpec.from_config(model.config.to_dict())
         self._rope = RopeVariants(model)
         self._bridge = install(model)
-        prepare_linears(model, () if weights is None else weights.modules)
+        prepare_linears(model, () if weights is None else weights.modules, codec)
         self._forward_lock = threading.RLock()  # reentrant: `prepare` runs forwards
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
@@ -250,11 +257,19 @@ class TransformersDecoder:
             )
 
 
-def prepare_linears(model: nn.Module, left_alone: Iterable[nn.Module]) -> None:
-    """Replace the linear layers of a model on a CPU by the fastest ones for this CPU."""
-    products = fastest_products()
+def prepare_linears(
+    model: nn.Module, left_alone: Iterable[nn.Module], codec: str | None = None
+) -> None:
+    """Replace the linear layers of a model on a CPU by the fastest ones for this CPU.
+
+    Args:
+        model: on its final device.
+        left_alone: modules whose layers are not replaced.
+        codec: of the weights: int8 or int4; None: as they are.
+    """
+    products = fastest_products() if codec is None else available_products()
     if products is not None:
-        pack_linears(model, products, left_alone)
+        pack_linears(model, products, left_alone, codec)
     else:
         reorder_linears(model, left_alone)
     widen_linears(model)

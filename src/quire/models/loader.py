@@ -21,9 +21,9 @@ from quire.models.base import Decoder
 from quire.models.foreign import foreign_code, held_warnings
 from quire.models.generation import GenerationDefaults, read_generation_defaults
 from quire.models.layer_source import LayerPlacer, LayerSource
-from quire.models.native.select import make_decoder
+from quire.models.native.select import check_choices, check_model, make_decoder
 from quire.models.source import find_model
-from quire.models.stored import check_shapes, read_headers
+from quire.models.stored import check_shapes, model_without_memory, read_headers
 from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
@@ -96,6 +96,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     """
     wanted_dtype = _dtype(dtype)
     target = _device(device)
+    check_choices(model_impl, weight_codec, target, offloaded=placer is not None)
     folder, name = find_model(path)
     raw = read_config(folder)
     config = _config(folder, raw, trust_remote_code=trust_remote_code)
@@ -103,6 +104,8 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     generation = read_generation_defaults(folder, raw, vocab_size)
     headers = read_headers(folder)
     check_shapes(config, headers, trust_remote_code=trust_remote_code)
+    if weight_codec != "auto":
+        check_model(model_without_memory(config, trust_remote_code=trust_remote_code), weight_codec)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if placer is not None:
         placer.check(config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)

@@ -7,18 +7,20 @@ does not multiply it.
 
 import functools
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.native.library import NotLoaded, load_library
 from quire.kernels.native.linear import Product, Products, has_products, pack_bias
 from quire.kernels.native.packed_weights import PackedWeight, can_pack, pack
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float32"}
+_EXPERT_PRODUCTS = 2  # before and after the activation
 _MEASURED_ROWS, _MEASURED_WIDTH, _ROUNDS = 256, 1024, 3
 
 
@@ -81,16 +83,126 @@ class PackedEmbedding(nn.Module):
         return self.packed.rows(ids.flatten()).to(self._dtype).view(*ids.shape, -1)
 
 
+def pack_linear(
+    linear: nn.Linear | Conv1D, products: Products, codec: str | None = None
+) -> PackedLinear:
+    """Pack one layer.
+
+    Args:
+        linear: on the CPU.
+        products: multiplies.
+        codec: of the packed weight: int8 or int4; None: the type of the weight.
+    """
+    kind = codec or KINDS[linear.weight.dtype]
+    return _packed_linear(matrix(linear), products, kind, linear._parameters["bias"])
+
+
+def _packed_linear(
+    weight: Tensor, products: Products, kind: str, bias: Tensor | None
+) -> PackedLinear:
+    packed = pack(weight, kind)
+    both = pack_bias([bias], [packed.outer])
+    return PackedLinear(products.prepare(packed, bias=both), products)
+
+
+def matrix(linear: nn.Linear | Conv1D) -> Float[Tensor, "outer inner"]:
+    """The weight of a linear layer, [outer, inner]."""
+    weight = linear.weight.detach()
+    return weight.T if isinstance(linear, Conv1D) else weight
+
+
+class PackedExperts(nn.Module):
+    """The experts of a mixture, with one packed layer each for every product.
+
+    Args:
+        experts: with weights stacked over experts; see `can_pack_experts`. It keeps its activation
+            and loses its weights.
+        products: multiplies.
+        codec: of the weights: int8 or int4.
+    """
+
+    def __init__(self, experts: nn.Module, products: Products, codec: str) -> None:
+        super().__init__()
+        self._experts: Any = experts
+        first = "gate_up_proj" if self._experts.has_gate else "up_proj"
+        self.up = nn.ModuleList(_expert_layers(experts, first, products, codec))
+        self.down = nn.ModuleList(_expert_layers(experts, "down_proj", products, codec))
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "token hidden"],
+        top_k_index: Int[Tensor, "token k"],
+        top_k_weights: Float[Tensor, "token k"],
+    ) -> Float[Tensor, "token hidden"]:
+        """Add the weighted outputs of the experts of each token."""
+        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        rows = hidden_states[order // top_k_index.shape[1]]
+        numbers, counts = torch.unique_consecutive(experts, return_counts=True)
+        parts = zip(numbers.tolist(), torch.split(rows, counts.tolist()), strict=True)
+        out = [self._run_expert(number, part) for number, part in parts if len(part)]
+        weighted = torch.cat([hidden_states[:0], *out]) * top_k_weights.reshape(-1)[order, None]
+        result = torch.empty_like(weighted)
+        result[order] = weighted
+        return (
+            result.view(*top_k_index.shape, hidden_states.shape[1])
+            .sum(dim=1)
+            .to(hidden_states.dtype)
+        )
+
+    def _run_expert(self, number: int, rows: Tensor) -> Tensor:
+        experts, inner = self._experts, self.up[number](rows)
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        out: Tensor = self.down[number](inner)
+        return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+
+
+def can_pack_experts(module: nn.Module, codec: str) -> bool:
+    """Whether a module is a mixture's experts as Transformers stacks them, and can be packed."""
+    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed")):
+        return False
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "up_proj", "down_proj")]
+    stacked = [weight for weight in weights if isinstance(weight, nn.Parameter)]
+    inner = -2 if module.is_transposed else -1
+    return len(stacked) == _EXPERT_PRODUCTS and all(
+        weight.ndim == 3 and weight.dtype in KINDS and can_pack(weight.shape[inner], codec)
+        for weight in stacked
+    )
+
+
+def _expert_layers(
+    experts: nn.Module, name: str, products: Products, codec: str
+) -> list[PackedLinear]:
+    """Pack one product of all experts, and free its weights."""
+    weights = getattr(experts, name).detach()
+    weights = weights.mT if experts.is_transposed else weights
+    bias = f"{name}_bias"
+    biases = getattr(experts, bias).detach() if experts.has_bias else [None] * len(weights)
+    packed = [
+        _packed_linear(weight, products, codec, one)
+        for weight, one in zip(weights, biases, strict=True)
+    ]
+    for stacked in (name, bias) if experts.has_bias else (name,):
+        delattr(experts, stacked)
+    return packed
+
+
+def available_products() -> Products | None:
+    """The products of the C library; None if it has none for this CPU."""
+    library = load_library()
+    if isinstance(library, NotLoaded) or not has_products(library):
+        return None
+    return Products(library)
+
+
 @functools.cache
 def fastest_products() -> Products | None:
     """The products of the C library; None if it has none for this CPU, or oneDNN's are faster.
 
     Only a CPU with AMX is measured: the C library has no code for it.
     """
-    library = load_library()
-    if isinstance(library, NotLoaded) or not has_products(library):
+    products = available_products()
+    if products is None:
         return None
-    products = Products(library)
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return None if has_amx() and _one_dnn_is_faster(products) else products
 
@@ -112,76 +224,3 @@ def _least_seconds(call: Callable[[], object]) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def pack_linears(
-    model: nn.Module, products: Products, left_alone: Iterable[nn.Module] = ()
-) -> None:
-    """Replace the linear layers of a model on a CPU by packed layers.
-
-    Layers are replaced one at a time, so the extra memory is that of the largest weight. A head
-    that shares its weight with an embedding is packed too, and the embedding reads the packed
-    weight. Not replaced: other shared weights, layers derived from `nn.Linear`, layers with hooks,
-    and layers whose input elements do not fill the units of a packed weight.
-
-    Args:
-        model: on its final device.
-        products: multiplies.
-        left_alone: modules whose layers are not packed.
-    """
-    alone = {id(part) for module in left_alone for part in module.modules()}
-    owners: dict[int, set[nn.Module]] = {}
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for weight in parent.parameters(recurse=False):
-            owners.setdefault(id(weight), set()).add(parent)
-        for name, child in parent._modules.items():  # named_children() skips second names
-            if child is not None:
-                places.setdefault(child, []).append((parent, name))
-    packable = [m for m in places if id(m) not in alone and _is_packable(m)]
-    embeddings = {}
-    for linear in list(packable):
-        others = owners[id(linear.weight)] - {linear}
-        if len(others) == 1 and _is_embedding(*others):
-            embeddings[linear] = others.pop()
-        elif others:
-            packable.remove(linear)
-    owners.clear()
-    while packable:  # hold no reference to a plain layer: each is freed before the next is packed
-        linear = packable.pop(0)
-        embedding = embeddings.pop(linear, None)
-        packed = pack_linear(linear, products)
-        _replace(places.pop(linear), packed)
-        if embedding is not None:
-            _replace(places.pop(embedding), PackedEmbedding(packed.packed, linear.weight.dtype))
-        del linear, embedding
-
-
-def pack_linear(linear: nn.Linear, products: Products) -> PackedLinear:
-    """Pack one layer."""
-    packed = pack(linear.weight.detach(), KINDS[linear.weight.dtype])
-    bias = pack_bias([linear._parameters["bias"]], [packed.outer])
-    return PackedLinear(products.prepare(packed, bias=bias), products)
-
-
-def _replace(places: Iterable[tuple[nn.Module, str]], module: nn.Module) -> None:
-    for parent, name in places:
-        setattr(parent, name, module)
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding and module.max_norm is None and not _has_hooks(module)
-
-
-def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return (
-        type(module) is nn.Linear
-        and module.weight.dtype in KINDS
-        and module.weight.device.type == "cpu"
-        and can_pack(module.in_features, KINDS[module.weight.dtype])
-        and not _has_hooks(module)
-    )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -138,7 +138,9 @@ def check_shapes(
         return  # packed weights have shapes of their own
     if known is not None:
         _check_parameters(spec, stored)
-    _check_tensors(_without_memory(config, trust_remote_code=trust_remote_code), config, stored)
+    _check_tensors(
+        model_without_memory(config, trust_remote_code=trust_remote_code), config, stored
+    )
 
 
 def layer_list(name: str) -> str | None:
@@ -197,7 +199,8 @@ def _check_parameters(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> No
         )
 
 
-def _without_memory(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+def model_without_memory(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the model of a config on the meta device, which allocates no memory."""
     with foreign_code("no model can be built from config.json"), torch.device("meta"):
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

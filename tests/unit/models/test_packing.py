@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from quire.kernels.native.library import NotLoaded, load_library
 from quire.kernels.native.linear import Products, has_products
-from quire.models import native_linear
-from quire.models.native_linear import PackedEmbedding, PackedLinear, pack_linear, pack_linears
+from quire.models import packing
+from quire.models.native_linear import PackedEmbedding, PackedLinear, pack_linear
+from quire.models.packing import pack_linears
 from quire.models.weights import weight_bytes
 from support.zoo import tiny_llama
 
@@ -98,13 +99,13 @@ def test_plain_weight_is_freed_before_the_next_layer_is_packed(products, monkeyp
     model = nn.Sequential(*(nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(4)))
     weights = [weakref.ref(layer.weight) for layer in model]
     alive = []
-    original = native_linear.pack_linear
+    original = packing.pack_linear
 
-    def counting(linear, products):
+    def counting(linear, products, codec):
         alive.append(sum(weight() is not None for weight in weights))
-        return original(linear, products)
+        return original(linear, products, codec)
 
-    monkeypatch.setattr(native_linear, "pack_linear", counting)
+    monkeypatch.setattr(packing, "pack_linear", counting)
     pack_linears(model, products)
 
     assert alive == [4, 3, 2, 1]

@@ -18,6 +18,7 @@ from quire.kernels.native.packed_weights import PackedWeight, can_pack, pack, pa
 from quire.kernels.native.row_functions import NARROW_LANES, HeadShape
 from quire.layout.model import ModelSpec
 from quire.models.native_linear import PackedEmbedding, PackedLinear
+from quire.models.packing import head_codec
 
 FAMILIES = frozenset(
     {
@@ -144,7 +145,7 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
     Args:
         model: with no `refusal`.
         products: multiplies.
-        kind: of the layers' weights: float32, bfloat16, int8 or int4; None: as they are.
+        kind: of the layers' weights: int8 or int4; None: as they are.
     """
     decoder: Any = model.model
     plain = KINDS[model.dtype]
@@ -153,7 +154,7 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
         _fuse_layer(layer, products, kind or plain, model.config, rotary_dim)
         for layer in decoder.layers
     )
-    head = _fuse_head(model, products, kind or plain)
+    head = _fuse_head(model, products, head_codec(kind) or plain)
     return FusedModel(
         embedding=decoder.embed_tokens,
         layers=layers,

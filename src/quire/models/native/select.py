@@ -2,6 +2,7 @@
 
 import logging
 
+import torch
 from transformers import PreTrainedModel
 
 from quire.errors import ConfigError, UnknownName
@@ -11,11 +12,56 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.layer_source import LayerSource
 from quire.models.native.decoder import NativeDecoder
 from quire.models.native.layers import refusal
+from quire.models.packing import codec_refusal
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
 WEIGHT_CODECS = ("auto", "int8", "int4")
 
 _log = logging.getLogger(__name__)
+
+
+def check_choices(impl: str, codec: str, device: torch.device, *, offloaded: bool) -> None:
+    """Refuse choices of `make_decoder` that are not possible for any model.
+
+    Args:
+        impl: auto, native or transformers.
+        codec: auto, int8 or int4.
+        device: runs the model.
+        offloaded: whether some layers' weights are not on the device.
+
+    Raises:
+        ConfigError: no such choice, or it is not possible; states the reason.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise UnknownName("model_impl", impl, list(IMPLEMENTATIONS))
+    if codec not in WEIGHT_CODECS:
+        raise UnknownName("weight_codec", codec, list(WEIGHT_CODECS))
+    if codec == "auto":
+        return
+    if device.type != "cpu":
+        raise _no_codec(codec, f"products of quantized weights run on a CPU, not on {device.type}")
+    if offloaded:
+        raise _no_codec(
+            codec, "offloaded layers are copied as they are stored; use --weights-memory all"
+        )
+    reason = _why_no_products()
+    if reason is not None:
+        raise _no_codec(codec, reason)
+
+
+def check_model(model: PreTrainedModel, codec: str) -> None:
+    """Refuse a model whose weights cannot be quantized.
+
+    Args:
+        model: its weights are not read, so they may be on the meta device.
+        codec: auto, int8 or int4.
+
+    Raises:
+        ConfigError: states the reason.
+    """
+    reason = None if codec == "auto" else codec_refusal(model, codec)
+    if reason is not None:
+        raise _no_codec(codec, f"of {type(model).__name__}, {reason}")
 
 
 def make_decoder(
@@ -30,37 +76,34 @@ def make_decoder(
         codec: of the linear layers' weights: auto (as they are), int8 or int4.
 
     Raises:
-        ConfigError: the native decoder was requested, or is needed for the codec, and the model or
-            this CPU does not support it; states the reason.
+        ConfigError: the model or this CPU does not support the native decoder or the codec; states
+            the reason.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise UnknownName("model_impl", impl, list(IMPLEMENTATIONS))
-    if codec not in WEIGHT_CODECS:
-        raise UnknownName("weight_codec", codec, list(WEIGHT_CODECS))
-    library = load_library()
-    reason = _why_not_native(model, weights)
-    if isinstance(library, NotLoaded):
-        reason = library.reason
-    wants_native = impl == "native" or codec != "auto"
-    if codec != "auto" and impl == "transformers":
-        raise ConfigError(
-            f"weight_codec={codec} needs the native decoder: use model_impl=auto or native"
-        )
-    if wants_native and reason is not None:
-        option = f"weight_codec={codec}" if codec != "auto" else "model_impl=native"
-        raise ConfigError(f"{option} is not possible: {reason}")
+    check_choices(impl, codec, model.device, offloaded=weights is not None)
+    check_model(model, codec)
+    kind = None if codec == "auto" else codec
+    library, reason = load_library(), _why_not_native(model, weights)
+    if impl == "native" and reason is not None:
+        raise ConfigError(f"model_impl=native is not possible: {reason}")
     if impl == "transformers" or reason is not None or isinstance(library, NotLoaded):
         _log.info("layers of Transformers: %s", reason or "as requested")
-        return TransformersDecoder(model, weights)
-    return NativeDecoder(model, library, None if codec == "auto" else codec)
+        return TransformersDecoder(model, weights, kind)
+    return NativeDecoder(model, library, kind)
+
+
+def _no_codec(codec: str, reason: str) -> ConfigError:
+    return ConfigError(f"weight_codec={codec} is not possible: {reason}")
 
 
 def _why_not_native(model: PreTrainedModel, weights: LayerSource | None) -> str | None:
+    reason = _why_no_products()
+    if reason is None and weights is not None:
+        reason = "weights are offloaded, and fused layers keep all weights in memory"
+    return reason or refusal(model)
+
+
+def _why_no_products() -> str | None:
     library = load_library()
     if isinstance(library, NotLoaded):
         return library.reason
-    if not has_products(library):
-        return "this CPU has neither AVX2 nor AVX-512"
-    if weights is not None:
-        return "weights are offloaded, and fused layers keep all weights in memory"
-    return refusal(model)
+    return None if has_products(library) else "this CPU has neither AVX2 nor AVX-512"

@@ -1,0 +1,165 @@
+"""Replaces the layers of a model on a CPU by layers on packed weights."""
+
+from collections.abc import Iterable
+from typing import TypeGuard, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from quire.kernels.native.linear import Products
+from quire.kernels.native.packed_weights import UNIT_NUMBERS, can_pack
+from quire.models.native_linear import (
+    KINDS,
+    PackedEmbedding,
+    PackedExperts,
+    can_pack_experts,
+    matrix,
+    pack_linear,
+)
+
+HEAD_CODECS = {"int8": "int8", "int4": "int8"}
+
+
+def pack_linears(
+    model: nn.Module,
+    products: Products,
+    left_alone: Iterable[nn.Module] = (),
+    codec: str | None = None,
+) -> None:
+    """Replace the linear layers of a model on a CPU by packed layers.
+
+    Layers are replaced one at a time, so the extra memory is that of the largest weight. A head
+    that shares its weight with an embedding is packed too, and the embedding reads the packed
+    weight. Not replaced: other shared weights, layers derived from `nn.Linear`, layers with hooks,
+    and layers whose input elements do not fill the units of a packed weight. Experts of a mixture
+    are packed if they are quantized.
+
+    Args:
+        model: on its final device.
+        products: multiplies.
+        left_alone: modules whose layers are not packed.
+        codec: of the packed weights: int8 or int4; None: the type of each weight.
+    """
+    alone = {id(part) for module in left_alone for part in module.modules()}
+    packable, embeddings = _packable_layers(model, codec)
+    places = _places(model)
+    queue = [layer for layer in packable if id(layer) not in alone]
+    packable.clear()
+    head = output_head(model)
+    while queue:  # hold no reference to a plain layer: each is freed before the next is packed
+        layer = queue.pop(0)
+        if not isinstance(layer, (nn.Linear, Conv1D)):
+            assert codec is not None, "experts are packed in a codec"
+            _replace(places.pop(layer), PackedExperts(layer, products, codec))
+            continue
+        kind = codec
+        if layer is head:
+            head, kind = None, head_codec(codec)
+        packed = pack_linear(layer, products, kind)
+        _replace(places.pop(layer), packed)
+        if layer in embeddings:
+            embedding = PackedEmbedding(packed.packed, layer.weight.dtype)
+            _replace(places.pop(embeddings.pop(layer)), embedding)
+        del layer
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The output head of a model; None if it has none."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    found: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return found if isinstance(found, nn.Module) else None
+
+
+def head_codec(codec: str | None) -> str | None:
+    """The codec of the output head's weight, for a codec of the other layers."""
+    return None if codec is None else HEAD_CODECS[codec]
+
+
+def codec_refusal(model: nn.Module, codec: str) -> str | None:
+    """Return the reason why the weights of a model cannot be quantized; None if they can.
+
+    Args:
+        model: its weights are not read, so they may be on the meta device.
+        codec: int8 or int4.
+    """
+    packable, _ = _packable_layers(model, codec)
+    packed = set(packable)
+    for name, module in model.named_modules():
+        if module not in packed and (reason := _unpackable(module, codec)):
+            return f"{name} {reason}"
+    return None if packable else "it has no linear layers"
+
+
+def _unpackable(module: nn.Module, codec: str) -> str | None:
+    """The reason why a module with weights is not packed; None for embeddings, norms, routers."""
+    if type(module) in (nn.Linear, Conv1D):
+        linear = cast("nn.Linear | Conv1D", module)
+        inner, units = matrix(linear).shape[1], UNIT_NUMBERS[codec]
+        if inner % units:
+            return f"has {inner} inputs, and {codec} weights need a multiple of {units}"
+        if linear.weight.dtype not in KINDS:
+            return f"has weights of {linear.weight.dtype}"
+        return "shares its weight with other modules than an embedding, or has hooks"
+    if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
+        return f"is a {type(module).__name__}, not a plain linear layer"
+    stacked = [name for name, one in module.named_parameters(recurse=False) if one.ndim > 2]
+    return f"is a {type(module).__name__} with stacked weights ({stacked[0]})" if stacked else None
+
+
+def _packable_layers(
+    model: nn.Module, codec: str | None
+) -> tuple[list[nn.Module], dict[nn.Module, nn.Module]]:
+    """Layers to pack in the order of the model, and the embeddings that share a layer's weight."""
+    owners: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            owners.setdefault(id(weight), set()).add(module)
+    packable: list[nn.Module] = []
+    embeddings: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if codec is not None and can_pack_experts(module, codec) and not _has_hooks(module):
+            packable.append(module)
+        elif _is_packable(module, codec):
+            others = owners[id(module.weight)] - {module}
+            if len(others) == 1 and _is_embedding(*others):
+                embeddings[module] = others.pop()
+            if not others:
+                packable.append(module)
+    return packable, embeddings
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """The parents of each module, and its names there."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():  # named_children() skips second names
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    return places
+
+
+def _replace(places: Iterable[tuple[nn.Module, str]], module: nn.Module) -> None:
+    for parent, name in places:
+        setattr(parent, name, module)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None and not _has_hooks(module)
+
+
+def _is_packable(module: nn.Module, codec: str | None) -> TypeGuard[nn.Linear | Conv1D]:
+    if type(module) not in (nn.Linear, Conv1D):
+        return False
+    linear = cast("nn.Linear | Conv1D", module)
+    return (
+        linear.weight.dtype in KINDS
+        and linear.weight.device.type in ("cpu", "meta")
+        and can_pack(matrix(linear).shape[1], codec or KINDS[linear.weight.dtype])
+        and not _has_hooks(linear)
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
