@@ -7,7 +7,7 @@ each attention call; see `bridge`. Unsupported architectures are declared in `su
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 
@@ -28,6 +28,7 @@ from quire.models.linear_weights import reorder_linears, widen_linears
 from quire.models.native_linear import available_products, fastest_products
 from quire.models.observing import Observing
 from quire.models.packing import pack_linears
+from quire.models.resident_memory import MappedFiles, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.support import refuse_class, refuse_config
@@ -258,9 +259,11 @@ class TransformersDecoder:
 
 
 def prepare_linears(
-    model: nn.Module, left_alone: Iterable[nn.Module], codec: str | None = None
+    model: nn.Module, left_alone: Sequence[nn.Module], codec: str | None = None
 ) -> None:
     """Replace the linear layers of a model on a CPU by the fastest ones for this CPU.
+
+    Without layers left alone, the other weights are copied, so that no weight file stays mapped.
 
     Args:
         model: on its final device.
@@ -273,3 +276,6 @@ def prepare_linears(
     else:
         reorder_linears(model, left_alone)
     widen_linears(model)
+    if not left_alone:
+        MappedFiles().copy_weights(model)
+        trim_free_memory()

@@ -17,6 +17,7 @@ from quire.models.native_linear import (
     matrix,
     pack_linear,
 )
+from quire.models.resident_memory import MappedFiles
 
 HEAD_CODECS = {"int8": "int8", "int4": "int8"}
 
@@ -46,22 +47,24 @@ def pack_linears(
     places = _places(model)
     queue = [layer for layer in packable if id(layer) not in alone]
     packable.clear()
-    head = output_head(model)
+    head, files = output_head(model), MappedFiles()
     while queue:  # hold no reference to a plain layer: each is freed before the next is packed
         layer = queue.pop(0)
+        weights = [weight.detach() for weight in layer.parameters()]
         if not isinstance(layer, (nn.Linear, Conv1D)):
             assert codec is not None, "experts are packed in a codec"
             _replace(places.pop(layer), PackedExperts(layer, products, codec))
-            continue
-        kind = codec
+        else:
+            kind = head_codec(codec) if layer is head else codec
+            packed = pack_linear(layer, products, kind)
+            _replace(places.pop(layer), packed)
+            if layer in embeddings:
+                embedding = PackedEmbedding(packed.packed, layer.weight.dtype)
+                _replace(places.pop(embeddings.pop(layer)), embedding)
+        files.release_pages(weights)
         if layer is head:
-            head, kind = None, head_codec(codec)
-        packed = pack_linear(layer, products, kind)
-        _replace(places.pop(layer), packed)
-        if layer in embeddings:
-            embedding = PackedEmbedding(packed.packed, layer.weight.dtype)
-            _replace(places.pop(embeddings.pop(layer)), embedding)
-        del layer
+            head = None
+        del layer, weights
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

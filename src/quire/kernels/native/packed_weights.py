@@ -152,14 +152,13 @@ def _empty(num_panels: int, inner: int, kind: str) -> PackedWeight:
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """Allocate bytes, in huge pages if there are enough of them: fewer address translations."""
+    """Allocate bytes; in huge pages, except for the last part: fewer address translations."""
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8)
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[start : start + num_bytes]
+    start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+    mapping.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 def _pack_panel(rows: Tensor, packed: PackedWeight, number: int) -> None:

@@ -19,6 +19,7 @@ from quire.kernels.native.row_functions import NARROW_LANES, HeadShape
 from quire.layout.model import ModelSpec
 from quire.models.native_linear import PackedEmbedding, PackedLinear
 from quire.models.packing import head_codec
+from quire.models.resident_memory import MappedFiles
 
 FAMILIES = frozenset(
     {
@@ -140,7 +141,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) -> FusedModel:
     """Pack the weights of a model and replace its linear layers by modules that share them.
 
-    Weights are packed one at a time; each original is freed before the next.
+    Layers are packed one at a time; the original weights are freed before the next.
 
     Args:
         model: with no `refusal`.
@@ -150,14 +151,18 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
     decoder: Any = model.model
     plain = KINDS[model.dtype]
     rotary_dim = _rotary_dim(decoder.rotary_emb)
-    layers = tuple(
-        _fuse_layer(layer, products, kind or plain, model.config, rotary_dim)
-        for layer in decoder.layers
-    )
+    files = MappedFiles()
+    layers = []
+    for layer in decoder.layers:
+        weights = [weight.detach() for weight in layer.parameters()]
+        layers.append(_fuse_layer(layer, products, kind or plain, model.config, rotary_dim))
+        files.release_pages(weights)
+    weights = [model.lm_head.weight.detach()]
     head = _fuse_head(model, products, head_codec(kind) or plain)
+    files.release_pages(weights)
     return FusedModel(
         embedding=decoder.embed_tokens,
-        layers=layers,
+        layers=tuple(layers),
         norm=_norm(decoder.norm),
         head=head,
         rotary=decoder.rotary_emb,
@@ -170,7 +175,8 @@ def _rotary_dim(rotary: Any) -> int:
 
 
 def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach().float(), float(module.variance_epsilon))
+    weight = module.weight.detach().to(torch.float32, copy=True)  # not of a mapped file
+    return Norm(weight, float(module.variance_epsilon))
 
 
 def _fuse_layer(

@@ -1,0 +1,158 @@
+"""Memory of packed weights: counted once, originals freed, and no second copy while loading."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from quire.models.adapter import TransformersDecoder
+from quire.models.loader import LoadedModel, load_model
+from quire.models.native_linear import PackedLinear, available_products
+from quire.models.resident_memory import MappedFiles
+from quire.models.weights import weight_bytes
+from support import zoo
+
+MIB = 1 << 20
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+LARGEST_LAYER = 8 * MIB  # the gated MLP and the attention of a layer, or the head
+SLACK = 6 * MIB  # modules, tables, allocator
+
+pytestmark = pytest.mark.skipif(
+    available_products() is None, reason="no C extension with vector instructions"
+)
+needs_proc = pytest.mark.skipif(not RESET.exists(), reason="no /proc with resident memory")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 54 MiB in bfloat16."""
+    config = LlamaConfig(
+        vocab_size=8_192,
+        hidden_size=512,
+        intermediate_size=1_536,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("memory")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    load_model("quire-tiny", device="cpu")  # code and tables of the first load
+    return folder
+
+
+def tensor_ranges() -> Iterator[tuple[int, int]]:
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+            yield found.data_ptr(), found.data_ptr() + found.nbytes
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all tensors, overlapping ones counted once."""
+    gc.collect()
+    total = last = 0
+    for start, end in sorted(tensor_ranges()):
+        total += max(0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
+def resident(name: str) -> int:
+    """Resident memory in bytes: VmRSS, or the peak VmHWM."""
+    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def load(folder: Path, impl: str, codec: str, dtype: str = "auto") -> LoadedModel:
+    return load_model(
+        folder, device="cpu", dtype=dtype, model_impl=impl, weight_codec=codec, verify=False
+    )
+
+
+@pytest.mark.parametrize("codec", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_weight_bytes_are_those_of_live_tensors(folder: Path, impl: str, codec: str) -> None:
+    before = live_tensor_bytes()
+    loaded = load(folder, impl, codec)
+    added = live_tensor_bytes() - before
+
+    assert loaded.weight_bytes == pytest.approx(added, abs=MIB)
+
+
+def test_weight_bytes_of_codecs(folder: Path) -> None:
+    spec = load(folder, "native", "auto").spec
+    embedding = head = spec.embedding_parameters
+    layers = spec.num_parameters - embedding - head
+
+    def expected(bits: float, head_bits: float) -> float:
+        return (embedding * 16 + layers * bits + head * head_bits) / 8
+
+    scale_bits = 32 / 128
+    for codec, bits, head_bits in (("int8", 8, 8), ("int4", 4 + scale_bits, 8)):
+        found = load(folder, "native", codec).weight_bytes
+        assert found == pytest.approx(expected(bits, head_bits), rel=0.01)
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("impl", "codec", "dtype"),
+    [
+        ("native", "auto", "auto"),
+        ("native", "int4", "float32"),
+        ("transformers", "auto", "float32"),
+        ("transformers", "int4", "auto"),
+    ],
+)
+def test_peak_while_loading_is_one_model_and_one_layer(
+    folder: Path, impl: str, codec: str, dtype: str
+) -> None:
+    gc.collect()
+    before = resident("VmRSS")
+    RESET.write_text("5")
+    loaded = load(folder, impl, codec, dtype)
+    peak, after = resident("VmHWM") - before, resident("VmRSS") - before
+    stored = loaded.spec.weight_bytes(2)
+    model = stored * (2 if dtype == "float32" else 1)
+    files = stored if dtype == "float32" else 0  # mapped pages that Transformers converts
+
+    assert after < loaded.weight_bytes + SLACK
+    assert peak < model + files + (LARGEST_LAYER + SLACK) * (model // stored)
+
+
+@needs_proc
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_no_weight_file_stays_mapped(folder: Path, impl: str) -> None:
+    loaded = load(folder, impl, "int8")
+
+    assert isinstance(loaded.decoder, TransformersDecoder)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mqa", "gpt2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_panels_scales_and_biases_are_weight_bytes(name: str, codec: str) -> None:
+    model = TransformersDecoder(zoo.build(name), codec=codec).model
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    own = sum(tensor.nbytes for layer in layers for tensor in layer.product.tensors)
+    rest = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+
+    assert weight_bytes(model) == own + rest
+
+
+@needs_proc
+def test_pages_of_a_mapped_file_are_read_again_after_their_release(tmp_path: Path) -> None:
+    path = tmp_path / "numbers"
+    numbers = torch.arange(1 << 18, dtype=torch.int32)
+    path.write_bytes(numbers.numpy().tobytes())
+    mapped = torch.from_file(str(path), size=len(numbers), dtype=torch.int32)
+    files = MappedFiles()
+
+    assert files.hold(mapped)
+    assert not files.hold(numbers)
+    assert int(mapped.sum()) == int(numbers.sum())
+    files.release_pages([mapped[1000:-1000], numbers])
+    assert torch.equal(mapped, numbers)
