@@ -23,6 +23,7 @@ from benchmarks.rebatch.command import rebatch
 from benchmarks.soak.command import soak
 from benchmarks.stack.command import stack
 from benchmarks.throughput.command import throughput
+from benchmarks.weights.command import weights
 from quire.cli.command import register
 from quire.cli.main import QuireGroup
 
@@ -46,6 +47,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "invariant": invariant,
     "kvcrush": kvcrush,
     "quant": quant,
+    "weights": weights,
     "rebatch": rebatch,
     "stack": stack,
     "offload": offload,

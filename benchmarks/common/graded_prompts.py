@@ -54,6 +54,8 @@ def load(settings: "Settings") -> "LoadedModel":
         trust_remote_code=settings.loading.trust_remote_code,
         verify=settings.loading.verify,
         placer=place_beyond(settings.loading.weights_memory),
+        model_impl=settings.loading.model_impl,
+        weight_codec=settings.loading.weight_codec,
     )
 
 

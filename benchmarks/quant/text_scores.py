@@ -125,9 +125,10 @@ def score_texts(
             kl, top_1 = divergence(wanted, found)
             nats = -float(found.gather(1, following[:, None]).mean())
             scores[codec].append((max(kl, 0.0), top_1, nats, num_bytes))
-    return {codec: _joined(codec, rows) for codec, rows in scores.items()}
+    return {codec: joined(codec, rows) for codec, rows in scores.items()}
 
 
-def _joined(codec: str, rows: Sequence[tuple[float, float, float, int]]) -> CodecTexts:
+def joined(codec: str, rows: Sequence[tuple[float, float, float, int]]) -> CodecTexts:
+    """Join the KL, top-1 agreement, nats and KV bytes of texts."""
     kl, top_1, nats, num_bytes = zip(*rows, strict=True)
     return CodecTexts(codec=codec, kl=kl, top_1=top_1, nats=nats, request_bytes=max(num_bytes))

@@ -1,0 +1,1 @@
+"""Quality, bytes and decode time of quantized weights."""
