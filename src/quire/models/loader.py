@@ -1,33 +1,27 @@
 """Load and check a model from a name or a folder.
 
 Checks run in order of cost: names, config, the table of refusals, the headers of the weight files,
-then weights, then the comparison with Transformers.
+then weights, then the comparison with Transformers. `checkpoint` opens the files.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers import __version__ as transformers_version
+from transformers import PreTrainedTokenizerBase
 
-from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
-from quire.layout.config import check_sizes, read_config
+from quire.errors import ConfigError, UnknownName, UnsupportedModel
 from quire.layout.model import ModelSpec
-from quire.layout.refusals import refuse_model_type
 from quire.models.base import Decoder
+from quire.models.checkpoint import open_checkpoint
 from quire.models.foreign import foreign_code, held_warnings
-from quire.models.generation import GenerationDefaults, read_generation_defaults
+from quire.models.generation import GenerationDefaults
 from quire.models.layer_source import LayerPlacer, LayerSource
 from quire.models.native.select import check_choices, check_model, make_decoder
-from quire.models.source import find_model
-from quire.models.stored import check_shapes, model_without_memory, read_headers
-from quire.models.support import model_class, refuse_class, refuse_config
-from quire.models.tokenizer import load_tokenizer
+from quire.models.quantized_files import refuse_codec
 from quire.models.verify import compare_with_transformers
-from quire.models.weights import check_finite, read_model, weight_bytes
+from quire.models.weights import check_finite, weight_bytes
 from quire.plan.offload.resident import WeightsPlacement
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,7 +69,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     """Load a causal language model in Hugging Face format.
 
     Args:
-        path: "quire-tiny" (inside the package), a local folder, or a name on the hub.
+        path: "quire-tiny" (inside the package), a local folder, a name on the hub, or a GGUF file.
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto (CUDA if available, else the CPU), or a device of torch.
         trust_remote_code: run Python code from the model folder.
@@ -97,21 +91,15 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     wanted_dtype = _dtype(dtype)
     target = _device(device)
     check_choices(model_impl, weight_codec, target, offloaded=placer is not None)
-    folder, name = find_model(path)
-    raw = read_config(folder)
-    config = _config(folder, raw, trust_remote_code=trust_remote_code)
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
-    generation = read_generation_defaults(folder, raw, vocab_size)
-    headers = read_headers(folder)
-    check_shapes(config, headers, trust_remote_code=trust_remote_code)
+    checkpoint = open_checkpoint(path, trust_remote_code=trust_remote_code)
+    checkpoint.check()
     if weight_codec != "auto":
-        check_model(model_without_memory(config, trust_remote_code=trust_remote_code), weight_codec)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        refuse_codec(checkpoint.config, weight_codec)
+        check_model(checkpoint.model_without_memory(), weight_codec)
+    tokenizer = checkpoint.load_tokenizer()
     if placer is not None:
-        placer.check(config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
-    model = read_model(
-        folder, config, headers, dtype=wanted_dtype, trust_remote_code=trust_remote_code
-    )
+        placer.check(checkpoint.config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
+    model, name = checkpoint.read_model(wanted_dtype), checkpoint.name
     _refuse_stored_dtype(model.dtype, name)
     weights, place = None, None
     if placer is None:
@@ -127,60 +115,14 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     return LoadedModel(
         decoder=decoder,
         tokenizer=tokenizer,
-        generation=generation,
+        generation=checkpoint.generation,
         spec=decoder.spec,
         name=name,
         weight_bytes=weight_bytes(model) if weights is None else weights.place.device_bytes,
-        folder=folder,
+        folder=checkpoint.folder,
         weights=weights,
         place=place,
     )
-
-
-def _config(
-    folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool
-) -> PreTrainedConfig:
-    # All checks that need no weights in memory are here.
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise ModelError(
-            f"{folder / 'config.json'} has no 'model_type': add it, for example 'llama'"
-        )
-    refuse_model_type(model_type)
-    if model_type not in CONFIG_MAPPING:
-        _refuse_unknown(model_type, raw, trust_remote_code=trust_remote_code)
-    check_sizes(raw)
-    with foreign_code(f"{folder / 'config.json'} cannot be read"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        refuse_config(config)
-    _refuse_without_class(config, has_code="auto_map" in raw and trust_remote_code)
-    return config
-
-
-def _refuse_unknown(model_type: str, raw: Mapping[str, object], *, trust_remote_code: bool) -> None:
-    if "auto_map" not in raw:
-        raise UnsupportedModel(
-            f"Transformers {transformers_version} does not know {model_type!r} models; a newer "
-            "version may: pip install --upgrade transformers"
-        )
-    if not trust_remote_code:
-        raise ConfigError(
-            f"{model_type!r} is a model with its own Python code, which would run with your "
-            "permissions; read it, then pass trust_remote_code=True to run it"
-        )
-
-
-def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
-    found = model_class(config)
-    if found is not None:
-        refuse_class(found)
-    elif not has_code:
-        raise UnsupportedModel(
-            f"Transformers has no causal language model for {config.model_type!r}; "
-            "use a decoder-only model such as Llama, Qwen or Mistral"
-        )
 
 
 def _refuse_stored_dtype(dtype: torch.dtype, name: str) -> None:

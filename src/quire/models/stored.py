@@ -58,7 +58,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         ModelError: files are missing, cut short, or not in safetensors format.
     """
     found: dict[str, StoredTensor] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         if not path.is_file():
             raise ModelError(f"{folder} has no {path.name}, which {_INDEX} names; fetch it again")
         try:
@@ -77,7 +77,12 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         }
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a folder.
+
+    Raises:
+        ModelError: there are none in safetensors format.
+    """
     index = folder / _INDEX
     if index.is_file():
         return _indexed_files(index)

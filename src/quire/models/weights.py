@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from quire.errors import ModelError
+from quire.errors import ModelError, UnsupportedModel
 from quire.models.foreign import foreign_code
 from quire.models.linear_weights import ReorderedLinear
 from quire.models.native_linear import PackedLinear
+from quire.models.quantized_files import CodedLayers
 from quire.models.stored import StoredTensor, is_ignored, layer_list, spellings
+from quire.models.support import model_class
 
 
 def read_model(
@@ -38,7 +40,7 @@ def read_model(
         ModelError: weights do not fit the config, a parameter has no stored weights, or stored
             weights have no parameter.
     """
-    with foreign_code(f"the weights in {folder} cannot be loaded"), _silence():
+    with foreign_code(f"the weights in {folder} cannot be loaded"), silence():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -51,6 +53,49 @@ def read_model(
         )
     model: PreTrainedModel = loaded[0]
     check_loaded(model, loaded[1], stored, folder)
+    return model
+
+
+def read_coded_model(
+    folder: Path,
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    coded: CodedLayers,
+    *,
+    dtype: torch.dtype | None,
+) -> PreTrainedModel:
+    """Build the model on the CPU from a checkpoint with coded linear layers.
+
+    Args:
+        folder: folder of the model.
+        config: config of the model without the coded layers, checked by `check_shapes`.
+        stored: headers of the folder's weight files.
+        coded: format of the coded layers.
+        dtype: type of the weights in memory; None: the dtype of the config.
+
+    Raises:
+        ModelError: see `read_model`.
+        UnsupportedModel: Transformers has no class for the config.
+    """
+    known = model_class(config)
+    if known is None:
+        raise UnsupportedModel(
+            f"{coded.method} checkpoints of models with their own Python code cannot be decoded; "
+            "use a checkpoint in bfloat16 or float16"
+        )
+    stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    wanted = stored_dtype if dtype is None else dtype
+    with foreign_code(f"the weights in {folder} cannot be loaded"), silence():
+        loaded: Any = known.from_pretrained(
+            None,
+            config=config,
+            state_dict=coded.read(folder, stored, wanted),
+            dtype=wanted,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    model: PreTrainedModel = loaded[0]
+    check_loaded(model, loaded[1], coded.headers(stored), folder)
     return model
 
 
@@ -68,8 +113,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    # No progress bars and no long report of keys: `check_loaded` reports mismatches.
+def silence() -> Iterator[None]:
+    """Show no progress bars and no reports of keys: `check_loaded` reports mismatches."""
     shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.native.library import NotLoaded
 from quire.kernels.native.packed_weights import pack
-from quire.models import loader
+from quire.models import checkpoint
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import load_model
 from quire.models.native import select
@@ -159,7 +159,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(loader, "read_model", fail)
+    monkeypatch.setattr(checkpoint, "read_model", fail)
 
 
 def _save_llama(folder: Path, **fields: object) -> Path:
