@@ -1,0 +1,162 @@
+"""GGUF files: config, tokenizer and decoded weights, as Transformers reads them."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from quire.errors import ConfigError, ModelError
+from quire.models import gguf as gguf_files
+from quire.models.loader import load_model
+from quire.models.native_linear import available_products
+from support.flat import flat_logits, sequences
+
+VOCAB = 64
+needs_packages = pytest.mark.skipif(
+    any(find_spec(package) is None for package in gguf_files.PACKAGES),
+    reason="the packages gguf and accelerate are not installed",
+)
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def build() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def gguf_name(name: str) -> str:
+    plain = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+    parts = name.removeprefix("model.").removesuffix(".weight")
+    if parts in plain:
+        return f"{plain[parts]}.weight"
+    _, layer, rest = parts.split(".", 2)
+    return f"blk.{layer}.{NAMES[rest]}.weight"
+
+
+def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The order of rows of queries and keys in GGUF files: rotary pairs are adjacent."""
+    heads = weight.view(num_heads, 2, -1, weight.shape[1])
+    return heads.transpose(1, 2).reshape(weight.shape)
+
+
+def write_file(file: Path, model: PreTrainedModel, quantization: str) -> dict[str, torch.Tensor]:
+    """Write a GGUF file; returns the decoded weights by their Transformers names."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = model.config, gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(VOCAB - 3))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * VOCAB)
+    writer.add_token_types([2, 3, 3, *[6] * (VOCAB - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    kind = gguf.GGMLQuantizationType[quantization]
+    decoded = {}
+    for name, weight in model.state_dict().items():
+        stored = weight
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        for part, count in heads.items():
+            if part in name:
+                stored = interleaved(weight, count)
+        data = stored.float().numpy()
+        if data.ndim == 1:
+            writer.add_tensor(gguf_name(name), data)
+            continue
+        coded = gguf.quants.quantize(data, kind)
+        back = torch.from_numpy(gguf.quants.dequantize(coded, kind).copy())
+        for part, count in heads.items():
+            if part in name:
+                back = back.view(count, -1, 2, back.shape[1]).transpose(1, 2).reshape(back.shape)
+        decoded[name] = back
+        writer.add_tensor(gguf_name(name), coded, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return decoded
+
+
+@needs_packages
+@pytest.mark.parametrize("quantization", ["F32", "F16", "Q8_0", "Q4_0"])
+def test_weights_are_decoded(quantization: str, tmp_path: Path) -> None:
+    plain = build()
+    decoded = write_file(tmp_path / "tiny.gguf", plain, quantization)
+    plain.load_state_dict(decoded, strict=False)
+    (prompt,) = sequences(11, vocab_size=VOCAB)
+
+    loaded = load_model(tmp_path / "tiny.gguf", device="cpu", dtype="float32")
+
+    (found,) = flat_logits(loaded.decoder, [prompt], chunk_tokens=[4])
+    with torch.inference_mode():
+        expected = plain(prompt[None]).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert loaded.name == "tiny"
+    assert loaded.generation.eos_token_ids == (2,)
+    assert loaded.tokenizer is not None
+    assert len(loaded.tokenizer) == VOCAB
+
+
+@needs_packages
+@pytest.mark.skipif(available_products() is None, reason="no C extension with vector instructions")
+def test_decoded_weights_can_be_quantized(tmp_path: Path) -> None:
+    write_file(tmp_path / "tiny.gguf", build(), "Q8_0")
+    plain = load_model(tmp_path / "tiny.gguf", device="cpu")
+    coded = load_model(tmp_path / "tiny.gguf", device="cpu", weight_codec="int4")
+
+    assert plain.decoder.dtype == torch.bfloat16
+    assert coded.weight_bytes < plain.weight_bytes
+
+
+@needs_packages
+def test_a_damaged_file_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_file(file, build(), "Q8_0")
+    file.write_bytes(file.read_bytes()[:2000])
+
+    with pytest.raises(ModelError, match=r"tiny.gguf"):
+        load_model(file, device="cpu")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"expected a GGUF file, got .*no such file"):
+        load_model(tmp_path / "none.gguf", device="cpu")
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match=r"pip install gguf accelerate"):
+        load_model(tmp_path / "tiny.gguf", device="cpu")
