@@ -112,7 +112,7 @@ def _cells(
     return {cell.key.task: cell for cell in found}
 
 
-def kl_claims(found: Mapping[str, CodecTexts], prefix: str = "") -> Numbers:
+def kl_claims(found: Mapping[str, CodecTexts], prefix: str = "weights_") -> Numbers:
     """KL, top-1 agreement and perplexity increase of every codec."""
     plain = found[PLAIN]
     made: Numbers = {}
@@ -126,14 +126,16 @@ def kl_claims(found: Mapping[str, CodecTexts], prefix: str = "") -> Numbers:
 
 def task_claims(tasks: Mapping[str, float]) -> Numbers:
     """Change of the mean fraction of correct answers, and that fraction with stored weights."""
-    changes = {f"{c}_tasks_change": tasks[c] - tasks[PLAIN] for c in tasks if c != PLAIN}
-    return {"tasks": tasks[PLAIN]} | changes
+    changes = {f"weights_{c}_tasks_change": tasks[c] - tasks[PLAIN] for c in tasks if c != PLAIN}
+    return {"weights_tasks": tasks[PLAIN]} | changes
 
 
 def byte_claims(models: Models) -> Numbers:
     """Bytes of the stored weights over those of every codec."""
     plain = models[PLAIN].weight_bytes
-    return {f"{c}_byte_ratio": plain / m.weight_bytes for c, m in models.items() if c != PLAIN}
+    return {
+        f"weights_{c}_byte_ratio": plain / m.weight_bytes for c, m in models.items() if c != PLAIN
+    }
 
 
 def _texts_table(
@@ -196,7 +198,7 @@ def run_random(config: WeightsBenchConfig) -> PartResult:
     found = score_texts(models, texts, tokens)
     table = _texts_table(texts, f"random tokens, {config.shape} shape", found, models)
     return PartResult(
-        claims=kl_claims(found, "random_"),
+        claims=kl_claims(found, "weights_random_"),
         tables=(replace(table, name="weights-random"),),
         raw={"texts": [one.to_json() for one in found.values()]},
     )
@@ -251,8 +253,7 @@ def run_decode(config: WeightsBenchConfig) -> PartResult:
     models = random_models(config)
     times = [one for rows in config.rows for one in _time_steps(config, models, rows)]
     return PartResult(
-        claims=step_claims(times)
-        | {f"random_{name}": value for name, value in byte_claims(models).items()},
+        claims=step_claims(times),
         tables=(_steps_table(config, times, models),),
         raw={"steps": [[one.codec, one.rows, one.seconds] for one in times]},
     )
@@ -281,7 +282,7 @@ def step_claims(times: Sequence[StepTimes]) -> Numbers:
     """Step time with the weights as stored over that of every codec."""
     plain = {one.rows: one.median_s for one in times if one.codec == PLAIN}
     return {
-        f"{one.codec}_step_speedup_{one.rows}": plain[one.rows] / one.median_s
+        f"weights_{one.codec}_step_speedup_{one.rows}": plain[one.rows] / one.median_s
         for one in times
         if one.codec != PLAIN
     }
