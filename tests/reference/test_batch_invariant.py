@@ -24,6 +24,8 @@ from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
+from quire.models.native.select import make_decoder
+from quire.models.native_linear import available_products
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 from support import zoo
@@ -157,6 +159,24 @@ def test_no_batch_changes_a_bit(architecture):
     preemptions = check(model_of(architecture), range(4))
 
     assert preemptions > 3
+
+
+@pytest.mark.skipif(available_products() is None, reason="no products of quantized weights")
+@pytest.mark.parametrize(
+    ("architecture", "impl", "codec"),
+    [
+        ("qwen3", "native", "int4"),
+        pytest.param("qwen3", "native", "int8", marks=pytest.mark.slow),
+        pytest.param("llama", "transformers", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt2", "transformers", "int4", marks=pytest.mark.slow),
+    ],
+)
+def test_no_batch_changes_a_bit_with_quantized_weights(architecture, impl, codec):
+    plain = zoo.build(architecture).to(torch.bfloat16)
+    decoder = make_decoder(plain, None, impl=impl, codec=codec)
+    model = replace(model_of(architecture), decoder=decoder, weight_codec=codec)
+
+    assert check(model, range(2)) > 0
 
 
 @pytest.mark.slow

@@ -72,6 +72,13 @@ def plan(  # noqa: PLR0913 - one parameter per option
             rich_help_panel=MODEL,
         ),
     ] = "auto",
+    weight_codec: Annotated[
+        str,
+        typer.Option(
+            help="Codec of the linear layers' weights: int8 or int4; auto: as stored.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto",
     kv_codec: Annotated[
         str | None,
         typer.Option(
@@ -167,6 +174,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
             disk_kv_bytes=parse_named(parse_size, "disk-kv-memory", disk_kv_memory),
             headroom_bytes=_size("headroom", headroom),
             dtype=dtype,
+            weight_codec=weight_codec,
             kv_codec=kv_codec,
             page_tokens=page_tokens,
             sequence_tokens=sequence_tokens,
@@ -233,6 +241,7 @@ def _object(report: PlanReport, options: PlanOptions) -> dict[str, object]:
     resolved = {
         "model": report.model_name,
         "dtype": report.dtype,
+        "weight_codec": report.weight_codec,
         "kv_codec": report.kv_codec,
         "weights": asdict(report.weights),
         "memory_bytes": report.memory.total_bytes,

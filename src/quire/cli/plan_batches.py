@@ -210,13 +210,17 @@ def _predicted(question: BatchQuestion, arm: ArmPlan, spec: EvictionSpec, rates:
     return replace(arm, seconds=run_seconds(found, steps, arm.rows))
 
 
-def stored_rates(ceilings: Ceilings | NotUsable, model: ModelSpec, *, dtype: str) -> Rates:
+def stored_rates(
+    ceilings: Ceilings | NotUsable, model: ModelSpec, *, dtype: str, weight_codec: str = "auto"
+) -> Rates:
     """Step rates that `quire profile` stored for a model on this machine."""
 
     def rates(evict: str) -> StepRates | NotUsable:
         if isinstance(ceilings, NotUsable):
             return ceilings
-        key = steps_key(model_key(model, dtype=dtype, device="cpu"), evict)
+        key = steps_key(
+            model_key(model, dtype=dtype, device="cpu", weight_codec=weight_codec), evict
+        )
         rule = key.rpartition("; ")[2]
         why_not = f"steps of this model with {rule} were not measured: run `quire profile MODEL"
         return ceilings.steps.get(key) or NotUsable(f"{why_not} --evict {rule}`")

@@ -132,15 +132,18 @@ def _rates(folder: Path, plan: PlanReport, options: MaximizeOptions) -> "Rates":
     if not options.measure:
         path = default_path(os.environ)
         ceilings = read_ceilings(path, this_machine(torch.get_num_threads()))
-        return stored_rates(ceilings, plan.model, dtype=plan.dtype)
-    return Stopwatch(lambda: load_for(folder, plan.dtype), repeats=MEASURED_REPEATS)
+        codec = plan.weight_codec
+        return stored_rates(ceilings, plan.model, dtype=plan.dtype, weight_codec=codec)
+    return Stopwatch(
+        lambda: load_for(folder, plan.dtype, plan.weight_codec), repeats=MEASURED_REPEATS
+    )
 
 
-def load_for(folder: Path, dtype: str) -> "LoadedModel":
+def load_for(folder: Path, dtype: str, weight_codec: str = "auto") -> "LoadedModel":
     """Load the planned model on the CPU."""
     from quire.models.loader import load_model
 
-    return load_model(str(folder), dtype=dtype, device="cpu")
+    return load_model(str(folder), dtype=dtype, device="cpu", weight_codec=weight_codec)
 
 
 class Stopwatch:
@@ -171,7 +174,8 @@ class Stopwatch:
             self._model = self._load()
         model = self._model
         dtype = str(model.decoder.dtype).removeprefix("torch.")
-        key = model_key(model.spec, dtype=dtype, device=device_name(model.decoder.device))
+        device = device_name(model.decoder.device)
+        key = model_key(model.spec, dtype=dtype, device=device, weight_codec=model.weight_codec)
         name = steps_key(key, evict)
         if name not in self.found:
             typer.echo(f"measuring steps with {name.rpartition('; ')[2]}", err=True)

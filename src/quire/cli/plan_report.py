@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownName
 from quire.layout.config import ConfigReader, check_sizes, dtype_bytes, read_config
 from quire.layout.kv_format import fill_plain, read_format
 from quire.layout.layout import layout_for
@@ -28,6 +28,7 @@ from quire.plan.workload import Verdict, Workload, assess
 from quire.scheduler.schedule_config import ScheduleConfig
 
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]
+WEIGHT_BITS = {"int8": 8, "int4": 4}
 _USUAL_SEQUENCE_TOKENS = 2048
 _TOKEN_ID_BYTES = 8  # stored with the KV of a token
 
@@ -42,6 +43,7 @@ class PlanOptions:
         disk_kv_bytes: disk space for cached prefixes.
         headroom_bytes: memory to leave free; None: 10% of the memory.
         dtype: dtype of the weights; "auto": dtype of config.json.
+        weight_codec: codec of the linear layers' weights: int8 or int4; "auto": none.
         kv_codec: KV codec; None: dtype of the weights.
         page_tokens: tokens per page.
         sequence_tokens: sequence length; None: 2048 or the model's context.
@@ -57,6 +59,7 @@ class PlanOptions:
     disk_kv_bytes: int = 0
     headroom_bytes: int | None = None
     dtype: str = "auto"
+    weight_codec: str = "auto"
     kv_codec: str | None = None
     page_tokens: int = 16
     sequence_tokens: int | None = None
@@ -75,6 +78,7 @@ class PlanReport:
         model_name: name of the folder or on the hub.
         model: shape of the model.
         dtype: resolved dtype of the weights.
+        weight_codec: codec of the linear layers' weights, or "auto".
         kv_codec: resolved KV codec.
         batch: batch size in sequences.
         memory: division of the device memory.
@@ -90,6 +94,7 @@ class PlanReport:
     model_name: str
     model: ModelSpec
     dtype: str
+    weight_codec: str
     kv_codec: str
     batch: int
     memory: MemoryLayout
@@ -176,7 +181,8 @@ def plan_report(
         evicting=read_format(kv_codec).promoted is not None,
     )
     kv_bytes_per_value = bytes_per_value(model, layout)
-    weights = planned_weights(model, dtype_bytes(dtype), options.weights_memory_bytes)
+    weight_bytes_per_value = _weight_bytes(model, options, dtype) / model.num_parameters
+    weights = planned_weights(model, weight_bytes_per_value, options.weights_memory_bytes)
     memory = _divide(model, options, dtype_bytes(dtype), weights.device_bytes)
     tokens = options.sequence_tokens
     if tokens is None:
@@ -188,6 +194,7 @@ def plan_report(
         model_name=name or model_folder.resolve().name,
         model=model,
         dtype=dtype,
+        weight_codec=options.weight_codec,
         kv_codec=kv_codec,
         batch=options.batch,
         memory=memory,
@@ -198,13 +205,13 @@ def plan_report(
             model,
             batch=options.batch,
             tokens=tokens,
-            weight_bytes_per_value=dtype_bytes(dtype),
+            weight_bytes_per_value=weight_bytes_per_value,
             kv_bytes_per_value=kv_bytes_per_value,
         ),
         crossover_batch=crossover_batch(
             model,
             tokens=tokens,
-            weight_bytes_per_value=dtype_bytes(dtype),
+            weight_bytes_per_value=weight_bytes_per_value,
             kv_bytes_per_value=kv_bytes_per_value,
         ),
         verdict=_verdict(model, memory, layout, options.workload, weights),
@@ -217,6 +224,26 @@ def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
         dtype = ConfigReader(config).dtype() or "float32"
     dtype_bytes(dtype)
     return dtype
+
+
+def _weight_bytes(model: ModelSpec, options: PlanOptions, dtype: str) -> int:
+    """Bytes of all weights.
+
+    Raises:
+        UnknownName: no such codec.
+        ConfigError: offloaded weights cannot be quantized.
+    """
+    codec = options.weight_codec
+    if codec == "auto":
+        return model.weight_bytes(dtype_bytes(dtype))
+    if codec not in WEIGHT_BITS:
+        raise UnknownName("weight-codec", codec, ["auto", *WEIGHT_BITS])
+    if options.weights_memory_bytes is not None:
+        raise ConfigError(
+            f"weight-codec={codec}: offloaded layers are copied as they are stored; use "
+            "--weights-memory all"
+        )
+    return model.coded_weight_bytes(WEIGHT_BITS[codec], dtype_bytes(dtype))
 
 
 def _divide(

@@ -23,10 +23,12 @@ _LETTERS = {"weights": "W", "activations": "A", "KV": "K", "headroom": "H", "una
 
 def render(report: PlanReport) -> RenderableType:
     """Render the whole result for a terminal."""
+    coded = report.weight_codec != "auto"
+    weights = f"{report.dtype}, quantized to {report.weight_codec}" if coded else report.dtype
     title = Text(
         f"{report.model_name}: {report.model.num_parameters:,} parameters,"
         f" {report.model.num_layers} layers, {report.model.num_kv_heads} KV heads of"
-        f" {report.model.head_dim}, weights {report.dtype}, KV {report.kv_codec}",
+        f" {report.model.head_dim}, weights {weights}, KV {report.kv_codec}",
         style="bold",
     )
     parts: list[RenderableType] = [

@@ -45,6 +45,10 @@ def profile(
             "measured."
         ),
     ] = None,
+    weight_codec: Annotated[
+        str,
+        typer.Option(help="Codec of the model's weights: int8 or int4; auto: as stored."),
+    ] = "auto",
     quick: Annotated[
         bool,
         typer.Option(
@@ -78,7 +82,9 @@ def profile(
     config = QUICK_PROFILE if quick else ProfileConfig()
     machine = this_machine(torch.get_num_threads())
     # the model first: a wrong name fails at once
-    prefill, steps = _of_model(model, evict, config, quick=quick) if model else ({}, {})
+    prefill, steps = (
+        _of_model(model, evict, config, weight_codec, quick=quick) if model else ({}, {})
+    )
     ceilings = measure_ceilings(config, machine, progress=typer.echo)
     ceilings = _with_known(ceilings, path, prefill, steps)
     if path is not None:
@@ -88,6 +94,7 @@ def profile(
         used = {
             "threads": machine.threads,
             "model": model,
+            "weight_codec": weight_codec,
             "evict": evict if model else None,
             "output": None if path is None else str(path),
         }
@@ -114,14 +121,14 @@ def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | floa
 
 
 def _of_model(
-    name: str, evict: str, config: "ProfileConfig", *, quick: bool
+    name: str, evict: str, config: "ProfileConfig", weight_codec: str, *, quick: bool
 ) -> "tuple[dict[str, PrefillRates], dict[str, StepRates]]":
     from quire.cli.plan_maximize import Stopwatch
     from quire.models.loader import load_model
     from quire.profile.prefill_rates import measure_prefill_rates
 
     rules = ["full", "recent", *(rule.strip() for rule in evict.split(";") if rule.strip())]
-    model = load_model(name)
+    model = load_model(name, weight_codec=weight_codec)
     prefill = measure_prefill_rates(
         model,
         chunks=config.chunks,

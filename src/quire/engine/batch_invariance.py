@@ -1,7 +1,9 @@
 """`--batch-invariant`: outputs that do not depend on the other requests of the batch.
 
 step          runs as forward passes of `INVARIANT_ROWS` rows each, the last one padded: matrix
-              products, norms and activations have the same shape for every batch
+              products, norms and activations have the same shape for every batch. Products of
+              packed weights, also int8 and int4, sum each row in the same order for any number
+              of rows
 attention     computed for each token separately over its pages, in prefill and in decode
 sampling      one row at a time
 

@@ -183,6 +183,7 @@ def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swap
         dtype=str(model.decoder.dtype).removeprefix("torch."),
         device=device_name(device),
         chunk_tokens=schedule.longest_chunk,
+        weight_codec=model.weight_codec,
     )
     if known.notice and pool.host is not None and schedule.preempt == "auto":
         logger.info("%s", known.notice)

@@ -41,6 +41,7 @@ class LoadedModel:
         folder: folder of its files; None if the model was built in memory.
         weights: prefetches layers whose weights are offloaded; None if no layer is offloaded.
         place: placement of the weights; None if no weight memory limit was set.
+        weight_codec: codec of the linear layers' weights: int8 or int4; "auto": none.
     """
 
     decoder: Decoder
@@ -52,6 +53,7 @@ class LoadedModel:
     folder: Path | None = None
     weights: LayerSource | None = None
     place: WeightsPlacement | None = None
+    weight_codec: str = "auto"
 
 
 @held_warnings()
@@ -122,6 +124,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
         folder=checkpoint.folder,
         weights=weights,
         place=place,
+        weight_codec=weight_codec,
     )
 
 

@@ -29,7 +29,13 @@ class KnownCosts:
 
 
 def known_costs(
-    found: Ceilings | NotUsable, model: ModelSpec, *, dtype: str, device: str, chunk_tokens: int
+    found: Ceilings | NotUsable,
+    model: ModelSpec,
+    *,
+    dtype: str,
+    device: str,
+    chunk_tokens: int,
+    weight_codec: str = "auto",
 ) -> KnownCosts:
     """Costs from stored ceilings where available, and conservative ones for the rest.
 
@@ -39,11 +45,13 @@ def known_costs(
         dtype: type of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
         chunk_tokens: prefill tokens of a step.
+        weight_codec: codec of the linear layers' weights, or "auto".
     """
     missing = [found.reason] if isinstance(found, NotUsable) else []
     stored = None if isinstance(found, NotUsable) else found
     copies = stored.copies.get(device) if stored else None
-    prefill = stored.prefill.get(model_key(model, dtype=dtype, device=device)) if stored else None
+    key = model_key(model, dtype=dtype, device=device, weight_codec=weight_codec)
+    prefill = stored.prefill.get(key) if stored else None
     if stored and copies is None:
         missing.append(f"copies with {device} were not measured: run `quire profile`")
     if stored and prefill is None:

@@ -184,17 +184,19 @@ class StepRates:
 _NUMBERS = ("cap", "every", "when")
 
 
-def model_key(model: ModelSpec, *, dtype: str, device: str) -> str:
+def model_key(model: ModelSpec, *, dtype: str, device: str, weight_codec: str = "auto") -> str:
     """Key of a model's prefill rates: its dimensions, independent of its folder.
 
     Args:
         model: its dimensions.
         dtype: type of its weights, such as `bfloat16`.
         device: `cpu`, or the name of the accelerator.
+        weight_codec: codec of the linear layers' weights, or "auto".
     """
+    weights = dtype if weight_codec == "auto" else f"{dtype} and {weight_codec}"
     return (
         f"{model.architecture}, {model.num_layers} layers of {model.hidden_size}, "
-        f"{model.num_parameters} parameters, {dtype}, {device}"
+        f"{model.num_parameters} parameters, {weights}, {device}"
     )
 
 

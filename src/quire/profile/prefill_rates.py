@@ -140,4 +140,6 @@ def measure_prefill_rates(
     )
     decoder = model.decoder
     dtype = str(decoder.dtype).removeprefix("torch.")
-    return {model_key(model.spec, dtype=dtype, device=device_name(decoder.device)): rates}
+    device = device_name(decoder.device)
+    key = model_key(model.spec, dtype=dtype, device=device, weight_codec=model.weight_codec)
+    return {key: rates}

@@ -11,7 +11,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from quire.cli.plan import PlanOptions, parse_workload, plan, plan_report
-from quire.errors import ConfigError, ModelError
+from quire.errors import ConfigError, ModelError, UnknownName
+from quire.models.loader import load_model
+from quire.models.source import find_model
 from quire.plan.workload import Workload
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -305,3 +307,25 @@ def _environment() -> dict[str, str]:
     import quire
 
     return {"PYTHONPATH": str(Path(next(iter(quire.__path__))).parent)}
+
+
+@pytest.mark.parametrize(("codec", "times_smaller"), [("int8", 1.9), ("int4", 3.3)])
+def test_weights_of_a_codec_are_those_of_the_loaded_model(codec: str, times_smaller: float) -> None:
+    folder, _ = find_model("quire-tiny")
+    plain = plan_report(folder, PlanOptions(memory_bytes=1 << 30))
+    coded = plan_report(folder, PlanOptions(memory_bytes=1 << 30, weight_codec=codec))
+    loaded = load_model("quire-tiny", device="cpu", weight_codec=codec, verify=False)
+
+    assert coded.memory.weights_bytes == pytest.approx(loaded.weight_bytes, rel=0.03)
+    assert plain.memory.weights_bytes / coded.memory.weights_bytes > times_smaller
+    assert coded.memory.kv_bytes > plain.memory.kv_bytes
+    assert coded.crossover_batch < plain.crossover_batch
+
+
+def test_codec_is_refused_with_offloaded_weights_or_an_unknown_name() -> None:
+    folder, _ = find_model("quire-tiny")
+
+    with pytest.raises(ConfigError, match="--weights-memory all"):
+        plan_report(folder, PlanOptions(weight_codec="int8", weights_memory_bytes=1 << 20))
+    with pytest.raises(UnknownName, match="weight-codec"):
+        plan_report(folder, PlanOptions(weight_codec="int5"))

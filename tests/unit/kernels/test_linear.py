@@ -74,6 +74,26 @@ def test_a_row_is_independent_of_the_other_rows(products: Products, kind: str) -
     assert torch.equal(alone, together)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outer", "inner"), [(192, 512), (100, 208), (2_080, 688)])
+def test_a_row_is_independent_of_the_number_of_rows(
+    products: Products, outer: int, inner: int, kind: str, threads: int
+) -> None:
+    product = products.prepare(pack(seeded(outer, inner), kind))
+    x = seeded(200, inner).to(products.activation_dtype(product.weight, torch.float32))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        outs = {rows: torch.empty(rows, outer) for rows in (1, 5, 33, 200)}
+        for rows, out in outs.items():
+            product.run(x[200 - rows :], out)
+    finally:
+        torch.set_num_threads(before)
+    for rows, out in outs.items():
+        assert torch.equal(out, outs[200][200 - rows :])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bias_and_addition(products: Products, kind: str) -> None:
     weight, bias = pack(seeded(100, 256), kind), torch.zeros(2 * PANEL_COLUMNS)
