@@ -47,7 +47,7 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
     if missing:
         raise ConfigError(
             f"GGUF files are read by Transformers with the packages {' and '.join(PACKAGES)}; "
-            f"install them: pip install {' '.join(missing)}"
+            f"install {' and '.join(missing)}: pip install 'quire[gguf]'"
         )
     with foreign_code(f"{folder / name} cannot be read"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(

@@ -158,5 +158,5 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(gguf_files, "find_spec", lambda name: None)
 
-    with pytest.raises(ConfigError, match=r"pip install gguf accelerate"):
+    with pytest.raises(ConfigError, match=r"install gguf and accelerate: pip install"):
         load_model(tmp_path / "tiny.gguf", device="cpu")
