@@ -157,7 +157,8 @@ def _is_packable(module: nn.Module, codec: str | None) -> TypeGuard[nn.Linear | 
         return False
     linear = cast("nn.Linear | Conv1D", module)
     return (
-        linear.weight.dtype in KINDS
+        linear.weight.ndim == 2  # weights of offloaded layers are empty
+        and linear.weight.dtype in KINDS
         and linear.weight.device.type in ("cpu", "meta")
         and can_pack(matrix(linear).shape[1], codec or KINDS[linear.weight.dtype])
         and not _has_hooks(linear)
