@@ -14,11 +14,13 @@ from quire.layout.pages import CacheLayout
 from quire.layout.refusals import refuse_model_type
 from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,
+    WEIGHT_BITS,
     Capacity,
     MemoryLayout,
     auto_kv_memory,
     bytes_per_value,
     capacity,
+    coded_weight_bytes,
     estimate_activation_peak,
     token_bytes,
 )
@@ -28,7 +30,6 @@ from quire.plan.workload import Verdict, Workload, assess
 from quire.scheduler.schedule_config import ScheduleConfig
 
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]
-WEIGHT_BITS = {"int8": 8, "int4": 4}
 _USUAL_SEQUENCE_TOKENS = 2048
 _TOKEN_ID_BYTES = 8  # stored with the KV of a token
 
@@ -243,7 +244,7 @@ def _weight_bytes(model: ModelSpec, options: PlanOptions, dtype: str) -> int:
             f"weight-codec={codec}: offloaded layers are copied as they are stored; use "
             "--weights-memory all"
         )
-    return model.coded_weight_bytes(WEIGHT_BITS[codec], dtype_bytes(dtype))
+    return coded_weight_bytes(model, codec, dtype_bytes(dtype))
 
 
 def _divide(

@@ -19,9 +19,6 @@ from quire.layout.layers import (
     read_windows,
 )
 
-SCALE_GROUP = 128
-"""Inputs that share a scale of an int4 weight."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
@@ -182,22 +179,6 @@ class ModelSpec:
     def weight_bytes(self, bytes_per_value: int | float) -> int:
         """Return the bytes of all weights in one type."""
         return math.ceil(self.num_parameters * bytes_per_value)
-
-    def coded_weight_bytes(self, bits: int, bytes_per_value: int | float) -> int:
-        """Return the bytes of all weights with quantized linear layers.
-
-        Args:
-            bits: 8: one float32 scale for each output of a layer; 4: one for each output and
-                SCALE_GROUP inputs. The output head always has 8.
-            bytes_per_value: bytes of the other weights: embeddings that no head shares, positions.
-        """
-        by_output = 4 / self.hidden_size
-        layer = bits / 8 + (by_output if bits == 8 else 4 / SCALE_GROUP)
-        head = self.embedding_parameters
-        plain = self._other_parameters - head
-        return math.ceil(
-            self.layer_parameters * layer + head * (1 + by_output) + plain * bytes_per_value
-        )
 
     @property
     def embedding_parameters(self) -> int:

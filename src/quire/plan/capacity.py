@@ -5,6 +5,7 @@ layer frees a page once its last token has left the window. So while decoding it
 pages that W tokens can touch.
 """
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -17,6 +18,8 @@ from quire.layout.sizes import format_size
 # Capacity: pages of a sequence, sequences in a pool, the longest sequence, and the limit.
 
 Limit = Literal["memory", "context", "none"]
+WEIGHT_BITS = {"int8": 8, "int4": 4}
+SCALE_GROUP = 128  # inputs that share a scale of an int4 weight
 
 
 def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
@@ -175,6 +178,25 @@ class MemoryLayout:
     def unassigned_bytes(self) -> int:
         """Bytes without a use: 0 if the size of KV memory was chosen automatically."""
         return self.total_bytes - self._overhead_bytes - self.kv_bytes
+
+
+def coded_weight_bytes(model: ModelSpec, codec: str, bytes_per_value: int | float) -> int:
+    """Return the bytes of all weights with quantized linear layers.
+
+    Args:
+        model: its dimensions.
+        codec: int8, with one scale for each output of a layer, or int4, with one for each output
+            and SCALE_GROUP inputs. The output head is always int8.
+        bytes_per_value: bytes of the other weights: an embedding that no head shares, positions.
+    """
+    scale_bytes = {8: 4 / model.hidden_size, 4: 4 / SCALE_GROUP}
+    bits, head = WEIGHT_BITS[codec], model.embedding_parameters
+    plain = model.num_parameters - model.layer_parameters - head
+    return math.ceil(
+        model.layer_parameters * (bits / 8 + scale_bytes[bits])
+        + head * (1 + scale_bytes[8])
+        + plain * bytes_per_value
+    )
 
 
 def auto_kv_memory(

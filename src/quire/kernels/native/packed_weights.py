@@ -196,7 +196,7 @@ def _int4_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
     The number of largest magnitude gets the code -8, so a scale may be negative: all 16 codes are
     used, and the largest number is exact. Scales of the least squared error have a higher KL: they
-    clip the largest numbers (`python -m benchmarks quant --parts weights`).
+    clip the largest numbers (docs/weights.md).
     """
     largest = numbers.gather(-1, numbers.abs().argmax(dim=-1, keepdim=True))
     scales = largest / -(INT4_MAX + 1)
