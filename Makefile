@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check fmt docs bench clean
+.PHONY: setup demo test test-all check fmt docs bench peers clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,11 @@ docs: setup
 
 bench: setup
 	bash runs/overhead.sh
+
+# other engines, for `python -m benchmarks peers`; PEERS is the folder of their environments
+PEERS ?= build/peers
+peers: setup
+	$(BIN)/python -m benchmarks.peers.environments --folder $(PEERS)
 
 test-all: setup
 	QUIRE_TYPE_CHECKS=all $(BIN)/python -m pytest -n 2 --dist worksteal

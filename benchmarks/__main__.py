@@ -17,6 +17,7 @@ from benchmarks.kvcrush.command import kvcrush
 from benchmarks.memory.command import memory
 from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
+from benchmarks.peers.command import peers
 from benchmarks.prefill.command import prefill
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "throughput": throughput,
+    "peers": peers,
     "prefill": prefill,
     "overhead": overhead,
     "soak": soak,

@@ -27,6 +27,36 @@ def llama_125m() -> LlamaConfig:
     )
 
 
+def llama_15m() -> LlamaConfig:
+    """A shape of 15M parameters: 7 layers of 256, 4 heads over 2 KV heads."""
+    return LlamaConfig(
+        vocab_size=16_000,
+        hidden_size=256,
+        intermediate_size=1_024,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8_192,
+        tie_word_embeddings=False,
+    )
+
+
+def llama_1100m() -> LlamaConfig:
+    """The shape of TinyLlama, 1.1B parameters: 22 layers of 2,048, 32 heads over 4 KV heads."""
+    return LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=2_048,
+        intermediate_size=5_632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=8_192,
+        tie_word_embeddings=False,
+    )
+
+
 def llama_tiny() -> LlamaConfig:
     """A shape for quick trials: 2 layers of 64, 4 heads over 2 KV heads."""
     return LlamaConfig(

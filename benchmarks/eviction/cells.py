@@ -1,13 +1,12 @@
 """Cells of the quality table: a task with a rule, a budget and a schedule; stored when finished."""
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.intervals import wilson
+from benchmarks.common.json_lines import JsonLines
 from benchmarks.eviction.config import CellsConfig
 
 FULL = "full"
@@ -129,27 +128,19 @@ class CellFile:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self._lines = JsonLines(path)
 
     def read(self) -> dict[CellKey, Cell]:
         """Read finished cells; an incomplete last line is ignored."""
-        if self._path is None or not self._path.is_file():
-            return {}
         found = {}
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        for stored in self._lines.read():
             try:
-                cell = Cell.from_json(json.loads(line))
-            except (json.JSONDecodeError, KeyError, TypeError):
+                cell = Cell.from_json(stored)
+            except (KeyError, TypeError):
                 continue
             found[cell.key] = cell
         return found
 
     def add(self, cell: Cell) -> None:
         """Store a cell."""
-        if self._path is None:
-            return
-        with self._path.open("a+b") as file:
-            if file.tell():  # an interrupted run may have left an incomplete line
-                file.seek(-1, os.SEEK_END)
-                file.write(b"" if file.read(1) == b"\n" else b"\n")
-            file.write(json.dumps(cell.to_json()).encode() + b"\n")
+        self._lines.add(cell.to_json())

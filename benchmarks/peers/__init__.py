@@ -1,0 +1,1 @@
+"""Quire and other CPU engines on equal work, each engine in its own environment and process."""

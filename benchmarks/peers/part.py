@@ -1,0 +1,215 @@
+"""One part of the benchmark: a model with a shape of work, on every engine in turn."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common.result import Cell as TableCell
+from benchmarks.common.result import Chart, PartResult, Table
+from benchmarks.peers.cells import Cell, Cells, cell_key, interleaved
+from benchmarks.peers.claims import decode_rate, part_claims, tokens_per_s, total_s
+from benchmarks.peers.config import PeersConfig, Shape
+from benchmarks.peers.engines import Engine
+from benchmarks.peers.jobs import build_job
+from benchmarks.peers.measures import Measures, median, paired, runs_of
+from benchmarks.peers.model_files import make_model, prepare
+from benchmarks.peers.processes import Failure, run_worker
+from quire.errors import InvariantError
+
+COLUMNS = (
+    "engine", "version", "weights", "weights MB", "KV", "KV MB", "total s", "least s", "most s",
+    "prefill s", "decode tokens/s", "tokens/s", "first token s", "peak RSS MB", "mean regret",
+    "Quire's total over it", "error",
+)  # fmt: skip
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersPart:
+    """A model with a shape of work.
+
+    Attributes:
+        config: configuration of the run.
+        model: name of the model.
+        shape: the work.
+        engines: all engines, Quire first.
+        cells: store of finished cells.
+        commit: commit of the code.
+        show: called with every cell when it is finished.
+    """
+
+    config: PeersConfig
+    model: str
+    shape: Shape
+    engines: tuple[Engine, ...]
+    cells: Cells
+    commit: str | None
+    show: Callable[[Cell], None]
+
+    @property
+    def name(self) -> str:
+        """Name of the part."""
+        return f"{self.model} {self.shape.name}"
+
+    def running(self) -> tuple[Engine, ...]:
+        """Engines of this part: those that evict run in a fixed KV memory only."""
+        return tuple(e for e in self.engines if self.shape.is_fixed or not e.evicts)
+
+    def run(self) -> PartResult:
+        """Run all rounds, and summarise them."""
+        make_model(self.model, self.config.files)
+        found = list(self._cells())
+        rounds = [
+            {
+                c.key.engine: c.measures
+                for c in found
+                if c.key.round == round_ and c.measures is not None
+            }
+            for round_ in range(self.config.repeats)
+        ]
+        compared = part_claims(self.model, self.shape, rounds, self.engines)
+        regrets = self._regrets(rounds)
+        errors = {cell.key.engine: cell.error for cell in found if cell.error}
+        return PartResult(
+            claims=compared.claims,
+            tables=(self._table(rounds, errors, regrets),),
+            charts=self._charts(rounds),
+            raw={
+                "cells": [_without_tokens(cell) for cell in found],
+                "best_peers": compared.best_peers,
+                "mean_regrets": regrets,
+            },
+        )
+
+    def _cells(self) -> Iterator[Cell]:
+        """Run or find every cell; an engine whose model cannot be converted fails in each."""
+        failed: dict[str, Failure] = {}
+        for engine in self.running():
+            failure = prepare(self.config, self.model, self.shape, engine)
+            if failure is not None:
+                failed[engine.name] = failure
+        for round_, engine in interleaved(self.running(), self.config.repeats):
+            key = cell_key(self.config, self.model, self.shape, engine, round_, self.commit)
+            cell = self.cells.find(key)
+            if cell is None:
+                run = failed.get(engine.name) or self._run(engine, round_)
+                if isinstance(run, Failure):
+                    cell = Cell(key=key, measures=None, error=run.reason)
+                else:
+                    cell = Cell(key=key, measures=run)
+                self.cells.add(cell)
+                self.show(cell)
+            yield cell
+
+    def _run(self, engine: Engine, round_: int) -> Measures | Failure:
+        """Run one process; outputs of wrong lengths are a failure."""
+        from benchmarks.peers.measures import measures_of
+
+        job = build_job(self.config, self.model, self.shape, engine, round_)
+        found = run_worker(engine, job, self.config)
+        if isinstance(found, Failure):
+            return found
+        try:
+            return measures_of(found, self.shape, self.config.judged_prompts)
+        except (InvariantError, KeyError) as error:
+            return Failure(f"{type(error).__name__}: {error}")
+
+    def _regrets(self, rounds: Sequence[Mapping[str, Measures]]) -> dict[str, float]:
+        """Mean regret of each engine's first outputs in its first round, in float32."""
+        if not self.config.judged_prompts:
+            return {}
+        from transformers import AutoModelForCausalLM
+
+        from benchmarks.common.regret import RegretJudge
+
+        model = AutoModelForCausalLM.from_pretrained(
+            self.config.files / self.model, dtype="float32"
+        )
+        judge = RegretJudge(model)
+        regrets: dict[str, float] = {}
+        for round_, found in enumerate(rounds):
+            for name, run in found.items():
+                if name not in regrets:
+                    job = build_job(self.config, self.model, self.shape, self.engines[0], round_)
+                    regrets[name] = judge.mean_regret(job["prompts"], run.judged)
+        return regrets
+
+    def _table(
+        self,
+        rounds: Sequence[Mapping[str, Measures]],
+        errors: Mapping[str, str],
+        regrets: Mapping[str, float],
+    ) -> Table:
+        quire = self.engines[0].name
+        rows = []
+        for engine in self.running():
+            runs = runs_of(rounds, engine.name)
+            over = paired(rounds, quire, engine.name, total_s) if runs else None
+            numbers = self._numbers(runs, regrets.get(engine.name)) if runs else _NO_NUMBERS
+            rows.append((engine.name, *numbers, over, errors.get(engine.name, "")))
+        return Table(
+            name=f"peers_{self.name.replace(' ', '_').replace('+', '_').replace(':', '_')}",
+            caption=self._caption(),
+            columns=COLUMNS,
+            rows=tuple(rows),
+        )
+
+    def _numbers(self, runs: Sequence[Measures], regret: float | None) -> tuple[TableCell, ...]:
+        last, totals = runs[-1], [run.total_s for run in runs]
+        # with unequal requests the last first token comes late, and few requests are left
+        is_equal = len(set(self.shape.lengths)) == 1 and not self.shape.is_fixed
+        return (
+            last.version,
+            last.weights_type,
+            last.weight_bytes / MB,
+            last.kv_type,
+            last.kv_bytes / MB,
+            median(runs, total_s),
+            min(totals),
+            max(totals),
+            median(runs, lambda run: run.prefill_s),
+            median(runs, decode_rate) if is_equal else None,
+            median(runs, tokens_per_s),
+            median(runs, lambda run: run.first_token_s),
+            median(runs, lambda run: run.peak_rss_bytes / MB),
+            regret,
+        )
+
+    def _caption(self) -> str:
+        shape, config = self.shape, self.config
+        memory = "a quarter" if shape.is_fixed else f"{shape.kv_share:g} times"
+        return (
+            f"{len(shape.lengths)} requests at once ({shape.name}), {shape.needed_tokens:,} tokens "
+            f"with {shape.new_tokens:,} generated, random-weight Llama ({self.model}), KV memory "
+            f"{memory} of what all requests need, {config.threads} threads, medians of "
+            f"{config.repeats} rounds, engines in turn, a new process each."
+        )
+
+    def _charts(self, rounds: Sequence[Mapping[str, Measures]]) -> tuple[Chart, ...]:
+        bars = []
+        for engine in self.running():
+            total = median(runs_of(rounds, engine.name), total_s)
+            if total is not None:
+                bars.append((engine.name, total))
+        if not bars:
+            return ()
+        chart = Chart(
+            name=self._table([], {}, {}).name,
+            title=f"{self.name}: total time",
+            x_label="engine",
+            y_label="seconds",
+            lines={"": tuple(bars)},
+        )
+        return (chart,)
+
+
+_NO_NUMBERS: tuple[TableCell, ...] = (None,) * (len(COLUMNS) - 3)
+
+
+def _without_tokens(cell: Cell) -> dict[str, Any]:
+    """A cell for the results: the key without the lengths, the numbers without outputs."""
+    found = cell.to_json()
+    found["key"].pop("lengths")
+    if found["measures"] is not None:
+        found["measures"].pop("judged")
+    return found
