@@ -12,7 +12,11 @@ DOCS = ROOT / "docs"
 MAKER = load_maker()
 
 
-@pytest.mark.parametrize("name", [*MAKER.PAGES, "roofline", "demo"])
+# a page without stored results has not been written yet
+STORED = [name for name in MAKER.PAGES if (DOCS / "results" / f"{name}.json").exists()]
+
+
+@pytest.mark.parametrize("name", [*STORED, "roofline", "demo"])
 def test_page_generated_from_stored_results_equals_the_committed_page(name: str, tmp_path: Path):
     """Images are compared by name: their bytes depend on the version of matplotlib."""
     pytest.importorskip("matplotlib")
