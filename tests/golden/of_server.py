@@ -174,18 +174,23 @@ def server_small_paths(workshop: Workshop) -> object:
 )
 def server_kv(workshop: Workshop) -> object:
     async def talk(client: Client) -> dict[str, object]:
-        body = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True}
-        headers = {"authorization": f"Bearer {KEY}"}
-        client.headers.update(headers)
-        task = asyncio.create_task(client.post(COMPLETIONS, json=body))
-        found: dict[str, Any] = {"requests": []}
-        while not found["requests"] or not found["requests"][0]["kv_bytes"]:
-            assert not task.done()
-            found = (await client.get("/v1/kv/ledger")).json()
-        assert (await task).status_code == 200
+        client.headers.update({"authorization": f"Bearer {KEY}"})
+        found = None
+        while found is None:  # a request may end before the first answer
+            found = await ledger_of_a_running_request(client)
         path = "/v1/kv/events?kinds=admitted,chunk,freed&since=0&limit=1000"
         events = (await client.get(path)).json()
         return {"tenants_ledger": found, "events": events}
+
+    async def ledger_of_a_running_request(client: Client) -> dict[str, Any] | None:
+        body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True}
+        task = asyncio.create_task(client.post(COMPLETIONS, json=body))
+        running = None
+        while not task.done() and running is None:
+            ledger = (await client.get("/v1/kv/ledger")).json()
+            running = ledger if any(r["kv_bytes"] for r in ledger["requests"]) else None
+        assert (await task).status_code == 200
+        return running
 
     async def after_one(client: Client) -> httpx.Response:
         """After one request: its prefix is cached and no request runs."""
