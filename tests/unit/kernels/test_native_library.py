@@ -15,8 +15,18 @@ from pathlib import Path
 import pytest
 
 import quire.kernels.native
+from quire.errors import UnknownName
 from quire.kernels.native import self_test
-from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library, unfit_reason
+from quire.kernels.native.library import (
+    INSTRUCTION_SETS,
+    MAX_CPU_ISA,
+    PATHS,
+    NativeLibrary,
+    NotLoaded,
+    limited,
+    load_library,
+    unfit_reason,
+)
 
 ROOT = Path(__file__).parents[3]
 LIBRARY = load_library()
@@ -209,3 +219,24 @@ def test_build_writes_the_digest_that_the_loader_checks(tmp_path):
 
     assert ran.returncode == 0, ran.stderr
     assert unfit_reason(library) is None
+
+
+@needs_library
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_highest_instruction_set_can_be_limited(name: str) -> None:
+    assert isinstance(LIBRARY, NativeLibrary)
+    found = limited(LIBRARY, {MAX_CPU_ISA: name.upper()})
+
+    assert found.path == min(LIBRARY.path, INSTRUCTION_SETS.index(name))
+    assert limited(LIBRARY, {}) is LIBRARY
+
+
+@needs_library
+def test_unknown_instruction_set_raises() -> None:
+    assert isinstance(LIBRARY, NativeLibrary)
+    with pytest.raises(UnknownName, match="QUIRE_MAX_CPU_ISA 'avx3': did you mean avx2"):
+        limited(LIBRARY, {MAX_CPU_ISA: "avx3"})
+
+
+def test_every_path_has_the_name_of_its_instruction_set() -> None:
+    assert len(INSTRUCTION_SETS) == len(PATHS)

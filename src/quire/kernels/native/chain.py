@@ -16,7 +16,23 @@ from quire.kernels.native.linear_args import (
 )
 
 ChainArgs = LinearArgs | NormArgs | RopeArgs | CodeArgs
+CHAIN_PARTS = ("qkv", "output projection", "mlp", "head", "norms and RoPE")
 _KINDS = {LinearArgs: 0, NormArgs: 1, RopeArgs: 2, CodeArgs: 3}  # as in rows.h
+
+
+class PartTimes:
+    """Time of the calls of chains, added up by component of the model."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = (ctypes.c_int64 * len(CHAIN_PARTS))()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each component since the last reset."""
+        return {part: n / 1e9 for part, n in zip(CHAIN_PARTS, self.nanoseconds, strict=True)}
+
+    def reset(self) -> None:
+        """Set all times to 0."""
+        ctypes.memset(self.nanoseconds, 0, ctypes.sizeof(self.nanoseconds))
 
 
 class Chain:
@@ -24,12 +40,18 @@ class Chain:
 
     Args:
         library: the loaded C library.
-        steps: arguments of each call; the owner keeps the memory they point to alive.
+        parts: arguments of the calls, with the name in CHAIN_PARTS that their time counts for; the
+            owner keeps the memory they point to alive.
     """
 
-    def __init__(self, library: NativeLibrary, steps: Sequence[ChainArgs]) -> None:
-        self._library, self._steps = library, tuple(steps)
-        calls = [ChainCall(ctypes.addressof(step), _KINDS[type(step)], 0) for step in steps]
+    def __init__(self, library: NativeLibrary, *parts: tuple[str, Sequence[ChainArgs]]) -> None:
+        self._library = library
+        self._steps = tuple(step for _, steps in parts for step in steps)
+        calls = [
+            ChainCall(ctypes.addressof(step), _KINDS[type(step)], CHAIN_PARTS.index(part))
+            for part, steps in parts
+            for step in steps
+        ]
         self._calls = (ChainCall * len(calls))(*calls)
 
     def set_rows(self, rows: int) -> None:
@@ -37,9 +59,13 @@ class Chain:
         for step in self._steps:
             step.rows = rows
 
-    def run(self) -> None:
-        """Make the calls."""
+    def run(self, times: PartTimes | None = None) -> None:
+        """Make the calls; add their times to `times`."""
         library = self._library
         threads = torch.get_num_threads()
-        if library.chain(self._calls, len(self._steps), library.parallel_for, threads):
+        nanoseconds = None if times is None else times.nanoseconds
+        status = library.chain(
+            self._calls, len(self._steps), library.parallel_for, threads, nanoseconds
+        )
+        if status:
             raise InvariantError("the C extension has no linear layers for this machine")

@@ -11,13 +11,15 @@ import functools
 import hashlib
 import importlib.machinery
 import json
+import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from quire.errors import UnknownName
 from quire.kernels.native.arguments import (
     KEPT_LOGITS,
     MAX_TOGETHER,
@@ -31,6 +33,8 @@ from quire.kernels.native.coding import MAX_OUTLIERS, MAX_RUNS
 from quire.kernels.native.linear_args import ChainCall, CodeArgs, LinearArgs, NormArgs, RopeArgs
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
+INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of PATHS
+MAX_CPU_ISA = "QUIRE_MAX_CPU_ISA"  # environment variable: highest instruction set to use
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,11 @@ class NotLoaded:
 
 @functools.cache
 def load_library() -> NativeLibrary | NotLoaded:
-    """Load the library once; return a reason if it is missing or unusable."""
+    """Load the library once; return a reason if it is missing or unusable.
+
+    Raises:
+        UnknownName: the environment variable MAX_CPU_ISA is not one of INSTRUCTION_SETS.
+    """
     folder = Path(__file__).parent
     found = [folder / f"_attention{s}" for s in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((path for path in found if path.is_file()), None)
@@ -94,7 +102,22 @@ def load_library() -> NativeLibrary | NotLoaded:
             "the C extension was not built when Quire was installed: no C compiler, or the build "
             "failed (pip install -v shows it)"
         )
-    return load_from(path)
+    library = load_from(path)
+    return library if isinstance(library, NotLoaded) else limited(library, os.environ)
+
+
+def limited(library: NativeLibrary, environment: Mapping[str, str]) -> NativeLibrary:
+    """Return the library on the path that MAX_CPU_ISA allows, for tests and measurements.
+
+    Raises:
+        UnknownName: no such instruction set.
+    """
+    name = environment.get(MAX_CPU_ISA, "").lower()
+    if not name:
+        return library
+    if name not in INSTRUCTION_SETS:
+        raise UnknownName(MAX_CPU_ISA, name, INSTRUCTION_SETS)
+    return replace(library, path=min(library.path, INSTRUCTION_SETS.index(name)))
 
 
 def load_from(path: Path) -> NativeLibrary | NotLoaded:
@@ -147,7 +170,10 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     tally.argtypes = (ctypes.POINTER(TallyArgs), ctypes.c_void_p)
     tally.restype = ctypes.c_int
     linear.argtypes = (ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int)
-    chain.argtypes = (ctypes.POINTER(ChainCall), ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    chain.argtypes = (
+        *(ctypes.POINTER(ChainCall), ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
+        ctypes.POINTER(ctypes.c_int64),
+    )
     for function, args in ((norm, NormArgs), (rope, RopeArgs), (code_rows, CodeArgs)):
         function.argtypes = (ctypes.POINTER(args), ctypes.c_void_p)
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)

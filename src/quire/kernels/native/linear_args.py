@@ -89,4 +89,4 @@ class CodeArgs(ctypes.Structure):
 class ChainCall(ctypes.Structure):
     """Mirror of `chain_call`."""
 
-    _fields_ = (("args", ctypes.c_void_p), ("kind", ctypes.c_int32), ("unused", ctypes.c_int32))
+    _fields_ = (("args", ctypes.c_void_p), ("kind", ctypes.c_int32), ("part", ctypes.c_int32))

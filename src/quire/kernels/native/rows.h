@@ -35,12 +35,13 @@ typedef struct {
     int32_t rows, width, x_dtype, path;
 } code_args;
 
-/* One call of a chain: functions that follow each other without Python between them. */
+/* One call of a chain: functions that follow each other without Python between them. `part` is the index of
+ * the component of the model that the time of the call is added to. */
 enum { CALL_LINEAR = 0, CALL_NORM = 1, CALL_ROPE = 2, CALL_CODES = 3 };
 
 typedef struct {
     const void *args;
-    int32_t kind, unused;
+    int32_t kind, part;
 } chain_call;
 
 #endif

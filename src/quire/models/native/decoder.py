@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
+from quire.kernels.native.chain import PartTimes
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear import Products
 from quire.layout.statistics import ResidualSimilarity, Statistic
@@ -49,6 +50,10 @@ class NativeDecoder(TransformersDecoder):
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`; the residual stream after attention is always at hand."""
         return None if isinstance(statistic, ResidualSimilarity) else super().prepare(statistic)
+
+    def time_parts(self) -> PartTimes:
+        """Time the C calls of all following forwards by component; return the times."""
+        return self._workspace.time_parts()
 
     @torch.inference_mode()
     def _logits(self, batch: Batch) -> Tensor:

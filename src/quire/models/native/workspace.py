@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.native.chain import Chain, ChainArgs
+from quire.kernels.native.chain import Chain, ChainArgs, PartTimes
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear import CODED, CodedRows, Products, set_input, set_output
 from quire.kernels.native.linear_args import LinearArgs, RopeArgs
 from quire.kernels.native.row_functions import HeadShape, RowFunctions, set_heads
 from quire.models.native.layers import FusedLayer, FusedModel, FusedProduct, Norm
+
+NORMS = "norms and RoPE"  # among CHAIN_PARTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +58,13 @@ class Workspace:
         self._input_dtype = products.activation_dtype(model.layers[0].qkv.weight, dtype)
         self._head_dtype = products.activation_dtype(model.head.weight, dtype)
         self._rows = self._capacity = 0
+        self._times: PartTimes | None = None
         self.layers: tuple[LayerCalls, ...] = ()
+
+    def time_parts(self) -> PartTimes:
+        """Time the calls of all following batches; return the times."""
+        self._times = PartTimes()
+        return self._times
 
     def set_rows(self, rows: int) -> None:
         """Set the number of rows of the next calls; allocates if they exceed all before."""
@@ -79,24 +87,24 @@ class Workspace:
     def run_before(self, layer: LayerCalls) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values."""
         heads = set_heads(layer.rope, self._rows, layer.heads, self._dtype)
-        layer.before.run()
+        layer.before.run(self._times)
         return heads
 
     def run_after(self, layer: LayerCalls, attended: Tensor) -> None:
         """Add attention and the MLP to the residual stream."""
         held = self._set_attended(layer, attended)
-        layer.after.run()
+        layer.after.run(self._times)
         del held
 
     def run_output(self, layer: LayerCalls, attended: Tensor) -> None:
         """Add attention to the residual stream."""
         held = self._set_attended(layer, attended)
-        layer.output.run()
+        layer.output.run(self._times)
         del held
 
     def run_mlp(self, layer: LayerCalls) -> None:
         """Add the MLP to the residual stream."""
-        layer.mlp.run()
+        layer.mlp.run(self._times)
 
     def logits(self, sample_rows: Tensor) -> Tensor:
         """Apply the last norm and the output head to these rows; float32."""
@@ -105,8 +113,8 @@ class Workspace:
         norm, head = self._model.norm, self._model.head
         logits = torch.empty(sampled.shape[0], head.weight.outer)
         args = self._product(head, normed, logits, sampled.shape[0])
-        steps = [self._functions.norm(sampled, norm.weight, norm.eps, normed), *args]
-        Chain(self._library, steps).run()
+        normalise = self._functions.norm(sampled, norm.weight, norm.eps, normed)
+        Chain(self._library, (NORMS, [normalise]), ("head", args)).run(self._times)
         return logits
 
     def _set_attended(self, layer: LayerCalls, attended: Tensor) -> Tensor:
@@ -137,24 +145,21 @@ class Workspace:
     def _calls(self, layer: FusedLayer) -> LayerCalls:
         """Build the calls of a layer on the buffers."""
         rope = self._functions.heads(self._joint, layer.heads, self._dtype)
-        before = [
-            self._norm(layer.attention_norm),
-            *self._product(layer.qkv, self._normed, self._joint),
-            rope,
-        ]
+        qkv = self._product(layer.qkv, self._normed, self._joint)
         attended = self._attended if self._is_coded else self._attended.to(self._input_dtype)
         output = self._product(layer.output, attended, self._stream)
         mlp = [
-            self._norm(layer.mlp_norm),
             *self._product(layer.gate_up, self._normed, self._gated),
             *self._product(layer.down, self._gated, self._stream),
         ]
-        library = self._library
+        library, attention_norm = self._library, (NORMS, [self._norm(layer.attention_norm)])
+        output_part = ("output projection", output)
+        mlp_parts = ((NORMS, [self._norm(layer.mlp_norm)]), ("mlp", mlp))
         return LayerCalls(
-            before=Chain(library, before),
-            after=Chain(library, [*output, *mlp]),
-            output=Chain(library, output),
-            mlp=Chain(library, mlp),
+            before=Chain(library, attention_norm, ("qkv", qkv), (NORMS, [rope])),
+            after=Chain(library, output_part, *mlp_parts),
+            output=Chain(library, output_part),
+            mlp=Chain(library, *mlp_parts),
             rope=rope,
             attended=output[0],
             heads=layer.heads,
