@@ -26,7 +26,7 @@ def functions(request: pytest.FixtureRequest) -> RowFunctions:
 
 def run(*steps: object) -> None:
     assert isinstance(LIBRARY, NativeLibrary)
-    Chain(LIBRARY, steps).run()
+    Chain(LIBRARY, ("norms and RoPE", steps)).run()
 
 
 def seeded(*shape: int) -> Tensor:
@@ -92,7 +92,8 @@ def test_a_chain_makes_its_calls_in_order() -> None:
     product = products.linear_args(packed)
     set_input(product, normed)
     set_output(product, out)
-    chain = Chain(LIBRARY, [functions.norm(stream, gain, 1e-5, normed), product])
+    norm = functions.norm(stream, gain, 1e-5, normed)
+    chain = Chain(LIBRARY, ("norms and RoPE", [norm]), ("head", [product]))
     for rows in (4, 9):
         chain.set_rows(rows)
         chain.run()
