@@ -21,6 +21,7 @@ from benchmarks.peers.command import peers
 from benchmarks.prefill.command import prefill
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
+from benchmarks.roofline.command import roofline
 from benchmarks.soak.command import soak
 from benchmarks.stack.command import stack
 from benchmarks.throughput.command import throughput
@@ -40,6 +41,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "throughput": throughput,
     "peers": peers,
+    "roofline": roofline,
     "prefill": prefill,
     "overhead": overhead,
     "soak": soak,

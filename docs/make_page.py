@@ -6,8 +6,8 @@
 
 The last line of each file is a run. If several files are given, parts of later files replace those
 of earlier files, and versions and hardware are those of the last run. The runs are stored without
-their repeats in docs/results/NAME.json. `roofline` takes one run of
-`python -m benchmarks throughput --json`. `demo` takes one run of `quire demo --json` and draws its
+their repeats in docs/results/NAME.json. `roofline` takes runs of `python -m benchmarks roofline
+--json`, whose cells are merged, and of `python -m benchmarks throughput --json`. `demo` takes one run of `quire demo --json` and draws its
 chart only.
 """
 
@@ -16,6 +16,7 @@ import sys
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ from benchmarks.common.measured_page import (
     write_measured_page,
 )
 from benchmarks.common.rendering import environment
-from benchmarks.throughput.page import COLUMNS, ceiling_words, cells, roofline_from, svg
+from benchmarks.roofline.charts import rates_svg, shares_svg
+from benchmarks.roofline.claims import claims_of
+from benchmarks.roofline.measured import Cell
+from benchmarks.roofline.page import roofline_from, values
+from quire.kernels.native.library import INSTRUCTION_SETS
 from quire.sim.plots import drawn_figure
 
 DOCS = Path(__file__).resolve().parent
@@ -54,26 +59,61 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
 
 
 def write_roofline(runs: Sequence[Run], docs: Path) -> None:
-    """Write the page and its chart; the rounds of a run are not stored."""
-    stored = docs / "results" / "throughput.json"
+    """Store the runs of the benchmarks `roofline` and `throughput`; write the page and its charts.
+
+    Cells of a later run replace the same cells of an earlier one. Rounds are not stored.
+    """
+    stored, total = (docs / "results" / f"{name}.json" for name in ("roofline", "throughput"))
     for run in runs:
-        store(run | {"arms": {"parts": run["arms"]["parts"]}}, stored)
+        if run["name"] == "bench throughput":
+            store(run | {"arms": {}}, total)
+        else:
+            store(with_cells(stored, run), stored)
     run = json.loads(stored.read_text(encoding="utf-8"))
-    (docs / "images" / "roofline.svg").write_text(svg(roofline_from(run)), encoding="utf-8")
-    (docs / "roofline.md").write_text(roofline_page(run), encoding="utf-8")
+    cells = roofline_from(run).cells
+    (docs / "images" / "roofline.svg").write_text(shares_svg(cells), encoding="utf-8")
+    (docs / "images" / "roofline-rates.svg").write_text(rates_svg(cells), encoding="utf-8")
+    (docs / "roofline.md").write_text(roofline_page(run, read_run(total)), encoding="utf-8")
 
 
-def roofline_page(run: Run) -> str:
-    """Render the page as Markdown."""
-    claims, targets, roofline = run["claims"], ROOFLINE["targets"], roofline_from(run)
+def with_cells(stored: Path, run: Run) -> Run:
+    """Add the stored cells to a run, the highest instruction set first; recompute the claims."""
+    before = read_run(stored)
+    cells = {} if before is None else {_key(cell): cell for cell in before["arms"]["cells"]}
+    cells |= {_key(cell): cell for cell in run["arms"]["cells"]}
+    order = INSTRUCTION_SETS[::-1].index
+    ordered = sorted(cells.values(), key=lambda cell: order(cell["instruction_set"]))
+    claims = claims_of(Cell.from_json(cell) for cell in ordered)
+    refused = [asdict(refused) for refused in claims.refused]
+    arms = {"cells": ordered, "refused": refused}
+    return run | {"claims": dict(claims.values), "arms": arms}
+
+
+def _key(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    return Cell.from_json(cell).key
+
+
+def read_run(stored: Path) -> Run | None:
+    """A stored run; None if there is none."""
+    if not stored.is_file():
+        return None
+    run: Run = json.loads(stored.read_text(encoding="utf-8"))
+    return run
+
+
+def roofline_page(run: Run, total: Run | None) -> str:
+    """Render the page as Markdown.
+
+    Args:
+        run: of the benchmark `roofline`.
+        total: of the benchmark `throughput`, or None.
+    """
+    claims, targets = {} if total is None else total["claims"], ROOFLINE["targets"]
     return TEMPLATES.get_template("roofline.md.j2").render(
-        run=run,
-        roofline=roofline,
-        ceilings=ceiling_words(roofline),
-        columns=COLUMNS,
-        cells=cells,
+        total=total,
         variants=variant_rows(claims),
-        reached=[(f"`{n}`", f"{claims[n]:.3f}", targets[n]) for n in targets if n in claims],
+        total_reached=[(f"`{n}`", f"{claims[n]:.3f}", targets[n]) for n in targets if n in claims],
+        **values(roofline_from(run)),
     )
 
 

@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from quire.layout.model import ModelSpec
-from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
+from quire.models.native.select import make_decoder
 from quire.models.weights import weight_bytes
 
 _CPU = torch.device("cpu")
@@ -132,11 +132,17 @@ def random_weights(
 
 
 def random_model(
-    config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0, device: torch.device = _CPU
+    config: LlamaConfig,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device = _CPU,
+    impl: str = "transformers",
+    codec: str = "auto",
 ) -> LoadedModel:
-    """A random model of this shape in Quire's adapter, without a tokenizer."""
+    """A random model of this shape, without a tokenizer; `impl` and `codec` as in `load_model`."""
     model = random_weights(config, dtype=dtype, seed=seed, device=device)
-    decoder = TransformersDecoder(model)
+    decoder = make_decoder(model, None, impl=impl, codec=codec)
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,

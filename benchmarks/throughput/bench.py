@@ -14,15 +14,18 @@ import torch
 from benchmarks.common.models import random_model, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
+from benchmarks.roofline.claims import LEAST_RATIO
+from benchmarks.roofline.costs import Storage, arithmetics_of, step_costs, storage_of
+from benchmarks.roofline.measured import floor_s
+from benchmarks.roofline.rates import PRODUCTS, QUICK_PRODUCTS, RateProbe, Rates, median_rates
 from benchmarks.throughput.arms import Arm, ArmResult, QuireArm
-from benchmarks.throughput.measured import total_cost
 from benchmarks.throughput.peers import DEFAULT, ContinuousArm, StaticArm
 from quire.config.kv_config import AttentionName
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
-from quire.plan.roofline import RowTokens, step_parts
+from quire.plan.roofline import RowTokens
 from quire.profile.attention import AttentionBench, AttentionShape
-from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, ProductProbe
+from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe
 from quire.profile.timing import seconds
 
 PEERS = ("hf_static", "hf_cb")
@@ -42,7 +45,7 @@ class ThroughputConfig:
         peers: the other arms, names in PEERS and SLOW_PEERS.
         buffer_bytes: bytes of the buffer that measures the memory bandwidth.
         judged_prompts: number of first outputs that are judged; see `RegretJudge`.
-        product: [rows, inner, columns] of the bfloat16 product that measures the compute rate.
+        products: (rows, inner, columns) of the products that measure the product rates.
     """
 
     workload: Workload = field(default_factory=Workload)
@@ -52,7 +55,7 @@ class ThroughputConfig:
     peers: tuple[str, ...] = PEERS
     buffer_bytes: int = LARGE_BUFFER_BYTES
     judged_prompts: int = 4
-    product: tuple[int, int, int] = (2_048, 768, 2_048)
+    products: tuple[tuple[int, int, int], ...] = PRODUCTS
 
 
 QUICK_THROUGHPUT = ThroughputConfig(
@@ -60,7 +63,7 @@ QUICK_THROUGHPUT = ThroughputConfig(
     attention_shape=AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64),
     repeats=2,
     buffer_bytes=16 << 20,
-    product=(64, 64, 64),
+    products=QUICK_PRODUCTS,
 )
 
 
@@ -86,16 +89,14 @@ class Round:
     Attributes:
         arms: results, Quire's first.
         attention_s: attention time in seconds by backend.
-        read_bytes_per_s: memory bandwidth.
-        flops_per_s: compute rate of the bfloat16 product.
-        batch_flops_per_s: the same with as many rows as prompts.
+        read_bytes_per_s: memory bandwidth between the attention passes.
+        rates: limits for the floor of a step.
     """
 
     arms: tuple[ArmResult, ...]
     attention_s: Mapping[str, float]
     read_bytes_per_s: float
-    flops_per_s: float
-    batch_flops_per_s: float
+    rates: Rates
 
 
 class ThroughputBench:
@@ -108,7 +109,7 @@ class ThroughputBench:
     def __init__(self, config: ThroughputConfig) -> None:
         self.config = config
         workload = config.workload
-        model = random_model(workload.shape(), dtype=torch.bfloat16)
+        model = random_model(workload.shape(), dtype=torch.bfloat16, impl="auto")
         self.spec: ModelSpec = model.spec
         self._quire = QuireArm(model, workload, attention=config.attention)
         peer_model = random_weights(workload.shape(), dtype=torch.bfloat16)
@@ -120,8 +121,10 @@ class ThroughputBench:
         self._arms: list[Arm] = [self._quire, *(peers[name] for name in config.peers)]
         self._attention = AttentionBench(config.attention_shape).variants()
         self._memory = MemoryProbe(config.buffer_bytes)
-        self._product = ProductProbe("bfloat16", *config.product)
-        self._batch_product = ProductProbe("bfloat16", workload.prompts, *config.product[1:])
+        self.storage: Storage = storage_of(self._quire.engine)
+        self._probe = RateProbe(
+            arithmetics_of(self.storage), config.buffer_bytes, config.products
+        )
 
     @property
     def attention(self) -> str:
@@ -151,38 +154,35 @@ class ThroughputBench:
                 if i:  # the first pass reloads the caches after the arms
                     times[name].append(attention_s)
                     reads.append(self._memory.read_rate())
-        rates = [self._product.rate() for _ in range(3)]
         return Round(
             arms=arms,
             attention_s={name: statistics.median(times_s) for name, times_s in times.items()},
             read_bytes_per_s=statistics.median(reads),
-            flops_per_s=statistics.median(rates),
-            batch_flops_per_s=statistics.median(self._batch_product.rate() for _ in range(3)),
+            rates=self._probe.measure(),
         )
 
 
-def decode_floor_s(spec: ModelSpec, workload: Workload, found: Round, flops_per_s: float) -> float:
-    """Least time of a decode step halfway through the outputs.
-
-    The larger of two times: bytes of weights and KV over the memory bandwidth, and FLOPs over a
-    compute rate. The compute rate is that of large products, which no step can exceed, or that of
-    products in the batch's shape.
-
-    """
+def decode_floor_s(spec: ModelSpec, storage: Storage, workload: Workload, rates: Rates) -> float:
+    """Least time of a decode step halfway through the outputs; see `roofline.measured`."""
     before = workload.prompt_tokens + workload.new_tokens // 2
     rows = [RowTokens(new=1, before=before)] * workload.prompts
-    cost = total_cost(step_parts(spec, rows, sampled_rows=workload.prompts))
-    return cost.floor_s(found.read_bytes_per_s, flops_per_s)
+    costs = step_costs(spec, storage, rows, sampled_rows=workload.prompts)
+    return floor_s(costs, storage.arithmetic, rates)
 
 
 def summarise(
-    config: ThroughputConfig, spec: ModelSpec, rounds: Sequence[Round], regrets: Mapping[str, float]
+    config: ThroughputConfig,
+    spec: ModelSpec,
+    storage: Storage,
+    rounds: Sequence[Round],
+    regrets: Mapping[str, float],
 ) -> dict[str, int | float]:
-    """Compute the claims.
+    """Compute the claims; `decode_step_over_floor` only if no step is faster than its floor.
 
     Args:
         config: configuration of the run.
         spec: shape of the model.
+        storage: storage of Quire's weights and KV.
         rounds: one or more rounds.
         regrets: mean regrets by arm.
     """
@@ -201,16 +201,25 @@ def summarise(
         )
         claims[f"{result.arm}_kv_bytes"] = max(found.arms[i].kv_bytes for found in rounds)
         claims[f"{result.arm}_mean_regret"] = regrets[result.arm]
-    if all(found.arms[0].decode_step_s for found in rounds):
-        for name, rate in (("", "flops_per_s"), ("batch_", "batch_flops_per_s")):
-            claims[f"decode_step_over_{name}floor"] = statistics.median(
-                found.arms[0].decode_step_s
-                / decode_floor_s(spec, config.workload, found, getattr(found, rate))
-                for found in rounds
-            )
+    ratio = decode_over_floor(config, spec, storage, rounds)
+    if ratio is not None and ratio >= LEAST_RATIO:
+        claims["decode_step_over_floor"] = ratio
     claims["read_bytes_per_s"] = statistics.median(found.read_bytes_per_s for found in rounds)
-    claims["product_flops_per_s"] = statistics.median(found.flops_per_s for found in rounds)
+    for name, rate in median_rates(found.rates for found in rounds).flops_per_s.items():
+        claims[f"product_flops_per_s_{name}"] = rate
     return claims | attention_claims(config.attention_shape, rounds)
+
+
+def decode_over_floor(
+    config: ThroughputConfig, spec: ModelSpec, storage: Storage, rounds: Sequence[Round]
+) -> float | None:
+    """Quire's decode step over its floor, median of the rounds; None without decode steps."""
+    if not all(found.arms[0].decode_step_s for found in rounds):
+        return None
+    return statistics.median(
+        found.arms[0].decode_step_s / decode_floor_s(spec, storage, config.workload, found.rates)
+        for found in rounds
+    )
 
 
 def attention_claims(shape: AttentionShape, rounds: Sequence[Round]) -> dict[str, float]:

@@ -37,9 +37,6 @@ def throughput(  # noqa: PLR0913 - one parameter per option
         str,
         typer.Option(help="Comma-separated peers: hf_static, hf_cb, hf_cb_default; or none."),
     ] = "hf_static,hf_cb",
-    page: Annotated[
-        Path | None, typer.Option(help="File for the roofline page (HTML); default: not written.")
-    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A tiny model and few tokens, for a trial. No claims.")
     ] = False,
@@ -49,19 +46,15 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     """Run a batch of prompts with Quire and with Transformers, in turn.
 
     The model is a random-weight Llama of 125M parameters in bfloat16. The memory bandwidth and the
-    compute rate of the machine are measured in the same run.
+    product rates of the machine are measured in the same run.
     """
     from benchmarks.common.workload import Workload
     from benchmarks.throughput.bench import QUICK_THROUGHPUT, ThroughputConfig, peers_of
 
     use_threads(threads)
-    if page is not None:
-        _refuse_page(page)
     work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     config = QUICK_THROUGHPUT if quick else ThroughputConfig(workload=work, repeats=repeats)
     run = _measured(replace(config, attention=attention, peers=peers_of(peers)), quick=quick)
-    if page is not None:
-        _write_page(page, run)
     if as_json:
         typer.echo(json.dumps(run))
 
@@ -70,35 +63,48 @@ def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
     """Run the benchmark, print each round and the claims, and return the JSON object."""
     import torch
 
-    from benchmarks.throughput.bench import ThroughputBench, summarise
-    from benchmarks.throughput.step_parts import measure_parts
+    from benchmarks.roofline.claims import LEAST_RATIO
+    from benchmarks.throughput.bench import ThroughputBench, decode_over_floor, summarise
 
     bench, rounds = ThroughputBench(config), []
     for found in bench.rounds():
         rounds.append(found)
         _show_round(found)
-    claims = summarise(config, bench.spec, rounds, bench.regrets(rounds[-1]))
-    parts = measure_parts(config.workload, repeats=config.repeats, attention=config.attention)
+    regrets = bench.regrets(rounds[-1])
+    claims = summarise(config, bench.spec, bench.storage, rounds, regrets)
+    ratio = decode_over_floor(config, bench.spec, bench.storage, rounds)
+    if ratio is not None and ratio < LEAST_RATIO:
+        typer.echo(_wrong_floor(ratio), err=True)
     _show_claims(claims, config)
     typer.echo(QUICK_NOTE if quick else peer_note(config.workload))
     _show_stored(torch.get_num_threads())
     return envelope(
         "bench throughput",
         claims,
-        {"rounds": [_stored(found) for found in rounds], "parts": [asdict(p) for p in parts]},
+        {"rounds": [_stored(found) for found in rounds]},
         asdict(config) | {"threads": torch.get_num_threads(), "backend": bench.attention},
         quick=quick,
     )
 
 
+def _wrong_floor(ratio: float) -> str:
+    return (
+        f"decode_step_over_floor: refused. The decode step takes {ratio:.2f} of its floor: a "
+        "measured rate is too low; python -m benchmarks roofline shows the figures"
+    )
+
+
 def _show_round(found: "Round") -> None:
+    products = ", ".join(
+        f"{name} {rate / 1e9:,.0f}" for name, rate in found.rates.flops_per_s.items()
+    )
     arms = "  ".join(f"{result.arm} {result.total_s:.2f} s" for result in found.arms)
     attention = "  ".join(
         f"{name} {time_s * 1e3:.1f} ms" for name, time_s in found.attention_s.items()
     )
     typer.echo(
         f"{arms};  attention: {attention};  read {found.read_bytes_per_s / 1e9:.1f} GB/s, "
-        f"product {found.flops_per_s / 1e9:,.0f} GFLOP/s"
+        f"products {products} GFLOP/s"
     )
 
 
@@ -137,33 +143,3 @@ def _stored(found: "Round") -> dict[str, object]:
         for result in found.arms
     ]
     return asdict(found) | {"arms": arms}
-
-
-def _refuse_page(path: Path) -> None:
-    """Raise before the measurement if the page could not be drawn or written.
-
-    Raises:
-        ConfigError: matplotlib or the folder is missing.
-    """
-    import importlib.util
-
-    from quire.errors import ConfigError
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--page draws with matplotlib, which is not installed: pip install "
-            '"quire[report]", or omit --page'
-        )
-    if not path.parent.is_dir():
-        raise ConfigError(f"--page {path}: there is no folder {path.parent}; create it first")
-
-
-def _write_page(path: Path, run: Mapping[str, object]) -> None:
-    from benchmarks.throughput.page import page, roofline_from
-    from quire.errors import ConfigError
-
-    try:
-        path.write_text(page(roofline_from(json.loads(json.dumps(run)))), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
-    typer.echo(f"written: {path}")

@@ -1,0 +1,137 @@
+"""Bytes that the components of a step really read, and the arithmetic of their products."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.roofline.measured import PARTS
+from benchmarks.roofline.rates import BFLOAT16, FLOAT32, INT8
+from benchmarks.roofline.timed import NORMS, TimedDecoder
+from quire.engine.core import Engine
+from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels.native.linear import CODED, Products
+from quire.kernels.native.linear_args import AVX512_BF16
+from quire.kernels.native.packed_weights import PackedWeight
+from quire.layout.model import ModelSpec
+from quire.models.adapter import TransformersDecoder
+from quire.models.base import Decoder
+from quire.models.linear_weights import ReorderedLinear, WidenedLinear
+from quire.plan.roofline import PartCost, RowTokens, step_parts
+
+_PARTS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
+    "o_proj": "output projection",
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), "mlp"),
+    "lm_head": "head",
+}
+_PLAIN_BYTES = 2  # of a KV element in `step_parts`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Storage of a model's weights and KV.
+
+    Attributes:
+        weight_bytes: bytes of the linear layers of a component.
+        arithmetic: arithmetic of a component's products.
+        kv_bytes_per_token: of all layers.
+    """
+
+    weight_bytes: Mapping[str, int]
+    arithmetic: Mapping[str, str]
+    kv_bytes_per_token: float
+
+
+def storage_of(engine: Engine) -> Storage:
+    """Storage of a Llama in an engine."""
+    decoder = unwrapped(engine.model.decoder)
+    weight_bytes: dict[str, int] = {}
+    arithmetic: dict[str, str] = {}
+    seen: set[int] = set()
+    for name, module in decoder.model.named_modules():
+        part = _PARTS.get(name.rpartition(".")[2])
+        if part is None:
+            continue
+        address, num_bytes, kind = _weight_of(module)
+        if address not in seen:  # gate and up share a packed weight
+            seen.add(address)
+            weight_bytes[part] = weight_bytes.get(part, 0) + num_bytes
+            arithmetic[part] = kind
+    groups = engine.pool.kv.memory.layout.groups
+    arithmetic["attention"] = attention_arithmetic(engine)
+    return Storage(
+        weight_bytes=weight_bytes,
+        arithmetic=arithmetic,
+        kv_bytes_per_token=sum(
+            group.num_lanes * group.page_class.page_bytes / group.page_class.tokens
+            for group in groups
+        ),
+    )
+
+
+def unwrapped(decoder: Decoder) -> TransformersDecoder:
+    """The decoder of a Transformers model, without the clocks around it."""
+    if isinstance(decoder, TimedDecoder):
+        return decoder.inner
+    assert isinstance(decoder, TransformersDecoder), "of a Transformers model"
+    return decoder
+
+
+def _weight_of(module: nn.Module) -> tuple[int, int, str]:
+    """Address and bytes of a layer's weight, and the arithmetic of its product."""
+    packed = getattr(module, "packed", None)
+    if isinstance(packed, PackedWeight):
+        return packed.panels.data_ptr(), packed.num_bytes, _packed_arithmetic(packed)
+    if isinstance(module, ReorderedLinear):
+        return id(module), module.reordered_bytes, BFLOAT16
+    weight = module.weight
+    assert isinstance(weight, Tensor), "a linear layer"
+    is_bfloat16 = weight.dtype == torch.bfloat16 and not isinstance(module, WidenedLinear)
+    return weight.data_ptr(), weight.nbytes, BFLOAT16 if is_bfloat16 else FLOAT32
+
+
+def _packed_arithmetic(weight: PackedWeight) -> str:
+    if weight.kind in CODED:
+        return INT8
+    library = load_library()
+    assert isinstance(library, NativeLibrary), "it packed the weight"
+    activations = Products(library).activation_dtype(weight, torch.bfloat16)
+    return BFLOAT16 if activations == torch.bfloat16 else FLOAT32
+
+
+def attention_arithmetic(engine: Engine) -> str:
+    """Arithmetic of the products of attention: the fastest one that a kernel may use."""
+    library = load_library()
+    if not isinstance(library, NativeLibrary) or engine.pool.kv.backend.name != "native":
+        return BFLOAT16 if engine.model.decoder.dtype == torch.bfloat16 else FLOAT32
+    return BFLOAT16 if library.path == AVX512_BF16 else FLOAT32
+
+
+def step_costs(
+    spec: ModelSpec, storage: Storage, rows: Sequence[RowTokens], *, sampled_rows: int
+) -> tuple[PartCost, ...]:
+    """Cost of each component of a step, in the order of PARTS."""
+    found = {
+        part.name: part
+        for part in step_parts(
+            spec, rows, sampled_rows=sampled_rows, bytes_per_value=_PLAIN_BYTES
+        )
+    }
+    for part, num_bytes in storage.weight_bytes.items():
+        if found[part].weight_bytes:  # no head without sampled rows
+            found[part] = replace(found[part], weight_bytes=num_bytes)
+    plain_bytes = spec.kv_bytes_per_token(_PLAIN_BYTES)
+    kv_bytes = found["attention"].kv_bytes * storage.kv_bytes_per_token / plain_bytes
+    found["attention"] = replace(found["attention"], kv_bytes=round(kv_bytes))
+    norm_bytes = (2 * spec.num_layers + 1) * spec.hidden_size * _PLAIN_BYTES
+    rest = found["rest"]
+    found[NORMS] = replace(rest, name=NORMS, weight_bytes=norm_bytes)
+    found["rest"] = replace(rest, weight_bytes=rest.weight_bytes - norm_bytes)
+    return tuple(found[part] for part in PARTS)
+
+
+def arithmetics_of(storage: Storage) -> Iterable[str]:
+    """Names of the arithmetics, without repeats."""
+    return dict.fromkeys(storage.arithmetic.values())
