@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from quire.cli.common import AsJson
+from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
 from quire.cli.report import envelope, hardware, versions
 from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
@@ -19,7 +20,10 @@ from quire.layout.sizes import format_size
 if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
-_CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
+_CPU_FEATURES = (
+    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "sve"),
+)
 _SCRATCH_BYTES = 1 << 20
 
 
@@ -42,16 +46,22 @@ def doctor(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, hardware and backends, and test the packaged model.
+    """Show versions, hardware and kernels, and test the packaged model.
 
-    Exit code 1 if a check fails.
+    Lists which kernel this processor gets for each operation, and why. Exit code 1 if a check
+    fails.
     """
     findings = list(examine())
+    uses = list(kernel_uses())
     _show(findings)
+    _show_kernels(uses)
     healthy = all(finding.ok for finding in findings)
     if as_json:
         claims = {"healthy": int(healthy)}
-        arms = {"findings": [asdict(finding) for finding in findings]}
+        arms = {
+            "findings": [asdict(finding) for finding in findings],
+            "kernels": [asdict(use) for use in uses],
+        }
         typer.echo(json.dumps(envelope("doctor", claims, arms, {})))
     if not healthy:
         raise typer.Exit(1)
@@ -87,6 +97,8 @@ def _machine() -> Iterator[Finding]:
     cpuinfo = Path("/proc/cpuinfo")
     features = cpu_features(cpuinfo.read_text(errors="replace")) if cpuinfo.is_file() else []
     yield Finding("instructions", ", ".join(features) or "unknown")
+    yield Finding("C extension", instruction_set())
+    yield Finding("huge pages", huge_pages())
     memory = psutil.virtual_memory()
     yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}")
     yield Finding("freed memory", keep_freed_memory().explanation)
@@ -196,6 +208,23 @@ def _test_request(model: "LoadedModel") -> str:
         f"output {output.text!r} equal to Transformers: {usage.prompt_tokens} prompt tokens, "
         f"{1000 * usage.total_s:,.0f} ms, {format_size(usage.kv_peak_bytes)} of KV; all pages freed"
     )
+
+
+def _show_kernels(uses: list[KernelUse]) -> None:
+    """Print one row for each kernel and reason of an operation."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    storages: dict[tuple[str, str, str], list[str]] = {}
+    for use in uses:
+        storages.setdefault((use.operation, use.kernel, use.reason), []).append(use.storage)
+    table = Table(box=None, title="Kernels on this processor", title_justify="left")
+    for column in ("operation", "stored as", "kernel", "reason"):
+        table.add_column(column, overflow="fold")
+    for (operation, kernel, reason), names in storages.items():
+        table.add_row(operation, ", ".join(names), escape(kernel), escape(reason))
+    Console().print(table)
 
 
 def _show(findings: list[Finding]) -> None:

@@ -1,47 +1,81 @@
 """Measured steps and their floors."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.throughput.measured import ENGINE, StepMeasure, part_rows
+from benchmarks.roofline.measured import ENGINE, SAMPLING, Cell, StepMeasure, part_rows
+from benchmarks.roofline.rates import Rates, median_rates
 from quire.plan.roofline import PartCost
 
+RATES = Rates(read_bytes_per_s=100.0, flops_per_s={"float32": 1_000.0, "int8": 4_000.0})
 MEASURE = StepMeasure(
     kind="decode",
-    tokens=32.0,
+    rows=32,
+    tokens=32,
     steps=62,
     costs=(
-        PartCost(name="mlp", weight_bytes=100, kv_bytes=0, flops=4_000),
+        PartCost(name="mlp", weight_bytes=100, kv_bytes=0, flops=16_000),
         PartCost(name="attention", weight_bytes=0, kv_bytes=300, flops=1_000),
     ),
-    seconds={"mlp": 6.0, "attention": 3.0, ENGINE: 1.0},
+    arithmetic={"mlp": "int8", "attention": "float32"},
+    seconds={"mlp": 6.0, "attention": 3.0, SAMPLING: 0.5, ENGINE: 0.5},
+    over_floor=2.0,
+)
+CELL = Cell(
+    model="125m",
+    instruction_set="avx2",
+    implementation="native",
+    weight_codec="int8",
+    kv_codec="none",
+    weight_bytes=400,
+    rates=RATES,
+    steps=(MEASURE,),
 )
 
 
-def test_part_rows_contain_floors():
-    """At 100 B/s and 1,000 FLOP/s: mlp 1 s of reading, 4 s of products; attention 3 s, 1 s.
+def test_part_rows_contain_floors_of_their_arithmetic():
+    """100 B/s; 4,000 int8 and 1,000 float32 FLOP/s. mlp: 1 s of reading, 4 s of products.
 
-    Together 400 B and 5,000 FLOPs: 5 s. Taken: 6 + 3 + 1 = 10 s.
+    Attention: 3 s of reading, 1 s of products. Together 400 B take 4 s, and the products of both
+    take 4 + 1 = 5 s. Taken: 6 + 3 + 0.5 + 0.5 = 10 s.
     """
-    rows = {row.cost.name: row for row in part_rows(MEASURE, 100.0, 1_000.0)}
+    rows = {row.cost.name: row for row in part_rows(MEASURE, RATES)}
 
-    assert list(rows) == ["mlp", "attention", ENGINE, "total"]
-    assert [row.floor_s for row in rows.values()] == [4.0, 3.0, 0.0, 5.0]
-    assert [row.measured_s for row in rows.values()] == [6.0, 3.0, 1.0, 10.0]
-    assert [row.share for row in rows.values()] == [0.6, 0.3, 0.1, 1.0]
-    assert [row.over_floor for row in rows.values()] == [1.5, 1.0, None, 2.0]
-    assert rows["mlp"].flops_per_s == pytest.approx(4_000 / 6)
-
-
-def test_step_measure_round_trips_through_json():
-    assert StepMeasure.from_json(json.loads(json.dumps(asdict(MEASURE)))) == MEASURE
+    assert list(rows) == ["mlp", "attention", SAMPLING, ENGINE, "total"]
+    assert [row.floor_s for row in rows.values()] == [4.0, 3.0, 0.0, 0.0, 5.0]
+    assert [row.measured_s for row in rows.values()] == [6.0, 3.0, 0.5, 0.5, 10.0]
+    assert [row.share for row in rows.values()] == [0.6, 0.3, 0.05, 0.05, 1.0]
+    assert [row.over_floor for row in rows.values()] == [1.5, 1.0, None, None, 2.0]
+    assert [row.arithmetic for row in rows.values()] == ["int8", "float32", "", "", ""]
+    assert rows["mlp"].flops_per_s == pytest.approx(16_000 / 6)
 
 
-@pytest.mark.parametrize("missing", ["costs", "seconds"])
-def test_step_measure_without_a_field_raises(missing: str):
-    stored = {key: value for key, value in asdict(MEASURE).items() if key != missing}
+def test_a_step_bound_by_reading():
+    slow = replace(RATES, read_bytes_per_s=10.0)
+    *_, total = part_rows(MEASURE, slow)
+
+    assert total.floor_s == 40.0
+
+
+def test_cell_round_trips_through_json():
+    assert Cell.from_json(json.loads(json.dumps(asdict(CELL)))) == CELL
+    assert CELL.name == "125m avx2 native int8 none"
+
+
+@pytest.mark.parametrize("missing", ["steps", "rates", "model"])
+def test_cell_without_a_field_raises(missing: str):
+    stored = {key: value for key, value in asdict(CELL).items() if key != missing}
 
     with pytest.raises((KeyError, TypeError)):
-        StepMeasure.from_json(stored)
+        Cell.from_json(stored)
+
+
+def test_median_rates():
+    found = [
+        Rates(read_bytes_per_s=read, flops_per_s={"float32": rate})
+        for read, rate in ((1.0, 30.0), (2.0, 10.0), (9.0, 20.0))
+    ]
+
+    assert median_rates(found) == Rates(read_bytes_per_s=2.0, flops_per_s={"float32": 20.0})
