@@ -7,8 +7,8 @@
 The last line of each file is a run. If several files are given, parts of later files replace those
 of earlier files, and versions and hardware are those of the last run. The runs are stored without
 their repeats in docs/results/NAME.json. `roofline` takes runs of `python -m benchmarks roofline
---json`, whose cells are merged, and of `python -m benchmarks throughput --json`. `demo` takes one run of `quire demo --json` and draws its
-chart only.
+--json`, whose cells are merged, and of `python -m benchmarks throughput --json`. `demo` takes one
+run of `quire demo --json` and draws its chart only.
 """
 
 import json

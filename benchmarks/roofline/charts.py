@@ -91,8 +91,7 @@ def _draw_shares(figure: "Figure", cells: Sequence[Cell]) -> None:
 def _bar_name(cell: Cell, step: StepMeasure) -> str:
     kv_codec = "" if cell.kv_codec == "none" else f" KV {cell.kv_codec}"
     return (
-        f"{cell.model} {cell.implementation} {cell.weight_codec}{kv_codec}, "
-        f"{step.kind} {step.rows}"
+        f"{cell.model} {cell.implementation} {cell.weight_codec}{kv_codec}, {step.kind} {step.rows}"
     )
 
 

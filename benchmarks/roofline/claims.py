@@ -1,4 +1,4 @@
-"""Claims of the roofline benchmark, and the claims that are refused because their floor is wrong."""
+"""Claims of the roofline benchmark, and claims refused because their floor is wrong."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

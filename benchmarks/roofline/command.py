@@ -70,8 +70,12 @@ def roofline(  # noqa: PLR0913 - one parameter per option
     use_threads(threads)
     if page is not None:
         refuse_page(page)
-    base = QUICK_CELL if quick else CellConfig(
-        model=model, rows=_numbers(rows), prompt_tokens=prompt_tokens, rounds=repeats
+    base = (
+        QUICK_CELL
+        if quick
+        else CellConfig(
+            model=model, rows=_numbers(rows), prompt_tokens=prompt_tokens, rounds=repeats
+        )
     )
     variants = list(
         _variants(

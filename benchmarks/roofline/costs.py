@@ -115,9 +115,7 @@ def step_costs(
     """Cost of each component of a step, in the order of PARTS."""
     found = {
         part.name: part
-        for part in step_parts(
-            spec, rows, sampled_rows=sampled_rows, bytes_per_value=_PLAIN_BYTES
-        )
+        for part in step_parts(spec, rows, sampled_rows=sampled_rows, bytes_per_value=_PLAIN_BYTES)
     }
     for part, num_bytes in storage.weight_bytes.items():
         if found[part].weight_bytes:  # no head without sampled rows

@@ -1,7 +1,8 @@
 """Measured steps and their floors: the time of each component of a prefill or decode step.
 
-The floor of a step is the larger of its bytes over the read rate, and the sum over its components of
-FLOPs over the product rate of their arithmetic. The floor of a component is computed likewise.
+The floor of a step is the larger of two times: its bytes over the read rate, and the sum over its
+components of FLOPs over the product rate of their arithmetic. The floor of a component is computed
+likewise.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

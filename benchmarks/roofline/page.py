@@ -132,9 +132,7 @@ def ceilings(cells: Iterable[Cell]) -> list[tuple[str, ...]]:
             title(cell),
             f"{cell.weight_bytes / 1e6:,.0f}",
             f"{cell.rates.read_bytes_per_s / 1e9:,.1f}",
-            ", ".join(
-                f"{name} {rate / 1e9:,.0f}" for name, rate in cell.rates.flops_per_s.items()
-            ),
+            ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in cell.rates.flops_per_s.items()),
         )
         for cell in cells
     ]
@@ -203,4 +201,3 @@ def _step_title(kind: str, rows: int) -> str:
 
 def _time(step: StepMeasure | None) -> str:
     return "" if step is None else f"{step.step_s * 1e3:,.1f} ({step.over_floor:.2f})"
-

@@ -1,12 +1,11 @@
 """Timed components of a step: wrappers around a decoder, its attention and the sampler.
 
-The native decoder adds up the time of its C calls. In a model with the layers of Transformers, hooks
-record the time of modules.
+The native decoder adds up the time of its C calls. In a model with the layers of Transformers,
+hooks record the time of modules.
 """
 
 import time
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -16,8 +15,8 @@ from quire.kernels.native.chain import PartTimes
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, PagedAttention
 from quire.models.native.decoder import NativeDecoder
-from quire.sampling.sampler import SampledToken, Sampler
 from quire.sampling.logits import SamplingRow
+from quire.sampling.sampler import SampledToken, Sampler
 
 NORMS = "norms and RoPE"
 MODULES = {

@@ -122,9 +122,7 @@ class ThroughputBench:
         self._attention = AttentionBench(config.attention_shape).variants()
         self._memory = MemoryProbe(config.buffer_bytes)
         self.storage: Storage = storage_of(self._quire.engine)
-        self._probe = RateProbe(
-            arithmetics_of(self.storage), config.buffer_bytes, config.products
-        )
+        self._probe = RateProbe(arithmetics_of(self.storage), config.buffer_bytes, config.products)
 
     @property
     def attention(self) -> str:

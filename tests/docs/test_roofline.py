@@ -1,4 +1,4 @@
-"""docs/make_page.py roofline: a page from a run, and again from the stored results."""
+"""docs/make_page.py roofline: a page from runs, and again from the stored results."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.throughput.measured import ENGINE, PARTS
+from benchmarks.roofline.measured import ENGINE, PARTS, SAMPLING
 from support.measured_pages import load_maker
+from support.roofline_cells import run_object
 from support.snippets import ROOT
 
 
@@ -17,67 +18,80 @@ def maker() -> ModuleType:
     return load_maker()
 
 
-def run_object() -> dict[str, Any]:
-    costs = [{"name": name, "weight_bytes": 10**6, "kv_bytes": 0, "flops": 10**9} for name in PARTS]
-    measure = {
-        "kind": "decode",
-        "tokens": 32.0,
-        "steps": 5,
-        "costs": costs,
-        "seconds": dict.fromkeys((*PARTS, ENGINE), 0.01),
-    }
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    for folder in ("results", "images"):
+        (tmp_path / folder).mkdir()
+    return tmp_path
+
+
+def total_run() -> dict[str, Any]:
     quire = {"total_s": 2.5, "prefill_s": 1.25, "decode_step_s": 0.02, "tokens_per_s": 819.2}
     quire |= {"kv_bytes": 4_000_000, "mean_regret": 0.5}
     claims = {f"quire_{name}": value for name, value in quire.items()}
-    claims |= {"read_bytes_per_s": 1e9, "product_flops_per_s": 1e12, "statistics_overhead": 0.125}
     work = {"model": "125m", "prompts": 32, "prompt_tokens": 512, "new_tokens": 64}
     return {
-        "claims": claims,
-        "arms": {"parts": [measure], "rounds": [1, 2, 3]},
+        "name": "bench throughput",
+        "claims": claims | {"statistics_overhead": 0.125},
+        "arms": {"rounds": [1, 2, 3]},
         "config": {"workload": work, "threads": 2, "repeats": 5},
-        "hardware": {"cpu": "a processor"},
-        "versions": {"torch": "2.13.0", "transformers": "5.23.0", "quire": "0.1.0"},
         "commit": "abc",
     }
 
 
-def test_run_is_written_as_page_image_and_stored_results(maker: ModuleType, tmp_path: Path):
-    for folder in ("results", "images"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "run.out").write_text("read 1 GB/s\n" + json.dumps(run_object()) + "\n")
+def put(path: Path, run: dict[str, Any]) -> str:
+    path.write_text("read 1 GB/s\n" + json.dumps(run) + "\n")
+    return str(path)
 
-    maker.main(["roofline", str(tmp_path / "run.out")], tmp_path)
 
-    text = (tmp_path / "roofline.md").read_text()
+def test_runs_are_written_as_page_images_and_stored_results(maker: ModuleType, docs: Path):
+    runs = (put(docs / "a.out", run_object()), put(docs / "b.out", total_run()))
+
+    maker.main(["roofline", *runs], docs)
+
+    text = (docs / "roofline.md").read_text()
     assert "| Quire | 2.50 | 1.25 | 20.0 | 819 | 4.0 | 0.5000 |" in text
     assert "| `statistics_overhead` | 0.125 | at most 0.15 |" in text
-    for name in (*PARTS, ENGINE, "total"):
+    for name in (*PARTS, SAMPLING, ENGINE, "total"):
         assert f"\n| {name} | " in text
-    assert (tmp_path / "images/roofline.svg").read_text().startswith("<svg")
-    stored = json.loads((tmp_path / "results/throughput.json").read_text())
-    assert stored["claims"] == run_object()["claims"]
-    assert list(stored["arms"]) == ["parts"]
+    assert text.index("## avx512_bf16") < text.index("## avx2")
+    for image in ("roofline", "roofline-rates"):
+        assert (docs / f"images/{image}.svg").read_text().startswith("<svg")
+    stored = json.loads((docs / "results/throughput.json").read_text())
+    assert stored["claims"] == total_run()["claims"]
+    assert stored["arms"] == {}
 
 
-def test_page_is_regenerated_from_stored_results(maker: ModuleType, tmp_path: Path):
-    for folder in ("results", "images"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "run.out").write_text(json.dumps(run_object()))
-    maker.main(["roofline", str(tmp_path / "run.out")], tmp_path)
-    first = (tmp_path / "roofline.md").read_text()
-    (tmp_path / "roofline.md").unlink()
+def test_cells_of_several_runs_are_merged(maker: ModuleType, docs: Path):
+    """The highest instruction set comes first, and its claims have plain names."""
+    both = run_object()
+    for i in (1, 0):
+        run = both | {"arms": {"cells": [both["arms"]["cells"][i]], "refused": []}}
+        maker.main(["roofline", put(docs / f"{i}.out", run)], docs)
 
-    maker.main(["roofline"], tmp_path)
+    stored = json.loads((docs / "results/roofline.json").read_text())
+    assert stored["arms"]["cells"] == json.loads(json.dumps(both["arms"]["cells"]))
+    assert "decode_step_over_floor_avx2_int8" in stored["claims"]
+    assert "small_batch_step_over_floor" in stored["claims"]
 
-    assert (tmp_path / "roofline.md").read_text() == first
+
+def test_page_is_regenerated_from_stored_results(maker: ModuleType, docs: Path):
+    maker.main(["roofline", put(docs / "run.out", run_object())], docs)
+    first = (docs / "roofline.md").read_text()
+    (docs / "roofline.md").unlink()
+
+    maker.main(["roofline"], docs)
+
+    assert (docs / "roofline.md").read_text() == first
 
 
 def test_committed_page_equals_the_page_of_the_committed_run(maker: ModuleType):
-    stored = ROOT / "docs/results/throughput.json"
+    stored = ROOT / "docs/results/roofline.json"
     if not stored.is_file():
-        pytest.skip("no run of the throughput benchmark is stored")
+        pytest.skip("no run of the roofline benchmark is stored")
     run = json.loads(stored.read_text(encoding="utf-8"))
+    total = json.loads((ROOT / "docs/results/throughput.json").read_text(encoding="utf-8"))
 
-    generated = maker.roofline_page(run)
+    generated = maker.roofline_page(run, total)
 
     assert (ROOT / "docs/roofline.md").read_text(encoding="utf-8") == generated

@@ -99,9 +99,7 @@ def _use(operation: str, storage: str, kernel: str, reason: str) -> KernelUse:
     return KernelUse(operation=operation, storage=storage, kernel=kernel, reason=reason)
 
 
-def _linear(
-    library: "NativeLibrary | NotLoaded", storage: str, missing: str | None
-) -> KernelUse:
+def _linear(library: "NativeLibrary | NotLoaded", storage: str, missing: str | None) -> KernelUse:
     from quire.kernels.native.library import NotLoaded
     from quire.kernels.native.linear import CODED
     from quire.models.native_linear import fastest_products

@@ -5,34 +5,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.roofline.measured import ENGINE, SAMPLING, Cell, StepMeasure, part_rows
+from benchmarks.roofline.measured import ENGINE, SAMPLING, Cell, part_rows
 from benchmarks.roofline.rates import Rates, median_rates
-from quire.plan.roofline import PartCost
-
-RATES = Rates(read_bytes_per_s=100.0, flops_per_s={"float32": 1_000.0, "int8": 4_000.0})
-MEASURE = StepMeasure(
-    kind="decode",
-    rows=32,
-    tokens=32,
-    steps=62,
-    costs=(
-        PartCost(name="mlp", weight_bytes=100, kv_bytes=0, flops=16_000),
-        PartCost(name="attention", weight_bytes=0, kv_bytes=300, flops=1_000),
-    ),
-    arithmetic={"mlp": "int8", "attention": "float32"},
-    seconds={"mlp": 6.0, "attention": 3.0, SAMPLING: 0.5, ENGINE: 0.5},
-    over_floor=2.0,
-)
-CELL = Cell(
-    model="125m",
-    instruction_set="avx2",
-    implementation="native",
-    weight_codec="int8",
-    kv_codec="none",
-    weight_bytes=400,
-    rates=RATES,
-    steps=(MEASURE,),
-)
+from support.roofline_cells import CELL, MEASURE, RATES
 
 
 def test_part_rows_contain_floors_of_their_arithmetic():

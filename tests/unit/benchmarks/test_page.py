@@ -6,30 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.throughput.measured import ENGINE, PARTS
-from benchmarks.throughput.page import COLUMNS, cells, page, roofline_from
+from benchmarks.roofline.measured import ENGINE, PARTS, SAMPLING
+from benchmarks.roofline.page import PART_COLUMNS, page, part_cells, roofline_from, step_rows
 from quire.errors import ConfigError
-
-
-def run_object() -> dict[str, Any]:
-    costs = [
-        {"name": name, "weight_bytes": 1_000_000, "kv_bytes": 0, "flops": 2_000_000_000}
-        for name in PARTS
-    ]
-    seconds = dict.fromkeys((*PARTS, ENGINE), 0.01)
-    measure = {"tokens": 32.0, "steps": 5, "costs": costs, "seconds": seconds}
-    return {
-        "name": "bench throughput",
-        "claims": {"read_bytes_per_s": 1e9, "product_flops_per_s": 1e12, "quire_total_s": 1.5},
-        "arms": {"parts": [measure | {"kind": "prefill"}, measure | {"kind": "decode"}]},
-        "config": {
-            "workload": {"model": "<125m>", "prompts": 32, "prompt_tokens": 512, "new_tokens": 64},
-            "threads": 2,
-        },
-        "hardware": {"cpu": "a processor"},
-        "versions": {"torch": "2.13.0", "transformers": "5.23.0", "quire": "0.1.0"},
-        "commit": "abc",
-    }
+from support.roofline_cells import run_object
 
 
 class Tags(HTMLParser):
@@ -41,15 +21,15 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_page_lists_all_parts_of_all_steps_and_all_claims():
+def test_every_instruction_set_is_a_section_with_its_steps():
     text = page(roofline_from(run_object()))
 
-    for name in (*PARTS, ENGINE, "total"):
-        assert text.count(f"<td>{name}</td>") == 2, name
-    assert "<h2>Prefill</h2>" in text
-    assert "<h2>Decode</h2>" in text
-    assert "<td>quire_total_s</td><td>1.5</td>" in text
-    assert "a processor, 2 threads" in text
+    assert text.index("<h2>avx512_bf16</h2>") < text.index("<h2>avx2</h2>")
+    for name in (*PARTS, SAMPLING, ENGINE, "total"):  # prefill, decode 1; and decode 32
+        assert text.count(f"<td>{name}</td>") == 5, name
+    assert "<td>decode_step_over_floor_avx2_int8</td><td>6.43</td><td>at most 1.5</td>" in text
+    assert "a &lt;processor&gt;, 2 threads" in text
+    assert "90.0 (6.43)" in text
 
 
 def test_page_is_self_contained():
@@ -57,32 +37,35 @@ def test_page_is_self_contained():
     tags.feed(page(roofline_from(run_object())))
 
     names = [name for name, _ in tags.found]
-    assert names.count("svg") == 1
+    assert names.count("svg") == 2
     assert not {"script", "img", "link", "iframe"} & set(names)
     assert all(
         (attributes.get("xlink:href") or "#").startswith("#") for _, attributes in tags.found
     )
 
 
-def test_page_escapes_text():
-    assert "Llama (&lt;125m&gt;)" in page(roofline_from(run_object()))
-
-
 def test_table_row_matches_hand_computation():
-    """1 MB at 1 GB/s is 1 ms, 2 GFLOP at 1 TFLOP/s is 2 ms; measured 10 ms of 70."""
-    roofline = roofline_from(run_object())
-    [first, *_] = cells(roofline.measures[0], roofline)
+    """1 MB at 1 GB/s is 1 ms, 2 GFLOP at 1 TFLOP/s is 2 ms; measured 10 ms of 90."""
+    cell = roofline_from(run_object()).cells[1]
+    [first, *_] = part_cells(cell.steps[0], cell)
 
-    assert dict(zip(COLUMNS, first, strict=True)) == {
+    assert dict(zip(PART_COLUMNS, first, strict=True)) == {
         "part": "qkv",
+        "arithmetic": "bfloat16",
         "MB": "1.0",
         "GFLOP": "2.00",
-        "FLOP/B": "2,000.0",
         "floor ms": "2.00",
         "measured ms": "10.00",
         "over floor": "5.0",
-        "share": "14%",
+        "share": "11%",
     }
+
+
+def test_steps_that_a_cell_lacks_are_empty():
+    assert next(step_rows(roofline_from(run_object()).cells))[1:] == (
+        *("90.0 (6.43)", "90.0 (6.43)"),
+        *("", ""),
+    )
 
 
 def test_equal_runs_render_equal_pages():
@@ -91,7 +74,7 @@ def test_equal_runs_render_equal_pages():
 
 @pytest.mark.parametrize("missing", ["claims", "arms", "config", "hardware", "versions", "commit"])
 def test_object_without_a_field_raises(missing: str):
-    with pytest.raises(ConfigError, match="benchmarks throughput --json"):
+    with pytest.raises(ConfigError, match="benchmarks roofline --json"):
         roofline_from({key: value for key, value in run_object().items() if key != missing})
 
 

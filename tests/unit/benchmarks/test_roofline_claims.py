@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.roofline.claims import LEAST_RATIO, claims_of
 from benchmarks.roofline.command import show_claims
-from unit.benchmarks.test_measured import CELL, MEASURE
+from support.roofline_cells import CELL, MEASURE
 
 
 def step(kind: str, rows: int, over_floor: float):

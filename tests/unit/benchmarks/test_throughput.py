@@ -8,6 +8,8 @@ import torch
 from benchmarks.common.models import llama_125m, llama_tiny, random_model, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
+from benchmarks.roofline.costs import Storage
+from benchmarks.roofline.rates import Rates
 from benchmarks.throughput.arms import ArmResult, QuireArm
 from benchmarks.throughput.bench import (
     QUICK_THROUGHPUT,
@@ -16,12 +18,24 @@ from benchmarks.throughput.bench import (
     ThroughputConfig,
     attention_claims,
     decode_floor_s,
+    decode_over_floor,
     peers_of,
     summarise,
 )
 from quire.errors import ConfigError, InvariantError, UnknownName
 from quire.layout.model import ModelSpec
 from quire.profile.attention import AttentionShape
+
+STORAGE = Storage(  # bfloat16 weights of the reference shape, as they are
+    weight_bytes={
+        "qkv": 12 * 983_040 * 2,
+        "output projection": 12 * 589_824 * 2,
+        "mlp": 12 * 4_718_592 * 2,
+        "head": 24_576_000 * 2,
+    },
+    arithmetic=dict.fromkeys(("qkv", "output projection", "mlp", "head", "attention"), "bfloat16"),
+    kv_bytes_per_token=12_288,
+)
 
 
 def result(arm: str, total_s: float, decode_step_s: float = 0.1) -> ArmResult:
@@ -40,8 +54,7 @@ def round_of(quire_s: float, static_s: float, **changes: object) -> Round:
         "arms": (result("quire", quire_s), result("hf_static", static_s)),
         "attention_s": {"gathered": 6.0, "sdpa": 4.0, "native": 2.0, "native sums": 2.5},
         "read_bytes_per_s": 20e9,
-        "flops_per_s": 500e9,
-        "batch_flops_per_s": 100e9,
+        "rates": Rates(read_bytes_per_s=20e9, flops_per_s={"bfloat16": 500e9}),
     }
     return Round(**(fields | changes))
 
@@ -50,7 +63,8 @@ def test_ratio_is_median_of_ratios_within_rounds():
     """Of 1/2, 8/16 and 9/10 the median is 0.5; the ratio of the median times would be 8/10."""
     rounds = [round_of(1.0, 2.0), round_of(8.0, 16.0), round_of(9.0, 10.0)]
     spec = ModelSpec.from_config(llama_125m().to_dict())
-    claims = summarise(ThroughputConfig(), spec, rounds, {"quire": 0.25, "hf_static": 0.5})
+    regrets = {"quire": 0.25, "hf_static": 0.5}
+    claims = summarise(ThroughputConfig(), spec, STORAGE, rounds, regrets)
 
     assert claims["total_ratio_vs_hf_static"] == 0.5
     assert "total_ratio_vs_hf_cb" not in claims
@@ -68,25 +82,37 @@ def test_decode_floor_matches_hand_computation():
     the head's 24,576,000 and the last norm's 768 make 100,092,672, or 200,185,344 B. Rows looked
     up: 32 * 768 * 2 = 49,152 B. KV: 1,024 B a layer and token, 12,288 B in all; 545 read and 1
     written: 32 * 546 * 12,288 = 214,695,936 B. At 20 GB/s the 414,930,432 B take 20.75 ms; the
-    FLOPs at 500 GFLOP/s take less, at 100 GFLOP/s more.
+    FLOPs at 500 GFLOP/s take less.
     """
     spec = ModelSpec.from_config(llama_125m().to_dict())
     found = round_of(1.0, 1.0)
 
-    floor_s = decode_floor_s(spec, Workload(), found, found.flops_per_s)
+    floor_s = decode_floor_s(spec, STORAGE, Workload(), found.rates)
     assert floor_s == pytest.approx(414_930_432 / 20e9)
-    claims = summarise(ThroughputConfig(), spec, [found], {"quire": 0.0, "hf_static": 0.0})
+    regrets = {"quire": 0.0, "hf_static": 0.0}
+    claims = summarise(ThroughputConfig(), spec, STORAGE, [found], regrets)
     assert claims["decode_step_over_floor"] == pytest.approx(0.1 * 20e9 / 414_930_432)
-    assert claims["decode_step_over_batch_floor"] < claims["decode_step_over_floor"]
+    assert claims["product_flops_per_s_bfloat16"] == 500e9
+
+
+def test_a_decode_step_below_its_floor_has_no_claim():
+    """At 20 GB/s the floor is 20.75 ms; a step of 20 ms is 0.964 of it."""
+    spec = ModelSpec.from_config(llama_125m().to_dict())
+    found = round_of(1.0, 1.0, arms=(result("quire", 1.0, decode_step_s=0.02),))
+
+    claims = summarise(ThroughputConfig(), spec, STORAGE, [found], {"quire": 0.0})
+
+    assert "decode_step_over_floor" not in claims
+    ratio = decode_over_floor(ThroughputConfig(), spec, STORAGE, [found])
+    assert ratio == pytest.approx(0.02 * 20e9 / 414_930_432)
 
 
 def test_missing_decode_steps_have_no_claims():
     spec = ModelSpec.from_config(llama_125m().to_dict())
     found = round_of(1.0, 1.0, arms=(result("quire", 1.0, decode_step_s=0.0),))
 
-    assert "decode_step_over_floor" not in summarise(
-        ThroughputConfig(), spec, [found], {"quire": 0.0}
-    )
+    claims = summarise(ThroughputConfig(), spec, STORAGE, [found], {"quire": 0.0})
+    assert "decode_step_over_floor" not in claims
 
 
 def test_attention_claims_match_hand_computation():

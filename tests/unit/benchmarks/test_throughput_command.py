@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
 from benchmarks.common.workload import Workload
+from benchmarks.roofline.command import environment_of, sets_of
 from benchmarks.throughput.command import peer_note
 
 CLAIMS = (
@@ -36,22 +37,48 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_throughput_prints_claims_and_writes_the_page(tmp_path: Path):
-    path = tmp_path / "page.html"
-    result = benchmark("throughput", "--quick", "--json", "--page", str(path))
+def test_throughput_prints_claims():
+    result = benchmark("throughput", "--quick", "--json")
     run = last_line(result)
 
     assert run["claims"] == {}
     assert set(CLAIMS) <= set(run["quick_figures"])
     assert all(isinstance(value, int | float) for value in run["quick_figures"].values())
-    assert [part["kind"] for part in run["arms"]["parts"]] == ["prefill", "decode"]
     assert len(run["arms"]["rounds"]) == run["config"]["repeats"] == 2
     assert "support no claim" in result.output
     assert "vLLM" not in result.output
     assert "ceilings.json does not exist: run `quire profile`" in result.output
+
+
+def test_roofline_measures_a_cell_and_writes_the_page(tmp_path: Path):
+    path = tmp_path / "page.html"
+    names = ("--weight-codecs", "auto", "--model-impls", "auto", "--instruction-sets")
+    lowest = sets_of("all")[-1]
+    result = benchmark("roofline", "--quick", "--json", *names, lowest, "--page", str(path))
+    run = last_line(result)
+
+    assert run["claims"] == {}
+    assert run["quick_figures"]["small_batch_step_over_floor"] > 1
+    [cell] = run["arms"]["cells"]
+    assert cell["instruction_set"] == lowest
+    assert [(step["kind"], step["rows"]) for step in cell["steps"]] == [
+        ("prefill", 4),
+        ("decode", 1),
+        ("decode", 4),
+    ]
+    assert "support no claim" in result.output
     shown = path.read_text(encoding="utf-8")
     assert "output projection" in shown
-    assert "quire_tokens_per_s" not in shown
+    assert "small_batch_step_over_floor" not in shown
+
+
+def test_lower_instruction_sets_limit_other_libraries_too():
+    assert environment_of("avx2") == {
+        "QUIRE_MAX_CPU_ISA": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    }
+    assert environment_of("avx512_bf16") == {"QUIRE_MAX_CPU_ISA": "avx512_bf16"}
 
 
 def test_peer_note_applies_to_its_shape_only():
@@ -80,11 +107,25 @@ def test_prefill_prints_every_budget():
     [
         (("--peers", "vllm"), "unknown arm 'vllm'"),
         (("--prompt-tokens", "9000"), "exceeds the context"),
-        (("--page", "nowhere/page.html"), "no folder nowhere"),
     ],
 )
 def test_invalid_throughput_options_print_one_line(arguments: tuple[str, ...], message: str):
-    result = benchmark("throughput", *arguments)
+    assert_one_line(benchmark("throughput", *arguments), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--instruction-sets", "avx3"), "did you mean avx2"),
+        (("--rows", "1,0"), "expected numbers of sequences"),
+        (("--page", "nowhere/page.html"), "no folder nowhere"),
+    ],
+)
+def test_invalid_roofline_options_print_one_line(arguments: tuple[str, ...], message: str):
+    assert_one_line(benchmark("roofline", *arguments), message)
+
+
+def assert_one_line(result: Result, message: str) -> None:
 
     assert result.exit_code == 2
     assert message in result.stderr
@@ -108,7 +149,7 @@ def test_page_without_matplotlib_raises_before_the_measurement(
         lambda name, *rest: None if name == "matplotlib" else real(name, *rest),
     )
 
-    result = benchmark("throughput", "--quick", "--page", "page.html")
+    result = benchmark("roofline", "--quick", "--page", "page.html")
 
     assert result.exit_code == 2
     assert "quire[report]" in result.stderr
