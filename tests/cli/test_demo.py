@@ -83,6 +83,15 @@ def test_doctor_passes_on_a_healthy_machine(quire):
     assert report["claims"] == {"healthy": 1}
     names = {finding["name"] for finding in report["arms"]["findings"]}
     assert {"torch", "threads", "memory", "attention auto", "packaged model"} <= names
+    assert {"C extension", "huge pages"} <= names
+    kernels = {kernel["operation"] for kernel in report["arms"]["kernels"]}
+    assert kernels == {
+        "linear layers",
+        "RMSNorm and RoPE",
+        "attention, decode",
+        "attention, prefill",
+        "sampling",
+    }
 
 
 def test_doctor_reports_a_fault(quire, monkeypatch):
@@ -107,6 +116,18 @@ def test_doctor_reports_a_wrong_test_output(monkeypatch):
 
     assert not findings["test request"].ok
     assert findings["packaged model"].ok
+
+
+def test_doctor_shows_the_implementation_of_a_model(monkeypatch):
+    for name in ("_torch", "_attention", "_disk", "_model", "_machine"):
+        monkeypatch.setattr(doctor_module, name, lambda: iter(()))
+
+    findings = {finding.name: finding for finding in doctor_module.examine("quire-tiny")}
+    missing = {finding.name: finding for finding in doctor_module.examine("no-such-folder")}
+
+    assert findings["model quire-tiny"].ok
+    assert "implementation: " in findings["model quire-tiny"].value
+    assert not missing["model no-such-folder"].ok
 
 
 def test_gate_reports_its_cases(quire, monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -43,6 +43,10 @@ class Finding:
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Load this model too, and show which implementation it gets."),
+    ] = None,
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +55,7 @@ def doctor(
     Lists which kernel this processor gets for each operation, and why. Exit code 1 if a check
     fails.
     """
-    findings = list(examine())
+    findings = list(examine(model))
     uses = list(kernel_uses())
     _show(findings)
     _show_kernels(uses)
@@ -67,8 +71,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine() -> Iterator[Finding]:
-    """Run all checks, the cheap ones first."""
+def examine(model: str | None = None) -> Iterator[Finding]:
+    """Run all checks, the cheap ones first.
+
+    Args:
+        model: folder or name of a model to load; None: only the packaged one.
+    """
     for name, version in versions().items():
         yield Finding(name, version or "not installed", ok=version is not None)
     yield from _machine()
@@ -76,6 +84,8 @@ def examine() -> Iterator[Finding]:
     yield from _attention()
     yield from _disk()
     yield from _model()
+    if model is not None:
+        yield _tried(f"model {model}", lambda: _described(_loaded(model)))
 
 
 def cpu_features(cpuinfo: str) -> list[str]:
@@ -156,16 +166,28 @@ def _model() -> Iterator[Finding]:
     loaded: list[LoadedModel] = []
 
     def load() -> str:
-        from quire.models.loader import load_model
-
-        model = load_model("quire-tiny", dtype="float32", device="cpu", verify=True)
-        loaded.append(model)
-        return f"{format_size(model.weight_bytes)} of weights, logits equal to Transformers"
+        loaded.append(_loaded("quire-tiny", dtype="float32", device="cpu"))
+        return _described(loaded[0])
 
     yield _tried("packaged model", load)
     if loaded:
         yield _tried("weight offload", lambda: _offloaded(loaded[0].weight_bytes // 2))
         yield _tried("test request", lambda: _test_request(loaded[0]))
+
+
+def _loaded(path: str, *, dtype: str = "auto", device: str = "auto") -> "LoadedModel":
+    from quire.models.loader import load_model
+
+    return load_model(path, dtype=dtype, device=device, verify=True)
+
+
+def _described(model: "LoadedModel") -> str:
+    """Size and implementation of a model that was compared with Transformers."""
+    assert model.implementation is not None, "load_model sets it"
+    return (
+        f"{format_size(model.weight_bytes)} of weights, logits equal to Transformers; "
+        f"implementation: {model.implementation.text}"
+    )
 
 
 def _offloaded(budget_bytes: int) -> str:

@@ -77,6 +77,8 @@ class EngineStats:
             and those found there.
         served: work done for each tenant.
         tier: statistics of the disk or network tier; None without one.
+        model_impl, model_impl_reason: implementation of the model's layers (native or
+            transformers), and why it was selected; "" if the model was built in memory.
     """
 
     kv_total_bytes: int
@@ -109,6 +111,8 @@ class EngineStats:
     cached_tokens: int
     served: tuple[TenantStats, ...]
     tier: TierStats | None = None
+    model_impl: str = ""
+    model_impl_reason: str = ""
 
     @property
     def kv_held_bytes(self) -> int:
@@ -201,7 +205,10 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     """Collect the statistics of an engine; see `EngineStats`."""
     memory = pool.kv.memory
     held = request_bytes(scheduler.running, memory)
+    impl = model.implementation
     return EngineStats(
+        model_impl="" if impl is None else impl.name,
+        model_impl_reason="" if impl is None else impl.reason,
         **memory_numbers(memory, model),
         **scheduler_numbers(scheduler),
         **(NO_OFFLOAD if pool.offload is None else pool.offload.totals()),

@@ -18,7 +18,13 @@ from quire.models.checkpoint import open_checkpoint
 from quire.models.foreign import foreign_code, held_warnings
 from quire.models.generation import GenerationDefaults
 from quire.models.layer_source import LayerPlacer, LayerSource
-from quire.models.native.select import check_choices, check_model, make_decoder
+from quire.models.native.select import (
+    Implementation,
+    check_choices,
+    check_model,
+    choose_implementation,
+    make_decoder,
+)
 from quire.models.quantized_files import refuse_codec
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import check_finite, weight_bytes
@@ -42,6 +48,7 @@ class LoadedModel:
         weights: prefetches layers whose weights are offloaded; None if no layer is offloaded.
         place: placement of the weights; None if no weight memory limit was set.
         weight_codec: codec of the linear layers' weights: int8 or int4; "auto": none.
+        implementation: of its layers, with the reason; None if the model was built in memory.
     """
 
     decoder: Decoder
@@ -54,6 +61,7 @@ class LoadedModel:
     weights: LayerSource | None = None
     place: WeightsPlacement | None = None
     weight_codec: str = "auto"
+    implementation: Implementation | None = None
 
 
 @held_warnings()
@@ -111,6 +119,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     if placer is not None:
         place, weights = placer.place(model, target)
     with foreign_code(f"{name} cannot run with its config.json"):
+        implementation = choose_implementation(model, weights, model_impl)
         decoder = make_decoder(model, weights, impl=model_impl, codec=weight_codec)
         if verify:
             compare_with_transformers(decoder, quantized=weight_codec != "auto")
@@ -125,6 +134,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
         weights=weights,
         place=place,
         weight_codec=weight_codec,
+        implementation=implementation,
     )
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName, UnsupportedModel
 from quire.kernels.native.library import NativeLibrary, NotLoaded, load_library
 from quire.kernels.native.linear import has_products
@@ -247,3 +249,26 @@ def kind_of(model: nn.Module, impl: str) -> type[TransformersDecoder]:
 def test_unknown_names_are_refused(impl: str, codec: str) -> None:
     with pytest.raises(UnknownName):
         make_decoder(zoo.build("wide_llama"), None, impl=impl, codec=codec)
+
+
+def test_implementation_is_named_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        native = select.choose_implementation(zoo.build("llama"), None, "auto")
+        requested = select.choose_implementation(zoo.build("llama"), None, "transformers")
+        other = select.choose_implementation(zoo.build("gpt2"), None, "auto")
+
+    assert (native.name, native.reason) == (
+        "native",
+        "LlamaForCausalLM has fused layers for this CPU",
+    )
+    assert (requested.name, requested.reason) == ("transformers", "as requested")
+    assert other.name == "transformers"
+    assert "GPT2LMHeadModel is not among the fused architectures" in other.reason
+    assert "model implementation: native (LlamaForCausalLM" in caplog.text
+
+
+def test_engine_stats_have_the_implementation() -> None:
+    found = LLM("quire-tiny", kv=KVConfig(memory="1MiB"), verify=False).engine.stats()
+
+    assert found.model_impl in ("native", "transformers")
+    assert found.model_impl_reason

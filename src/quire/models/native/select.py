@@ -1,6 +1,7 @@
 """Selects the decoder of a loaded model: native, or the layers of Transformers."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -64,6 +65,46 @@ def check_model(model: PreTrainedModel, codec: str) -> None:
         raise _no_codec(codec, f"of {type(model).__name__}, {reason}")
 
 
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Implementation of a model's layers.
+
+    Attributes:
+        name: native or transformers.
+        reason: why this one is selected.
+    """
+
+    name: str
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """Name and reason, for users."""
+        return f"{self.name} ({self.reason})"
+
+
+def choose_implementation(
+    model: PreTrainedModel, weights: LayerSource | None, impl: str
+) -> Implementation:
+    """Return the implementation that `make_decoder` selects, and log it.
+
+    Args:
+        model: not yet given to a decoder.
+        weights: as for `make_decoder`.
+        impl: auto, native or transformers.
+    """
+    why_not = _why_not_native(model, weights)
+    if impl == "transformers":
+        chosen = Implementation("transformers", "as requested")
+    elif why_not is not None:
+        chosen = Implementation("transformers", f"not native: {why_not}")
+    else:
+        name = type(model).__name__
+        chosen = Implementation("native", f"{name} has fused layers for this CPU")
+    _log.info("model implementation: %s", chosen.text)
+    return chosen
+
+
 def make_decoder(
     model: PreTrainedModel, weights: LayerSource | None, *, impl: str, codec: str
 ) -> TransformersDecoder:
@@ -86,7 +127,6 @@ def make_decoder(
     if impl == "native" and reason is not None:
         raise ConfigError(f"model_impl=native is not possible: {reason}")
     if impl == "transformers" or reason is not None or isinstance(library, NotLoaded):
-        _log.info("layers of Transformers: %s", reason or "as requested")
         return TransformersDecoder(model, weights, kind)
     return NativeDecoder(model, library, kind)
 
