@@ -72,9 +72,7 @@ class RateProbe:
         shapes: Iterable[tuple[int, int, int]] = PRODUCTS,
     ) -> None:
         self._memory = MemoryProbe(buffer_bytes // 16 * 16)
-        library = load_library()
-        usable = isinstance(library, NativeLibrary) and has_products(library)
-        products = Products(library) if usable else None
+        products = _own_products()
         self._reader = None if products is None else _reader(products, buffer_bytes)
         shapes = tuple(shapes)
         self._calls = {
@@ -90,6 +88,13 @@ class RateProbe:
             read_rate = max(read_rate, _rate(*self._reader))
         rates = {name: max(_rate(*call) for call in calls) for name, calls in self._calls.items()}
         return Rates(read_bytes_per_s=read_rate, flops_per_s=rates)
+
+
+def _own_products() -> Products | None:
+    library = load_library()
+    if isinstance(library, NativeLibrary) and has_products(library):
+        return Products(library)
+    return None
 
 
 def _rate(call: Callable[[], object], amount: int) -> float:

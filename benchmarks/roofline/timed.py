@@ -5,6 +5,7 @@ hooks record the time of modules.
 """
 
 import time
+from collections.abc import Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -128,7 +129,7 @@ class TimedSampler(Sampler):
         self._inner, self.taken_s = inner, 0.0
 
     def sample(
-        self, logits: Float[Tensor, "rows vocab"], rows: list[SamplingRow]
+        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
     ) -> list[SampledToken]:
         """See `Sampler.sample`."""
         started_s = time.perf_counter()
