@@ -33,6 +33,7 @@ from benchmarks.roofline.claims import claims_of
 from benchmarks.roofline.measured import Cell
 from benchmarks.roofline.page import roofline_from, values
 from quire.kernels.native.library import INSTRUCTION_SETS
+from quire.models.native.select import WEIGHT_CODECS
 from quire.sim.plots import drawn_figure
 
 DOCS = Path(__file__).resolve().parent
@@ -77,16 +78,26 @@ def write_roofline(runs: Sequence[Run], docs: Path) -> None:
 
 
 def with_cells(stored: Path, run: Run) -> Run:
-    """Add the stored cells to a run, the highest instruction set first; recompute the claims."""
+    """Add the stored cells to a run, in the order of the page; recompute the claims."""
     before = read_run(stored)
     cells = {} if before is None else {_key(cell): cell for cell in before["arms"]["cells"]}
     cells |= {_key(cell): cell for cell in run["arms"]["cells"]}
-    order = INSTRUCTION_SETS[::-1].index
-    ordered = sorted(cells.values(), key=lambda cell: order(cell["instruction_set"]))
+    ordered = sorted(cells.values(), key=_order)
     claims = claims_of(Cell.from_json(cell) for cell in ordered)
     refused = [asdict(refused) for refused in claims.refused]
     arms = {"cells": ordered, "refused": refused}
     return run | {"claims": dict(claims.values), "arms": arms}
+
+
+def _order(cell: Mapping[str, Any]) -> tuple[object, ...]:
+    """The highest instruction set first; then native, and weights as stored, before others."""
+    return (
+        INSTRUCTION_SETS[::-1].index(cell["instruction_set"]),
+        cell["model"] != "125m",
+        cell["implementation"],
+        WEIGHT_CODECS.index(cell["weight_codec"]),
+        cell["kv_codec"] != "none",
+    )
 
 
 def _key(cell: Mapping[str, Any]) -> tuple[str, ...]:

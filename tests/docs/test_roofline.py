@@ -75,6 +75,22 @@ def test_cells_of_several_runs_are_merged(maker: ModuleType, docs: Path):
     assert "small_batch_step_over_floor" in stored["claims"]
 
 
+def test_weights_as_stored_come_first(maker: ModuleType, docs: Path):
+    run = run_object()
+    first = run["arms"]["cells"][0]
+    cells = [first | {"weight_codec": codec} for codec in ("int4", "auto", "int8")]
+    cells.append(first | {"implementation": "transformers"})
+    run["arms"]["cells"] = cells
+
+    maker.main(["roofline", put(docs / "run.out", run)], docs)
+
+    stored = json.loads((docs / "results/roofline.json").read_text())
+    found = [(cell["implementation"], cell["weight_codec"]) for cell in stored["arms"]["cells"]]
+    native = [("native", codec) for codec in ("auto", "int8", "int4")]
+    assert found == [*native, ("transformers", "auto")]
+    assert "small_batch_step_over_floor_int4" in stored["claims"]
+
+
 def test_page_is_regenerated_from_stored_results(maker: ModuleType, docs: Path):
     maker.main(["roofline", put(docs / "run.out", run_object())], docs)
     first = (docs / "roofline.md").read_text()
