@@ -85,7 +85,7 @@ def examine(model: str | None = None) -> Iterator[Finding]:
     yield from _disk()
     yield from _model()
     if model is not None:
-        yield _tried(f"model {model}", lambda: _described(_loaded(model)))
+        yield model_finding(model)
 
 
 def cpu_features(cpuinfo: str) -> list[str]:
@@ -173,6 +173,11 @@ def _model() -> Iterator[Finding]:
     if loaded:
         yield _tried("weight offload", lambda: _offloaded(loaded[0].weight_bytes // 2))
         yield _tried("test request", lambda: _test_request(loaded[0]))
+
+
+def model_finding(path: str) -> Finding:
+    """Load a model, compare it with Transformers, and show its implementation."""
+    return _tried(f"model {path}", lambda: _described(_loaded(path)))
 
 
 def _loaded(path: str, *, dtype: str = "auto", device: str = "auto") -> "LoadedModel":

@@ -79,17 +79,17 @@ def instruction_set() -> str:
     return f"{library.description}{limited}"
 
 
-def huge_pages() -> str:
-    """Whether packed weights can be placed in huge pages."""
+def huge_pages(path: Path = _HUGE_PAGES) -> str:
+    """Whether packed weights can be placed in huge pages; `path` is the system's setting."""
     from quire.kernels.native.packed_weights import HUGE_PAGE_BYTES
 
-    if not _HUGE_PAGES.is_file():
-        return f"not available: this system has no {_HUGE_PAGES}"
-    choices = _HUGE_PAGES.read_text(encoding="ascii").split()
+    if not path.is_file():
+        return f"not available: this system has no {path}"
+    choices = path.read_text(encoding="ascii").split()
     chosen = next((name.strip("[]") for name in choices if name.startswith("[")), "unknown")
     if chosen not in ("always", "madvise"):
         return (
-            f"not available: {_HUGE_PAGES} is {chosen}; with madvise, reading weights takes fewer "
+            f"not available: {path} is {chosen}; with madvise, reading weights takes fewer "
             "address translations"
         )
     return f"available ({chosen}), {HUGE_PAGE_BYTES >> 20} MiB; packed weights use them"

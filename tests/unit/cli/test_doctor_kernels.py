@@ -95,12 +95,9 @@ def test_a_limited_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         (None, "not available: this system has no"),
     ],
 )
-def test_huge_pages(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, expected: str
-) -> None:
+def test_huge_pages(tmp_path: Path, text: str | None, expected: str) -> None:
     path = tmp_path / "enabled"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr(doctor_kernels, "_HUGE_PAGES", path)
 
-    assert huge_pages().startswith(expected)
+    assert huge_pages(path).startswith(expected)
