@@ -215,7 +215,7 @@ def test_command_prints_one_json_object(tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--model", "130m"), "choose from 125m"),
+        (("--model", "huge"), "choose from 1100m, 125m"),
         (("--parts", "w3"), "w1"),
         (("--clock", "sun"), "cpu"),
     ],

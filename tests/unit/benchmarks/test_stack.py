@@ -107,7 +107,7 @@ def test_command_prints_one_json_object(tmp_path):
 
 
 def test_unknown_shape_is_named_in_the_error():
-    result = CliRunner().invoke(app, ["stack", "--model", "130m"])
+    result = CliRunner().invoke(app, ["stack", "--model", "huge"])
 
     assert result.exit_code == 2
-    assert "choose from 125m, small, tiny" in result.output
+    assert "choose from 1100m, 125m, small, tiny, wide" in result.output

@@ -253,8 +253,8 @@ def test_unknown_names_are_refused(impl: str, codec: str) -> None:
 
 def test_implementation_is_named_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        native = select.choose_implementation(zoo.build("llama"), None, "auto")
-        requested = select.choose_implementation(zoo.build("llama"), None, "transformers")
+        native = select.choose_implementation(zoo.build("wide_llama"), None, "auto")
+        requested = select.choose_implementation(zoo.build("wide_llama"), None, "transformers")
         other = select.choose_implementation(zoo.build("gpt2"), None, "auto")
 
     assert (native.name, native.reason) == (
