@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from benchmarks.attention.command import attention
 from benchmarks.batch_max.command import batch_max
 from benchmarks.batch_plan.command import batch_plan
 from benchmarks.device.command import device
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "throughput": throughput,
     "peers": peers,
     "roofline": roofline,
+    "attention": attention,
     "prefill": prefill,
     "overhead": overhead,
     "soak": soak,

@@ -95,7 +95,7 @@ typedef struct {
 } strip_walk;
 
 static inline void prefetch(const uint8_t *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 /* Prefetch during the products of `count` keys from the ith on: with integer values the values of the

@@ -31,7 +31,7 @@ INLINE AVX512_BF16 __m512 wide_logits(const walk *w, const uint8_t *key, const u
 #pragma GCC unroll 8
         for (int d = 0; d < dim; d += 32) {
             int64_t at = ((int64_t)i * dim + d) * 2;
-            if (i * count / TILE == m) __builtin_prefetch(next + at);
+            if (i * count / TILE == m) __builtin_prefetch(next + at, 0, 2);
             sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_loadu_si512(w->half[m] + d),
                                        (__m512bh)_mm512_loadu_si512(key + at));
         }
@@ -87,8 +87,8 @@ INLINE AVX512_BF16 void wide_values(walk *w, const wide_tile *t, int dim, int co
                 int64_t one = (int64_t)(2 * p) * dim * 2, two = one + dim * 2;
                 __m512i a = _mm512_loadu_si512(value + one), b = _mm512_loadu_si512(value + two);
                 const uint8_t *next = t->next_value[line / run] + line % run;
-                __builtin_prefetch(next);
-                __builtin_prefetch(next + 64);
+                __builtin_prefetch(next, 0, 2);
+                __builtin_prefetch(next + 64, 0, 2);
                 line += 128;
                 __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b);
                 __m512bh high = (__m512bh)_mm512_unpackhi_epi16(a, b);
