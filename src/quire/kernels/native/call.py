@@ -23,13 +23,13 @@ from quire.kernels.native.arguments import (
     TallyArgs,
     WriteArgs,
 )
-from quire.kernels.native.coding import DTYPES, coding_of
+from quire.kernels.native.coding import DTYPES, coding_of, plain_coding
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
 from quire.layout.statistics import REDUCTIONS
 
-WALKS_A_THREAD = 4  # with fewer walks per thread, heads are walked one by one to balance the work
-SERIAL_WORK = 2048  # slots times tokens below which a second thread costs more than it saves
+ITEMS_A_THREAD = 4  # items of equal size in the work of a thread that balance the threads
+SERIAL_BYTES = 128 << 10  # KV bytes in bfloat16 below which threads cost more than they save
 
 
 class Scratch:
@@ -75,7 +75,9 @@ class AttentionCall:
         self._library, self._parts = library, parts
         self._step, self._lanes, self._pages = step, lanes, pages
         heads_per_page, num_heads, head_dim = pages.key.shape[1], query.shape[1], query.shape[2]
-        self._num_threads = 1 if parts.work < SERIAL_WORK else torch.get_num_threads()
+        slot_bytes = 4 * pages.num_lanes * heads_per_page * head_dim
+        few = parts.work * slot_bytes < SERIAL_BYTES
+        self._num_threads = 1 if few else torch.get_num_threads()
         together = heads_together(heads_per_page, parts, self._num_threads)
         sums_stride = 0 if column_sums is None else column_sums.stride(1)
         self._thread_bytes = library.scratch_bytes(head_dim, sums_stride, together)
@@ -112,7 +114,10 @@ class AttentionCall:
             path=library.path,
             coded=0,
         )
-        if pages.coded is not None:
+        if pages.coded is None:
+            self._args.key_coding = plain_coding(pages.key)
+            self._args.value_coding = plain_coding(pages.value)
+        else:
             self._args.coded = 1
             self._args.key_coding = coding_of(pages.coded.key)
             self._args.value_coding = coding_of(pages.coded.value)
@@ -150,14 +155,21 @@ class AttentionCall:
 
 
 def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
-    """Return the number of KV heads that one thread walks together; one if there are few walks.
+    """Return the number of KV heads that one thread walks together, as many as the threads allow.
 
     Vectors of neighbouring heads are adjacent in a page, so memory is read in longer runs. The
     number changes no output.
     """
-    enough = len(parts.walks) // (WALKS_A_THREAD * num_threads)
-    fitting = (h for h in range(MAX_TOGETHER, 0, -1) if heads_per_page % h == 0)
-    return next(fitting) if enough else 1
+    most = int(parts.walk_slots.max(initial=0))
+    total, walks = int(parts.walk_slots.sum()), len(parts.walk_slots)
+    for heads in range(min(MAX_TOGETHER, heads_per_page), 1, -1):
+        if heads_per_page % heads:
+            continue
+        items = walks * heads_per_page // heads
+        small = most * heads * ITEMS_A_THREAD * num_threads <= total * heads_per_page
+        if small or (items % num_threads == 0 and 10 * most * walks <= 11 * total):
+            return heads
+    return 1
 
 
 def write(library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -> None:

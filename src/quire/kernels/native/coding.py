@@ -66,6 +66,19 @@ def coding_of(side: CodedPlanes) -> CodingArgs:
     )
 
 
+def plain_coding(plane: Tensor) -> CodingArgs:
+    """Describe a plane [pages, heads, tokens, head_dim] of plain numbers for the C library."""
+    head_dim = plane.shape[3]
+    return CodingArgs(
+        vector_bytes=head_dim * plane.itemsize,
+        kind=PLAIN_NUMBERS,
+        dtype=DTYPES[plane.dtype],
+        channels=head_dim,
+        run=head_dim,
+        num_runs=1,
+    )
+
+
 def why_not(spec: CodecSpec, head_dim: int) -> str | None:
     """Return why the C library cannot read a codec, or None."""
     if (not spec.is_plain and spec.rule not in _KINDS) or spec.constants:

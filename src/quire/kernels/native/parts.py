@@ -26,7 +26,9 @@ from quire.kernels.native.arguments import (
 
 WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
 WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
-WALK_SLOTS = 4096  # slots above which a walk is split
+WALK_SLOTS = 512  # least slots of a walk if a row is split
+WALK_ALIGNMENT = 64  # slots that are processed together
+MOST_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
 
 PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
 
@@ -37,6 +39,7 @@ class Parts:
 
     Attributes:
         walks, blocks, merges, sums: int32 [parts, row first count partial].
+        walk_slots: slots of each walk.
         num_partials: number of partial results that merges read.
         others: rows left to another backend.
         work: slots times tokens, summed over the rows of walks and blocks.
@@ -46,6 +49,7 @@ class Parts:
     blocks: PartList
     merges: PartList
     sums: PartList
+    walk_slots: NDArray[np.int64]
     num_partials: int
     others: NDArray[np.int64]
     work: int
@@ -67,8 +71,8 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
     walked, large = np.flatnonzero(small), np.flatnonzero(~small)
     blocked = large if block_queries else large[:0]
     one_token = (tokens == 1) & (lanes.window is None)
-    counts = np.where(one_token, -(-slots // WALK_SLOTS), 1)[walked]
-    walks = _repeat(walked, counts, WALK_SLOTS)
+    counts = np.where(one_token, _num_walks(slots), 1)[walked]
+    walks, walk_slots = _walks(walked, counts, slots[walked])
     walks[:, COUNT][np.repeat(counts == 1, counts)] = slots.max(initial=0)
     split = np.repeat(counts > 1, counts)
     walks[:, PARTIAL] = np.where(split, np.cumsum(split) - 1, -1)
@@ -90,13 +94,32 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
         blocks=blocks[::-1].copy(),  # the last blocks of a chunk see most slots and start first
         merges=merges,
         sums=_repeat(summed, -(-slots[summed] // SUM_SLOTS), SUM_SLOTS),
+        walk_slots=walk_slots,
         num_partials=int(split.sum()),
         others=large if block_queries == 0 else large[:0],
         work=int((slots[kept] * tokens[kept]).sum()),
     )
 
 
-def _repeat(rows: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> PartList:
+def _num_walks(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of walks of each row: powers of two divide evenly over most threads."""
+    walks = np.frexp(slots / WALK_SLOTS)[1] - 1  # floor of the base-2 logarithm
+    return np.minimum(1 << np.maximum(walks, 0).astype(np.int64), MOST_WALKS)
+
+
+def _walks(
+    rows: NDArray[np.int64], counts: NDArray[np.int64], slots: NDArray[np.int64]
+) -> tuple[PartList, NDArray[np.int64]]:
+    """Return `counts[i]` consecutive walks over the slots of row `rows[i]`, and their slots."""
+    sizes = -(-slots // (counts * WALK_ALIGNMENT)) * WALK_ALIGNMENT
+    walks = _repeat(rows, counts, np.repeat(sizes, counts))
+    left = np.repeat(slots, counts) - walks[:, FIRST]
+    return walks, np.clip(left, 0, walks[:, COUNT])
+
+
+def _repeat(
+    rows: NDArray[np.int64], counts: NDArray[np.int64], size: int | NDArray[np.int64]
+) -> PartList:
     """Return `counts[i]` consecutive parts of `size` for row `rows[i]`."""
     parts = np.zeros((int(counts.sum()), PART_FIELDS), dtype=np.int32)
     parts[:, ROW] = np.repeat(rows, counts)

@@ -120,9 +120,20 @@ INLINE TARGET void NAME(add_strip)(strip_walk *t, int m, const int queries, cons
     }
 }
 
+#include "strip_plain.h"
+
+/* Whether these plain numbers are read two vectors at a time. */
+static inline int NAME(in_pairs)(const attention_args *a, const coding *c) {
+    return c->kind == PLAIN_NUMBERS && a->head_dim % (2 * LANES) == 0;
+}
+
 static TARGET void NAME(dots_of)(strip_walk *t) {
     const coding *c = &t->a->key_coding;
-    if (c->kind == INT8_CODES) FOR_QUERIES(NAME(dots), INT8_CODES, F32)
+    if (NAME(in_pairs)(t->a, c)) {
+        if (c->dtype == F32) NAME(plain_dots_of)(t, F32);
+        else if (c->dtype == BF16) NAME(plain_dots_of)(t, BF16);
+        else NAME(plain_dots_of)(t, F16);
+    } else if (c->kind == INT8_CODES) FOR_QUERIES(NAME(dots), INT8_CODES, F32)
     else if (c->kind == BIT_CODES) FOR_QUERIES(NAME(dots), BIT_CODES, F32)
     else if (c->kind == FP8_CODES) FOR_QUERIES(NAME(dots), FP8_CODES, F32)
     else if (c->dtype == F32) FOR_QUERIES(NAME(dots), PLAIN_NUMBERS, F32)
@@ -132,7 +143,11 @@ static TARGET void NAME(dots_of)(strip_walk *t) {
 
 static TARGET void NAME(add_values_of_strip)(strip_walk *t) {
     const coding *c = &t->a->value_coding;
-    if (c->kind == INT8_CODES) FOR_QUERIES(NAME(add_strip), INT8_CODES, F32)
+    if (NAME(in_pairs)(t->a, c)) {
+        if (c->dtype == F32) NAME(add_plain_of)(t, F32);
+        else if (c->dtype == BF16) NAME(add_plain_of)(t, BF16);
+        else NAME(add_plain_of)(t, F16);
+    } else if (c->kind == INT8_CODES) FOR_QUERIES(NAME(add_strip), INT8_CODES, F32)
     else if (c->kind == BIT_CODES) FOR_QUERIES(NAME(add_strip), BIT_CODES, F32)
     else if (c->kind == FP8_CODES) FOR_QUERIES(NAME(add_strip), FP8_CODES, F32)
     else if (c->dtype == F32) FOR_QUERIES(NAME(add_strip), PLAIN_NUMBERS, F32)

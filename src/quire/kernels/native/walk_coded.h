@@ -1,8 +1,10 @@
-/* Walks over coded pages, or pages with one coded side: by strips, or in portable C. */
+/* Walks by strips over coded pages, pages with one coded side, and plain pages without a faster walk
+ * (walk_wide.h); in portable C without vector instructions. */
 #ifndef QUIRE_WALK_CODED_H
 #define QUIRE_WALK_CODED_H
 
 #include "strip.h"
+#include "walk_wide.h"
 
 /* At most sixteen slots, decoded one by one. */
 static void walk_tile_decoded(const attention_args *a, walk *w, const lane *l, int64_t slot, int count) {
@@ -25,12 +27,17 @@ static int strip_lanes(const attention_args *a) {
     return a->path >= PATH_AVX2 && runs % 8 == 0 ? 8 : 0;
 }
 
-/* Interleave four query vectors, `lanes` numbers of each. */
-static void pack_queries(walk *w, int lanes) {
-    for (int m = 0; m < w->count; m++)
-        for (int d = 0; d < w->head_dim; d += lanes)
-            memcpy(w->packed + m / 4 * 4 * MAX_HEAD_DIM + d * 4 + m % 4 * lanes, w->query[m] + d,
-                   lanes * sizeof(float));
+/* Interleave four query vectors, `lanes` numbers of each; of two such runs, the even numbers come first
+ * if keys are read in `pairs` (strip_plain.h). */
+static void pack_queries(walk *w, int lanes, int pairs) {
+    for (int m = 0; m < w->count; m++) {
+        float *packed = w->packed + m / 4 * 4 * MAX_HEAD_DIM + m % 4 * lanes;
+        for (int d = 0; d < w->head_dim; d++) {
+            int within = d % (2 * lanes), at = within % 2 * lanes + within / 2;
+            at = pairs ? d - within + at : d;
+            packed[at / lanes * 4 * lanes + at % lanes] = w->query[m][d];
+        }
+    }
 }
 
 /* Compute the sums of the runs of query vectors. */
@@ -53,11 +60,13 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
     t.a = a;
     place_codes(&a->key_coding, a->head_dim, &t.key_places);
     place_codes(&a->value_coding, a->head_dim, &t.value_places);
+    int pairs = a->key_coding.kind == PLAIN_NUMBERS && a->key_coding.dtype == BF16 &&
+                (lanes == 16 ? in_pairs_avx512(a, &a->key_coding) : in_pairs_avx2(a, &a->key_coding));
     t.integer_keys = in_integers(a, &a->key_coding, lanes);
     t.integer_values = in_integers(a, &a->value_coding, lanes);
     for (int h = 0; h < heads; h++) {
         if (t.integer_keys) pack_integers(walks[h], a->scale);
-        else pack_queries(walks[h], lanes);
+        else pack_queries(walks[h], lanes, pairs);
         sum_queries(&a->key_coding, walks[h]);
     }
     point_strip(a, l, slot, end, &strips[0]);
@@ -81,6 +90,16 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
     }
 }
 #endif
+
+/* Whether the slots of plain pages are walked by strips. */
+static int in_strips(const attention_args *a) {
+#ifdef HAVE_X86
+    int wide = a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(a->head_dim);
+    return a->coded || (strip_lanes(a) && !(wide && a->page_tokens % TILE == 0));
+#else
+    return a->coded;
+#endif
+}
 
 /* Process slots slot .. end - 1 for neighbouring heads of a page; `l` is the first head's lane. */
 static void walk_codes(const attention_args *a, walk *const *walks, int heads, const lane *l,

@@ -4,7 +4,6 @@
 
 #include "walk_avx2.h"
 #include "walk_coded.h"
-#include "walk_wide.h"
 
 static void walk_tile(const attention_args *a, walk *w, const tile *t) {
 #ifdef HAVE_X86
@@ -218,18 +217,19 @@ static void begin_walk(const attention_args *a, const part *p, int kv_head, walk
 /* Walk a part of a row for `heads` neighbouring KV heads of a page together. */
 static void walk_heads(const attention_args *a, const part *p, int kv_head, int heads, uint8_t *scratch) {
     int64_t end = (int64_t)p->first + p->count;
+    int strips = in_strips(a);
     walk *walks[MAX_TOGETHER];
     for (int h = 0; h < heads; h++) walks[h] = (walk *)(scratch + h * walk_bytes());
     for (int first = 0; first < a->tokens[p->row] * a->group; first += MAX_QUERIES) {
         for (int h = 0; h < heads; h++) begin_walk(a, p, kv_head + h, walks[h], first);
         lane l = lane_of(a, p->row, kv_head);
         int64_t slot = walks[0]->low[0] < p->first ? p->first : walks[0]->low[0];
-        if (a->coded) walk_codes(a, walks, heads, &l, slot, end);
+        if (strips) walk_codes(a, walks, heads, &l, slot, end);
         else if (heads > 1 && is_wide(a, walks[0], slot))
             slot = walk_wide_tiles(a, walks, heads, &l, slot, end < l.slots ? end : l.slots);
         for (int h = 0; h < heads; h++) {
             l = lane_of(a, p->row, kv_head + h);
-            if (!a->coded) walk_lane(a, walks[h], &l, slot, end);
+            if (!strips) walk_lane(a, walks[h], &l, slot, end);
             finish_walk(a, p, kv_head + h, walks[h], first);
         }
     }
