@@ -171,8 +171,9 @@ class PagedLayers:
             for layer in range(self.num_layers)
         ]
         self._query, self._fresh = (
-            torch.randn(shape.batch * new_tokens, heads, shape.head_dim, generator=generator)
-            .bfloat16()
+            torch.randn(
+                shape.batch * new_tokens, heads, shape.head_dim, generator=generator
+            ).bfloat16()
             for heads in (shape.num_heads, shape.num_kv_heads)
         )
 
@@ -185,9 +186,7 @@ class PagedLayers:
         math, fresh = AttentionMath(shape.head_dim**-0.5), (self._fresh, self._fresh)
 
         def attend() -> None:
-            plan = backend.plan(
-                StepShape.of(tokens), lanes, shape.page_tokens, self._slot_bytes
-            )
+            plan = backend.plan(StepShape.of(tokens), lanes, shape.page_tokens, self._slot_bytes)
             for pages in self._layers:
                 backend.attend(plan, pages, math, self._query, fresh)
 
@@ -225,9 +224,7 @@ class _Measured:
     times_s: dict[str, list[float]] = field(default_factory=dict)
 
 
-def measure(
-    config: AttentionConfig, rows: int, new_tokens: int, context: int
-) -> list[Rate]:
+def measure(config: AttentionConfig, rows: int, new_tokens: int, context: int) -> list[Rate]:
     """Measure all codecs and instruction sets of one step shape in turn."""
     used = libraries(config.instruction_sets)
     shape = config.shape(rows, context)

@@ -11,7 +11,7 @@ from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
 
 
-def attention(
+def attention(  # noqa: PLR0913 - one parameter per option
     *,
     heads: Annotated[
         str, typer.Option(help="Query heads, KV heads and head dimension.")

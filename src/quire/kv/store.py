@@ -1,7 +1,5 @@
 """The page store: one tensor of bytes per arena, and typed views of it for each page class."""
 
-import contextlib
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,11 +13,11 @@ from quire.codecs.registry import make_codec
 from quire.errors import InvariantError
 from quire.kernels.backend import MovedSlots
 from quire.kernels.coded import CodedPages, CodedPlanes
+from quire.kernels.huge_pages import zero_memory
 from quire.kernels.paging import move_slots
-from quire.kv.arena import HUGE_PAGE_BYTES
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.layout.pages import PAGE_ALIGNMENT_BYTES, PageClass, PlacedPlane
+from quire.layout.pages import PageClass, PlacedPlane
 
 PLAIN_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -187,29 +185,10 @@ def plain_codec(dtype: torch.dtype) -> str:
 
 
 def zero_bytes(total_bytes: int, device: torch.device) -> Tensor:
-    """Allocate zero bytes; on a CPU fresh system memory is zero, so no byte is written."""
+    """Allocate zero bytes, on a CPU in huge pages."""
     if device.type != "cpu":
         return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
-    if hasattr(mmap, "MADV_HUGEPAGE") and total_bytes >= HUGE_PAGE_BYTES:
-        return torch.from_numpy(_huge_pages(total_bytes))
-    spare = np.zeros(total_bytes + PAGE_ALIGNMENT_BYTES, dtype=np.uint8)
-    start = -spare.ctypes.data % PAGE_ALIGNMENT_BYTES
-    return torch.from_numpy(spare[start : start + total_bytes])
-
-
-def _huge_pages(total_bytes: int) -> NDArray[np.uint8]:
-    """Map anonymous memory with 2 MiB system pages if Linux has them; the end in small pages.
-
-    The pages of a row are scattered in the arena. With small system pages, nearly every read of a
-    KV page would miss the TLB. The end stays in small pages because a huge page there would be
-    larger than the requested size.
-    """
-    mapping = mmap.mmap(-1, total_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    spare = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping alive; the tensor keeps this
-    start = -spare.ctypes.data % HUGE_PAGE_BYTES
-    with contextlib.suppress(OSError):  # Linux built without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE, start, total_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    return spare[start : start + total_bytes]
+    return zero_memory(total_bytes)
 
 
 def _coded(page_class: PageClass, key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> CodedPages:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError
-from quire.kv.arena import HUGE_PAGE_BYTES, Arena, choose_slab_bytes
+from quire.kv.arena import Arena, choose_slab_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PagePool
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import HUGE_PAGE_BYTES, CacheLayout, LaneGroup
 from support.small_memory import plain_class
 
 MIB = 1024 * 1024

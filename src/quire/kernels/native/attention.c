@@ -86,7 +86,8 @@ int quire_best_path(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return __builtin_cpu_supports("avx512bf16") ? PATH_AVX512_BF16 : PATH_AVX512;
+        return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
+                   ? PATH_AVX512_BF16 : PATH_AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
         __builtin_cpu_supports("f16c"))
         return PATH_AVX2;

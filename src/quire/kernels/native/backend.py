@@ -26,7 +26,7 @@ from quire.kernels.backend import (
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.gathered_plan import GatheredPlan, group_chunks
 from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit_tensors
-from quire.kernels.native.call import AttentionCall, Scratch, write
+from quire.kernels.native.call import AttentionCall, Scratch, WriteCall
 from quire.kernels.native.call import move as move_in_c
 from quire.kernels.native.call import tally as tally_in_c
 from quire.kernels.native.library import NativeLibrary
@@ -59,6 +59,7 @@ class NativePlan:
         token_row: [tokens] row of each token, if every token is computed as a separate row; None if
             the tokens of a row are computed together.
         ready: prepared attention by properties of a layer's tensors.
+        last: the properties and prepared attention of the last layer, or nothing.
     """
 
     step: StepShape
@@ -67,6 +68,38 @@ class NativePlan:
     slot_bytes: int
     token_row: Tensor | None = None
     ready: dict[tuple[object, ...], Ready] = field(default_factory=dict)
+    last: "list[LastLayer]" = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastLayer:
+    """A layer without column sums and its prepared attention; the next layer is mostly alike.
+
+    Attributes:
+        pages: its pages.
+        query: its query.
+        ready: its prepared attention.
+    """
+
+    pages: LayerPages
+    query: Tensor
+    ready: Ready
+
+    def is_like(self, pages: LayerPages, query: Tensor) -> bool:
+        """Return whether the same arguments, apart from addresses, fit this layer."""
+        own = self.pages
+        return (
+            pages.key is own.key
+            and pages.value is own.value
+            and pages.table is own.table
+            and pages.rows is own.rows
+            and pages.coded is own.coded
+            and pages.full_precision is own.full_precision
+            and pages.promoted is own.promoted
+            and query.shape == self.query.shape
+            and query.dtype == self.query.dtype
+            and query.data_ptr() % query.itemsize == 0
+        )
 
 
 class NativeAttention:
@@ -87,6 +120,7 @@ class NativeAttention:
         self._library, self._gathered, self._one_by_one = library, gathered, one_by_one
         self._scratch, self._moving = Scratch(), Scratch()
         self._noticed: set[str] = set()
+        self._write: WriteCall | None = None
 
     def one_by_one(self) -> "NativeAttention":
         """Return the same backend, computing each token separately."""
@@ -112,10 +146,13 @@ class NativeAttention:
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
-        if can_write(slots, key, value):
-            write(self._library, slots, key, value)
-        else:
-            self._gathered.write(slots, key, value)
+        call = self._write
+        if call is None or not call.fits(slots, key, value):
+            if not can_write(slots, key, value):
+                self._gathered.write(slots, key, value)
+                return
+            call = self._write = WriteCall(self._library, slots, key)
+        call.write(slots, key, value)
 
     def move(self, moves: MovedSlots) -> None:
         """Copy slots to other slots; see `AttentionBackend.move`."""
@@ -143,6 +180,30 @@ class NativeAttention:
     ) -> Tensor:
         """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
+        ready = self._ready(plan, pages, math, query, column_sums)
+        if ready.gathered is None:
+            out = torch.empty(query.shape, dtype=query.dtype)
+        else:
+            out = self._gathered.attend(
+                ready.gathered, pages, math, query, fresh, column_sums=column_sums
+            )
+        if ready.call is not None:
+            out = out.contiguous()
+            ready.call.attend(pages, math, query, out, column_sums, self._scratch)
+        return out
+
+    def _ready(
+        self,
+        plan: NativePlan,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        column_sums: Tensor | None,
+    ) -> Ready:
+        """Return the prepared attention of a layer, which mostly fits the next layer too."""
+        simple = column_sums is None and math.sinks is None
+        if simple and plan.last and plan.last[0].is_like(pages, query):
+            return plan.last[0].ready
         key = (
             query.shape[1:],
             query.dtype,
@@ -156,16 +217,9 @@ class NativeAttention:
         ready = plan.ready.get(key)
         if ready is None:
             ready = plan.ready[key] = self._make_ready(plan, pages, math, query, column_sums)
-        if ready.gathered is None:
-            out = torch.empty(query.shape, dtype=query.dtype)
-        else:
-            out = self._gathered.attend(
-                ready.gathered, pages, math, query, fresh, column_sums=column_sums
-            )
-        if ready.call is not None:
-            out = out.contiguous()
-            ready.call.attend(pages, math, query, out, column_sums, self._scratch)
-        return out
+        if simple:
+            plan.last[:] = [LastLayer(pages, query, ready)]
+        return ready
 
     def _make_ready(
         self,

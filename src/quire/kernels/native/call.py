@@ -73,6 +73,7 @@ class AttentionCall:
         column_sums: Tensor | None,
     ) -> None:
         self._library, self._parts = library, parts
+        self._attended: LayerPages | None = None
         self._step, self._lanes, self._pages = step, lanes, pages
         heads_per_page, num_heads, head_dim = pages.key.shape[1], query.shape[1], query.shape[2]
         slot_bytes = 4 * pages.num_lanes * heads_per_page * head_dim
@@ -138,14 +139,18 @@ class AttentionCall:
         memory = scratch.address(
             self._thread_bytes * self._num_threads + self._partials_bytes + self._normalisers_bytes
         )
-        args.key, args.value = pages.key.data_ptr(), pages.value.data_ptr()
+        last = self._attended
+        if last is None or pages.key is not last.key or pages.value is not last.value:
+            args.key, args.value = pages.key.data_ptr(), pages.value.data_ptr()
+            self._attended = pages
         args.first_lane = pages.first_lane
         args.query, args.out = query.data_ptr(), out.data_ptr()
         args.query_token_stride, args.query_head_stride = query.stride(0), query.stride(1)
         args.sinks = None if sinks is None else sinks.data_ptr()
         args.scale, args.softcap = math.scale, math.softcap or 0.0
-        args.scratch = memory
-        args.partials = memory + self._thread_bytes * self._num_threads
+        if args.scratch != memory:
+            args.scratch = memory
+            args.partials = memory + self._thread_bytes * self._num_threads
         if column_sums is not None:
             args.column_sums = column_sums.data_ptr()
             args.normalisers = args.partials + self._partials_bytes
@@ -172,26 +177,56 @@ def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
     return 1
 
 
-def write(library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-    """Write keys and values [tokens, num_kv_heads, head_dim] with a contiguous last axis."""
-    itemsize = key.itemsize
-    _, heads_per_page, page_tokens, head_dim = slots.key.shape
-    args = WriteArgs(
-        plane=(slots.key.data_ptr(), slots.value.data_ptr()),
-        fresh=(key.data_ptr(), value.data_ptr()),
-        token_stride=(key.stride(0) * itemsize, value.stride(0) * itemsize),
-        head_stride=(key.stride(1) * itemsize, value.stride(1) * itemsize),
-        page_bytes=slots.key.stride(0) * itemsize,
-        vector_bytes=head_dim * itemsize,
-        pages=slots.pages.data_ptr(),
-        offsets=slots.offsets.data_ptr(),
-        num_tokens=len(key),
-        num_lanes=slots.pages.shape[1],
-        heads_per_page=heads_per_page,
-        page_tokens=page_tokens,
-    )
-    if library.write(ctypes.byref(args), library.parallel_for):
-        raise InvariantError("torch_parallel_for failed inside the C extension")
+class WriteCall:
+    """Arguments of writes to the same planes, built once.
+
+    Args:
+        library: the loaded C library.
+        slots: slots of the first write.
+        key: its keys.
+    """
+
+    def __init__(self, library: NativeLibrary, slots: NewSlots, key: Tensor) -> None:
+        self._library, self._planes = library, (slots.key, slots.value)
+        self._vectors, self._dtype, self._lanes = key.shape[1:], key.dtype, slots.pages.shape[1]
+        self._itemsize = itemsize = key.itemsize
+        _, heads_per_page, page_tokens, head_dim = slots.key.shape
+        self._args = WriteArgs(
+            plane=(slots.key.data_ptr(), slots.value.data_ptr()),
+            page_bytes=slots.key.stride(0) * itemsize,
+            vector_bytes=head_dim * itemsize,
+            num_lanes=self._lanes,
+            heads_per_page=heads_per_page,
+            page_tokens=page_tokens,
+        )
+
+    def fits(self, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
+        """Return whether these tensors differ from the first ones in memory and tokens only."""
+        places = (len(key), self._lanes)
+        return (
+            slots.coded is None
+            and slots.key is self._planes[0]
+            and slots.value is self._planes[1]
+            and slots.pages.shape == slots.offsets.shape == places
+            and key.shape[1:] == self._vectors
+            and key.shape == value.shape
+            and key.dtype == value.dtype == self._dtype
+            and slots.pages.dtype == slots.offsets.dtype == torch.int64
+            and slots.pages.is_contiguous()
+            and slots.offsets.is_contiguous()
+            and key.stride(2) == value.stride(2) == 1
+        )
+
+    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [tokens, num_kv_heads, head_dim] with a contiguous last axis."""
+        args, itemsize = self._args, self._itemsize
+        args.fresh[:] = (key.data_ptr(), value.data_ptr())
+        args.token_stride[:] = (key.stride(0) * itemsize, value.stride(0) * itemsize)
+        args.head_stride[:] = (key.stride(1) * itemsize, value.stride(1) * itemsize)
+        args.pages, args.offsets = slots.pages.data_ptr(), slots.offsets.data_ptr()
+        args.num_tokens = len(key)
+        if self._library.write(ctypes.byref(args), self._library.parallel_for):
+            raise InvariantError("torch_parallel_for failed inside the C extension")
 
 
 def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:

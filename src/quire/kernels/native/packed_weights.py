@@ -1,6 +1,5 @@
 """Weights of linear layers in the order in which the C library reads them (see linear.h)."""
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.errors import InvariantError
+from quire.kernels.huge_pages import zero_memory
 from quire.kernels.native.linear_args import GATE_COLUMNS, GROUP_CODES, PANEL_COLUMNS
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 UNIT_NUMBERS = {"float32": 1, "bfloat16": 2, "int8": 4, "int4": 8}
-HUGE_PAGE_BYTES = 2 << 20
 INT8_MAX, INT4_MAX = 127, 7
 
 
@@ -136,7 +135,7 @@ def _empty(num_panels: int, inner: int, kind: str) -> PackedWeight:
     if not can_pack(inner, kind):
         raise InvariantError(f"expected a multiple of {UNIT_NUMBERS[kind]}, got {inner}")
     units = inner // UNIT_NUMBERS[kind]
-    panels = _memory(num_panels * units * PANEL_COLUMNS * 4)
+    panels = zero_memory(num_panels * units * PANEL_COLUMNS * 4)
     scales = None
     if kind == "int8":
         scales = torch.zeros(num_panels, PANEL_COLUMNS)
@@ -149,16 +148,6 @@ def _empty(num_panels: int, inner: int, kind: str) -> PackedWeight:
         inner=inner,
         scales=scales,
     )
-
-
-def _memory(num_bytes: int) -> Tensor:
-    """Allocate bytes; in huge pages, except for the last part: fewer address translations."""
-    if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
-    mapping.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 def _pack_panel(rows: Tensor, packed: PackedWeight, number: int) -> None:

@@ -4,9 +4,8 @@
  * scale * (q . codes) + zero * sum(q), run by run. For values, the scale is multiplied into the weight,
  * and the zeros contribute one number per run. So a code costs one conversion to float32, shared by the
  * query heads of a KV head, and one product per query head. Each strip has one softmax. The next
- * strip's cache lines are prefetched while logits are computed. With integer products
- * (strip_integers.h), which are faster than memory, the strip's own values are prefetched during the
- * logits, and the next keys while values are added.
+ * strip's keys are prefetched while logits are computed, and its values while values are added: into
+ * the second cache level, which can wait for more cache lines at a time than the first.
  */
 #ifndef QUIRE_STRIP_H
 #define QUIRE_STRIP_H
@@ -98,17 +97,19 @@ static inline void prefetch(const uint8_t *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Prefetch during the products of `count` keys from the ith on: with integer values the values of the
- * same slots (the next keys follow during the values), else the next keys and values. */
+/* Prefetch the next strip's keys during the products of `count` keys from the ith on. Most slots are
+ * adjacent. */
 static inline void prefetch_during_keys(const strip_walk *t, int i, int count) {
-    int64_t key_bytes = count * t->a->key_coding.vector_bytes;
-    int64_t value_bytes = count * t->a->value_coding.vector_bytes;
-    if (t->integer_values) {
-        prefetch(t->here->value[i] + t->value_shift, value_bytes);
-    } else if (t->next) { /* most slots are adjacent */
-        prefetch(t->next->key[i] + t->next_key_shift, key_bytes);
-        prefetch(t->next->value[i] + t->next_value_shift, value_bytes);
-    }
+    if (t->next) prefetch(t->next->key[i] + t->next_key_shift, count * t->a->key_coding.vector_bytes);
+}
+
+/* Prefetch a share of the next strip's values, in proportion to channels first .. end - 1. */
+static inline void prefetch_next_values(const strip_walk *t, int first, int end) {
+    int dim = t->a->head_dim, last = STRIP * end / dim;
+    int64_t bytes = t->a->value_coding.vector_bytes;
+    if (t->next == NULL) return;
+    for (int i = STRIP * first / dim; i < last; i += 2)
+        prefetch(t->next->value[i] + t->next_value_shift, 2 * bytes);
 }
 
 /* Prefetch scales and zeros of a strip, for all heads that are walked together. */
@@ -172,23 +173,41 @@ static void find_outliers(const strip_walk *t, const coding *c, const code_place
     }
 
 #include "lane_codes.h"
+#include "strip_words.h"
+
+#define TARGET AVX512_VNNI
+#define NAME(name) name##_vnni
+#define LANES 16
+#define DOT_WORDS(sum, a, b) _mm512_dpwssd_epi32(sum, a, b)
 #include "strip_integers.h"
+#undef TARGET
+#undef NAME
+#undef DOT_WORDS
 
 #define TARGET AVX512
 #define NAME(name) name##_avx512
-#define LANES 16
+#define DOT_WORDS(sum, a, b) _mm512_add_epi32(sum, _mm512_madd_epi16(a, b))
+#include "strip_integers.h"
+#define INTEGERS(name, t) ((t)->a->path == PATH_AVX512_BF16 ? name##_vnni(t) : name##_avx512(t))
 #include "strip_body.h"
 #undef TARGET
 #undef NAME
 #undef LANES
+#undef DOT_WORDS
+#undef INTEGERS
 
 #define TARGET AVX2
 #define NAME(name) name##_avx2
 #define LANES 8
+#define DOT_WORDS(sum, a, b) _mm256_add_epi32(sum, _mm256_madd_epi16(a, b))
+#include "strip_integers.h"
+#define INTEGERS(name, t) name##_avx2(t)
 #include "strip_body.h"
 #undef TARGET
 #undef NAME
 #undef LANES
+#undef DOT_WORDS
+#undef INTEGERS
 #undef FOR_QUERIES
 #endif
 

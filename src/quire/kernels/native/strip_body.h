@@ -77,6 +77,7 @@ INLINE TARGET void NAME(add_codes)(strip_walk *t, int64_t at, int m, int r, int 
     V(units) bits = V(bits)(t->value_places.runs[r].bits);
     V(vec) sums[LANES];
     float *out = t->w->out[m] + d;
+    if (m == 0) prefetch_next_values(t, d, d + vectors * LANES);
 #pragma GCC unroll 16
     for (int k = 0; k < queries; k++)
 #pragma GCC unroll 16
@@ -219,7 +220,7 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
     if (k->zeros) NAME(load_by_run)(t, k, k->zeros, NULL, t->key_zeros);
     if (v->scales) NAME(load_by_run)(t, v, v->scales, t->value_places.runs, t->value_scales);
     if (v->zeros) NAME(load_by_run)(t, v, v->zeros, NULL, t->value_zeros);
-    if (t->integer_keys) integer_dots_of(t);
+    if (t->integer_keys) INTEGERS(integer_dots_of, t);
     else NAME(dots_of)(t);
     if (k->num_outliers) {
         find_outliers(t, k, &t->key_places, t->here->key, t->key_shift, t->key_scales, t->key_zeros, &found);
@@ -229,7 +230,7 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
                     t->w->query[m][found.list[n].channel] * found.list[n].beyond;
     }
     for (int m = 0; m < t->w->count; m++) NAME(weigh_strip)(t, m);
-    if (t->integer_values) add_integers_of_strip(t);
+    if (t->integer_values) INTEGERS(add_integers_of_strip, t);
     else NAME(add_values_of_strip)(t);
     if (v->num_outliers) {
         find_outliers(t, v, &t->value_places, t->here->value, t->value_shift, t->value_scales, t->value_zeros, &found);

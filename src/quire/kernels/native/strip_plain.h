@@ -14,8 +14,8 @@ INLINE TARGET V(vec) NAME(load_half)(const uint8_t *at, const int half, const in
 
 /* Compute logits of `queries` vectors from m on, `slots` slots at a time; slots divides STRIP. */
 INLINE TARGET void NAME(plain_dots)(strip_walk *t, int m, const int queries, const int slots,
-                                    const int dtype) {
-    const int item = dtype == F32 ? 4 : 2, dim = t->a->head_dim;
+                                    const int dtype, const int dim) {
+    const int item = dtype == F32 ? 4 : 2;
     const strip *s = t->here;
     const float *query = t->w->packed + m * MAX_HEAD_DIM;
     for (int i = 0; i < s->count; i += slots) {
@@ -27,7 +27,8 @@ INLINE TARGET void NAME(plain_dots)(strip_walk *t, int m, const int queries, con
         for (int j = 0; j < slots; j++) key[j] = s->key[i + j] + t->key_shift;
 #pragma GCC unroll 16
         for (int n = 0; n < 16; n++) sums[n] = V(zero)();
-        for (int d = 0; d < dim; d += 2 * LANES)
+#pragma GCC unroll 1
+        for (int64_t d = 0; d < dim; d += 2 * LANES)
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 V(vec) q[4];
@@ -54,6 +55,7 @@ INLINE TARGET void NAME(plain_dots)(strip_walk *t, int m, const int queries, con
 INLINE TARGET void NAME(add_numbers)(strip_walk *t, int m, int d, const int queries, const int vectors,
                                      const int dtype) {
     const int item = dtype == F32 ? 4 : 2;
+    if (m == 0) prefetch_next_values(t, d, d + 2 * vectors * LANES);
     const strip *s = t->here;
     const int64_t at = t->value_shift + (int64_t)d * item;
     const float *weights[4];
@@ -99,15 +101,22 @@ INLINE TARGET void NAME(add_plain)(strip_walk *t, int m, const int queries, cons
 }
 
 /* Slots and vectors at a time: as many sums as registers hold, beside the operands. */
-INLINE TARGET void NAME(plain_dots_of)(strip_walk *t, const int dtype) {
+INLINE TARGET void NAME(plain_dots_by)(strip_walk *t, const int dtype, const int dim) {
     const int wide = LANES == 16;
     for (int m = 0; m < t->w->count; m += 4) {
         int left = t->w->count - m;
-        if (left > 3) NAME(plain_dots)(t, m, 4, wide ? 4 : 2, dtype);
-        else if (left == 3) NAME(plain_dots)(t, m, 3, 4, dtype);
-        else if (left == 2) NAME(plain_dots)(t, m, 2, wide ? 8 : 4, dtype);
-        else NAME(plain_dots)(t, m, 1, wide ? 16 : 8, dtype);
+        if (left > 3) NAME(plain_dots)(t, m, 4, wide ? 4 : 2, dtype, dim);
+        else if (left == 3) NAME(plain_dots)(t, m, 3, 4, dtype, dim);
+        else if (left == 2) NAME(plain_dots)(t, m, 2, wide ? 8 : 4, dtype, dim);
+        else NAME(plain_dots)(t, m, 1, wide ? 16 : 8, dtype, dim);
     }
+}
+
+/* A constant head_dim saves address arithmetic. */
+INLINE TARGET void NAME(plain_dots_of)(strip_walk *t, const int dtype) {
+    if (dtype == BF16 && t->a->head_dim == 64) NAME(plain_dots_by)(t, dtype, 64);
+    else if (dtype == BF16 && t->a->head_dim == 128) NAME(plain_dots_by)(t, dtype, 128);
+    else NAME(plain_dots_by)(t, dtype, t->a->head_dim);
 }
 
 INLINE TARGET void NAME(add_plain_of)(strip_walk *t, const int dtype) {

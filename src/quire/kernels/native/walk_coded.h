@@ -65,7 +65,7 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
     t.integer_keys = in_integers(a, &a->key_coding, lanes);
     t.integer_values = in_integers(a, &a->value_coding, lanes);
     for (int h = 0; h < heads; h++) {
-        if (t.integer_keys) pack_integers(walks[h], a->scale);
+        if (t.integer_keys) pack_integers(walks[h], a->scale, 2 * lanes);
         else pack_queries(walks[h], lanes, pairs);
         sum_queries(&a->key_coding, walks[h]);
     }
