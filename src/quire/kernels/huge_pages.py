@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layout.pages import HUGE_PAGE_BYTES, PAGE_ALIGNMENT_BYTES
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES
+from quire.layout.sizes import HUGE_PAGE_BYTES
 
 
 def zero_memory(num_bytes: int) -> Tensor:

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 
 from quire.errors import ConfigError, InvariantError
-from quire.layout.pages import HUGE_PAGE_BYTES, PAGE_ALIGNMENT_BYTES
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES
+from quire.layout.sizes import HUGE_PAGE_BYTES
 
 SLABS_OF_A_SMALL_ARENA = 64
 PAGES_OF_A_SLAB = 32  # if the arena is large enough: allocating a slab costs more than a page

@@ -24,7 +24,6 @@ from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
-HUGE_PAGE_BYTES = 2 << 20  # a large page of the operating system
 POSITION_BYTES = 4
 
 

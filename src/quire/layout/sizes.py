@@ -7,6 +7,8 @@ from typing import TypeGuard
 
 from quire.errors import ConfigError
 
+HUGE_PAGE_BYTES = 2 << 20  # a large page of the operating system
+
 _UNITS = {
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},

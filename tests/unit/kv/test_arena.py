@@ -11,7 +11,8 @@ from quire.errors import ConfigError, InvariantError
 from quire.kv.arena import Arena, choose_slab_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PagePool
-from quire.layout.pages import HUGE_PAGE_BYTES, CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.sizes import HUGE_PAGE_BYTES
 from support.small_memory import plain_class
 
 MIB = 1024 * 1024

@@ -103,8 +103,9 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
 
 def _num_walks(slots: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of walks of each row: powers of two divide evenly over most threads."""
-    walks = np.frexp(slots / WALK_SLOTS)[1] - 1  # floor of the base-2 logarithm
-    return np.minimum(1 << np.maximum(walks, 0).astype(np.int64), MOST_WALKS)
+    halvings = np.frexp(slots / WALK_SLOTS)[1].astype(np.int64) - 1  # floor of the logarithm
+    walks: NDArray[np.int64] = np.minimum(1 << np.maximum(halvings, 0), MOST_WALKS)
+    return walks
 
 
 def _walks(
