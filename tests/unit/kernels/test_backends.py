@@ -140,11 +140,11 @@ def test_write_puts_keys_and_values_in_their_slots_only(backend, tokens, lanes, 
 
 
 @any_native
-@pytest.mark.parametrize("slots", [4096, 4097, 9000])
+@pytest.mark.parametrize("slots", [1100, 4096, 4097, 8200, 9000])
 def test_long_rows_are_split_and_merged(backend, slots):
     lanes = Lanes(
         tokens=[1, 1],
-        slots=[[slots, slots - 4090], [5, 3]],
+        slots=[[slots, max(slots - 4090, 6)], [5, 3]],
         heads=1,
         head_dim=16,
         page_tokens=16,
