@@ -82,7 +82,7 @@ def instruction_set() -> str:
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> str:
-    """Whether packed weights and the KV memory can be placed in huge pages; `path` is the system's setting."""
+    """Whether weights and KV can be placed in huge pages; `path` is the system's setting."""
     if not path.is_file():
         return f"not available: this system has no {path}"
     choices = path.read_text(encoding="ascii").split()
@@ -92,7 +92,7 @@ def huge_pages(path: Path = _HUGE_PAGES) -> str:
             f"not available: {path} is {chosen}; with madvise, reading weights takes fewer "
             "address translations"
         )
-    return f"available ({chosen}), {HUGE_PAGE_BYTES >> 20} MiB; packed weights and the KV memory use them"
+    return f"available ({chosen}), {HUGE_PAGE_BYTES >> 20} MiB; packed weights and KV use them"
 
 
 def _use(operation: str, storage: str, kernel: str, reason: str) -> KernelUse:
