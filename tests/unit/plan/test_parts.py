@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-
 from benchmarks.throughput.measured import PARTS, total_cost
+
 from quire.errors import ConfigError
 from quire.layout.layers import MixtureSpec
 from quire.layout.model import LayerSpec, ModelSpec
