@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
-from benchmarks.throughput.measured import PARTS, total_cost
 
+from benchmarks.roofline.measured import total_cost
 from quire.errors import ConfigError
 from quire.layout.layers import MixtureSpec
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.plan.roofline import PartCost, RowTokens, decode_step, step_parts, weights_read_bytes
+
+PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")
 
 
 def model_of(**changes: Any) -> ModelSpec:
