@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.common.graded_prompts import GradedPrompt, PromptMaker
+from benchmarks.common.result import Cell as Shown
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.config import CellsConfig
@@ -154,6 +155,37 @@ def rows_of(cells: Sequence[Cell], when: str, budget: float) -> dict[str, dict[s
 def mean_share(by_task: Mapping[str, Cell]) -> float:
     """Mean fraction of correct answers over tasks."""
     return sum(cell.share for cell in by_task.values()) / len(by_task)
+
+
+def tasks_table(
+    name: str, label: str, config: CellsConfig, found: Mapping[str, Mapping[str, Cell]]
+) -> Table:
+    """Fractions of correct answers with their intervals.
+
+    Args:
+        name: of the table.
+        label: heading of the first column.
+        config: of the cells.
+        found: cells by task, by what is compared.
+    """
+    rows: tuple[tuple[Shown, ...], ...] = tuple(
+        (compared, *map(_with_interval, by_task.values()), mean_share(by_task))
+        for compared, by_task in found.items()
+    )
+    return Table(
+        name=name,
+        caption=(
+            f"Correct answers, {config.prompts} prompts of at most {config.tokens} tokens per "
+            "cell, with their 95 % interval (Wilson)."
+        ),
+        columns=(label, *config.tasks, "mean"),
+        rows=rows,
+    )
+
+
+def _with_interval(cell: Cell) -> str:
+    low, high = cell.interval
+    return f"{cell.share:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _mean_bytes(by_task: Mapping[str, Cell]) -> float:

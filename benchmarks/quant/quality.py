@@ -6,10 +6,9 @@ stored when it finishes.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.common.result import Cell as Shown
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
-from benchmarks.eviction.quality import Judge, mean_share, measure_cells
+from benchmarks.eviction.quality import Judge, mean_share, measure_cells, tasks_table
 from benchmarks.eviction.texts import RunningText, cut_texts
 from benchmarks.quant.config import PLAIN, QuantBenchConfig, TextsConfig
 from benchmarks.quant.text_scores import CodecTexts, score_texts
@@ -78,7 +77,10 @@ def run_quality(
     by_codec = by_rule(cells)
     return PartResult(
         claims=claims(found) | task_claims(by_codec),
-        tables=(_texts_table(config.texts, running.name, found), _tasks_table(config, by_codec)),
+        tables=(
+            _texts_table(config.texts, running.name, found),
+            tasks_table("quant-tasks", "codec", config.tasks, by_codec),
+        ),
         charts=(_chart(found),),
         raw={
             "texts": [one.to_json() for one in found.values()],
@@ -143,28 +145,6 @@ def _texts_table(config: TextsConfig, name: str, found: Mapping[str, CodecTexts]
         columns=("codec", "KV KiB", "times smaller", "KL", "top-1", "perplexity", "% more"),
         rows=rows,
     )
-
-
-def _tasks_table(config: QuantBenchConfig, by_codec: ByCodec) -> Table:
-    tasks = config.tasks
-    rows: tuple[tuple[Shown, ...], ...] = tuple(
-        (codec, *map(_shown, cells.values()), mean_share(cells))
-        for codec, cells in by_codec.items()
-    )
-    return Table(
-        name="quant-tasks",
-        caption=(
-            f"Correct answers, {tasks.prompts} prompts of at most {tasks.tokens} tokens per cell, "
-            "with their 95 % interval (Wilson)."
-        ),
-        columns=("codec", *tasks.tasks, "mean"),
-        rows=rows,
-    )
-
-
-def _shown(cell: Cell) -> str:
-    low, high = cell.interval
-    return f"{cell.share:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _chart(found: Mapping[str, CodecTexts]) -> Chart:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.common.models import random_weights
-from benchmarks.common.result import Cell as Shown
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.eviction.cells import FULL, Cell, CellKey
 from benchmarks.eviction.parts import Material
-from benchmarks.eviction.quality import Judge, mean_share, measure_cells
+from benchmarks.eviction.quality import Judge, mean_share, measure_cells, tasks_table
 from benchmarks.eviction.texts import cut_texts
 from benchmarks.kvcrush.text_scores import divergence
 from benchmarks.quant.config import PLAIN as PLAIN_KV
@@ -64,7 +63,7 @@ def run_quality(
         claims=kl_claims(found) | task_claims(tasks) | byte_claims(models),
         tables=(
             _texts_table(config.texts, material.running.name, found, models),
-            _tasks_table(config, cells),
+            tasks_table("weights-tasks", "weights", config.tasks, cells),
         ),
         raw={
             "texts": [one.to_json() for one in found.values()],
@@ -162,28 +161,6 @@ def _texts_table(
         columns=("weights", "MiB", "KL", "top-1", "perplexity", "% more"),
         rows=rows,
     )
-
-
-def _tasks_table(config: WeightsBenchConfig, cells: Mapping[str, Mapping[str, Cell]]) -> Table:
-    tasks = config.tasks
-    rows: tuple[tuple[Shown, ...], ...] = tuple(
-        (codec, *(_shown(cell) for cell in by_task.values()), mean_share(by_task))
-        for codec, by_task in cells.items()
-    )
-    return Table(
-        name="weights-tasks",
-        caption=(
-            f"Correct answers, {tasks.prompts} prompts of at most {tasks.tokens} tokens per cell, "
-            "with their 95 % interval (Wilson)."
-        ),
-        columns=("weights", *tasks.tasks, "mean"),
-        rows=rows,
-    )
-
-
-def _shown(cell: Cell) -> str:
-    low, high = cell.interval
-    return f"{cell.share:.2f} [{low:.2f}, {high:.2f}]"
 
 
 # ---- random weights ------------------------------------------------------------------------------

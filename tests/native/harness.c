@@ -81,6 +81,8 @@ static int one_case(int path, int dtype) {
                         int64_t at = page * page_bytes / item + ((int64_t)h * tokens + s % tokens) * dim;
                         store_number(arena, at + d, dtype, number());
                     }
+    coding plain = {.vector_bytes = dim * item, .kind = PLAIN_NUMBERS, .dtype = dtype, .channels = dim,
+                    .run = dim, .num_runs = 1};
     attention_args a = {
         .key = arena, .value = arena + page_bytes / 2, .page_bytes = page_bytes, .table = table,
         .table_row_stride = (int64_t)lanes * capacity, .table_lane_stride = capacity, .rows = row_ids,
@@ -93,6 +95,7 @@ static int one_case(int path, int dtype) {
         .num_partials = num_partials, .num_lanes = lanes, .heads_per_page = heads, .group = group, .heads_together = between(0, 1) ? heads : 1, .head_dim = dim,
         .page_tokens = tokens, .dtype = dtype, .window = window,
         .scale = 0.3f, .softcap = between(0, 2) ? 0 : 2.5f, .path = path,
+        .key_coding = plain, .value_coding = plain,
     };
     if (quire_attend(&a, NULL, 1)) return 1;
     double worst = 0, *weight = malloc(sizeof(double) * widest);

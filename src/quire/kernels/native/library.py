@@ -120,6 +120,35 @@ def limited(library: NativeLibrary, environment: Mapping[str, str]) -> NativeLib
     return replace(library, path=min(library.path, INSTRUCTION_SETS.index(name)))
 
 
+_SIZES = {
+    "args": AttentionArgs,
+    "write_args": WriteArgs,
+    "move_args": MoveArgs,
+    "tally_args": TallyArgs,
+    "linear_args": LinearArgs,
+    "norm_args": NormArgs,
+    "rope_args": RopeArgs,
+    "code_args": CodeArgs,
+}
+"""Mirrors by name: `quire_NAME_size` returns the size of the C structure."""
+
+_ARGUMENTS = {
+    "attend": (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int),
+    "write": (ctypes.POINTER(WriteArgs), ctypes.c_void_p),
+    "move": (ctypes.POINTER(MoveArgs), ctypes.c_void_p),
+    "tally": (ctypes.POINTER(TallyArgs), ctypes.c_void_p),
+    "linear": (ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int),
+    "norm": (ctypes.POINTER(NormArgs), ctypes.c_void_p),
+    "rope": (ctypes.POINTER(RopeArgs), ctypes.c_void_p),
+    "code_rows": (ctypes.POINTER(CodeArgs), ctypes.c_void_p),
+    "chain": (
+        *(ctypes.POINTER(ChainCall), ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
+        ctypes.POINTER(ctypes.c_int64),
+    ),
+}
+"""Argument types of the functions `quire_NAME` that return a status."""
+
+
 def load_from(path: Path) -> NativeLibrary | NotLoaded:
     """Load a library file, and check that it matches this version."""
     unfit = unfit_reason(path)
@@ -127,72 +156,47 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         return NotLoaded(f"{path.name} cannot be used: {unfit}")
     try:
         library = ctypes.CDLL(str(path))
-        sizes = (
-            library.quire_args_size,
-            library.quire_write_args_size,
-            library.quire_move_args_size,
-            library.quire_tally_args_size,
-            library.quire_linear_args_size,
-            library.quire_norm_args_size,
-            library.quire_rope_args_size,
-            library.quire_code_args_size,
-        )
-        limit, write, tally = library.quire_max_head_dim, library.quire_write, library.quire_tally
-        max_runs, max_outliers = library.quire_max_runs, library.quire_max_outliers
-        together, sum_slots = library.quire_max_together, library.quire_sum_slots
-        kept_logits = library.quire_kept_logits
-        attend, best_path = library.quire_attend, library.quire_best_path
-        move, linear = library.quire_move, library.quire_linear
-        norm, rope, code_rows = library.quire_norm, library.quire_rope, library.quire_code_rows
-        chain = library.quire_chain
-        block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
+        mismatch = _mismatch(library)
+        if mismatch is not None:
+            return NotLoaded(f"{path.name} was built {mismatch}; reinstall Quire")
+        return _bound(library)
     except (OSError, AttributeError) as error:
         return NotLoaded(f"{path.name} cannot be used: {error}")
-    for size in sizes:
+
+
+def _mismatch(library: ctypes.CDLL) -> str | None:
+    """Return how the library was built, if not for this version."""
+    for name, mirror in _SIZES.items():
+        size = getattr(library, f"quire_{name}_size")
         size.restype = ctypes.c_int64
-    mirrors = (
-        *(AttentionArgs, WriteArgs, MoveArgs, TallyArgs),
-        *(LinearArgs, NormArgs, RopeArgs, CodeArgs),
-    )
-    if [size() for size in sizes] != [ctypes.sizeof(args) for args in mirrors]:
-        return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
-    if (max_runs(), max_outliers()) != (MAX_RUNS, MAX_OUTLIERS):
-        return NotLoaded(f"{path.name} was built with other sizes; reinstall Quire")
-    sizes_of_blocks = sum_slots(), kept_logits()
-    if together() < MAX_TOGETHER or sizes_of_blocks not in ((0, 0), (SUM_SLOTS, KEPT_LOGITS)):
-        return NotLoaded(f"{path.name} was built with other sizes; reinstall Quire")
-    attend.argtypes = (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int)
-    attend.restype = ctypes.c_int
-    write.argtypes = (ctypes.POINTER(WriteArgs), ctypes.c_void_p)
-    write.restype = ctypes.c_int
-    move.argtypes = (ctypes.POINTER(MoveArgs), ctypes.c_void_p)
-    move.restype = ctypes.c_int
-    tally.argtypes = (ctypes.POINTER(TallyArgs), ctypes.c_void_p)
-    tally.restype = ctypes.c_int
-    linear.argtypes = (ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int)
-    chain.argtypes = (
-        *(ctypes.POINTER(ChainCall), ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
-        ctypes.POINTER(ctypes.c_int64),
-    )
-    for function, args in ((norm, NormArgs), (rope, RopeArgs), (code_rows, CodeArgs)):
-        function.argtypes = (ctypes.POINTER(args), ctypes.c_void_p)
+        if size() != ctypes.sizeof(mirror):
+            return "from another version"
+    blocks = library.quire_sum_slots(), library.quire_kept_logits()
+    if (
+        (library.quire_max_runs(), library.quire_max_outliers()) != (MAX_RUNS, MAX_OUTLIERS)
+        or library.quire_max_together() < MAX_TOGETHER
+        or blocks not in ((0, 0), (SUM_SLOTS, KEPT_LOGITS))
+    ):
+        return "with other sizes"
+    return None
+
+
+def _bound(library: ctypes.CDLL) -> NativeLibrary:
+    functions: dict[str, Callable[..., int]] = {}
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, f"quire_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_int
+        functions[name] = function
+    scratch_bytes = library.quire_scratch_bytes
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     scratch_bytes.restype = ctypes.c_int64
     return NativeLibrary(
-        attend=attend,
-        write=write,
-        move=move,
-        tally=tally,
-        block_queries=block_queries,
+        **functions,
+        block_queries=library.quire_block_queries,
         scratch_bytes=scratch_bytes,
-        linear=linear,
-        norm=norm,
-        rope=rope,
-        code_rows=code_rows,
-        chain=chain,
-        path=best_path(),
+        path=library.quire_best_path(),
         parallel_for=_torch_parallel_for(),
-        max_head_dim=limit(),
+        max_head_dim=library.quire_max_head_dim(),
     )
 
 
