@@ -141,6 +141,47 @@ def test_codes_are_near_the_weight(kind: str, most_error: float) -> None:
     assert float((found - weight).norm() / weight.norm()) < most_error
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "outer", "inner"),
+    [(33, 100, 208), (67, 64, 2_064), (250, 160, 128), (50, 70, 5_632), (40, 64, 28_672)],
+)
+def test_many_rows_equal_rows_alone(
+    products: Products, kind: str, rows: int, outer: int, inner: int, threads: int
+) -> None:
+    weight, bias = pack(seeded(outer, inner), kind), torch.zeros(-(-outer // 64) * 64)
+    bias[:outer] = seeded(outer)
+    x = seeded(rows, inner).to(products.activation_dtype(weight, torch.float32))
+    product = products.prepare(weight, bias=bias, finish=ADD)
+    alone = seeded(rows, outer)
+    together = alone.clone()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        product.run(x, together)
+    finally:
+        torch.set_num_threads(before)
+    for row in range(rows):
+        product.run(x[row : row + 1], alone[row : row + 1])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("half", [32, 80, 688])
+def test_gated_product_of_many_rows_equals_that_of_a_row(
+    products: Products, kind: str, half: int
+) -> None:
+    weight = pack_gated(seeded(half, 256) * 3, seeded(half, 256) + 1, kind)
+    x = seeded(100, 256).to(products.activation_dtype(weight, torch.float32))
+    product = products.prepare(weight, finish=GATE_SILU)
+    alone, together = torch.empty(100, half), torch.empty(100, half)
+    product.run(x, together)
+    for row in range(100):
+        product.run(x[row : row + 1], alone[row : row + 1])
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_unpacked_weight_is_the_weight(kind: str) -> None:
     weight = seeded(70, 272).to(torch.float32 if kind == "float32" else torch.bfloat16)

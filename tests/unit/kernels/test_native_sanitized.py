@@ -10,15 +10,20 @@ import pytest
 import quire.kernels.native
 
 SOURCE = Path(quire.kernels.native.__file__).parent
-HARNESS = Path(__file__).parents[2] / "native" / "harness.c"
+HARNESSES = Path(__file__).parents[2] / "native"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-def test_c_kernels_access_no_memory_out_of_bounds(tmp_path):
+@pytest.mark.parametrize(
+    "sources",
+    [(HARNESSES / "harness.c",), (HARNESSES / "linear_harness.c", SOURCE / "attention.c")],
+    ids=lambda sources: sources[0].stem,
+)
+def test_c_kernels_access_no_memory_out_of_bounds(sources, tmp_path):
     program = tmp_path / "harness"
     flags = ["-O1", "-std=c11", "-Wall", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
-    build = ["gcc", *flags, f"-I{SOURCE}", str(HARNESS), "-o", str(program), "-lm"]
+    build = ["gcc", *flags, f"-I{SOURCE}", *map(str, sources), "-o", str(program), "-lm"]
     built = subprocess.run(build, capture_output=True, text=True)
     if "cannot find" in built.stderr and "CI" not in os.environ:
         pytest.skip("gcc has no sanitizer libraries here")

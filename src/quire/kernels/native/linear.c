@@ -2,14 +2,14 @@
  *
  * A thread takes one panel and up to CHUNK_ROWS rows at a time. It passes over the panel in blocks that
  * stay in its first-level cache: each block is read from memory once, for all rows. Meanwhile it
- * prefetches the next block. A row's sums do not depend on the other rows or on the number of threads:
+ * prefetches the next block. From LEAST_PACKED_ROWS rows on, rows are packed; see linear_packed.h. A row's sums do not depend on the other rows or on the number of threads:
  * every kind of tile adds the inner axis in the same order.
  */
 
 #include <stdatomic.h>
 #include <string.h>
 
-#include "linear.h"
+#include "linear_packed.h"
 #include "vectors.h"
 
 typedef void (*parallel_function)(int64_t begin, int64_t end, void *context);
@@ -22,6 +22,8 @@ typedef int32_t (*parallel_for)(int64_t, int64_t, int64_t, parallel_function, vo
 #define FORM_F32 1
 #define FORM_WIDE 2
 #define FORM_PAIRS 3
+#define FORM_BYTES 4
+#define FORM_NIBBLES 5
 
 #ifdef HAVE_X86
 #define AVX512_VNNI \
@@ -59,6 +61,7 @@ INLINE AVX2 mask8 below_zero8(vec8 x) { return (mask8)_mm256_cmp_ps(x, zero8(), 
 #define NAME(name) name##_f32_512
 #define FORM FORM_F32
 #include "linear_floats.h"
+#include "linear_tiles.h"
 #undef NAME
 #undef FORM
 #define NAME(name) name##_wide_512
@@ -71,14 +74,27 @@ INLINE AVX2 mask8 below_zero8(vec8 x) { return (mask8)_mm256_cmp_ps(x, zero8(), 
 #define NAME(name) name##_pairs_512
 #define FORM FORM_PAIRS
 #include "linear_floats.h"
+#include "linear_tiles.h"
 #undef NAME
 #undef FORM
 #undef TARGET
 #define TARGET AVX512_VNNI
 #define NAME(name) name##_512
 #include "linear_codes.h"
+#undef NAME
+#define NAME(name) name##_bytes_512
+#define FORM FORM_BYTES
+#include "linear_tiles.h"
+#undef NAME
+#undef FORM
+#define NAME(name) name##_nibbles_512
+#define FORM FORM_NIBBLES
+#include "linear_tiles.h"
+#undef NAME
+#undef FORM
 #undef TARGET
 #define TARGET AVX512
+#define NAME(name) name##_512
 #include "linear_finish.h"
 #undef NAME
 #undef TARGET
@@ -89,6 +105,7 @@ INLINE AVX2 mask8 below_zero8(vec8 x) { return (mask8)_mm256_cmp_ps(x, zero8(), 
 #define NAME(name) name##_f32_256
 #define FORM FORM_F32
 #include "linear_floats.h"
+#include "linear_tiles.h"
 #undef NAME
 #undef FORM
 #define NAME(name) name##_wide_256
@@ -98,6 +115,18 @@ INLINE AVX2 mask8 below_zero8(vec8 x) { return (mask8)_mm256_cmp_ps(x, zero8(), 
 #undef FORM
 #define NAME(name) name##_256
 #include "linear_codes.h"
+#undef NAME
+#define NAME(name) name##_bytes_256
+#define FORM FORM_BYTES
+#include "linear_tiles.h"
+#undef NAME
+#undef FORM
+#define NAME(name) name##_nibbles_256
+#define FORM FORM_NIBBLES
+#include "linear_tiles.h"
+#undef NAME
+#undef FORM
+#define NAME(name) name##_256
 #include "linear_finish.h"
 #undef NAME
 #undef TARGET
@@ -125,13 +154,12 @@ static void sum_panel(const linear_args *a, int first_row, int rows, int number,
     else panel_wide_256(a, x, rows, panel, sums);
 }
 
-static void finish(const linear_args *a, int64_t row, int number, float *sums) {
-    if (a->path == PATH_AVX2) finish_row_256(a, row, number, sums);
-    else finish_row_512(a, row, number, sums);
+static void finish(const linear_args *a, int64_t row, int rows, int number, const float *sums) {
+    if (a->path == PATH_AVX2) finish_rows_256(a, row, rows, number, sums);
+    else finish_rows_512(a, row, rows, number, sums);
 }
 
-/* ---- threads ------------------------------------------------------------------------------------ */
-
+#include "linear_chunks.h"
 
 typedef struct {
     const linear_args *args;
@@ -150,20 +178,29 @@ static void take_panels(int64_t begin, int64_t end, void *context) {
         int first = (int)((int64_t)a->rows * chunk / work->chunks);
         int rows = (int)((int64_t)a->rows * (chunk + 1) / work->chunks) - first;
         sum_panel(a, first, rows, number, sums);
-        for (int row = 0; row < rows; row++) finish(a, first + row, number, sums + row * PANEL_COLUMNS);
+        finish(a, first, rows, number, sums);
     }
+}
+
+static int share_work(parallel_for run, int threads, parallel_function what, void *work) {
+    if (threads > 1) return run(0, threads, 1, what, work) != 0;
+    what(0, 1, work);
+    return 0;
 }
 #endif
 
 /* Multiply; 0 on success, 2 if this machine has no code for it. */
 int quire_linear(const linear_args *args, parallel_for run, int num_threads) {
 #ifdef HAVE_X86
-    panel_work work = {args, (args->rows + CHUNK_ROWS - 1) / CHUNK_ROWS, 0};
+    int threads = run == NULL || num_threads < 2 ? 1 : num_threads;
     if (args->path == PATH_PLAIN) return 2;
     if (args->rows == 0) return 0;
-    if (run == NULL || num_threads < 2) take_panels(0, 1, &work);
-    else return run(0, num_threads, 1, take_panels, &work) != 0;
-    return 0;
+    if (args->rows >= LEAST_PACKED_ROWS && most_chunk_rows(args)) {
+        chunk_work work = divide_chunks(args, threads);
+        return share_work(run, threads, take_chunks, &work);
+    }
+    panel_work work = {args, (args->rows + CHUNK_ROWS - 1) / CHUNK_ROWS, 0};
+    return share_work(run, threads, take_panels, &work);
 #else
     (void)args, (void)run, (void)num_threads;
     return 2;

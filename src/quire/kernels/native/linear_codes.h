@@ -10,10 +10,11 @@
 #define VECTORS (PANEL_COLUMNS / LANES)
 
 /* Sum + the products of four unsigned and four signed bytes in each lane. */
-INLINE TARGET V(units) NAME(add_four)(V(units) sum, V(units) weight, V(units) x, int wide) {
+INLINE TARGET V(units) V(add_four)(V(units) sum, V(units) weight, V(units) x, int wide) {
 #if LANES == 16
     (void)wide;
-    return _mm512_dpbusd_epi32(sum, weight, x);
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x)); /* GCC 12 spills sums of the intrinsic */
+    return sum;
 #else
     if (wide) { /* codes beyond 127: pairs would overflow int16, so signs are moved to x */
         weight = _mm256_xor_si256(weight, _mm256_set1_epi8((char)0x80));
@@ -52,13 +53,13 @@ INLINE TARGET void NAME(code_tile)(int height, int width, int kind, const uint8_
             if (kind == WEIGHT_INT8) {
                 V(units) one = V(set_units)(four[u]);
 #pragma GCC unroll 8
-                for (int n = 0; n < width; n++) sum[m][n] = NAME(add_four)(sum[m][n], column[n], one, 1);
+                for (int n = 0; n < width; n++) sum[m][n] = V(add_four)(sum[m][n], column[n], one, 1);
             } else {
                 V(units) one = V(set_units)(four[2 * u]), other = V(set_units)(four[2 * u + 1]);
 #pragma GCC unroll 8
                 for (int n = 0; n < width; n++) {
-                    sum[m][n] = NAME(add_four)(sum[m][n], V(low_codes)(column[n]), one, 0);
-                    sum[m][n] = NAME(add_four)(sum[m][n], V(high_codes)(column[n]), other, 0);
+                    sum[m][n] = V(add_four)(sum[m][n], V(low_codes)(column[n]), one, 0);
+                    sum[m][n] = V(add_four)(sum[m][n], V(high_codes)(column[n]), other, 0);
                 }
             }
         }

@@ -40,15 +40,18 @@ INLINE AVX512 float top16(vec16 x) { return _mm512_reduce_max_ps(x); }
 INLINE AVX512 float total16(vec16 x) { return _mm512_reduce_add_ps(x); }
 INLINE AVX512 vec16 choose16(mask16 mask, vec16 a, vec16 b) { return _mm512_mask_blend_ps(mask, a, b); }
 
-/* Convert to bfloat16 or float16. */
+/* Convert to bfloat16, as to_bf16, or float16. */
 INLINE AVX512 void narrow16(uint16_t *to, vec16 x, int dtype) {
-    float numbers[16];
     if (dtype == F16) {
         _mm256_storeu_si256((void *)to, _mm512_cvtps_ph(x, 0));
         return;
     }
-    put16(numbers, x);
-    for (int i = 0; i < 16; i++) to[i] = to_bf16(numbers[i]);
+    __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
+    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    __m512i round = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    round = _mm512_mask_or_epi32(_mm512_srli_epi32(round, 16), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), high,
+                                 _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((void *)to, _mm512_cvtepi32_epi16(round));
 }
 
 /* Transpose sixteen rows of sixteen units. */
@@ -154,13 +157,18 @@ INLINE AVX2 vec8 softcap8(vec8 x, float cap) {
 }
 
 INLINE AVX2 void narrow8(uint16_t *to, vec8 x, int dtype) {
-    float numbers[8];
     if (dtype == F16) {
         _mm_storeu_si128((void *)to, _mm256_cvtps_ph(x, 0));
         return;
     }
-    put8(numbers, x);
-    for (int i = 0; i < 8; i++) to[i] = to_bf16(numbers[i]);
+    __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    __m256i round = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    round = _mm256_blendv_epi8(_mm256_srli_epi32(round, 16), quiet,
+                               _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    round = _mm256_permute4x64_epi64(_mm256_packus_epi32(round, round), 0x08);
+    _mm_storeu_si128((void *)to, _mm256_castsi256_si128(round));
 }
 
 /* Transpose eight rows of eight units. */
