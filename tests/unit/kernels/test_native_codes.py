@@ -177,7 +177,9 @@ def test_decoding_over_codes_with_half_precision_queries(path, case, group, soft
 
     # an output near 0 whose terms cancel has the rounding error of its terms
     torch.testing.assert_close(got.float(), expected, atol=4e-4, rtol=2**-8)
-    torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=1e-4)
+    # queries are rounded to 16-bit integers: the error of a logit grows with the queries
+    rtol = 1e-4 * max(1.0, sharpness)
+    torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=rtol)
 
 
 @pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])
