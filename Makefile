@@ -47,7 +47,7 @@ peers: setup
 	$(BIN)/python -m benchmarks.peers.environments --folder $(PEERS)
 
 test-all: setup
-	QUIRE_TYPE_CHECKS=all $(BIN)/python -m pytest -n 2 --dist worksteal
+	QUIRE_TYPE_CHECKS=all HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build

@@ -1,5 +1,7 @@
 """Hypothesis profiles: `HYPOTHESIS_PROFILE=deep pytest ...` or `--hypothesis-profile=deep`.
 
+`dev` uses the same examples in every run; `random`, of `make test-all`, uses others each time.
+
 Steps of the four state machines (memory with forks, tiers, prefix index, scheduler), at most:
 
           by Hypothesis        scheduler from seeds   together
@@ -20,12 +22,15 @@ from support.type_checks import check_types, restart_sampling
 check_types()  # before anything of quire is imported
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile(
-    "dev", max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=slow
-)
-settings.register_profile(
-    "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow
-)
+for name, derandomized in (("dev", True), ("random", False)):
+    settings.register_profile(
+        name,
+        max_examples=20,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=derandomized,
+        suppress_health_check=slow,
+    )
 settings.register_profile(  # a state machine takes max_examples * stateful_step_count steps
     "deep",
     max_examples=2_500,
