@@ -104,6 +104,7 @@ def loads(folder: Path) -> Mapping[tuple[str, str, str], LoadMemory]:
 
 
 @needs_proc
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LOADS, ids="-".join)
 def test_peak_while_loading_is_one_model_and_one_layer(
     loads: Mapping[tuple[str, str, str], LoadMemory], case: tuple[str, str, str]
