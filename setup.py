@@ -56,7 +56,7 @@ setup(
     ext_modules=[
         Extension(
             "quire.kernels.native._attention",
-            sources=[f"{NATIVE}/{name}.c" for name in ("attention", "linear", "rows")],
+            sources=[f"{NATIVE}/{name}.c" for name in ("attention", "linear", "rows", "sample")],
             depends=sorted(glob(f"{NATIVE}/*.h")),
             extra_compile_args=FLAGS,
             optional=True,

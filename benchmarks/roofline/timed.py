@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from benchmarks.common.decoders import ForwardingDecoder
 from benchmarks.roofline.measured import PARTS
+from quire.kernels.chains import HeadBuffers
 from quire.kernels.native.chain import PartTimes
 from quire.models.adapter import TransformersDecoder
-from quire.models.base import AttentionCall, PagedAttention
+from quire.models.base import AttentionCall, ChainedAttention, PagedAttention
 from quire.models.native.decoder import NativeDecoder
 from quire.sampling.logits import SamplingRow
 from quire.sampling.sampler import SampledToken, Sampler
@@ -115,6 +116,12 @@ class _TimedAttention:
         out = self._inner.attend(call, query, key, value)
         self._seconds["attention"] += time.perf_counter() - started_s
         return out
+
+    def chain(self, calls: Sequence[AttentionCall], heads: HeadBuffers) -> Sequence[object] | None:
+        """See `ChainedAttention.chain`; the decoder times the calls."""
+        if not isinstance(self._inner, ChainedAttention):
+            return None
+        return self._inner.chain(calls, heads)
 
 
 class TimedSampler(Sampler):

@@ -1,12 +1,14 @@
 /* Runs attention.c under the address and undefined-behaviour sanitizers.
  *
  * Random lanes in pages that end at the end of their allocation, compared with plain attention in double precision:
- * walks, merged walks, blocks, whole and partial rows, column sums. Free slots contain NaN. Exit code 0 if all agree.
+ * walks, merged walks, blocks, whole and partial rows, column sums. Free slots contain NaN. Then sample.c: tokens
+ * within the limits of their rows. Exit code 0 if all agree.
  */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "attention.c"
+#include "sample.c"
 
 static uint64_t state = 88172645463325252ull;
 
@@ -371,8 +373,38 @@ static int one_tally(int path) {
     return wrong != 0;
 }
 
+/* Limits and a draw over logits that end at the end of their allocation: the token is within the limits. */
+static int one_sample(int path) {
+    int vocab = between(0, 1) ? between(1, 40) : between(1, 3000), rows = between(1, 3), wrong = 0;
+    float *logits = malloc(sizeof(float) * rows * vocab);
+    sample_row options[3];
+    int64_t token_ids[3], bytes = quire_sample_bytes(vocab);
+    int32_t status[3];
+    uint8_t *scratch = malloc(bytes);
+    for (int i = 0; i < rows * vocab; i++) logits[i] = between(0, 9) ? 9 * number() : -INFINITY;
+    for (int r = 0; r < rows; r++) {
+        logits[r * vocab + between(0, vocab - 1)] = 10;
+        options[r] = (sample_row){random_bits(), random_bits(), between(0, 1) ? 1 : 0.5 + number() / 2.1, 7,
+                                  between(0, 1) ? -INFINITY : -3, between(0, 3) ? 1.5f : 0, between(0, 2) * 7};
+    }
+    sample_args a = {logits, vocab, options, token_ids, status, scratch, bytes, rows, vocab, path, 0};
+    wrong |= quire_sample(&a, NULL, 1);
+    for (int r = 0; r < rows; r++) {
+        float chosen = logits[r * vocab + token_ids[r]];
+        int larger = 0;
+        for (int i = 0; i < vocab; i++) larger += logits[r * vocab + i] > chosen;
+        wrong |= status[r] || token_ids[r] < 0 || token_ids[r] >= vocab || !(chosen > -INFINITY);
+        wrong |= options[r].temperature == 0 && larger;
+        wrong |= options[r].top_k && larger >= options[r].top_k;
+    }
+    free(logits), free(scratch);
+    if (wrong) fprintf(stderr, "a sampled token differs\n");
+    return wrong != 0;
+}
+
 int main(void) {
     int failures = 0;
+    for (int i = 0; quire_best_path() && i < 300; i++) failures += one_sample(1 + i % quire_best_path());
     for (int i = 0; i < 100; i++) failures += one_write();
     for (int i = 0; i < 100; i++) failures += one_move();
     for (int i = 0; i < 200; i++) failures += one_tally(i % (quire_best_path() + 1));

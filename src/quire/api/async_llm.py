@@ -19,7 +19,7 @@ from quire.engine.ledger import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, QuireError, RequestError
 from quire.models.tokenizer import encode_prompt
-from quire.sampling.output_stream import OutputStream
+from quire.sampling.output_stream import OutputStream, put_all
 from quire.sampling.outputs import OutputDelta, RequestOutput
 from quire.scheduler.events import KINDS, KVEvent
 
@@ -263,13 +263,17 @@ class AsyncLLM:
                 self.engine.cancel(request_id)
 
     def _publish(self, deltas: Sequence[OutputDelta]) -> None:
+        items = []
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None:
                 continue  # cancelled, because a request submitted with it was refused
             if delta.is_last:
                 del self._streams[delta.request_id]
-            if not stream.put(delta):
+            items.append((stream, delta))
+        closed = put_all(items)
+        for stream, delta in items:
+            if stream in closed:
                 self.engine.cancel(delta.request_id)
 
     def _leave_idle(self) -> None:

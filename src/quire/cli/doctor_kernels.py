@@ -197,4 +197,7 @@ def _prefill(library: "NativeLibrary | NotLoaded") -> KernelUse:
 
 
 def _sampling(missing: str | None) -> KernelUse:
-    return _use("sampling", "", "torch", missing or "one argmax or sort for all rows")
+    if missing is not None:
+        return _use("sampling", "", "torch", f"not the C extension: {missing}")
+    why = "temperature, top-k, top-p, min-p and the draw, row by row"
+    return _use("sampling", "", "C extension", why)

@@ -16,6 +16,7 @@ from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
 from quire.errors import InvariantError
 from quire.eviction.traces import Traces
+from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix_blocks import PrefixBroadcast
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
@@ -105,7 +106,12 @@ class Engine:
 
     def _make_sampling_step(self) -> SamplingStep:
         alone, spec = self.schedule_config.batch_invariant, self.model.spec
-        sampler = Sampler(spec.vocab_size, self.model.generation.eos_token_ids, one_by_one=alone)
+        sampler = Sampler(
+            spec.vocab_size,
+            self.model.generation.eos_token_ids,
+            one_by_one=alone,
+            native=row_sampling(),
+        )
         return SamplingStep(sampler, self._outputs, self.scheduler.branch, self._clock)
 
     @property

@@ -5,7 +5,7 @@ padded to that number, and the tokens of a request are split between batches.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
 from quire.kernels.backend import AttentionMath
+from quire.kernels.chains import HeadBuffers
 from quire.kv.step import PagedKV, StepAttention
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
@@ -37,12 +38,11 @@ class _Prepared:
 
     def results(self, logits: Tensor) -> list[StepLogits]:
         """Split the batch's logits by request."""
-        counts = [count for _, _, count in self.wanted]
-        parts = torch.split(logits[: sum(counts)], counts)
-        return [
-            StepLogits(request, position, part)
-            for (request, position, _), part in zip(self.wanted, parts, strict=True)
-        ]
+        results, first = [], 0
+        for request, position, count in self.wanted:
+            results.append(StepLogits(request, position, logits, first, count))
+            first += count
+        return results
 
 
 class Runner:
@@ -149,11 +149,12 @@ class Runner:
             bridge = PaddedBridge(bridge, len(token_ids))
             token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
             sample_rows = padded(sample_rows, self._fixed_rows) if sample_rows else []
-        ids, position_ids, samples = map(self._tensor, (token_ids, positions, sample_rows))
+        numbers = torch.tensor(token_ids + positions + sample_rows, dtype=torch.int64)
+        rows = len(token_ids)
+        ids, position_ids, samples = torch.split(
+            numbers.to(self._decoder.device), [rows, rows, len(sample_rows)]
+        )
         return Batch(ids, position_ids, samples, bridge)
-
-    def _tensor(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._decoder.device)
 
 
 def in_batches(
@@ -195,12 +196,12 @@ def _joined(results: list[StepLogits]) -> list[StepLogits]:
     by_request: dict[int, list[StepLogits]] = {}
     for result in results:
         by_request.setdefault(id(result.request), []).append(result)
-    return [
-        replace(parts[0], logits=torch.cat([part.logits for part in parts]))
-        if len(parts) > 1
-        else parts[0]
-        for parts in by_request.values()
-    ]
+    return [_concatenated(parts) if len(parts) > 1 else parts[0] for parts in by_request.values()]
+
+
+def _concatenated(parts: Sequence[StepLogits]) -> StepLogits:
+    logits = torch.cat([part.logits for part in parts])
+    return replace(parts[0], batch=logits, first_row=0, num_rows=len(logits))
 
 
 class StepBridge:
@@ -213,6 +214,11 @@ class StepBridge:
         """Forward the call; the lane group sets the window."""
         math = AttentionMath(call.scale, call.softcap, call.sinks)
         return self._step.attend(call.layer, math, query, key, value, call.rotary)
+
+    def chain(self, calls: Sequence[AttentionCall], heads: HeadBuffers) -> list[object] | None:
+        """Forward the calls of all layers; see `StepAttention.chain`."""
+        layers = [(c.layer, AttentionMath(c.scale, c.softcap, c.sinks)) for c in calls]
+        return self._step.chain(layers, heads)
 
     @property
     def wants_residual_similarity(self) -> bool:

@@ -204,6 +204,19 @@ class KVMemory:
         self.drop_behind_windows(rows)
         demands = self._demands(rows, tokens)
         self.placement.reserve(demands, self.store)
+        self._grow(demands, rows, tokens)
+
+    def try_grow(self, rows: Rows, tokens: Counts) -> bool:
+        """`grow` if `can_grow`; return whether the rows have grown."""
+        self.drop_behind_windows(rows)
+        demands = self._demands(rows, tokens)
+        if not self.placement.can_allocate(demands):
+            return False
+        self.placement.reserve(demands, self.store)
+        self._grow(demands, rows, tokens)
+        return True
+
+    def _grow(self, demands: Sequence[Demand], rows: Rows, tokens: Counts) -> None:
         for demand in demands:
             self._grow_table(demand, tokens)
         self.lengths[rows] += tokens

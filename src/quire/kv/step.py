@@ -1,6 +1,7 @@
 """Attention of one step: write the new tokens into their slots, then run attention over pages."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
@@ -18,49 +19,21 @@ from quire.kernels.backend import (
     NewSlots,
     RotatesTo,
 )
+from quire.kernels.chains import ChainBackend, HeadBuffers
 from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
+from quire.kv.group_step import GroupStep, LayerStep, chained
 from quire.kv.memory import KVMemory
-from quire.kv.mixed_precision import PromotedBuffer, promoted_buffers
+from quire.kv.mixed_precision import promoted_buffers
 from quire.kv.offload_port import EngineOffload
 from quire.kv.statistics.pages import StatisticPages, positions_of
-from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
+from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore, store_of
 from quire.kv.stores.base import PlacementMaker
 from quire.kv.stores.paged import Paged
 from quire.layout.pages import CacheLayout, LaneGroup
-
-# ---- group step ----------------------------------------------------------------------------------
-
-# The state of one lane group in a step: plans, pages, and slots of new tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStep:
-    """The state of one lane group in a step.
-
-    Attributes:
-        plans: the backend's plan of each layer.
-        pages: the pages of each layer.
-        new_slots: the slots of the new tokens in each layer.
-        positions: int32 [pages, tokens] of all pages of the class; None if pages have no positions.
-        watch: records the rows' attention statistics; None if no row uses any.
-        full_precision: full-precision tokens; None if the group has none.
-        promoted: mixed-precision tokens, in addition to these; None if the group has none.
-    """
-
-    plans: tuple[object, ...]
-    pages: tuple[LayerPages, ...]
-    new_slots: tuple[NewSlots, ...]
-    positions: Tensor | None
-    watch: GroupWatch | None
-    full_precision: FullPrecisionStep | None
-    promoted: PromotedBuffer | None
-
-
-# ---- step ----------------------------------------------------------------------------------------
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -89,6 +62,7 @@ class PagedKV:
         offload: EngineOffload | None = None,
     ) -> None:
         self.memory, self.store, self.backend = memory, store, backend
+        self.chains = backend if isinstance(backend, ChainBackend) else None
         self.coded = CodedLayers(store, measured)
         self.scale = 1.0  # softmax scale of the last layer that ran
         self.tables = {
@@ -294,6 +268,30 @@ class StepAttention:
         if self._offload is not None:
             self._offload.release_staging(group, index)
         return out
+
+    def chain(
+        self, layers: Sequence[tuple[int, AttentionMath]], heads: HeadBuffers
+    ) -> list[object] | None:
+        """Prepare writing and attention of all layers as parts of one chain of C calls.
+
+        Args:
+            layers: index and operations of each layer, in order.
+            heads: input and output of every layer.
+
+        Returns:
+            The calls of each layer; None if the backend has no chains or if a layer needs more,
+            such as statistics, offloaded pages or tokens in full precision.
+        """
+        kv, groups = self._kv, self._groups
+        is_plain = self._offload is None and all(step.is_plain for step in groups.values())
+        if kv.chains is None or not is_plain or not kv.rotated:
+            return None
+        steps = []
+        for layer, math in layers:
+            group, index = kv.place[layer]
+            steps.append(LayerStep(groups[group.name], index, math))
+            kv.note_scale(math.scale)
+        return chained(kv.chains, steps, heads)
 
     def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
         """Record the input of a layer's attention; call before `attend`."""

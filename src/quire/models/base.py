@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from quire.kernels.chains import HeadBuffers
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
@@ -68,6 +69,23 @@ class PagedAttention(Protocol):
 
         Returns:
             Weighted values, shaped and typed like query.
+        """
+        ...
+
+
+@runtime_checkable
+class ChainedAttention(PagedAttention, Protocol):
+    """Attention whose C calls a decoder can make in one chain with those of its layers."""
+
+    def chain(self, calls: Sequence[AttentionCall], heads: HeadBuffers) -> Sequence[object] | None:
+        """Prepare the attention of all layers.
+
+        Args:
+            calls: of all layers, in order.
+            heads: input and output of every layer.
+
+        Returns:
+            The calls of each layer; None if the layers must call `attend`.
         """
         ...
 

@@ -21,12 +21,32 @@ class StepLogits:
     Attributes:
         request: the request.
         first_position: logical position of the first row's token.
-        logits: [rows, vocab]; row i belongs to the token at first_position + i.
+        batch: [batch rows, vocab] logits of all requests of a batch.
+        first_row: first row of the request in the batch.
+        num_rows: rows of the request.
     """
 
     request: Request
     first_position: int
-    logits: Tensor
+    batch: Tensor
+    first_row: int
+    num_rows: int
+
+    @property
+    def logits(self) -> Tensor:
+        """[rows, vocab]; row i belongs to the token at first_position + i."""
+        return self.batch[self.first_row : self.first_row + self.num_rows]
+
+
+def last_rows(results: Sequence[StepLogits]) -> Float[Tensor, "rows vocab"]:
+    """Return the last row of each request; no copy if they are adjacent in one batch."""
+    batch = results[0].batch
+    if any(result.batch is not batch for result in results):
+        return torch.cat([result.logits[-1:] for result in results])
+    rows = [result.first_row + result.num_rows - 1 for result in results]
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return batch[rows[0] : rows[0] + len(rows)]
+    return batch[rows]
 
 
 _ALL = (None, 1.0)

@@ -1,7 +1,7 @@
 """Asyncio stream of the outputs of an engine that runs in another thread."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.config.generation_request import GenerationRequest, token_ids_of
 from quire.errors import EngineDead
@@ -78,10 +78,41 @@ class OutputStream:
 
     def put(self, item: OutputDelta | EngineDead) -> bool:
         """Pass an item to the event loop; False if the loop is closed."""
+        return not put_all([(self, item)])
+
+    def receive(self, item: OutputDelta | EngineDead) -> None:
+        """Add an item, in the event loop."""
+        self._items.put_nowait(item)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that submitted the requests."""
+        return self._loop
+
+
+Addressed = tuple[OutputStream, OutputDelta | EngineDead]
+
+
+def put_all(items: Iterable[Addressed]) -> set[OutputStream]:
+    """Pass items to the event loops of their streams; return the streams whose loop is closed.
+
+    A call from another thread wakes the loop, which costs more than the items of a step. So each
+    loop is called once.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[Addressed]] = {}
+    for item in items:
+        by_loop.setdefault(item[0].loop, []).append(item)
+    closed: set[OutputStream] = set()
+    for loop, own in by_loop.items():
         try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+            loop.call_soon_threadsafe(_receive, own)
         except RuntimeError:
-            if not self._loop.is_closed():
+            if not loop.is_closed():
                 raise
-            return False
-        return True
+            closed.update(stream for stream, _ in own)
+    return closed
+
+
+def _receive(items: Sequence[Addressed]) -> None:
+    for stream, item in items:
+        stream.receive(item)

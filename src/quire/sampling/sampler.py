@@ -9,7 +9,8 @@ The order of the steps is that of vLLM and Transformers:
 
 The random number of a row depends only on its seed and its number of output tokens. So neither the
 rest of the batch nor a preemption changes it. For rows that need only the most likely token, one
-argmax over their logits is computed.
+argmax over their logits is computed. On a CPU the C library computes the steps from the temperature
+on, row by row; torch's operations give the same tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
 from quire.kernels import sampling
+from quire.kernels.native.sampling import RowOptions, RowSampling, SampledRows
 from quire.sampling.logits import SamplingRow, column, edit, held_back, narrow
 
 __all__ = [
@@ -87,11 +89,21 @@ class Sampler:
         eos_token_ids: end-of-sequence tokens, which `min_tokens` masks unless `ignore_eos` is set.
         one_by_one: compute each row separately, so that log-probabilities do not depend on the
             other rows even in the last bit.
+
+    Args:
+        vocab_size, eos_token_ids, one_by_one: see above.
+        native: samples float32 rows on a CPU; None: operations of torch for all rows.
     """
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: Iterable[int], *, one_by_one: bool = False
+        self,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        one_by_one: bool = False,
+        native: RowSampling | None = None,
     ) -> None:
+        self._native = native
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self.one_by_one = one_by_one
@@ -121,13 +133,15 @@ class Sampler:
         if self.one_by_one and len(rows) > 1 and not all(map(self._is_exact, rows)):
             return [self.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         logits = logits[:, : self.vocab_size]
-        best, token_ids = logits.max(dim=-1)
-        errors = dict.fromkeys(_where(~best.isfinite()), BAD_LOGITS)
+        token_ids, failed = self._likeliest(logits)
+        errors = dict.fromkeys(failed, BAD_LOGITS)
         shaped = [index for index, row in enumerate(rows) if not self._is_plain(row)]
         if shaped:
-            chosen, has_token = self._choose(logits[shaped].float(), [rows[i] for i in shaped])
-            token_ids[shaped] = chosen
-            for index in _where(~has_token):
+            own = logits if len(shaped) == len(rows) else logits[shaped]
+            chosen, failed = self._choose(own.float(), [rows[index] for index in shaped])
+            for index, token_id in zip(shaped, chosen, strict=True):
+                token_ids[index] = token_id
+            for index in failed:
                 errors.setdefault(shaped[index], NO_TOKEN_LEFT)
         return _report(logits, token_ids, [row.params for row in rows], errors)
 
@@ -136,14 +150,26 @@ class Sampler:
         return self._is_plain(row) and row.params.logprobs is None
 
     def _is_plain(self, row: SamplingRow) -> bool:
-        params = row.params
-        return params.greedy and not params.edits_logits and not held_back(row, self.eos_token_ids)
+        return row.params.greedy and not self._is_edited(row)
+
+    def _is_edited(self, row: SamplingRow) -> bool:
+        return row.params.edits_logits or bool(held_back(row, self.eos_token_ids))
+
+    def _likeliest(self, logits: Float[Tensor, "rows vocab"]) -> SampledRows:
+        """Return the likeliest token of each row, and the rows with NaN or infinite logits."""
+        if self._native is not None and self._native.fits(logits):
+            return self._native.likeliest(logits)
+        best, token_ids = logits.max(dim=-1)
+        return token_ids.tolist(), _where(~best.isfinite())
 
     def _choose(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
-    ) -> tuple[Int[Tensor, " rows"], Bool[Tensor, " rows"]]:
-        """Sample with the rows' options; also return which rows have a token."""
-        logits = edit(logits, rows, self.eos_token_ids)
+    ) -> SampledRows:
+        """Sample with the rows' options; also return the rows without a token."""
+        if any(map(self._is_edited, rows)):
+            logits = edit(logits, rows, self.eos_token_ids)
+        if self._native is not None and self._native.fits(logits):
+            return self._native.sample(logits, list(map(_options, rows)))
         best, token_ids = logits.max(dim=-1)
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
         if drawn:
@@ -151,7 +177,7 @@ class Sampler:
             uniforms = [_uniform(rows[index]) for index in drawn]
             best[drawn] = candidates.amax(dim=-1)
             token_ids[drawn] = sampling.draw(candidates, column(logits, uniforms))
-        return token_ids, best.isfinite()
+        return token_ids.tolist(), _where(~best.isfinite())
 
 
 def prompt_logprobs(
@@ -191,9 +217,26 @@ def _uniform(row: SamplingRow) -> float:
 
     Source: Salmon et al. 2011 (Philox): a counter-based generator without state.
     """
-    seed = row.sampling_seed if row.params.seed is None else row.params.seed
-    key = np.array([seed % 2**64, len(row.output_token_ids)], dtype=np.uint64)
+    key = np.array(_key(row), dtype=np.uint64)
     return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
+
+
+def _key(row: SamplingRow) -> tuple[int, int]:
+    seed = row.sampling_seed if row.params.seed is None else row.params.seed
+    return seed % 2**64, len(row.output_token_ids)
+
+
+def _options(row: SamplingRow) -> RowOptions:
+    params = row.params
+    seed, position = _key(row)
+    return RowOptions(
+        seed=seed,
+        position=position,
+        temperature=0.0 if params.greedy else params.temperature or 1.0,
+        top_k=max(0, params.top_k or 0),
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p or 0.0,
+    )
 
 
 def _where(mask: Bool[Tensor, " rows"]) -> list[int]:
@@ -215,11 +258,11 @@ def _score(
 
 def _report(
     logits: Float[Tensor, "rows vocab"],
-    token_ids: Int[Tensor, " rows"],
+    token_ids: Sequence[int],
     options: Sequence[SamplingParams],
     errors: dict[int, str],
 ) -> list[SampledToken]:
-    tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
+    tokens = [SampledToken(token_id) for token_id in token_ids]
     requested = {
         index: option.logprobs
         for index, option in enumerate(options)
@@ -227,7 +270,8 @@ def _report(
     }
     if requested:
         indices = list(requested)
-        scores = _score(logits[indices], token_ids[indices], max(requested.values()))
+        wanted = torch.tensor([token_ids[index] for index in indices], device=logits.device)
+        scores = _score(logits[indices], wanted, max(requested.values()))
         for index, scored in zip(indices, scores, strict=True):
             top = scored.top_logprobs[: requested[index]]
             tokens[index] = SampledToken(scored.token_id, scored.logprob, top, scored.rank)

@@ -3,12 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from quire.errors import RequestError
 from quire.sampling.beam_step import Branch, advance_beams
-from quire.sampling.logits import StepLogits
+from quire.sampling.logits import StepLogits, last_rows
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
 from quire.sampling.sampler import Sampler, prompt_logprobs
@@ -81,7 +78,7 @@ class SamplingStep:
     def _sample(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
         if not ready:
             return
-        tokens = self.sampler.sample(_last_rows(ready), [result.request for result in ready])
+        tokens = self.sampler.sample(last_rows(ready), [result.request for result in ready])
         now_s = self._clock()
         for result, token in zip(ready, tokens, strict=True):
             self.num_generated_tokens += token.error is None
@@ -99,7 +96,7 @@ class SamplingStep:
         rows = [by_member[id(member)] for member in group.members]
         first, search = group.members[0], self._outputs.search_of(group.members[0])
         try:
-            advance_beams(search, group, _last_rows(rows), self.sampler, self._branch)
+            advance_beams(search, group, last_rows(rows), self.sampler, self._branch)
         except RequestError as error:
             yield from self.fail(first, str(error))
             return
@@ -123,11 +120,6 @@ def _is_ready(request: Request) -> bool:
 
 def _is_beam(request: Request) -> bool:
     return request.group is not None and request.group.atomic
-
-
-def _last_rows(results: list[StepLogits]) -> Tensor:
-    rows = [result.logits[-1:] for result in results]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _fork_logits(

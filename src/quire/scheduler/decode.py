@@ -36,12 +36,10 @@ class Decode:
     def _add(self, plan: StepPlan, rows: list[Request]) -> None:
         decoding = self._within_step(whole_groups(rows))
         decoding = whole_groups(self._capacities.evict_to_capacity(decoding))
-        decoding = self._with_pages(decoding)
+        decoding = self._grown(decoding)
         if decoding:
-            ones = [1] * len(decoding)
-            self._sequence_memory.grow(decoding, ones)
             plan.requests.extend(decoding)
-            plan.tokens.extend(ones)
+            plan.tokens.extend([1] * len(decoding))
             plan.num_decoding = len(plan.requests)
 
     def _within_step(self, decoding: list[Request]) -> list[Request]:
@@ -51,9 +49,9 @@ class Decode:
         first = sorted(decoding, key=self._preempter.order)[: self._step_size.tokens]
         return whole_groups(first)
 
-    def _with_pages(self, decoding: list[Request]) -> list[Request]:
-        """The rows that have a page for their next token, after evictions and preemptions."""
-        while decoding and not self._sequence_memory.can_grow(decoding, [1] * len(decoding)):
+    def _grown(self, decoding: list[Request]) -> list[Request]:
+        """Grow the rows that get a page for their next token, after evictions and preemptions."""
+        while decoding and not self._sequence_memory.try_grow(decoding, [1] * len(decoding)):
             if not self._capacities.free_for(decoding, self._running):
                 first = min(decoding, key=self._preempter.order)
                 victim = self._preempter.victim(self._running, first)

@@ -149,8 +149,25 @@ class SequenceMemory:
         """
         copied_bytes = self.memory.copied_bytes
         self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32))
-        if kv_bytes := self.memory.copied_bytes - copied_bytes:  # copy on write of shared pages
-            self.events.emit("copied", requests[0], kv_bytes=kv_bytes)
+        self._note_growth(requests, tokens, self.memory.copied_bytes - copied_bytes)
+
+    def try_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
+        """`grow` if `can_grow`; return whether the requests have grown."""
+        rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
+        copied_bytes = self.memory.copied_bytes
+        if not self.memory.try_grow(rows, counts):
+            if not self.can_grow(requests, tokens):
+                return False
+            copied_bytes = self.memory.copied_bytes
+            self.memory.grow(rows, counts)
+        self._note_growth(requests, tokens, self.memory.copied_bytes - copied_bytes)
+        return True
+
+    def _note_growth(
+        self, requests: Sequence[Request], tokens: Sequence[int], copied_bytes: int
+    ) -> None:
+        if copied_bytes:  # copy on write of shared pages
+            self.events.emit("copied", requests[0], kv_bytes=copied_bytes)
         if self.sharing.prefix is None:
             return
         block = self.sharing.prefix.block_tokens

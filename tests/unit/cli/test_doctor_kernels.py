@@ -8,6 +8,7 @@ import pytest
 from quire.cli import doctor_kernels
 from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
 from quire.kernels.native import library as library_module
+from quire.kernels.native import sampling
 from quire.kernels.native.library import MAX_CPU_ISA, NativeLibrary, NotLoaded, load_library
 from quire.kernels.native.linear_args import AVX2, AVX512, AVX512_BF16, PLAIN
 from quire.layout.codec_names import CODECS
@@ -63,14 +64,26 @@ def test_without_the_c_extension_the_replacement_and_reason_are_listed(
     for codec in ("int8", "int4"):
         assert uses["linear layers", codec].kernel == "none"
     assert uses["RMSNorm and RoPE", ""].kernel == "modules of Transformers"
+    assert uses["sampling", ""].text == "torch (not the C extension: no C compiler)"
     assert uses["attention, prefill", ""].kernel == "gathered"
 
 
 @needs_products
-def test_plain_c_has_no_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_c_has_no_linear_layers_and_no_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     uses = uses_with(monkeypatch, on_path(PLAIN))
 
     assert "neither AVX2 nor AVX-512" in uses["linear layers", "float32"].reason
+    assert uses["sampling", ""].kernel == "torch"
+    assert "neither AVX2 nor AVX-512" in uses["sampling", ""].reason
+
+
+@needs_products
+@pytest.mark.parametrize("path", [AVX2, AVX512, AVX512_BF16])
+def test_sampling_runs_where_the_engine_samples(monkeypatch: pytest.MonkeyPatch, path: int) -> None:
+    monkeypatch.setattr(sampling, "load_library", lambda: on_path(path))
+
+    assert sampling.row_sampling() is not None
+    assert uses_with(monkeypatch, on_path(path))["sampling", ""].kernel == "C extension"
 
 
 def test_every_kv_codec_is_listed() -> None:

@@ -10,7 +10,7 @@ from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import Products, set_input, set_output
 from quire.kernels.native.linear_args import AVX2
 from quire.kernels.native.packed_weights import pack
-from quire.kernels.native.row_functions import HeadShape, RowFunctions, set_heads
+from quire.kernels.native.row_functions import HeadShape, RowFunctions, empty_heads, set_heads
 
 LIBRARY = load_library()
 PATHS = range(AVX2, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
@@ -60,7 +60,8 @@ def test_heads_are_split_normed_and_rotated(
     cosine, sine = angles.cos(), angles.sin()
     args = functions.heads(x, shape, dtype)
     args.cosine, args.sine = cosine.data_ptr(), sine.data_ptr()
-    found = set_heads(args, rows, shape, dtype)
+    found = empty_heads(rows, shape, dtype)
+    set_heads(args, found)
     run(args)
     for number, part in enumerate(found):
         start = columns[number]
@@ -72,6 +73,16 @@ def test_heads_are_split_normed_and_rotated(
         torch.testing.assert_close(
             part.float(), expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype]
         )
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rows_are_converted_to_and_from_float32(
+    functions: RowFunctions, dtype: torch.dtype
+) -> None:
+    x, narrow, wide = seeded(5, 72), torch.empty(5, 72, dtype=dtype), torch.empty(5, 72)
+    run(functions.convert(x, narrow), functions.convert(narrow, wide))
+    assert torch.equal(narrow, x.to(dtype))
+    assert torch.equal(wide, narrow.float())
 
 
 def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from transformers.generation import logits_process as reference
 
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
+from quire.kernels.native.sampling import row_sampling
 from quire.sampling.sampler import NO_TOKEN, Sampler, prompt_logprobs
 
 VOCAB = 120
@@ -25,9 +26,14 @@ class Row:
     sampling_seed: int = 11
 
 
-@pytest.fixture
-def sampler():
-    return Sampler(VOCAB, EOS)
+NATIVE = row_sampling()
+
+
+@pytest.fixture(params=["torch", "native"])
+def sampler(request):
+    if request.param == "native" and NATIVE is None:
+        pytest.skip("no C extension with vector instructions")
+    return Sampler(VOCAB, EOS, native=NATIVE if request.param == "native" else None)
 
 
 def random_logits(num_rows, seed=3):
@@ -59,7 +65,8 @@ def mixed_rows(num_output=3):
 @given(order=st.permutations(range(len(MIXED))), size=st.integers(1, len(MIXED)))
 @settings(max_examples=30, deadline=None)
 def test_token_of_a_row_is_independent_of_the_batch(order, size):
-    sampler, logits, rows = Sampler(VOCAB, EOS), random_logits(len(MIXED)), mixed_rows()
+    sampler = Sampler(VOCAB, EOS, native=NATIVE)
+    logits, rows = random_logits(len(MIXED)), mixed_rows()
     alone = [sampler.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     batch = order[:size]
 
@@ -67,6 +74,18 @@ def test_token_of_a_row_is_independent_of_the_batch(order, size):
 
     assert [token.token_id for token in tokens] == [alone[i].token_id for i in batch]
     assert [token.top_logprobs for token in tokens] == [alone[i].top_logprobs for i in batch]
+
+
+@pytest.mark.skipif(NATIVE is None, reason="no C extension with vector instructions")
+@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.01, 1.0, 5.0, 30.0]))
+@settings(max_examples=30, deadline=None)
+def test_native_sampling_equals_the_operations_of_torch(seed, scale):
+    logits = scale * random_logits(len(MIXED), seed)
+    rows = mixed_rows()
+
+    expected = Sampler(VOCAB, EOS).sample(logits, rows)
+
+    assert Sampler(VOCAB, EOS, native=NATIVE).sample(logits, rows) == expected
 
 
 def test_greedy_fast_path_equals_the_general_path(sampler):

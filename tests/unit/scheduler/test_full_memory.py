@@ -63,19 +63,25 @@ def test_cached_prefix_is_dropped_or_request_waits_if_statistics_lack_pages(othe
     assert len(request.output_token_ids) == 5
 
 
+def refuse_growth(monkeypatch, lacks_pages):
+    """Let requests lack pages for their next tokens."""
+    for name in ("can_grow", "try_grow"):
+        grow = getattr(SequenceMemory, name)
+        monkeypatch.setattr(
+            SequenceMemory,
+            name,
+            lambda self, requests, tokens, grow=grow: (
+                not lacks_pages(requests) and grow(self, requests, tokens)
+            ),
+        )
+
+
 def test_request_that_never_gets_pages_fails_and_others_continue(monkeypatch):
     load = SchedulerLoad(Setting(pages=40))
     stuck, other = load.request(9, 5), load.request(9, 5)
     for request in (stuck, other):
         load.submit(request)
-    can_grow = SequenceMemory.can_grow
-    monkeypatch.setattr(
-        SequenceMemory,
-        "can_grow",
-        lambda sequence_memory, requests, tokens: (
-            stuck not in requests and can_grow(sequence_memory, requests, tokens)
-        ),
-    )
+    refuse_growth(monkeypatch, lambda requests: stuck in requests)
 
     while stuck.progress.state is not RequestState.FINISHED:
         load.scheduler.schedule()
@@ -93,13 +99,11 @@ def test_group_whose_members_cannot_proceed_together_is_dissolved(batcher, monke
     load = SchedulerLoad(Setting(pages=40, max_num_seqs=3, batcher=batcher, host_pages=40))
     members = [load.request(9, 5) for _ in range(3)]
     load.submit_group(list(members), atomic=False)
-    can_grow = SequenceMemory.can_grow
 
-    def together(sequence_memory, requests, tokens):
-        running = [r for r in load.scheduler.running if r.group is not None]
-        return len(running) < 2 and can_grow(sequence_memory, requests, tokens)
+    def are_together(_requests):
+        return len([r for r in load.scheduler.running if r.group is not None]) >= 2
 
-    monkeypatch.setattr(SequenceMemory, "can_grow", together)
+    refuse_growth(monkeypatch, are_together)
     load.drain()
 
     assert [len(member.output_token_ids) for member in members] == [5, 5, 5]

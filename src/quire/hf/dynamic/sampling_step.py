@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.hf.dynamic.query import NewToken, Query
+from quire.kernels.native.sampling import row_sampling
 from quire.sampling.sampler import Sampler
 from quire.sampling.stop_rules import ending_token
 
@@ -27,7 +28,7 @@ class SamplingStep:
         self, vocab_size: int, eos_token_ids: tuple[int, ...], clock: Callable[[], float]
     ) -> None:
         self.new: list[NewToken] = []
-        self._sampler = Sampler(vocab_size, eos_token_ids)
+        self._sampler = Sampler(vocab_size, eos_token_ids, native=row_sampling())
         self._eos_token_ids, self._clock = eos_token_ids, clock
 
     def begin_step(self) -> None:

@@ -5,11 +5,11 @@ the C library has no code for large chunks; the gathered backend computes those.
 """
 
 import logging
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import InvariantError
@@ -23,83 +23,26 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
 )
+from quire.kernels.chains import HeadBuffers
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.gathered_plan import GatheredPlan, group_chunks
 from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit_tensors
-from quire.kernels.native.call import AttentionCall, Scratch, WriteCall
-from quire.kernels.native.call import move as move_in_c
-from quire.kernels.native.call import tally as tally_in_c
+from quire.kernels.native.call import AttentionCall, Scratch
+from quire.kernels.native.chain import LayerAttention
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import cut
+from quire.kernels.native.plan import (
+    LastLayer,
+    NativePlan,
+    Ready,
+    check_column_sums,
+    gathered_chunks,
+    token_plan,
+)
+from quire.kernels.native.slot_calls import WriteCall
+from quire.kernels.native.slot_calls import move as move_in_c
+from quire.kernels.native.slot_calls import tally as tally_in_c
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Prepared attention of the layers of a plan, built by the first layer.
-
-    Attributes:
-        call: arguments of the C library; None if it cannot read the tensors.
-        gathered: plan of the rows that the gathered backend computes, or None.
-    """
-
-    call: AttentionCall | None
-    gathered: object | None
-
-
-@dataclass(frozen=True, slots=True)
-class NativePlan:
-    """A step for layers with the same page class, the same table and equal lane lengths.
-
-    Attributes:
-        step, lanes: shapes in contiguous arrays, as the C library requires.
-        page_tokens: slots of a page.
-        slot_bytes: bytes of a slot.
-        token_row: [tokens] row of each token, if every token is computed as a separate row; None if
-            the tokens of a row are computed together.
-        ready: prepared attention by properties of a layer's tensors.
-        last: the properties and prepared attention of the last layer, or nothing.
-    """
-
-    step: StepShape
-    lanes: LaneSlots
-    page_tokens: int
-    slot_bytes: int
-    token_row: Tensor | None = None
-    ready: dict[tuple[object, ...], Ready] = field(default_factory=dict)
-    last: "list[LastLayer]" = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LastLayer:
-    """A layer without column sums and its prepared attention; the next layer is mostly alike.
-
-    Attributes:
-        pages: its pages.
-        query: its query.
-        ready: its prepared attention.
-    """
-
-    pages: LayerPages
-    query: Tensor
-    ready: Ready
-
-    def is_like(self, pages: LayerPages, query: Tensor) -> bool:
-        """Return whether the same arguments, apart from addresses, fit this layer."""
-        own = self.pages
-        return (
-            pages.key is own.key
-            and pages.value is own.value
-            and pages.table is own.table
-            and pages.rows is own.rows
-            and pages.coded is own.coded
-            and pages.full_precision is own.full_precision
-            and pages.promoted is own.promoted
-            and query.shape == self.query.shape
-            and query.dtype == self.query.dtype
-            and query.data_ptr() % query.itemsize == 0
-        )
 
 
 class NativeAttention:
@@ -135,7 +78,7 @@ class NativeAttention:
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Store the step; the first layer determines how its rows are cut."""
         if self._one_by_one:
-            return _one_by_one(step, lanes, page_tokens, slot_bytes)
+            return token_plan(step, lanes, page_tokens, slot_bytes)
         tokens, starts = np.ascontiguousarray(step.tokens), np.ascontiguousarray(step.starts)
         return NativePlan(
             StepShape(tokens, starts, step.num_decode),
@@ -221,6 +164,33 @@ class NativeAttention:
             plan.last[:] = [LastLayer(pages, query, ready)]
         return ready
 
+    def chain(
+        self,
+        plan: object,
+        layers: Sequence[tuple[LayerPages, NewSlots, AttentionMath]],
+        heads: HeadBuffers,
+    ) -> list[LayerAttention] | None:
+        """See `ChainBackend.chain`."""
+        assert isinstance(plan, NativePlan)
+        pages, slots, math = layers[0]
+        unfit = unfit_tensors(pages, math, heads.query, None)
+        one_by_one = plan.token_row is not None
+        if unfit or one_by_one or math.sinks is not None:
+            return None
+        ready = self._make_ready(plan, pages, math, heads.query, None)
+        call = ready.call
+        fits = ready.gathered is None and can_write(slots, heads.key, heads.value)
+        if call is None or not fits:
+            return None
+        write = WriteCall(self._library, slots, heads.key)
+        chained = []
+        for pages, slots, math in layers:
+            written = write.copied_args(slots, heads.key, heads.value)
+            attend = call.copied_args(pages, math, heads.query, heads.out, self._scratch)
+            owner = call, slots, self._scratch.memory
+            chained.append(LayerAttention(written, attend, call.num_threads, owner))
+        return chained
+
     def _make_ready(
         self,
         plan: NativePlan,
@@ -229,7 +199,7 @@ class NativeAttention:
         query: Tensor,
         column_sums: Tensor | None,
     ) -> Ready:
-        _check_column_sums(plan, query, column_sums)
+        check_column_sums(plan, query, column_sums)
         unfit = unfit_tensors(pages, math, query, column_sums)
         if plan.token_row is not None:
             if unfit or column_sums is not None:
@@ -244,42 +214,9 @@ class NativeAttention:
         blocks = int(self._library.block_queries(self._library.path, query.shape[2]))
         parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks)
         call = AttentionCall(self._library, plan.step, plan.lanes, parts, pages, query, column_sums)
-        return Ready(call, _chunks(plan, parts.others) if len(parts.others) else None)
+        return Ready(call, gathered_chunks(plan, parts.others) if len(parts.others) else None)
 
     def _notice(self, reason: str) -> None:
         if reason not in self._noticed:
             self._noticed.add(reason)
             _log.warning("attention falls back from the C extension to torch: %s", reason)
-
-
-def _one_by_one(step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> NativePlan:
-    """Plan every token as a row with one new token, which sees the slots up to its own."""
-    token_row = np.repeat(np.arange(len(step.tokens)), step.tokens)
-    behind = (step.starts + step.tokens)[token_row] - np.arange(len(token_row)) - 1
-    slots = (lanes.slots[token_row] - behind[:, None]).astype(np.int32)
-    return NativePlan(
-        StepShape.of(np.ones(len(token_row), dtype=np.int32)),
-        LaneSlots(slots, lanes.window),
-        page_tokens,
-        slot_bytes,
-        torch.from_numpy(token_row),
-    )
-
-
-def _chunks(plan: NativePlan, rows: NDArray[np.int64]) -> GatheredPlan:
-    """Build a plan of the gathered backend for the chunks of these rows."""
-    wanted = set(rows.tolist())
-    chunks = [c for c in group_chunks(plan.step, plan.lanes) if wanted >= set(c.rows.tolist())]
-    return GatheredPlan(plan.step, plan.lanes.window, (), tuple(chunks))
-
-
-def _check_column_sums(plan: NativePlan, query: Tensor, column_sums: Tensor | None) -> None:
-    """Refuse column sums that are too small for the step."""
-    if column_sums is None:
-        return
-    wanted = (len(plan.step.tokens), query.shape[1], int(plan.lanes.slots.max(initial=0)))
-    rows, heads, slots = column_sums.shape
-    if (rows, heads) != wanted[:2] or slots < wanted[2]:
-        raise InvariantError(
-            f"expected column sums of shape {wanted} or wider, got {tuple(column_sums.shape)}"
-        )

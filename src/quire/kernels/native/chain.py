@@ -2,22 +2,26 @@
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from quire.errors import InvariantError
+from quire.kernels.native.arguments import AttentionArgs, WriteArgs
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear_args import (
     ChainCall,
     CodeArgs,
+    ConvertArgs,
     LinearArgs,
     NormArgs,
     RopeArgs,
 )
 
-ChainArgs = LinearArgs | NormArgs | RopeArgs | CodeArgs
-CHAIN_PARTS = ("qkv", "output projection", "mlp", "head", "norms and RoPE")
-_KINDS = {LinearArgs: 0, NormArgs: 1, RopeArgs: 2, CodeArgs: 3}  # as in rows.h
+CHAIN_PARTS = ("qkv", "attention", "output projection", "mlp", "head", "norms and RoPE")
+RowArgs = LinearArgs | NormArgs | RopeArgs | CodeArgs | ConvertArgs
+_CALLS = (LinearArgs, NormArgs, RopeArgs, CodeArgs, ConvertArgs, WriteArgs, AttentionArgs)
+_KINDS = {arguments: kind for kind, arguments in enumerate(_CALLS)}  # as in rows.h
 
 
 class PartTimes:
@@ -35,6 +39,23 @@ class PartTimes:
         ctypes.memset(self.nanoseconds, 0, ctypes.sizeof(self.nanoseconds))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention:
+    """Attention of one layer, as two calls of a chain.
+
+    Attributes:
+        write: writes the new keys and values to their slots.
+        attend: attends to the slots.
+        num_threads: for `attend`.
+        owner: holds the memory that the arguments point to.
+    """
+
+    write: WriteArgs
+    attend: AttentionArgs
+    num_threads: int
+    owner: object
+
+
 class Chain:
     """Calls in order, with arguments that are built once.
 
@@ -42,17 +63,20 @@ class Chain:
         library: the loaded C library.
         parts: arguments of the calls, with the name in CHAIN_PARTS that their time counts for; the
             owner keeps the memory they point to alive.
+
+    Attributes:
+        calls: the calls, in an array of C.
     """
 
-    def __init__(self, library: NativeLibrary, *parts: tuple[str, Sequence[ChainArgs]]) -> None:
+    def __init__(self, library: NativeLibrary, *parts: tuple[str, Sequence[RowArgs]]) -> None:
         self._library = library
         self._steps = tuple(step for _, steps in parts for step in steps)
         calls = [
-            ChainCall(ctypes.addressof(step), _KINDS[type(step)], CHAIN_PARTS.index(part))
+            _call(type(step), part, ctypes.addressof(step))
             for part, steps in parts
             for step in steps
         ]
-        self._calls = (ChainCall * len(calls))(*calls)
+        self.calls = (ChainCall * len(calls))(*calls)
 
     def set_rows(self, rows: int) -> None:
         """Set the number of rows of every call."""
@@ -61,11 +85,47 @@ class Chain:
 
     def run(self, times: PartTimes | None = None) -> None:
         """Make the calls; add their times to `times`."""
-        library = self._library
-        threads = torch.get_num_threads()
-        nanoseconds = None if times is None else times.nanoseconds
-        status = library.chain(
-            self._calls, len(self._steps), library.parallel_for, threads, nanoseconds
-        )
-        if status:
-            raise InvariantError("the C extension has no linear layers for this machine")
+        _run(self._library, self.calls, times)
+
+
+class LayerChain:
+    """The calls of all layers of a decoder, with attention between two chains of each layer.
+
+    Args:
+        library: the loaded C library.
+        layers: calls before and after attention of each layer.
+    """
+
+    def __init__(self, library: NativeLibrary, layers: Sequence[tuple[Chain, Chain]]) -> None:
+        self._library = library
+        write, attend = _call(WriteArgs, "attention"), _call(AttentionArgs, "attention")
+        calls: list[ChainCall] = []
+        self._writes: list[int] = []  # index of the write of each layer; `attend` follows it
+        for before, after in layers:
+            self._writes.append(len(calls) + len(before.calls))
+            calls += [*before.calls, write, attend, *after.calls]
+        self._calls = (ChainCall * len(calls))(*calls)
+
+    def run(self, attention: Sequence[object], times: PartTimes | None = None) -> None:
+        """Make the calls.
+
+        Args:
+            attention: a LayerAttention for each layer.
+            times: times of the calls are added to these.
+        """
+        for write, layer in zip(self._writes, attention, strict=True):
+            assert isinstance(layer, LayerAttention), "the calls come from the native backend"
+            self._calls[write].args = ctypes.addressof(layer.write)
+            attend = self._calls[write + 1]
+            attend.args, attend.num_threads = ctypes.addressof(layer.attend), layer.num_threads
+        _run(self._library, self._calls, times)
+
+
+def _call(arguments: type[ctypes.Structure], part: str, address: int | None = None) -> ChainCall:
+    return ChainCall(address, _KINDS[arguments], CHAIN_PARTS.index(part))
+
+
+def _run(library: NativeLibrary, calls: "ctypes.Array[ChainCall]", times: PartTimes | None) -> None:
+    threads, nanoseconds = torch.get_num_threads(), None if times is None else times.nanoseconds
+    if library.chain(calls, len(calls), library.parallel_for, threads, nanoseconds):
+        raise InvariantError("the C extension has no code for the layers of this decoder")

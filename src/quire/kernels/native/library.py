@@ -30,7 +30,16 @@ from quire.kernels.native.arguments import (
     WriteArgs,
 )
 from quire.kernels.native.coding import MAX_OUTLIERS, MAX_RUNS
-from quire.kernels.native.linear_args import ChainCall, CodeArgs, LinearArgs, NormArgs, RopeArgs
+from quire.kernels.native.linear_args import (
+    ChainCall,
+    CodeArgs,
+    ConvertArgs,
+    LinearArgs,
+    NormArgs,
+    RopeArgs,
+    SampleArgs,
+    SampleRow,
+)
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of PATHS
@@ -53,6 +62,8 @@ class NativeLibrary:
         rope: `quire_rope`.
         code_rows: `quire_code_rows`.
         chain: `quire_chain`.
+        sample: `quire_sample` of sample.c.
+        sample_bytes: `quire_sample_bytes`.
         path: code path for this CPU, an index into PATHS.
         parallel_for: address of torch's thread function; None for a single thread.
         max_head_dim: largest supported head_dim.
@@ -69,6 +80,8 @@ class NativeLibrary:
     rope: Callable[..., int]
     code_rows: Callable[..., int]
     chain: Callable[..., int]
+    sample: Callable[..., int]
+    sample_bytes: Callable[..., int]
     path: int
     parallel_for: int | None
     max_head_dim: int
@@ -129,6 +142,10 @@ _SIZES = {
     "norm_args": NormArgs,
     "rope_args": RopeArgs,
     "code_args": CodeArgs,
+    "convert_args": ConvertArgs,
+    "chain_call": ChainCall,
+    "sample_args": SampleArgs,
+    "sample_row": SampleRow,
 }
 """Mirrors by name: `quire_NAME_size` returns the size of the C structure."""
 
@@ -145,6 +162,7 @@ _ARGUMENTS = {
         *(ctypes.POINTER(ChainCall), ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
         ctypes.POINTER(ctypes.c_int64),
     ),
+    "sample": (ctypes.POINTER(SampleArgs), ctypes.c_void_p, ctypes.c_int),
 }
 """Argument types of the functions `quire_NAME` that return a status."""
 
@@ -187,13 +205,15 @@ def _bound(library: ctypes.CDLL) -> NativeLibrary:
         function = getattr(library, f"quire_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_int
         functions[name] = function
-    scratch_bytes = library.quire_scratch_bytes
+    scratch_bytes, sample_bytes = library.quire_scratch_bytes, library.quire_sample_bytes
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
-    scratch_bytes.restype = ctypes.c_int64
+    sample_bytes.argtypes = (ctypes.c_int,)
+    scratch_bytes.restype = sample_bytes.restype = ctypes.c_int64
     return NativeLibrary(
         **functions,
         block_queries=library.quire_block_queries,
         scratch_bytes=scratch_bytes,
+        sample_bytes=sample_bytes,
         path=library.quire_best_path(),
         parallel_for=_torch_parallel_for(),
         max_head_dim=library.quire_max_head_dim(),

@@ -1,4 +1,4 @@
-"""ctypes mirrors of the argument structures of linear.h and rows.h."""
+"""ctypes mirrors of the argument structures of linear.h, rows.h and sample.h."""
 
 import ctypes
 
@@ -86,7 +86,60 @@ class CodeArgs(ctypes.Structure):
     )
 
 
-class ChainCall(ctypes.Structure):
-    """Mirror of `chain_call`."""
+class ConvertArgs(ctypes.Structure):
+    """Mirror of `convert_args`; its size is checked at load."""
 
-    _fields_ = (("args", ctypes.c_void_p), ("kind", ctypes.c_int32), ("part", ctypes.c_int32))
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("x_dtype", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class ChainCall(ctypes.Structure):
+    """Mirror of `chain_call`; its size is checked at load."""
+
+    _fields_ = (
+        ("args", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("part", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class SampleRow(ctypes.Structure):
+    """Mirror of `sample_row`; its size is checked at load."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("top_p", ctypes.c_double),
+        ("log_total", ctypes.c_double),
+        ("log_min_p", ctypes.c_double),
+        ("temperature", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+    )
+
+
+class SampleArgs(ctypes.Structure):
+    """Mirror of `sample_args`; its size is checked at load."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("logits_row", ctypes.c_int64),
+        ("options", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("status", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("vocab", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )

@@ -1,5 +1,6 @@
 """Arguments of the C library's row-wise functions of a decoder layer: RMSNorm and RoPE."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.kernels.native.coding import DTYPES
-from quire.kernels.native.linear_args import AVX2, NormArgs, RopeArgs
+from quire.kernels.native.linear_args import AVX2, ConvertArgs, NormArgs, RopeArgs
 
 WIDE_LANES = 16  # float32 numbers of an AVX-512 vector
 NARROW_LANES = 8
@@ -94,17 +95,32 @@ class RowFunctions:
             eps=shape.eps,
         )
 
+    def convert(self, x: Float[Tensor, "row width"], out: Tensor) -> ConvertArgs:
+        """Arguments of a conversion of contiguous rows from or to float32."""
+        return ConvertArgs(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            rows=x.shape[0],
+            width=x.shape[1],
+            x_dtype=DTYPES[x.dtype],
+            out_dtype=DTYPES[out.dtype],
+            path=self._path_of(x.shape[1]),
+        )
+
     def _path_of(self, *widths: int) -> int:
         """The code path for vectors of these lengths: AVX-512 CPUs also run AVX2 code."""
         return AVX2 if any(width % WIDE_LANES for width in widths) else self._path
 
 
-def set_heads(
-    args: RopeArgs, rows: int, shape: HeadShape, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate queries, keys and values [row, heads, head_dim] and set them as outputs."""
+def empty_heads(rows: int, shape: HeadShape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate queries, keys and values [row, heads, head_dim]."""
     query, key, value = (
         torch.empty(rows, heads, shape.head_dim, dtype=dtype) for heads in shape.heads
     )
-    args.out[0], args.out[1], args.out[2] = query.data_ptr(), key.data_ptr(), value.data_ptr()
     return query, key, value
+
+
+def set_heads(args: RopeArgs, heads: Iterable[Tensor]) -> None:
+    """Set queries, keys and values as outputs."""
+    for part, tensor in enumerate(heads):
+        args.out[part] = tensor.data_ptr()

@@ -64,8 +64,7 @@ static void rope_row(const rope_args *a, int64_t row) {
 ROWS(norm_rows, norm_args, norm_row_512(a, row), norm_row_256(a, row))
 ROWS(rope_rows, rope_args, rope_row(a, row), rope_row(a, row))
 ROWS(code_rows, code_args, code_row_512(a, row), code_row_256(a, row))
-
-
+ROWS(convert_rows, convert_args, convert_row_512(a, row), convert_row_256(a, row))
 
 #define NUMBERS_A_THREAD 16384
 
@@ -90,12 +89,17 @@ int quire_rope(const rope_args *args, parallel_for run) {
     RUN(rope_rows, (int64_t)(args->heads[0] + args->heads[1] + args->heads[2]) * args->head_dim);
 }
 int quire_code_rows(const code_args *args, parallel_for run) { RUN(code_rows, args->width); }
+int quire_convert(const convert_args *args, parallel_for run) { RUN(convert_rows, args->width); }
 
 int64_t quire_norm_args_size(void) { return sizeof(norm_args); }
 int64_t quire_rope_args_size(void) { return sizeof(rope_args); }
 int64_t quire_code_args_size(void) { return sizeof(code_args); }
+int64_t quire_convert_args_size(void) { return sizeof(convert_args); }
+int64_t quire_chain_call_size(void) { return sizeof(chain_call); }
 
 int quire_linear(const linear_args *args, parallel_for run, int num_threads);
+int quire_attend(const attention_args *args, parallel_for run, int num_threads);
+int quire_write(const void *args, parallel_for run);
 
 static int64_t nanoseconds_now(void) {
     struct timespec now;
@@ -109,12 +113,16 @@ int quire_chain(const chain_call *calls, int count, parallel_for run, int num_th
     int status = 0;
     for (int i = 0; i < count && !status; i++) {
         const void *args = calls[i].args;
+        int threads = calls[i].num_threads ? calls[i].num_threads : num_threads;
         int64_t started = nanoseconds ? nanoseconds_now() : 0;
         switch (calls[i].kind) {
-        case CALL_LINEAR: status = quire_linear(args, run, num_threads); break;
+        case CALL_LINEAR: status = quire_linear(args, run, threads); break;
         case CALL_NORM: status = quire_norm(args, run); break;
         case CALL_ROPE: status = quire_rope(args, run); break;
-        default: status = quire_code_rows(args, run);
+        case CALL_CODES: status = quire_code_rows(args, run); break;
+        case CALL_CONVERT: status = quire_convert(args, run); break;
+        case CALL_WRITE: status = quire_write(args, run); break;
+        default: status = quire_attend(args, run, threads);
         }
         if (nanoseconds) nanoseconds[calls[i].part] += nanoseconds_now() - started;
     }

@@ -1,4 +1,4 @@
-/* Row-wise functions of a decoder layer. norm_args, rope_args and code_args are mirrored in row_args.py. */
+/* Row-wise functions of a decoder layer. The argument structures are mirrored in linear_args.py. */
 #ifndef QUIRE_ROWS_H
 #define QUIRE_ROWS_H
 
@@ -35,13 +35,21 @@ typedef struct {
     int32_t rows, width, x_dtype, path;
 } code_args;
 
+/* Convert rows between float32 and bfloat16 or float16; the other type of the two is float32. */
+typedef struct {
+    const void *x; /* [rows, width] contiguous, x_dtype */
+    void *out;     /* [rows, width] contiguous, out_dtype */
+    int32_t rows, width, x_dtype, out_dtype, path, unused;
+} convert_args;
+
 /* One call of a chain: functions that follow each other without Python between them. `part` is the index of
  * the component of the model that the time of the call is added to. */
-enum { CALL_LINEAR = 0, CALL_NORM = 1, CALL_ROPE = 2, CALL_CODES = 3 };
+enum { CALL_LINEAR = 0, CALL_NORM, CALL_ROPE, CALL_CODES, CALL_CONVERT, CALL_WRITE, CALL_ATTEND };
 
 typedef struct {
     const void *args;
     int32_t kind, part;
+    int32_t num_threads, unused; /* 0 threads: those of the chain */
 } chain_call;
 
 #endif

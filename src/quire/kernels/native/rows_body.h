@@ -64,3 +64,8 @@ static TARGET void NAME(code_row)(const code_args *a, int64_t row) {
         a->sums[row * groups + group] = sum;
     }
 }
+
+static TARGET void NAME(convert_row)(const convert_args *a, int64_t row) {
+    for (int64_t i = row * a->width, end = i + a->width; i < end; i += LANES)
+        NAME(put_numbers)(a->out, i, V(numbers)((const uint8_t *)a->x, i, a->x_dtype), a->out_dtype);
+}

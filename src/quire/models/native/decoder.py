@@ -1,9 +1,12 @@
-"""The native decoder: a Llama-like model whose layers are two calls of the C library each.
+"""The native decoder: a Llama-like model whose layers are one chain of calls of the C library.
 
 Before attention: RMSNorm, one product for queries, keys and values, RoPE. After attention: the
 output projection added to the residual stream, RMSNorm, one gated product, and the down projection
 added to the residual stream. The residual stream is float32; Transformers rounds it to the model's
 type after every operation. Buffers are allocated once for the largest batch.
+
+Python runs between the layers only if attention needs more than the C library computes, such as
+statistics of tokens or offloaded pages.
 """
 
 from typing import Any
@@ -19,8 +22,9 @@ from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear import Products
 from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.models.adapter import TransformersDecoder
-from quire.models.base import AttentionCall, Batch
+from quire.models.base import AttentionCall, Batch, ChainedAttention
 from quire.models.native.layers import FusedModel, fuse, refusal
+from quire.models.native.rope_table import RopeTable
 from quire.models.native.workspace import LayerCalls, Workspace
 
 
@@ -45,6 +49,7 @@ class NativeDecoder(TransformersDecoder):
         products = Products(library)
         self._fused: FusedModel = fuse(model, products, kind)
         self._workspace = Workspace(self._fused, library, products, model.dtype)
+        self._rope_table = RopeTable(self._fused.rotary)
         super().__init__(model)
 
     def prepare(self, statistic: Statistic) -> str | None:
@@ -62,18 +67,24 @@ class NativeDecoder(TransformersDecoder):
             return torch.empty(0, self._fused.head.weight.outer)
         workspace.set_rows(rows)
         workspace.stream.copy_(self._fused.embedding(batch.token_ids))
-        turns = self._fused.rotary(workspace.stream[None], batch.positions[None])
-        workspace.set_turns(*(turn[0] for turn in turns))
-        for number, layer in enumerate(workspace.layers):
-            self._run_layer(number, layer, batch.attention)
+        workspace.set_turns(*self._rope_table.at(batch.positions))
+        self._run_layers(batch.attention)
         return workspace.logits(batch.sample_rows)
 
-    def _run_layer(self, number: int, layer: LayerCalls, attention: Any) -> None:
+    def _run_layers(self, attention: Any) -> None:
         workspace = self._workspace
-        query, key, value = workspace.run_before(layer)
-        if getattr(attention, "wants_inputs", False):
-            attention.note_input(number, workspace.normed.to(self.dtype, copy=True))
-        call = AttentionCall(
+        calls = [self._call(number, layer) for number, layer in enumerate(workspace.layers)]
+        chained = None
+        if isinstance(attention, ChainedAttention):
+            chained = attention.chain(calls, workspace.heads)
+        if chained is not None:
+            workspace.run_layers(chained)
+            return
+        for call, layer in zip(calls, workspace.layers, strict=True):
+            self._run_layer(call, layer, attention)
+
+    def _call(self, number: int, layer: LayerCalls) -> AttentionCall:
+        return AttentionCall(
             layer=number,
             scale=layer.scale,
             window=self.spec.layers[number].window,
@@ -81,7 +92,13 @@ class NativeDecoder(TransformersDecoder):
             sinks=None,
             rotary=self._bridge.rotaries.get(number),
         )
-        attended = attention.attend(call, query, key, value)
+
+    def _run_layer(self, call: AttentionCall, layer: LayerCalls, attention: Any) -> None:
+        workspace, number = self._workspace, call.layer
+        query, key, value = workspace.run_before(layer)
+        if getattr(attention, "wants_inputs", False):
+            attention.note_input(number, workspace.normed.to(self.dtype, copy=True))
+        attended = attention.attend(call, query, key, value).contiguous()
         if not getattr(attention, "wants_residual_similarity", False):
             workspace.run_after(layer, attended)
             return

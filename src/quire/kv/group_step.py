@@ -1,0 +1,85 @@
+"""The state of one lane group in a step: plans, pages, and slots of new tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMath, LayerPages, NewSlots
+from quire.kernels.chains import ChainBackend, HeadBuffers
+from quire.kv.full_precision import FullPrecisionStep
+from quire.kv.mixed_precision import PromotedBuffer
+from quire.kv.statistics.watching import GroupWatch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """The state of one lane group in a step.
+
+    Attributes:
+        plans: the backend's plan of each layer.
+        pages: the pages of each layer.
+        new_slots: the slots of the new tokens in each layer.
+        positions: int32 [pages, tokens] of all pages of the class; None if pages have no positions.
+        watch: records the rows' attention statistics; None if no row uses any.
+        full_precision: full-precision tokens; None if the group has none.
+        promoted: mixed-precision tokens, in addition to these; None if the group has none.
+    """
+
+    plans: tuple[object, ...]
+    pages: tuple[LayerPages, ...]
+    new_slots: tuple[NewSlots, ...]
+    positions: Tensor | None
+    watch: GroupWatch | None
+    full_precision: FullPrecisionStep | None
+    promoted: PromotedBuffer | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a layer needs nothing but writing new slots and attention."""
+        extras = (self.positions, self.watch, self.full_precision, self.promoted)
+        return all(extra is None for extra in extras)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """A layer in a step.
+
+    Attributes:
+        group: state of its lane group.
+        index: of the layer in the group.
+        math: its operations.
+    """
+
+    group: GroupStep
+    index: int
+    math: AttentionMath
+
+    @property
+    def plan(self) -> object:
+        """The backend's plan of the layer."""
+        return self.group.plans[self.index]
+
+
+def chained(
+    backend: ChainBackend, layers: Sequence[LayerStep], heads: HeadBuffers
+) -> list[object] | None:
+    """Prepare the calls of layers; layers of one plan are prepared together.
+
+    Returns:
+        The calls of each layer; None if the backend has none for a layer.
+    """
+    by_plan: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers):
+        by_plan.setdefault(id(layer.plan), []).append(number)
+    calls: dict[int, object] = {}
+    for numbers in by_plan.values():
+        parts = [
+            (own.group.pages[own.index], own.group.new_slots[own.index], own.math)
+            for own in (layers[number] for number in numbers)
+        ]
+        prepared = backend.chain(layers[numbers[0]].plan, parts, heads)
+        if prepared is None:
+            return None
+        calls.update(zip(numbers, prepared, strict=True))
+    return [calls[number] for number in range(len(layers))]

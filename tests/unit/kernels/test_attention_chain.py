@@ -1,0 +1,103 @@
+"""Attention of layers prepared for a chain: the calls equal `write` and `attend`."""
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
+from quire.kernels.chains import HeadBuffers
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.chain import LayerAttention
+from quire.kernels.native.library import PATHS, NativeLibrary, load_library
+
+LIBRARY = load_library()
+SUPPORTED_PATHS = range(1, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+HEADS, KV_HEADS, DIM, PAGE, LAYERS = 6, 2, 32, 16, 3
+MATH = AttentionMath(DIM**-0.5)
+
+pytestmark = pytest.mark.skipif(not SUPPORTED_PATHS, reason="no C extension with vectors")
+
+
+class Step:
+    """One decode step of rows with this many slots, in layers that share pages and a table."""
+
+    def __init__(self, slots: list[int]) -> None:
+        rows, columns = len(slots), -(-max(slots) // PAGE)
+        generator = torch.Generator().manual_seed(0)
+        shape = (rows * LAYERS * columns, KV_HEADS, PAGE, DIM)
+        table = torch.arange(shape[0], dtype=torch.int32).view(rows, LAYERS, columns)
+        key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+        self.shape = StepShape.of(np.ones(rows, dtype=np.int32))
+        self.lanes = LaneSlots(np.array(slots, dtype=np.int32)[:, None], None)
+        last = torch.tensor(slots) - 1
+        self.layers = [
+            (
+                LayerPages(key, value, table, torch.arange(rows), layer, 1),
+                NewSlots(
+                    key,
+                    value,
+                    table[torch.arange(rows), layer, last // PAGE].long()[:, None],
+                    (last % PAGE)[:, None].contiguous(),
+                ),
+                MATH,
+            )
+            for layer in range(LAYERS)
+        ]
+        self.heads = HeadBuffers(
+            *(
+                torch.randn(rows, heads, DIM, generator=generator)
+                for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+            )
+        )
+
+    def plan(self, backend: NativeAttention) -> object:
+        return backend.plan(self.shape, self.lanes, PAGE, 1)
+
+    def chain(self, backend: NativeAttention) -> list[LayerAttention]:
+        prepared = backend.chain(self.plan(backend), self.layers, self.heads)
+        assert prepared is not None
+        return prepared
+
+    def attended(self, backend: NativeAttention) -> list[torch.Tensor]:
+        plan, heads, outputs = self.plan(backend), self.heads, []
+        for pages, slots, math in self.layers:
+            backend.write(slots, heads.key, heads.value)
+            fresh = heads.key, heads.value
+            outputs.append(backend.attend(plan, pages, math, heads.query, fresh))
+        return outputs
+
+
+def backend_of(path: int, *, one_by_one: bool = False) -> NativeAttention:
+    assert isinstance(LIBRARY, NativeLibrary)
+    library = replace(LIBRARY, path=path)
+    gathered = GatheredAttention(torch.device("cpu"))
+    return NativeAttention(library, gathered, one_by_one=one_by_one)
+
+
+@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=lambda path: PATHS[path])
+@pytest.mark.parametrize("slots", [[1], [17, 40, 33], [3000, 5]])
+def test_prepared_calls_equal_write_and_attend(path: int, slots: list[int]) -> None:
+    assert isinstance(LIBRARY, NativeLibrary)
+    backend = backend_of(path)
+    expected = Step(slots).attended(backend)
+    step = Step(slots)
+
+    for layer, out in zip(step.chain(backend), expected, strict=True):
+        LIBRARY.write(ctypes.byref(layer.write), None)
+        LIBRARY.attend(ctypes.byref(layer.attend), LIBRARY.parallel_for, layer.num_threads)
+        assert torch.equal(step.heads.out, out)
+
+
+def test_scratch_of_prepared_calls_lives_as_long_as_the_calls() -> None:
+    backend = backend_of(LIBRARY.path)
+    (first, *_) = Step([17]).chain(backend)
+    (second, *_) = Step([3000] * 8).chain(backend)  # replaces the scratch memory of the first
+
+    assert first.attend.scratch != second.attend.scratch
+    for layer in (first, second):
+        memory = [part for part in layer.owner if isinstance(part, torch.Tensor)]
+        assert [part.data_ptr() for part in memory] == [layer.attend.scratch]

@@ -1,0 +1,114 @@
+"""All layers of the native decoder as one chain of C calls, against one layer after the other."""
+
+import pytest
+import torch
+
+from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
+from quire.engine.runner import StepBridge
+from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels.native.linear import has_products
+from quire.models.native.workspace import Workspace
+
+LIBRARY = load_library()
+VOCAB = 300
+
+pytestmark = pytest.mark.skipif(
+    not (isinstance(LIBRARY, NativeLibrary) and has_products(LIBRARY)),
+    reason="no C extension with vector instructions",
+)
+
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+def saved(model, path):
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def folder(request, tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(getattr(torch, request.param))
+    return saved(model, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def windows_folder(tmp_path_factory):
+    """A model whose first layer attends to all tokens, and whose other layers have a window."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(2)
+    config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    return saved(Qwen2ForCausalLM(config), tmp_path_factory.mktemp("qwen2"))
+
+
+def outputs(folder, kv=None, **sampling):
+    """Tokens and log-probabilities of prompts, prefilled in chunks beside decode rows."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (1, 40, 7)
+    ]
+    schedule = ScheduleConfig(max_num_batched_tokens=16, chunk_tokens=16)
+    llm = LLM(str(folder), model_impl="native", kv=kv or KVConfig(memory="4MiB"), schedule=schedule)
+    options = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2, seed=1, **sampling)
+    made = llm.generate(prompts, options)
+    llm.engine.check()
+    llm.close()
+    return [(output.token_ids, output.logprobs) for output in made]
+
+
+def assert_chained_equals_single_layers(folder, monkeypatch, **sampling):
+    chains = []
+    run_layers = Workspace.run_layers
+    monkeypatch.setattr(
+        Workspace, "run_layers", lambda self, calls: chains.append(1) or run_layers(self, calls)
+    )
+    chained = outputs(folder, **sampling)
+    assert chains
+    monkeypatch.setattr(StepBridge, "chain", lambda self, calls, heads: None)
+    chains.clear()
+
+    assert outputs(folder, **sampling) == chained
+    assert not chains
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}])
+def test_chain_equals_single_layers(folder, sampling, monkeypatch):
+    assert_chained_equals_single_layers(folder, monkeypatch, **sampling)
+
+
+def test_layers_with_and_without_a_window_share_a_chain(windows_folder, monkeypatch):
+    assert_chained_equals_single_layers(windows_folder, monkeypatch, temperature=0.0)
+
+
+def test_times_of_a_chain_include_attention(folder):
+    llm = LLM(str(folder), model_impl="native", kv=KVConfig(memory="4MiB"))
+    times = llm.engine.model.decoder.time_parts()
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    llm.close()
+
+    assert all(times.seconds().values())
+
+
+def test_layers_run_one_by_one_if_tokens_have_statistics(folder, monkeypatch):
+    monkeypatch.setattr(Workspace, "run_layers", pytest.fail)
+
+    outputs(folder, KVConfig(memory="4MiB", evict="average:cap=16"), temperature=0.0)
+
+
+def test_layers_run_one_by_one_if_pages_are_coded(folder, monkeypatch):
+    monkeypatch.setattr(Workspace, "run_layers", pytest.fail)
+
+    outputs(folder, KVConfig(memory="4MiB", codec="int8"), temperature=0.0)
