@@ -26,7 +26,7 @@
 
 typedef struct {
     int64_t low[BLOCK_QUERIES], high[BLOCK_QUERIES]; /* slots seen: low <= slot < high */
-    float maximum[BLOCK_QUERIES], sum[BLOCK_QUERIES], factor[SIDE];
+    float maximum[BLOCK_QUERIES], sum[BLOCK_QUERIES], factor[SIDE], top[SIDE];
     float logits[SIDE][BLOCK_SLOTS];
     uint32_t weights[SIDE][BLOCK_SLOTS];
     uint32_t *query; /* [vectors, units] */
@@ -63,6 +63,15 @@ INLINE const uint8_t *slot_numbers(const attention_args *a, const uint8_t *plane
     if (!a->coded) return plane + slot_at(a, l, slot);
     decode_vector(c, a->head_dim, plane, place_of(a, l, slot), decoded);
     return (const uint8_t *)decoded;
+}
+
+static inline int64_t output_at(const attention_args *a, int row, int head, int pair) {
+    return (a->starts[row] + pair / a->group) * num_heads(a) + head + pair % a->group;
+}
+
+static inline void prefetch_output(const attention_args *a, int row, int head, int pair) {
+    int64_t bytes = (int64_t)a->head_dim * itemsize(a), at = output_at(a, row, head, pair) * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((uint8_t *)a->out + at + i, 1, 2);
 }
 
 /* A function of blocked_body.h compiled for float32 units is `name_f32`, or `name_avx2`; for pairs

@@ -126,6 +126,7 @@ static TARGET void NAME(load_block)(const attention_args *a, block *b, const lan
         b->high[m] = l->slots - a->tokens[row] + pair / a->group + 1;
         b->low[m] = a->window && b->high[m] > a->window ? b->high[m] - a->window : 0;
         const uint8_t *vector = (const uint8_t *)a->query + query_at(a, row, head, pair) * itemsize(a);
+        prefetch_output(a, row, head, pair);
         for (int d = 0; d < dim; d += LANES * STEP) {
             uint32_t *units = b->query + (int64_t)m * b->units + d / STEP;
 #if PAIRS
@@ -138,35 +139,56 @@ static TARGET void NAME(load_block)(const attention_args *a, block *b, const lan
     }
 }
 
-/* Compute logits of SIDE vectors from m on with the packed slots base .. base + width - 1: scaled,
- * capped, and -inf for slots a vector does not see. */
-INLINE TARGET void NAME(logits_of)(const attention_args *a, block *b, int m, int64_t base, int width) {
-    const uint32_t *query = b->query + (int64_t)m * b->units;
-    for (int i = 0; i < width; i += COLUMNS)
-        NAME(multiply)(query, b->units, b->key + (int64_t)i * b->units, COLUMNS, b->units,
-                       b->logits[0] + i, BLOCK_SLOTS, NULL, VECTORS);
-    V(vec) scale = V(set)(a->scale), nothing = V(set)(-INFINITY);
-    for (int s = 0; s < SIDE; s++)
-        for (int i = 0; i < width; i += LANES) {
-            V(vec) x = V(mul)(V(read)(b->logits[s] + i), scale);
-            if (a->softcap > 0) x = V(softcap)(x, a->softcap);
-            V(mask) seen = V(between)(b->low[m + s] - base - i, b->high[m + s] - base - i);
-            V(put)(b->logits[s] + i, V(choose)(seen, nothing, x));
-        }
+/* Scale and cap `width` products of vector m, the s-th of the tile; -inf for slots it does not see. Stores their
+ * maximum. */
+INLINE TARGET void NAME(scale_logits)(const attention_args *a, block *b, int m, int s, int64_t base, int width) {
+    int64_t low = b->low[m] - base, high = b->high[m] - base;
+    V(vec) scale = V(set)(a->scale), nothing = V(set)(-INFINITY), top = nothing;
+    for (int i = 0; i < width; i += LANES) {
+        V(vec) x = V(mul)(V(read)(b->logits[s] + i), scale);
+        if (a->softcap > 0) x = V(softcap)(x, a->softcap);
+        if (i < low || i + LANES > high) x = V(choose)(V(between)(low - i, high - i), nothing, x);
+        V(put)(b->logits[s] + i, x);
+        top = V(max)(top, x);
+    }
+    b->top[s] = V(top)(top);
 }
 
-/* Convert logits to weights relative to the new maximum; stores the factor for earlier output. */
+/* Compute logits of SIDE vectors from m on with the packed slots base .. base + width - 1. */
+INLINE TARGET void NAME(logits_of)(const attention_args *a, block *b, int m, int64_t base, int width) {
+    const uint32_t *query = b->query + (int64_t)m * b->units;
+    int i = 0;
+    for (; i + COLUMNS <= width; i += COLUMNS)
+        NAME(multiply)(query, b->units, b->key + (int64_t)i * b->units, COLUMNS, b->units,
+                       b->logits[0] + i, BLOCK_SLOTS, NULL, VECTORS);
+    for (int n = 0; i + n < width; n += LANES)
+        NAME(multiply)(query, b->units, b->key + (int64_t)i * b->units + n, COLUMNS, b->units,
+                       b->logits[0] + i + n, BLOCK_SLOTS, NULL, 1);
+    for (int s = 0; s < SIDE; s++) NAME(scale_logits)(a, b, m + s, s, base, width);
+}
+
+/* Update the maxima, and store the factors for earlier output. */
+INLINE TARGET void NAME(raise_maxima)(block *b, int m) {
+    float change[16];
+    for (int s = 0; s < SIDE; s++) {
+        float maximum = b->maximum[m + s] > b->top[s] ? b->maximum[m + s] : b->top[s];
+        change[s] = maximum == -INFINITY ? 0 : b->maximum[m + s] - maximum;
+        b->maximum[m + s] = maximum;
+    }
+    for (int s = SIDE; s < LANES; s++) change[s] = 0;
+    V(put)(change, V(exp)(V(read)(change)));
+    memcpy(b->factor, change, sizeof(b->factor));
+}
+
+/* Convert logits to weights relative to the new maximum. */
 INLINE TARGET void NAME(weigh)(block *b, int m, int width) {
+    NAME(raise_maxima)(b, m);
     for (int s = 0; s < SIDE; s++) {
         V(vec) top = V(set)(b->maximum[m + s]), sum = V(zero)();
-        for (int i = 0; i < width; i += LANES) top = V(max)(top, V(read)(b->logits[s] + i));
-        float maximum = V(top)(top);
-        b->factor[s] = 1;
-        if (maximum == -INFINITY) {
+        if (b->maximum[m + s] == -INFINITY) {
             memset(b->weights[s], 0, (size_t)(width / STEP) * 4);
             continue;
         }
-        top = V(set)(maximum);
         for (int i = 0; i < width; i += LANES) {
             V(vec) e = V(exp)(V(sub)(V(read)(b->logits[s] + i), top));
             sum = V(add)(sum, e);
@@ -176,8 +198,6 @@ INLINE TARGET void NAME(weigh)(block *b, int m, int width) {
             V(put)(b->weights[s] + i, e);
 #endif
         }
-        b->factor[s] = expf(b->maximum[m + s] - maximum);
-        b->maximum[m + s] = maximum;
         b->sum[m + s] = b->sum[m + s] * b->factor[s] + V(total)(sum);
     }
 }
