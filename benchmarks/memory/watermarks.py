@@ -84,10 +84,12 @@ def _run(
     schedule = replace(
         on.schedule,
         max_num_seqs=max_num_seqs,
+        admission="optimistic",
         low_watermark=low,
         high_watermark=min(1.0, round(low + _ABOVE, 4)) if preempts else 1.0,
     )
-    result = simulate(trace, replace(on, schedule=schedule))
+    kv = replace(on.kv, swap_space=0)
+    result = simulate(trace, replace(on, kv=kv, schedule=schedule))
     numbers = summarise(result)
     finished = [r for r in result.records if r.finished]
     stall = percentiles("service", (r.finish_s - r.admitted_s for r in finished))

@@ -68,8 +68,13 @@ def quire_engine(text: str) -> Engine:
 
 
 def default_quire(eviction: Eviction) -> tuple[Engine, ...]:
-    """Quire with default options, and with a policy that retains as much as OpenVINO's."""
-    rule = f"average:cap={eviction.most},sinks={eviction.start},recent={eviction.recent}"
+    """Quire with default options, and with a policy that retains as much as OpenVINO's.
+
+    As in OpenVINO, prompts are computed as a whole, and tokens are evicted afterwards.
+    """
+    rule = (
+        f"average:cap={eviction.most},sinks={eviction.start},recent={eviction.recent},when=decode"
+    )
     return quire_engine(f"{QUIRE}="), quire_engine(f"{QUIRE_EVICT}=--evict {rule}")
 
 

@@ -46,8 +46,9 @@ class Watched:
 
 def crowd(workshop: Workshop, *, preempt: str = "auto", **options: object) -> Watched:
     """A KV memory for three prompts, but at the end for about 1.5 of the requests."""
-    kv = SMALL_PAGES | {"memory": "448KiB"} | options
-    engine = workshop.engine(schedule={"preempt": preempt} | TENANTS, **kv)
+    kv = SMALL_PAGES | {"memory": "448KiB", "swap_space": 0} | options
+    schedule = {"preempt": preempt, "admission": "optimistic"} | TENANTS
+    engine = workshop.engine(schedule=schedule, **kv)
     events: list[KVEvent] = []
     engine.events.subscribe(events.append)
     for number, prompt in enumerate(CROWD):

@@ -48,7 +48,8 @@ def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object)
         evict=f"{rule}:cap={cap},every=4,when=pressure",
         enable_prefix_caching=options.pop("enable_prefix_caching", True),
     )
-    return Engine(model(), kv, ScheduleConfig(max_num_seqs=8, chunk_tokens=16, **options))
+    schedule = {"admission": "optimistic"} | options  # other rules leave pages for forks
+    return Engine(model(), kv, ScheduleConfig(max_num_seqs=8, chunk_tokens=16, **schedule))
 
 
 def peak_bytes(rule: str, codec: str) -> int:

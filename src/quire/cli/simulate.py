@@ -97,7 +97,8 @@ def sim_config(settings: Settings) -> "SimConfig":
     from quire.sim.run import SimConfig
 
     refuse_without_effect(settings.kv)
-    refuse_unused_swap_space(settings.kv.swap_space, settings.schedule)
+    if settings.kv.swap_space is not None:
+        refuse_unused_swap_space(settings.kv.swap_space, settings.schedule)
     model = model_shape(settings.model)
     return SimConfig(
         model=model,

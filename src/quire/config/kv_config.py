@@ -155,13 +155,14 @@ class KVConfig:
         common=True,
         parse=parse_size_or("auto"),
     )
-    swap_space: Size = option(
-        "0",
-        help="CPU memory for the KV of preempted requests (bytes or a size such as 4GiB); 0: their "
+    swap_space: MaybeSize = option(
+        "auto",
+        help="CPU memory for the KV of preempted requests (bytes, a size such as 4GiB, or auto: "
+        "the size of the KV memory, at most an eighth of the free CPU memory and 4GiB); 0: their "
         "KV is recomputed",
         unit="bytes",
         common=True,
-        parse=parse_size,
+        parse=parse_size_or("auto"),
     )
     store: StoreName = option(
         "paged",

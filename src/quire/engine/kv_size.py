@@ -1,4 +1,4 @@
-"""Size of an engine's KV memory: configured, or from free device memory."""
+"""Sizes of an engine's KV memory and swap space: configured, or from free memory."""
 
 import numpy as np
 
@@ -6,6 +6,8 @@ from quire.config.kv_config import KVConfig
 from quire.engine.activation import measure_activation_peak
 from quire.errors import ConfigError
 from quire.kv.arena import choose_slab_bytes
+from quire.kv.memory import KVMemory
+from quire.kv.store import store_of
 from quire.kv.stores.registry import (
     run_lengths,
 )
@@ -14,7 +16,10 @@ from quire.layout.eviction import EvictionSpec
 from quire.layout.pages import CacheLayout, PageClass
 from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
+from quire.offload.host_side import auto_host_pool, free_swap_bytes, host_pool
+from quire.offload.swap.host_pool import HostPool, auto_swap_bytes
 from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
+from quire.scheduler.preemption.swapper import refuse_unused_swap_space, uses_swap_space
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import most_batches
 
@@ -34,7 +39,7 @@ def kv_memory_bytes(
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # swap space and KV offload use the same memory
-        reserved_bytes = config.swap_space + config.offload.kv_memory
+        reserved_bytes = (config.swap_space or 0) + config.offload.kv_memory
         free_bytes = max(0, free_bytes - reserved_bytes)
     if config.memory is not None:
         if config.memory > free_bytes:
@@ -88,3 +93,29 @@ def most_kv_bytes(
         -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes))) + borders
         for page, count in pages.items()
     )
+
+
+def swap_space(
+    memory: KVMemory, schedule: ScheduleConfig, host_bytes: int | None, offload_bytes: int
+) -> HostPool | None:
+    """Allocate the swap space.
+
+    Args:
+        memory: the KV memory.
+        schedule: options of the scheduler.
+        host_bytes: configured size; None for the default size.
+        offload_bytes: size of the memory for offloaded KV.
+
+    Raises:
+        UnsoundCombination: the batcher needs swap space, and there is no memory for it.
+    """
+    store, layout = store_of(memory), memory.layout
+    if host_bytes is not None:
+        return host_pool(store, layout, host_bytes) if host_bytes else None
+    host = None
+    if uses_swap_space(schedule):
+        free_bytes = free_swap_bytes(store, offload_bytes)
+        size_bytes = auto_swap_bytes(memory.total_bytes, free_bytes, layout)
+        host = auto_host_pool(store, layout, size_bytes)
+    refuse_unused_swap_space(0 if host is None else host.total_bytes, schedule)
+    return host

@@ -12,7 +12,7 @@ from quire.engine.batch_invariance import (
     refuse_pressure,
 )
 from quire.engine.codec import StoredAs, codec_of
-from quire.engine.kv_size import kv_memory_bytes
+from quire.engine.kv_size import kv_memory_bytes, swap_space
 from quire.engine.option_effects import refuse_without_effect
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, UnsoundCombination
@@ -38,7 +38,7 @@ from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout
 from quire.models.loader import LoadedModel
-from quire.offload.host_side import host_bytes_of, host_pool, stream_bytes_of
+from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
@@ -90,10 +90,11 @@ class KVPool:
             for g in memory.layout.groups
         )
         offload = "" if self.offload is None else f"; KV offload: {self.offload.why}"
+        swap = "no swap space" if self.host is None else f"swap space: {self.host.total_bytes:,} B"
         no_cache = "" if self.why_no_prefix is None else f"; prefix cache off: {self.why_no_prefix}"
         return (
             f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
-            f"attention: {self.kv.backend.name} ({self.reason}){no_cache}{offload}"
+            f"attention: {self.kv.backend.name} ({self.reason}); {swap}{no_cache}{offload}"
         )
 
     @property
@@ -126,7 +127,8 @@ def build_pool(
     plan = _plan_pool(model, config, schedule)
     layout, device, mover = plan.layout, model.decoder.device, plan.backend.move
     host_bytes, offload_bytes = host_bytes_of(config, layout), stream_bytes_of(config, layout)
-    refuse_unused_swap_space(host_bytes, schedule)
+    if host_bytes is not None:
+        refuse_unused_swap_space(host_bytes, schedule)
     choice = OffloadChoice(model, config, layout) if offload_bytes else None
     if choice is not None:
         choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)
@@ -138,7 +140,7 @@ def build_pool(
         _check_member(config, member)
         memory = member.make_memory(layout, schedule.num_rows, device, mover)
     store, measured = store_of(memory), plan.stored_as.measured
-    host = host_pool(store, layout, host_bytes) if host_bytes else None
+    host = swap_space(memory, schedule, host_bytes, offload_bytes)
     offload = None
     if choice is not None:
         coded = CodedLayers(store, measured)

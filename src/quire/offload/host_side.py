@@ -1,5 +1,7 @@
 """CPU memory of the engine: swap space, and memory for offloaded KV of running requests."""
 
+import logging
+
 import torch
 
 from quire.config.kv_config import KVConfig
@@ -11,14 +13,18 @@ from quire.models.device_memory import free_device_bytes
 from quire.offload.swap.host_pool import HostPool, refuse_too_small
 from quire.offload.swap.host_store import host_copies
 
+logger = logging.getLogger(__name__)
 
-def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
-    """Size of the swap space for preempted requests in bytes.
+
+def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int | None:
+    """Configured size of the swap space for preempted requests in bytes; None for auto.
 
     Raises:
         ConfigError: the size exceeds free memory, or is too small for any request.
     """
     requested_bytes = config.swap_space
+    if requested_bytes is None:
+        return None
     refuse_too_small(requested_bytes, layout)
     free_bytes = free_device_bytes(torch.device("cpu"))
     if requested_bytes > free_bytes:
@@ -51,7 +57,7 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             "--kv-offload-memory stages two layers in the KV memory, and this model has no more "
             "than two layers with full attention; leave it out"
         )
-    free_bytes = free_device_bytes(torch.device("cpu")) - config.swap_space
+    free_bytes = free_device_bytes(torch.device("cpu")) - (config.swap_space or 0)
     if requested_bytes > free_bytes:
         raise ConfigError(
             f"expected --kv-offload-memory of at most {max(0, free_bytes):,} B (free CPU memory "
@@ -77,6 +83,21 @@ def _refuse_parts_of_nothing(config: KVConfig) -> None:
             "activations of offloaded KV, and no KV is offloaded: set --kv-offload-memory too, or "
             "leave it out"
         )
+
+
+def free_swap_bytes(store: PageStore, offload_bytes: int) -> int:
+    """CPU memory that is left for swap space when arena and offload memory are fully in use."""
+    arena_bytes = store.arena.numel() if store.device.type == "cpu" else 0
+    return free_device_bytes(torch.device("cpu")) - arena_bytes - offload_bytes
+
+
+def auto_host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool | None:
+    """Allocate a host pool of a default size; None for 0 bytes, or if it cannot be pinned."""
+    try:
+        return host_pool(store, layout, host_bytes) if host_bytes else None
+    except ConfigError as error:
+        logger.info("no swap space, preempted requests are recomputed: %s", error)
+        return None
 
 
 def host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:

@@ -80,7 +80,9 @@ def make_components(
     arena = sequence_memory.memory.arena
     accounts = TenantAccounts(tenants, arena.num_slabs * arena.slab_bytes)
     fairness = Fairness(accounts, sequence_memory.sharing, state.waiting)
-    admission_rule = make_admission(config.admission, _make_peaks(config, sequence_memory))
+    peaks = _make_peaks(config, sequence_memory)
+    can_swap = swapper is not None and swapper.has_pool
+    admission_rule = make_admission(config.admission, peaks, can_swap=can_swap)
     preempter = Preempter(sequence_memory, fairness, swapper)
     lifecycle = Lifecycle(state, sequence_memory, admission_rule, fairness, preempter)
     return SchedulerComponents(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CONTINUOUS = "continuous"
 Objective = Literal["auto", "latency", "throughput"]
-Admission = Literal["optimistic", "reserved", "estimated"]
+Admission = Literal["auto", "optimistic", "reserved", "estimated"]
 Preemption = Literal["auto", "swap", "recompute", "hybrid"]
 INVARIANT_ROWS = 32
 """Rows of every forward with `batch_invariant`: few enough that weight reads hide the padding."""
@@ -47,9 +47,10 @@ class ScheduleConfig:
         "batches to hide the transfers)",
     )
     admission: Admission = option(
-        "optimistic",
+        "auto",
         help="when a waiting request may start: optimistic (its known tokens fit), reserved "
-        "(prompt and max_tokens fit), estimated (the peak estimated from past outputs fits)",
+        "(prompt and max_tokens fit), estimated (the peak estimated from past outputs fits), auto "
+        "(optimistic if preempted requests can be swapped out, else estimated)",
     )
     low_watermark: float = option(
         0.99, help="admit no request while KV memory use exceeds this fraction (0 to 1)"

@@ -1,5 +1,6 @@
 """Run the simulation of a trace with a configuration."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -15,12 +16,16 @@ from quire.layout.codec_refusals import stored_codec
 from quire.layout.config import dtype_bytes
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.model import ModelSpec
-from quire.offload.swap.host_pool import HostPool, refuse_too_small
+from quire.offload.swap.host_pool import HostPool, auto_swap_bytes, refuse_too_small
 from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
-from quire.scheduler.preemption.swapper import Swapper, refuse_unused_swap_space
+from quire.scheduler.preemption.swapper import (
+    Swapper,
+    refuse_unused_swap_space,
+    uses_swap_space,
+)
 from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
@@ -140,6 +145,10 @@ def make_scheduler(
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:
     """Build a swapper to a host pool without bytes; the machine's rates determine the costs."""
     host_bytes = config.kv.swap_space
+    if host_bytes is None:  # a machine with ample CPU memory is assumed
+        host_bytes = 0
+        if uses_swap_space(config.schedule):
+            host_bytes = auto_swap_bytes(memory.total_bytes, sys.maxsize, memory.layout)
     refuse_too_small(host_bytes, memory.layout)
     refuse_unused_swap_space(host_bytes, config.schedule)
     rate = CopyRate(bytes_per_s=config.rates.copy_bytes_per_s)

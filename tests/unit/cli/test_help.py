@@ -15,6 +15,7 @@ from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
 from quire.kernels.select import BACKENDS
 from quire.kv.stores.registry import STORES
 from quire.layout.config import DTYPE_BYTES
+from quire.scheduler.admission.rules import AUTO as AUTO_ADMISSION
 from quire.scheduler.admission.rules import RULES
 from quire.sim.machine import PEAKS, PROFILE, MachineName
 from quire.sim.traces.base import AUTO, TraceName
@@ -85,7 +86,7 @@ def test_choices_are_shown_and_an_invalid_value_suggests_the_nearest(found):
         (Dtype, {"auto", *DTYPE_BYTES}),
         (kv_config.StoreName, STORES),
         (kv_config.AttentionName, {"auto", *BACKENDS}),
-        (schedule_config.Admission, RULES),
+        (schedule_config.Admission, {AUTO_ADMISSION, *RULES}),
         (MachineName, {*PEAKS, PROFILE}),
         (TraceName, {AUTO, *formats()}),
     ],

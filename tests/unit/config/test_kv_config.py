@@ -61,7 +61,7 @@ def test_option_values_are_json_values():
     [
         ({"memory": "lots"}, ConfigError, "--kv-memory: 'lots' is not a size: .*, or auto"),
         ({"memory": 1.5}, ConfigError, "--kv-memory: 1.5 is not a size"),
-        ({"swap_space": None}, ConfigError, "--swap-space: None is not a size"),
+        ({"swap_space": "some"}, ConfigError, "--swap-space: 'some' is not a size: .*, or auto"),
         ({"scratch": True}, ConfigError, "--scratch: True is not a size"),
         ({"offload_recompute": "2"}, ConfigError, "--kv-offload-recompute: expected auto, off or"),
         ({"offload_recompute": True}, ConfigError, "a fraction from 0 to 1, got True"),

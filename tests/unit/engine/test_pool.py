@@ -11,7 +11,7 @@ import quire.plan.machine
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.pool import build_pool
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.store import PageStore
 from quire.scheduler.admission.need import Need
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -100,7 +100,49 @@ def test_swap_space_uses_physical_memory_only_for_written_pages(model):
 
 
 def test_pool_has_no_host_pool_without_swap_space(model):
+    pool = build_pool(model, KVConfig(memory="1MiB", swap_space=0), ScheduleConfig())
+
+    assert pool.host is None
+    assert "no swap space" in pool.explanation
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "schedule", "swap_bytes"),
+    [
+        (100 * MIB, {}, MIB),  # as large as the KV memory
+        (5 * MIB, {}, MIB // 2),  # an eighth of what the KV memory leaves
+        (MIB, {}, None),  # nothing is left
+        (100 * MIB, {"preempt": "recompute"}, None),
+        (100 * MIB, {"preempt": "recompute", "scale_down_at": 0.5}, MIB),
+        (100 * MIB, {"batcher": "baton_pd:hold=host"}, MIB),
+    ],
+)
+def test_default_swap_space(model, monkeypatch, free_bytes, schedule, swap_bytes):
+    monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: free_bytes)
+
+    pool = build_pool(model, KVConfig(memory="1MiB"), ScheduleConfig(**schedule))
+
+    assert (None if pool.host is None else pool.host.total_bytes) == swap_bytes
+    if swap_bytes:
+        assert f"swap space: {swap_bytes:,} B" in pool.explanation
+
+
+def test_missing_memory_for_a_batcher_that_swaps_is_rejected(model, monkeypatch):
+    monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: MIB)
+
+    with pytest.raises(UnsoundCombination, match="set --swap-space SIZE"):
+        build_pool(model, KVConfig(memory="1MiB"), ScheduleConfig(batcher="baton_pd:hold=host"))
+
+
+def test_default_swap_space_that_cannot_be_pinned_is_left_out(model, monkeypatch):
+    def refuse(*args):
+        raise ConfigError("the system cannot pin")
+
+    monkeypatch.setattr("quire.offload.host_side.host_copies", refuse)
+
     assert build_pool(model, KVConfig(memory="1MiB"), ScheduleConfig()).host is None
+    with pytest.raises(ConfigError, match="cannot pin"):
+        build_pool(model, KVConfig(memory="1MiB", swap_space="1MiB"), ScheduleConfig())
 
 
 @pytest.mark.parametrize("requested", ["-1", "much", -1])

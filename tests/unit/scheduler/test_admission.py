@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
+from quire.layout.eviction import DECODE, KEEP_ALL, EvictionSpec
+from quire.scheduler.admission.need import Need
 from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.admission.rules import RULES, Estimated, highest_point, make_admission
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.requests import make_request
 from support.scheduler_load import make_layout, make_scheduler
@@ -22,12 +25,13 @@ def memory_of(pages, *, page_tokens=4, max_rows=32):
     return KVMemory(layout, layout.smallest_sequence_bytes * pages, max_rows)
 
 
-def request_of(prompt, max_tokens, *, generated=0, arrival=0):
+def request_of(prompt, max_tokens, *, generated=0, arrival=0, eviction=KEEP_ALL, **params):
     request = make_request(
         request_id=f"r{arrival}",
         prompt_token_ids=[1] * prompt,
-        params=SamplingParams(max_tokens=max_tokens),
+        params=SamplingParams(max_tokens=max_tokens, **params),
         arrival=arrival,
+        eviction=eviction,
     )
     request.output_token_ids.extend([2] * generated)
     return request
@@ -189,9 +193,89 @@ def test_low_watermark_reserves_free_memory_at_admission():
     assert half[0] < free[0]
 
 
+def test_auto_is_optimistic_with_swap_space_and_estimated_without():
+    peaks = Peaks(memory_of(8), chunk_tokens=2048)
+
+    assert make_admission("auto", peaks, can_swap=True).name == "optimistic"
+    assert make_admission("auto", peaks).name == "estimated"
+
+
+def test_outputs_of_fixed_length_are_known_and_teach_nothing():
+    rule = rule_over("estimated", memory_of(60))
+    for _ in range(10):
+        rule.learn(request_of(8, 40, generated=4))
+    ratio = rule.ratio
+    fixed = request_of(8, 40, generated=0, ignore_eos=True)
+    stopped = request_of(8, 40, generated=0, ignore_eos=True, stop_token_ids=(5,))
+    rule.learn(request_of(8, 40, generated=40, ignore_eos=True))
+
+    assert rule.ratio == ratio == pytest.approx((1 + 10 * 0.1) / 11)
+    assert rule.expected_tokens(fixed) == fixed.final_tokens
+    assert rule.expected_tokens(stopped) < stopped.final_tokens
+
+
+@pytest.mark.parametrize("admission", ["auto", "reserved", "estimated"])
+def test_outputs_of_known_length_fill_the_memory_without_preemption(admission):
+    """4 requests of 32 tokens fill the memory; 16 take as many steps as 4 waves of 4."""
+    memory = memory_of(4 * 8)
+    config = ScheduleConfig(admission=admission, max_num_batched_tokens=64)
+    scheduler = make_scheduler(memory, config)
+    for arrival in range(16):
+        scheduler.submit(request_of(17, 16, arrival=arrival, ignore_eos=True))
+    num_steps = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        scheduler.commit(plan)
+        num_steps += 1
+        for request in plan.requests:
+            if request.num_uncomputed == 0:
+                request.output_token_ids.append(2)
+                if len(request.output_token_ids) == request.params.max_tokens:
+                    scheduler.finish(request)
+
+    assert scheduler.num_preemptions == 0
+    assert num_steps <= 4 * 16 + 4
+
+
+def test_promised_growth_stays_below_the_high_watermark():
+    reserved = run_load("reserved", low_watermark=0.5, high_watermark=0.6)
+
+    assert reserved[0] == 0
+    assert reserved[1] <= run_load("reserved", low_watermark=0.5)[1]
+
+
+def test_prompt_evicted_after_prefill_is_not_promised_again():
+    """A cap of 8 in decoding: a prompt of 40 tokens needs 20 pages once, then 4."""
+    layout = make_layout(4, None, evicting=True)
+    memory = KVMemory(layout, layout.smallest_sequence_bytes * 60, 32)
+    spec = EvictionSpec(cap=8, every=4, when=DECODE)
+    decoding = request_of(40, 20, generated=1, eviction=spec)
+    decoding.memory.row = memory.start()
+    memory.grow(np.array([decoding.memory.row]), np.array([8], dtype=np.int32))
+    decoding.progress.state, decoding.progress.num_computed = RequestState.RUNNING, 40
+    waiting = request_of(40, 20, arrival=1, eviction=spec)
+    peaks = Peaks(memory, chunk_tokens=2048)
+
+    assert peaks.further_pages([decoding], [59]).sum() == 0
+    assert make_admission("reserved", peaks).promised(waiting, [decoding], 0).sum() == 20
+
+
+def test_estimate_never_exceeds_the_peak_that_was_accepted():
+    """49 tokens fit in smaller steps, so their peak is below that of 47 tokens in whole chunks."""
+    layout = make_layout(1, 5, evicting=False)
+    memory = KVMemory(layout, layout.smallest_sequence_bytes * 35, 10)
+    rule = make_admission("optimistic", Peaks(memory, chunk_tokens=200))
+    request = request_of(35, 15)
+
+    assert rule.peaks.counts([Need(35), Need(49)]).ravel().tolist() == [105, 104]
+    assert rule.promised(request, [], 0).tolist() == [104]
+
+
 def test_high_watermark_preempts_before_memory_is_full():
     memory = memory_of(80)
-    config = ScheduleConfig(low_watermark=0.5, high_watermark=0.6, max_num_batched_tokens=64)
+    config = ScheduleConfig(
+        admission="optimistic", low_watermark=0.5, high_watermark=0.6, max_num_batched_tokens=64
+    )
     scheduler = make_scheduler(memory, config)
     for arrival in range(20):
         scheduler.submit(request_of(8, 40, arrival=arrival))

@@ -67,6 +67,22 @@ class HostSpace:
         return sum(map(len, self.extents.values()))
 
 
+MOST_AUTO_BYTES = 4 << 30  # pinning more delays the start on a device
+AUTO_SHARE = 0.125  # of the free memory; the rest is for activations and other processes
+
+
+def auto_swap_bytes(kv_bytes: int, free_bytes: int, layout: CacheLayout) -> int:
+    """Default size of the swap space in bytes; 0 if no request would fit.
+
+    Args:
+        kv_bytes: size of the KV memory, which preempted requests rarely exceed.
+        free_bytes: CPU memory that is left when all other memory of the engine is in use.
+        layout: pages of a sequence.
+    """
+    size_bytes = min(kv_bytes, MOST_AUTO_BYTES, int(AUTO_SHARE * max(0, free_bytes)))
+    return size_bytes if size_bytes >= layout.smallest_sequence_bytes else 0
+
+
 def refuse_too_small(host_bytes: int, layout: CacheLayout) -> None:
     """Refuse a host pool that cannot hold any request; 0 (no pool) is accepted.
 

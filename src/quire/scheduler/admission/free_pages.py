@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.scheduler.admission.peaks import Counts
+from quire.scheduler.admission.rules import AdmissionRule, Optimistic
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import bytes_of, copies_to_come, num_rows, reserved_rows
 from quire.scheduler.request import Request
@@ -21,6 +22,8 @@ class FreePages:
 
     def __init__(self, components: SchedulerComponents) -> None:
         self._config, self._rule = components.config, components.admission_rule
+        self._peaks = components.admission_rule.peaks
+        self._known = Optimistic(self._peaks)
         self._preempter, self._running = components.preempter, components.state.running
         self._memory = components.sequence_memory.memory
         self._sharing = components.sequence_memory.sharing
@@ -30,6 +33,12 @@ class FreePages:
     def reserved_bytes(self) -> float:
         """Bytes above the low watermark; an admission leaves them free while other requests run."""
         return (1 - self._config.full_at) * self._memory.total_bytes
+
+    @property
+    def _reserved_at_peak_bytes(self) -> float:
+        """Bytes above the levels at which running requests are preempted."""
+        most = min(self._config.high_watermark, self._config.scale_down_at or 1.0)
+        return (1 - most) * self._memory.total_bytes
 
     def has_rows(self, request: Request, staying: Sequence[Request]) -> bool:
         """Whether there are rows for a request and its group if only `staying` keep running."""
@@ -41,15 +50,17 @@ class FreePages:
     def fits(self, request: Request, cached_tokens: int) -> bool:
         """Whether there are rows and pages for a request, and pages for its swapped KV.
 
-        The promised pages must fit below the low watermark. A request that would run alone may use
-        all of the KV memory.
+        Pages of known tokens must fit below the low watermark, pages promised for tokens to come
+        below the high one. A request that would run alone may use all of the KV memory.
         """
         if not self.has_rows(request, self._running):
             return False
         if self._running:
-            promised = self._promised(request, cached_tokens, self._running)
+            promised = self._promised(self._rule, request, cached_tokens, self._running)
             by_class = self._rule.peaks.by_class(promised)
-            if not (self._leaves_enough(promised, 0) and self._sharing.free_pages(by_class)):
+            if not self._leaves_enough(request, cached_tokens, self._running, promised):
+                return False
+            if not self._sharing.free_pages(by_class):
                 return False
         return self._preempter.can_swap_in(request)
 
@@ -57,17 +68,22 @@ class FreePages:
         """Whether a request would fit if only `staying` keep running."""
         if not self.has_rows(request, staying):
             return False
-        freed_bytes = bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
-        promised = self._promised(request, cached_tokens, staying)
-        return not staying or self._leaves_enough(promised, freed_bytes)
+        promised = self._promised(self._rule, request, cached_tokens, staying)
+        return not staying or self._leaves_enough(request, cached_tokens, staying, promised)
 
-    def _promised(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> Counts:
-        peaks = self._rule.peaks
-        promised = self._rule.promised(request, staying, cached_tokens)
+    def _promised(
+        self,
+        rule: AdmissionRule,
+        request: Request,
+        cached_tokens: int,
+        staying: Sequence[Request],
+    ) -> Counts:
+        peaks = rule.peaks
+        promised = rule.promised(request, staying, cached_tokens)
         if self._config.scale_down_at is not None:
             promised = np.maximum(promised, self._ahead(request, staying, cached_tokens))
         for copy in copies_to_come([request, *staying]):
-            promised = promised + self._rule.promised(copy, [], peaks.shared_tokens(copy))
+            promised = promised + rule.promised(copy, [], peaks.shared_tokens(copy))
         return promised
 
     def _ahead(self, request: Request, staying: Sequence[Request], cached_tokens: int) -> Counts:
@@ -78,7 +94,15 @@ class FreePages:
         ahead: Counts = new_request + self._rule.peaks.further_pages(staying, then).sum(axis=0)
         return ahead
 
-    def _leaves_enough(self, promised: Counts, freed_bytes: int) -> bool:
-        left_bytes = self._sharing.available_bytes + freed_bytes
-        left_bytes -= self._rule.peaks.num_bytes(promised)
-        return left_bytes >= self.reserved_bytes
+    def _leaves_enough(
+        self, request: Request, cached_tokens: int, staying: Sequence[Request], promised: Counts
+    ) -> bool:
+        """Whether promised pages fit below the watermarks if only `staying` keep running."""
+        left_bytes = self._sharing.available_bytes
+        if len(staying) < len(self._running):
+            left_bytes += bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
+        if self._rule.promises_growth:
+            if left_bytes - self._peaks.num_bytes(promised) < self._reserved_at_peak_bytes:
+                return False
+            promised = self._promised(self._known, request, cached_tokens, staying)
+        return left_bytes - self._peaks.num_bytes(promised) >= self.reserved_bytes

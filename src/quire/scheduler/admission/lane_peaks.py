@@ -26,25 +26,25 @@ def evicting_pages(placement: Placement, group: LaneGroup, sequences: NeedGroup)
 
     If a budget moves slots between heads, each lane may need one more, partly filled page.
     """
-    shape = (2, len(sequences.tokens))
-    pages = np.zeros(shape, dtype=np.int64)
+    pages: Tokens | int = 0
     ragged = sequences.eviction.ragged
     for cap, num_lanes in lanes_by_cap(group, sequences.eviction):
         slots = np.stack(list(_peak_slots(sequences, cap)))
         of_lane = placement.peak_pages(group, slots, UNBOUNDED)
-        pages += (of_lane + (ragged & (slots < sequences.tokens))) * num_lanes
-    most: Tokens = pages.max(axis=0)
+        pages = pages + (of_lane + (ragged & (slots < sequences.tokens))) * num_lanes
+    most: Tokens = np.max(pages, axis=0)
     return most
 
 
 def _peak_slots(sequences: NeedGroup, cap: int | None) -> Iterator[Tokens]:
-    """Yield the maximum slots of a lane during prefill, then during decoding."""
+    """Yield the maximum slots of a lane in prefill, unless it is over, then in decoding."""
     tokens, prompts, when = sequences.tokens, sequences.prompts, sequences.eviction.when
     if cap is None:
         yield prompts
         yield tokens
         return
-    yield prompts if when in (PREFILL_END, DECODE) else np.minimum(prompts, cap)
+    if not sequences.decodes:
+        yield prompts if when in (PREFILL_END, DECODE) else np.minimum(prompts, cap)
     outputs = tokens - prompts
     if when == PREFILL_END:
         yield np.minimum(prompts, cap) + outputs

@@ -28,12 +28,14 @@ class Need:
         prompt_tokens: length of its prompt; None: `tokens`.
         eviction: its eviction specification, including the statistics of its tokens.
         may_offload: whether its oldest pages may be offloaded, if the engine has offload memory.
+        decodes: whether its prompt is computed, so that only its pages in decoding count.
     """
 
     tokens: int
     prompt_tokens: int | None = None
     eviction: EvictionSpec = KEEP_ALL
     may_offload: bool = False
+    decodes: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -49,7 +51,14 @@ def need_of(request: Request, tokens: int) -> Need:
         and request.eviction.spec.cap is None
         and not request.progress.cached_tokens
     )
-    return Need(tokens, len(request.prompt_token_ids), request.eviction.spec, may_offload)
+    prompt_tokens = len(request.prompt_token_ids)
+    return Need(
+        tokens,
+        prompt_tokens,
+        request.eviction.spec,
+        may_offload,
+        decodes=request.is_running and prompt_tokens <= request.progress.num_computed < tokens,
+    )
 
 
 def can_offload_request(request: Request) -> bool:
@@ -67,13 +76,14 @@ class NeedGroup:
 
     Attributes:
         eviction: the common eviction specification.
-        may_offload: the common value of `Need.may_offload`.
+        may_offload, decodes: the common values of `Need.may_offload` and `Need.decodes`.
         index: [n] positions in the original list.
         tokens, prompts: [n] lengths of sequences and of their prompts; prompt <= sequence.
     """
 
     eviction: EvictionSpec
     may_offload: bool
+    decodes: bool
     index: Tokens
     tokens: Tokens
     prompts: Tokens
@@ -81,16 +91,17 @@ class NeedGroup:
 
 def group_needs(needs: Sequence[Need]) -> Iterator[NeedGroup]:
     """Group needs by eviction specification, to count the pages of many at once."""
-    indices: dict[tuple[int, bool], list[int]] = {}
+    indices: dict[tuple[int, bool, bool], list[int]] = {}
     for i, need in enumerate(needs):
-        indices.setdefault((id(need.eviction), need.may_offload), []).append(i)
+        key = (id(need.eviction), need.may_offload, need.decodes)
+        indices.setdefault(key, []).append(i)
     for members in indices.values():
         tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
         given = [needs[i].prompt_tokens for i in members]
         prompts = np.array([t if p is None else p for t, p in zip(tokens, given, strict=True)])
         first = needs[members[0]]
         index, prompts = np.array(members), np.minimum(prompts, tokens)
-        yield NeedGroup(first.eviction, first.may_offload, index, tokens, prompts)
+        yield NeedGroup(first.eviction, first.may_offload, first.decodes, index, tokens, prompts)
 
 
 @dataclass(frozen=True, slots=True)

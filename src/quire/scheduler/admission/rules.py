@@ -27,9 +27,14 @@ class AdmissionRule(ABC):
 
     Args:
         peaks: page arithmetic.
+
+    Attributes:
+        name: name in options.
+        promises_growth: whether the promised pages include those of tokens to come.
     """
 
     name: str
+    promises_growth = True
 
     def __init__(self, peaks: Peaks) -> None:
         self.peaks = peaks
@@ -53,11 +58,14 @@ class AdmissionRule(ABC):
     def new_request(self, request: Request, tokens: int, cached_tokens: int) -> Counts:
         """Pages that a waiting request allocates until `tokens` tokens, without shared pages.
 
-        Offloading a shared page frees no memory, so the request either offloads or shares.
+        Offloading a shared page frees no memory, so the request either offloads or shares. A longer
+        sequence may need fewer pages, because it is computed in smaller steps: the request was
+        accepted with the pages of its final length, so it never needs more.
         """
-        need = need_of(request, tokens)
-        [offloaded, whole] = self.peaks.counts([need, replace(need, may_offload=False)])
-        missing = np.maximum(whole - self.peaks.shared_counts(need, cached_tokens), 0)
+        needs = [need_of(request, n) for n in (tokens, max(tokens, request.final_tokens))]
+        offloaded = self.peaks.counts(needs).min(axis=0)
+        whole = self.peaks.counts([replace(need, may_offload=False) for need in needs]).min(axis=0)
+        missing = np.maximum(whole - self.peaks.shared_counts(needs[0], cached_tokens), 0)
         least: Counts = np.minimum(offloaded, missing)
         return least
 
@@ -70,6 +78,7 @@ class Optimistic(AdmissionRule):
     """
 
     name = "optimistic"
+    promises_growth = False
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
         """See `AdmissionRule`."""
@@ -98,6 +107,7 @@ class Reserved(AdmissionRule):
         return promised
 
 
+AUTO = "auto"
 INITIAL_RATIO = 1.0
 LEARNING_RATE = 0.05
 CAUTION = 1.2
@@ -107,8 +117,9 @@ ROUNDING = 1e-6  # pages; counts are in the thousands
 class Estimated(AdmissionRule):
     """Compromise between the other two rules, from the lengths of past outputs.
 
-    The fraction of `max_tokens` that outputs use is learned from finished requests: a moving
-    average times a margin. It starts at 1, which equals the reserved rule.
+    The fraction of `max_tokens` that outputs use is learned from finished requests: their mean at
+    first, then a moving average, times a margin. It starts at 1, which equals the reserved rule.
+    Outputs that cannot end early (`ignore_eos` without stop tokens) use all of `max_tokens`.
 
     Source: the ratio of new tokens follows SGLang's `new_token_ratio`; the peak over time follows
     LightLLM's Past-Future estimator. Differs from them: the ratio is learned from finished requests
@@ -123,16 +134,20 @@ class Estimated(AdmissionRule):
     def __init__(self, peaks: Peaks) -> None:
         super().__init__(peaks)
         self.ratio = INITIAL_RATIO
+        self._num_learned = 0
 
     def learn(self, request: Request) -> None:
         """Move the ratio towards the fraction of `max_tokens` that this output used."""
-        if request.params.max_tokens:
+        if request.params.max_tokens and not has_fixed_length(request):
+            self._num_learned += 1
             used = len(request.output_token_ids) / request.params.max_tokens
-            self.ratio += LEARNING_RATE * (used - self.ratio)
+            rate = max(LEARNING_RATE, 1 / (1 + self._num_learned))  # the initial ratio counts once
+            self.ratio += rate * (used - self.ratio)
 
     def expected_tokens(self, request: Request) -> int:
         """Length at which a request is expected to end: at least one token more than now."""
-        output = round(min(1.0, CAUTION * self.ratio) * request.params.max_tokens)
+        ratio = 1.0 if has_fixed_length(request) else min(1.0, CAUTION * self.ratio)
+        output = round(ratio * request.params.max_tokens)
         ended = max(len(request.prompt_token_ids) + output - 1, request.num_tokens + 1)
         return max(request.num_tokens, min(ended, request.final_tokens))
 
@@ -149,6 +164,12 @@ class Estimated(AdmissionRule):
             np.vstack([further, new_request]),
             np.vstack([held + further, new_request]),
         )
+
+
+def has_fixed_length(request: Request) -> bool:
+    """Whether the output of a request always has `max_tokens` tokens."""
+    params = request.params
+    return params.ignore_eos and not (params.stop or params.stop_token_ids)
 
 
 def highest_point(steps: Counts, further: Counts, returned: Counts) -> Counts:
@@ -180,12 +201,20 @@ RULES: dict[str, type[AdmissionRule]] = {
 }
 
 
-def make_admission(name: str, peaks: Peaks) -> AdmissionRule:
+def make_admission(name: str, peaks: Peaks, *, can_swap: bool = False) -> AdmissionRule:
     """Create the admission rule with this name.
+
+    Args:
+        name: a name in `RULES`, or "auto": `optimistic` if preempted requests can be swapped out,
+            which costs little, else `estimated`.
+        peaks: page arithmetic.
+        can_swap: whether preempted requests can be swapped out.
 
     Raises:
         UnknownName: an unknown rule.
     """
+    if name == AUTO:
+        name = Optimistic.name if can_swap else Estimated.name
     if name not in RULES:
-        raise UnknownName("admission rule", name, RULES)
+        raise UnknownName("admission rule", name, (AUTO, *RULES))
     return RULES[name](peaks)

@@ -60,6 +60,11 @@ class Swapper:
         self.last_copy_s = 0.0
         self._memory, self._pool, self._mode, self._clock = memory, pool, mode, clock
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether preempted requests can be swapped out."""
+        return self._pool is not None and self._mode != "recompute"
+
     def choose(self, requests: Sequence[Request], kv_bytes: int) -> Choice:
         """Choose swap, recompute or hybrid for requests that are preempted together.
 
@@ -135,6 +140,12 @@ class Swapper:
         return rows
 
 
+def uses_swap_space(schedule: ScheduleConfig) -> bool:
+    """Whether requests are swapped out if there is swap space."""
+    swaps_out = schedule.batching.swaps_out_prefilled
+    return schedule.preempt != "recompute" or swaps_out or schedule.scale_down_at is not None
+
+
 def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
     """Refuse an unused swap space, and a batcher that needs a swap space if there is none.
 
@@ -151,8 +162,7 @@ def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
             f"--batcher {schedule.batcher} swaps out prefilled requests and needs swap space: "
             "set --swap-space SIZE, or use hold=device"
         )
-    uses = swaps_out or schedule.scale_down_at is not None
-    if host_bytes and schedule.preempt == "recompute" and not uses:
+    if host_bytes and not uses_swap_space(schedule):
         raise UnsoundCombination(
             f"--swap-space {host_bytes:,} B would not be used, because --preempt recompute swaps "
             "no requests: use --preempt auto, swap or hybrid, or leave out --swap-space"
