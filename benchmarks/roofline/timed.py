@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.decoders import ForwardingDecoder
 from benchmarks.roofline.measured import PARTS
+from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
 from quire.kernels.native.chain import PartTimes
 from quire.models.adapter import TransformersDecoder
@@ -117,11 +118,11 @@ class _TimedAttention:
         self._seconds["attention"] += time.perf_counter() - started_s
         return out
 
-    def chain(self, calls: Sequence[AttentionCall], heads: HeadBuffers) -> Sequence[object] | None:
+    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> Sequence[object] | None:
         """See `ChainedAttention.chain`; the decoder times the calls."""
         if not isinstance(self._inner, ChainedAttention):
             return None
-        return self._inner.chain(calls, heads)
+        return self._inner.chain(layers, heads)
 
 
 class TimedSampler(Sampler):

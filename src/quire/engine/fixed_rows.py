@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.models.base import AttentionCall, PagedAttention
+from quire.kernels.backend import AttentionMath
+from quire.kernels.chains import HeadBuffers
+from quire.models.base import AttentionCall, ChainedAttention, PagedAttention
 from quire.scheduler.request import Request
 
 
@@ -76,3 +78,9 @@ class PaddedBridge:
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         out[own] = self._bridge.attend(call, query[own], key[own], value[own])
         return out
+
+    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> Sequence[object] | None:
+        """See `ChainedAttention.chain`."""
+        if not isinstance(self._bridge, ChainedAttention):
+            return None
+        return self._bridge.chain(layers, heads.first(self._num_tokens))

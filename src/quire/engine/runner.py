@@ -149,12 +149,10 @@ class Runner:
             bridge = PaddedBridge(bridge, len(token_ids))
             token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
             sample_rows = padded(sample_rows, self._fixed_rows) if sample_rows else []
-        numbers = torch.tensor(token_ids + positions + sample_rows, dtype=torch.int64)
+        numbers = np.array(token_ids + positions + sample_rows, dtype=np.int64)
+        on_device = torch.from_numpy(numbers).to(self._decoder.device)
         rows = len(token_ids)
-        ids, position_ids, samples = torch.split(
-            numbers.to(self._decoder.device), [rows, rows, len(sample_rows)]
-        )
-        return Batch(ids, position_ids, samples, bridge)
+        return Batch(on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :], bridge)
 
 
 def in_batches(
@@ -215,9 +213,8 @@ class StepBridge:
         math = AttentionMath(call.scale, call.softcap, call.sinks)
         return self._step.attend(call.layer, math, query, key, value, call.rotary)
 
-    def chain(self, calls: Sequence[AttentionCall], heads: HeadBuffers) -> list[object] | None:
-        """Forward the calls of all layers; see `StepAttention.chain`."""
-        layers = [(c.layer, AttentionMath(c.scale, c.softcap, c.sinks)) for c in calls]
+    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
+        """See `StepAttention.chain`."""
         return self._step.chain(layers, heads)
 
     @property

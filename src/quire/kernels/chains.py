@@ -27,6 +27,11 @@ class HeadBuffers:
     value: Float[Tensor, "num_tokens num_kv_heads head_dim"]
     out: Float[Tensor, "num_tokens num_heads head_dim"]
 
+    def first(self, num_tokens: int) -> "HeadBuffers":
+        """Return the memory of the first tokens."""
+        buffers = (self.query, self.key, self.value, self.out)
+        return HeadBuffers(*(buffer[:num_tokens] for buffer in buffers))
+
 
 @runtime_checkable
 class ChainBackend(Protocol):

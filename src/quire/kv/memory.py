@@ -204,23 +204,18 @@ class KVMemory:
         self.drop_behind_windows(rows)
         demands = self._demands(rows, tokens)
         self.placement.reserve(demands, self.store)
-        self._grow(demands, rows, tokens)
-
-    def try_grow(self, rows: Rows, tokens: Counts) -> bool:
-        """`grow` if `can_grow`; return whether the rows have grown."""
-        self.drop_behind_windows(rows)
-        demands = self._demands(rows, tokens)
-        if not self.placement.can_allocate(demands):
-            return False
-        self.placement.reserve(demands, self.store)
-        self._grow(demands, rows, tokens)
-        return True
-
-    def _grow(self, demands: Sequence[Demand], rows: Rows, tokens: Counts) -> None:
         for demand in demands:
             self._grow_table(demand, tokens)
         self.lengths[rows] += tokens
         self.note_peaks(rows)
+
+    def try_grow(self, rows: Rows, tokens: Counts) -> bool:
+        """Grow rows as `grow` does; return whether the pages sufficed."""
+        try:
+            self.grow(rows, tokens)
+        except OutOfPages:
+            return False
+        return True
 
     def _grow_table(self, demand: Demand, tokens: Counts) -> None:
         table, rows = demand.table, demand.rows

@@ -52,10 +52,10 @@ def shared_ends(
 
     If all rows that reference a page are about to write it, the first row keeps the page.
     """
-    slots = table.num_slots[rows]
-    shared = np.zeros(slots.shape, dtype=bool)
+    shared = np.zeros((len(rows), table.group.num_lanes), dtype=bool)
     if table.group.private or not pool.num_shared:
         return shared
+    slots = table.num_slots[rows]
     per_page = table.group.page_class.tokens
     index, lane = np.nonzero((slots % per_page != 0) & (tokens[:, None] > 0))
     last = table.pages[rows[index], lane, slots[index, lane] // per_page]

@@ -269,13 +269,11 @@ class StepAttention:
             self._offload.release_staging(group, index)
         return out
 
-    def chain(
-        self, layers: Sequence[tuple[int, AttentionMath]], heads: HeadBuffers
-    ) -> list[object] | None:
+    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
         """Prepare writing and attention of all layers as parts of one chain of C calls.
 
         Args:
-            layers: index and operations of each layer, in order.
+            layers: operations of each layer, in order.
             heads: input and output of every layer.
 
         Returns:
@@ -287,10 +285,10 @@ class StepAttention:
         if kv.chains is None or not is_plain or not kv.rotated:
             return None
         steps = []
-        for layer, math in layers:
+        for layer, math in enumerate(layers):
             group, index = kv.place[layer]
             steps.append(LayerStep(groups[group.name], index, math))
-            kv.note_scale(math.scale)
+        kv.note_scale(layers[-1].scale)
         return chained(kv.chains, steps, heads)
 
     def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:

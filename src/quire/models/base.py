@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
@@ -77,11 +78,11 @@ class PagedAttention(Protocol):
 class ChainedAttention(PagedAttention, Protocol):
     """Attention whose C calls a decoder can make in one chain with those of its layers."""
 
-    def chain(self, calls: Sequence[AttentionCall], heads: HeadBuffers) -> Sequence[object] | None:
+    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> Sequence[object] | None:
         """Prepare the attention of all layers.
 
         Args:
-            calls: of all layers, in order.
+            layers: operations of each layer, in order.
             heads: input and output of every layer.
 
         Returns:

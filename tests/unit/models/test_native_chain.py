@@ -54,13 +54,13 @@ def windows_folder(tmp_path_factory):
     return saved(Qwen2ForCausalLM(config), tmp_path_factory.mktemp("qwen2"))
 
 
-def outputs(folder, kv=None, **sampling):
+def outputs(folder, kv=None, schedule=None, **sampling):
     """Tokens and log-probabilities of prompts, prefilled in chunks beside decode rows."""
     generator = torch.Generator().manual_seed(3)
     prompts = [
         torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (1, 40, 7)
     ]
-    schedule = ScheduleConfig(max_num_batched_tokens=16, chunk_tokens=16)
+    schedule = schedule or ScheduleConfig(max_num_batched_tokens=16, chunk_tokens=16)
     llm = LLM(str(folder), model_impl="native", kv=kv or KVConfig(memory="4MiB"), schedule=schedule)
     options = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2, seed=1, **sampling)
     made = llm.generate(prompts, options)
@@ -77,7 +77,7 @@ def assert_chained_equals_single_layers(folder, monkeypatch, **sampling):
     )
     chained = outputs(folder, **sampling)
     assert chains
-    monkeypatch.setattr(StepBridge, "chain", lambda self, calls, heads: None)
+    monkeypatch.setattr(StepBridge, "chain", lambda self, layers, heads: None)
     chains.clear()
 
     assert outputs(folder, **sampling) == chained
@@ -87,6 +87,12 @@ def assert_chained_equals_single_layers(folder, monkeypatch, **sampling):
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}])
 def test_chain_equals_single_layers(folder, sampling, monkeypatch):
     assert_chained_equals_single_layers(folder, monkeypatch, **sampling)
+
+
+def test_batch_invariant_chain_equals_single_layers(folder, monkeypatch):
+    schedule = ScheduleConfig(max_num_batched_tokens=16, chunk_tokens=16, batch_invariant=True)
+
+    assert_chained_equals_single_layers(folder, monkeypatch, schedule=schedule, temperature=0.0)
 
 
 def test_layers_with_and_without_a_window_share_a_chain(windows_folder, monkeypatch):

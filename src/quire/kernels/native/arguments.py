@@ -1,6 +1,7 @@
 """ctypes mirrors of the C argument structures: `part` and `attention_args` of args.h."""
 
 import ctypes
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.native.coding import DTYPES, CodingArgs, unfit_codes
 
+Args = TypeVar("Args", bound=ctypes.Structure)
 MAX_TOGETHER = 8  # KV heads one thread walks together, as in walk.h
 SUM_SLOTS = 256  # slots of a part of column sums: BLOCK_SLOTS of blocked.h
 KEPT_LOGITS = 1 << 18  # logits of a block that computes its own column sums, as in blocked.h
@@ -133,6 +135,11 @@ class TallyArgs(ctypes.Structure):
         ("count", ctypes.c_int32),
         ("path", ctypes.c_int32),
     )
+
+
+def copied(args: Args, number: int) -> "ctypes.Array[Args]":
+    """Return copies of an argument structure, next to each other."""
+    return (type(args) * number).from_buffer_copy(bytes(args) * number)
 
 
 def unfit_tensors(

@@ -171,11 +171,9 @@ class NativeAttention:
         heads: HeadBuffers,
     ) -> list[LayerAttention] | None:
         """See `ChainBackend.chain`."""
-        assert isinstance(plan, NativePlan)
+        assert isinstance(plan, NativePlan), "a plan comes from this backend"
         pages, slots, math = layers[0]
-        unfit = unfit_tensors(pages, math, heads.query, None)
-        one_by_one = plan.token_row is not None
-        if unfit or one_by_one or math.sinks is not None:
+        if unfit_tensors(pages, math, heads.query, None) or math.sinks is not None:
             return None
         ready = self._make_ready(plan, pages, math, heads.query, None)
         call = ready.call
@@ -183,13 +181,15 @@ class NativeAttention:
         if call is None or not fits:
             return None
         write = WriteCall(self._library, slots, heads.key)
-        chained = []
-        for pages, slots, math in layers:
-            written = write.copied_args(slots, heads.key, heads.value)
-            attend = call.copied_args(pages, math, heads.query, heads.out, self._scratch)
-            owner = call, slots, self._scratch.memory
-            chained.append(LayerAttention(written, attend, call.num_threads, owner))
-        return chained
+        writes = write.layer_args([slots for _, slots, _ in layers], heads.key, heads.value)
+        attends = call.layer_args(
+            [(pages, math) for pages, _, math in layers], heads.query, heads.out, self._scratch
+        )
+        owner = call, layers, self._scratch.memory
+        return [
+            LayerAttention(written, attended, call.num_threads, owner)
+            for written, attended in zip(writes, attends, strict=True)
+        ]
 
     def _make_ready(
         self,

@@ -1,13 +1,14 @@
 """Attention calls of the C library: arguments built once per step and updated per layer."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
-from quire.kernels.native.arguments import MAX_TOGETHER, AttentionArgs
+from quire.kernels.native.arguments import MAX_TOGETHER, AttentionArgs, copied
 from quire.kernels.native.coding import DTYPES, coding_of, plain_coding
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
@@ -138,12 +139,20 @@ class AttentionCall:
         """Threads that the work is worth."""
         return self._num_threads
 
-    def copied_args(
-        self, pages: LayerPages, math: AttentionMath, query: Tensor, out: Tensor, scratch: Scratch
-    ) -> AttentionArgs:
-        """Return the arguments of one layer without sinks and column sums, for a chain."""
-        self._set_layer(pages, math, query, out, scratch)
-        return AttentionArgs.from_buffer_copy(self._args)
+    def layer_args(
+        self,
+        layers: Sequence[tuple[LayerPages, AttentionMath]],
+        query: Tensor,
+        out: Tensor,
+        scratch: Scratch,
+    ) -> "ctypes.Array[AttentionArgs]":
+        """Return the arguments of layers without sinks and column sums, for a chain."""
+        self._set_layer(*layers[0], query, out, scratch)
+        copies = copied(self._args, len(layers))
+        for args, (pages, math) in zip(copies, layers, strict=True):
+            args.first_lane = pages.first_lane
+            args.scale, args.softcap = math.scale, math.softcap or 0.0
+        return copies
 
     def _set_layer(
         self, pages: LayerPages, math: AttentionMath, query: Tensor, out: Tensor, scratch: Scratch

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,8 +39,7 @@ class PartTimes:
         ctypes.memset(self.nanoseconds, 0, ctypes.sizeof(self.nanoseconds))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerAttention:
+class LayerAttention(NamedTuple):
     """Attention of one layer, as two calls of a chain.
 
     Attributes:

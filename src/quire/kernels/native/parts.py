@@ -31,6 +31,7 @@ WALK_ALIGNMENT = 64  # slots that are processed together
 MOST_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
 
 PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
+NO_PARTS: PartList = np.zeros((0, PART_FIELDS), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,35 +70,23 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
     small = tokens <= WALK_TOKENS if block_queries == 0 else tokens * group <= WALK_QUERIES
     small |= tokens == 1
     walked, large = np.flatnonzero(small), np.flatnonzero(~small)
-    blocked = large if block_queries else large[:0]
     one_token = (tokens == 1) & (lanes.window is None)
     counts = np.where(one_token, _num_walks(slots), 1)[walked]
-    walks, walk_slots = _walks(walked, counts, slots[walked])
-    walks[:, COUNT][np.repeat(counts == 1, counts)] = slots.max(initial=0)
-    split = np.repeat(counts > 1, counts)
-    walks[:, PARTIAL] = np.where(split, np.cumsum(split) - 1, -1)
-    first = np.cumsum(np.where(counts > 1, counts, 0)) - counts
-    merges = np.zeros((int((counts > 1).sum()), PART_FIELDS), dtype=np.int32)
-    for field, column in ((ROW, walked), (COUNT, counts), (PARTIAL, first)):
-        merges[:, field] = column[counts > 1]
-    pairs = tokens[blocked] * group
-    size = max(block_queries, 1)
-    blocks = _repeat(blocked, -(-pairs // size), size)
-    blocks[:, COUNT] = np.minimum(size, np.repeat(pairs, -(-pairs // size)) - blocks[:, FIRST])
-    # logits are kept in whole tiles, of 6 query vectors and 16 slots
-    alone = (pairs <= size) & ((pairs + 5) * (slots[blocked] + 15) <= KEPT_LOGITS)
-    blocks[:, PARTIAL] = np.repeat(alone, -(-pairs // size))
-    summed = blocked[~alone]
-    kept = walked if block_queries == 0 else np.arange(len(tokens))
+    walks, merges, walk_slots = _walks(walked, counts, slots)
+    blocked, others = (large, large[:0]) if block_queries else (large[:0], large)
+    blocks = sums = NO_PARTS
+    if len(blocked):
+        blocks, sums = _blocks(blocked, tokens[blocked] * group, slots[blocked], block_queries)
+    kept = walked if len(others) else slice(None)
     return Parts(
         walks=walks,
-        blocks=blocks[::-1].copy(),  # the last blocks of a chunk see most slots and start first
+        blocks=blocks,
         merges=merges,
-        sums=_repeat(summed, -(-slots[summed] // SUM_SLOTS), SUM_SLOTS),
+        sums=sums,
         walk_slots=walk_slots,
-        num_partials=int(split.sum()),
-        others=large if block_queries == 0 else large[:0],
-        work=int((slots[kept] * tokens[kept]).sum()),
+        num_partials=int(counts[counts > 1].sum()),
+        others=others,
+        work=int((slots * tokens)[kept].sum()),
     )
 
 
@@ -110,12 +99,47 @@ def _num_walks(slots: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _walks(
     rows: NDArray[np.int64], counts: NDArray[np.int64], slots: NDArray[np.int64]
-) -> tuple[PartList, NDArray[np.int64]]:
-    """Return `counts[i]` consecutive walks over the slots of row `rows[i]`, and their slots."""
-    sizes = -(-slots // (counts * WALK_ALIGNMENT)) * WALK_ALIGNMENT
+) -> tuple[PartList, PartList, NDArray[np.int64]]:
+    """Return `counts[i]` consecutive walks over the slots of row `rows[i]`, merges, and slots.
+
+    Args:
+        rows: rows that are walked.
+        counts: walks of each of them.
+        slots: slots of all rows.
+    """
+    own, longest = slots[rows], int(slots.max(initial=0))
+    if not (counts > 1).any():
+        return _repeat(rows, counts, longest), NO_PARTS, own
+    sizes = -(-own // (counts * WALK_ALIGNMENT)) * WALK_ALIGNMENT
     walks = _repeat(rows, counts, np.repeat(sizes, counts))
-    left = np.repeat(slots, counts) - walks[:, FIRST]
-    return walks, np.clip(left, 0, walks[:, COUNT])
+    split = np.repeat(counts > 1, counts)
+    walks[:, COUNT][~split] = longest
+    walks[:, PARTIAL] = np.where(split, np.cumsum(split) - 1, -1)
+    left = np.repeat(own, counts) - walks[:, FIRST]
+    return walks, _merges(rows, counts), np.clip(left, 0, walks[:, COUNT])
+
+
+def _merges(rows: NDArray[np.int64], counts: NDArray[np.int64]) -> PartList:
+    """Return a merge for each row with several walks."""
+    first = np.cumsum(np.where(counts > 1, counts, 0)) - counts
+    merges = np.zeros((int((counts > 1).sum()), PART_FIELDS), dtype=np.int32)
+    for field, column in ((ROW, rows), (COUNT, counts), (PARTIAL, first)):
+        merges[:, field] = column[counts > 1]
+    return merges
+
+
+def _blocks(
+    rows: NDArray[np.int64], pairs: NDArray[np.int64], slots: NDArray[np.int64], size: int
+) -> tuple[PartList, PartList]:
+    """Return blocks of rows with this many query vectors and slots, and parts of column sums."""
+    counts = -(-pairs // size)
+    blocks = _repeat(rows, counts, size)
+    blocks[:, COUNT] = np.minimum(size, np.repeat(pairs, counts) - blocks[:, FIRST])
+    # logits are kept in whole tiles, of 6 query vectors and 16 slots
+    alone = (pairs <= size) & ((pairs + 5) * (slots + 15) <= KEPT_LOGITS)
+    blocks[:, PARTIAL] = np.repeat(alone, counts)
+    sums = _repeat(rows[~alone], -(-slots[~alone] // SUM_SLOTS), SUM_SLOTS)
+    return blocks[::-1].copy(), sums  # the last blocks of a chunk see most slots and start first
 
 
 def _repeat(

@@ -1,13 +1,14 @@
 """Calls of the C library on slots of pages: writing, moving, adding attention to statistics."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionStatistic, MovedSlots, NewSlots, StatisticRows
-from quire.kernels.native.arguments import MoveArgs, TallyArgs, WriteArgs
+from quire.kernels.native.arguments import MoveArgs, TallyArgs, WriteArgs, copied
 from quire.kernels.native.call import Scratch
 from quire.kernels.native.library import NativeLibrary
 from quire.layout.statistics import REDUCTIONS
@@ -59,10 +60,15 @@ class WriteCall:
         if self._library.write(ctypes.byref(self._args), self._library.parallel_for):
             raise InvariantError("torch_parallel_for failed inside the C extension")
 
-    def copied_args(self, slots: NewSlots, key: Tensor, value: Tensor) -> WriteArgs:
-        """Return the arguments of one write, for a chain."""
-        self._set(slots, key, value)
-        return WriteArgs.from_buffer_copy(self._args)
+    def layer_args(
+        self, layers: Sequence[NewSlots], key: Tensor, value: Tensor
+    ) -> "ctypes.Array[WriteArgs]":
+        """Return the arguments of writes that differ in their slots only, for a chain."""
+        self._set(layers[0], key, value)
+        copies = copied(self._args, len(layers))
+        for args, slots in zip(copies, layers, strict=True):
+            args.pages, args.offsets = slots.pages.data_ptr(), slots.offsets.data_ptr()
+        return copies
 
     def _set(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         args, itemsize = self._args, self._itemsize

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
+from quire.kernels.backend import AttentionMath
 from quire.kernels.native.chain import PartTimes
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear import Products
@@ -49,6 +50,7 @@ class NativeDecoder(TransformersDecoder):
         products = Products(library)
         self._fused: FusedModel = fuse(model, products, kind)
         self._workspace = Workspace(self._fused, library, products, model.dtype)
+        self._math = [AttentionMath(layer.scale) for layer in self._fused.layers]
         self._rope_table = RopeTable(self._fused.rotary)
         super().__init__(model)
 
@@ -73,18 +75,21 @@ class NativeDecoder(TransformersDecoder):
 
     def _run_layers(self, attention: Any) -> None:
         workspace = self._workspace
-        calls = [self._call(number, layer) for number, layer in enumerate(workspace.layers)]
         chained = None
         if isinstance(attention, ChainedAttention):
-            chained = attention.chain(calls, workspace.heads)
+            chained = attention.chain(self._math, workspace.heads)
         if chained is not None:
             workspace.run_layers(chained)
             return
-        for call, layer in zip(calls, workspace.layers, strict=True):
-            self._run_layer(call, layer, attention)
+        for number, layer in enumerate(workspace.layers):
+            self._run_layer(number, layer, attention)
 
-    def _call(self, number: int, layer: LayerCalls) -> AttentionCall:
-        return AttentionCall(
+    def _run_layer(self, number: int, layer: LayerCalls, attention: Any) -> None:
+        workspace = self._workspace
+        query, key, value = workspace.run_before(layer)
+        if getattr(attention, "wants_inputs", False):
+            attention.note_input(number, workspace.normed.to(self.dtype, copy=True))
+        call = AttentionCall(
             layer=number,
             scale=layer.scale,
             window=self.spec.layers[number].window,
@@ -92,12 +97,6 @@ class NativeDecoder(TransformersDecoder):
             sinks=None,
             rotary=self._bridge.rotaries.get(number),
         )
-
-    def _run_layer(self, call: AttentionCall, layer: LayerCalls, attention: Any) -> None:
-        workspace, number = self._workspace, call.layer
-        query, key, value = workspace.run_before(layer)
-        if getattr(attention, "wants_inputs", False):
-            attention.note_input(number, workspace.normed.to(self.dtype, copy=True))
         attended = attention.attend(call, query, key, value).contiguous()
         if not getattr(attention, "wants_residual_similarity", False):
             workspace.run_after(layer, attended)

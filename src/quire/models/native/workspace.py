@@ -79,6 +79,7 @@ class Workspace:
         self._input_dtype = products.activation_dtype(model.layers[0].qkv.weight, dtype)
         self._head_dtype = products.activation_dtype(model.head.weight, dtype)
         self._rows = self._capacity = 0
+        self._chained = False  # whether the calls' queries, keys, values and output are `heads`
         self._times: PartTimes | None = None
         self.layers: tuple[LayerCalls, ...] = ()
         self._head: HeadCalls | None = None
@@ -112,9 +113,11 @@ class Workspace:
 
     def run_layers(self, attention: Sequence[object]) -> None:
         """Run all layers in one chain, with attention on `heads`."""
-        for layer in self.layers:
-            set_heads(layer.rope, self._heads[:3])
-            layer.attended.x = self._heads[3].data_ptr()
+        if not self._chained:
+            for layer in self.layers:
+                set_heads(layer.rope, self._heads[:3])
+                layer.attended.x = self._heads[3].data_ptr()
+            self._chained = True
         self._chain.run(attention, self._times)
 
     # ---- one layer -----------------------------------------------------------------------------
@@ -123,6 +126,7 @@ class Workspace:
         """Compute queries, keys and values."""
         heads = empty_heads(self._rows, layer.heads, self._dtype)
         set_heads(layer.rope, heads)
+        self._chained = False
         layer.before.run(self._times)
         return heads
 
@@ -184,10 +188,10 @@ class Workspace:
         width = first.gate_up.weight.outer // 2
         self._gated = torch.empty(rows, width, dtype=self._input_dtype)
         query, key, value = empty_heads(rows, first.heads, self._dtype)
-        self._heads = query, key, value, torch.empty_like(query)
+        self._heads = query, key, value, torch.zeros_like(query)  # rows of padding are read
         self._converted = torch.empty(rows, first.output.weight.inner, dtype=self._input_dtype)
         self._codes: dict[int, CodedRows] = {}
-        self._capacity, self._rows = rows, 0
+        self._capacity, self._rows, self._chained = rows, 0, False
         self.layers = tuple(map(self._calls, self._model.layers))
         pairs = [(layer.before, layer.after) for layer in self.layers]
         self._chain = LayerChain(self._library, pairs)
