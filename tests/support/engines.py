@@ -100,8 +100,13 @@ def engine_for(
     max_num_seqs: int = 64,
     **kv: object,
 ) -> Engine:
-    """An engine whose arena holds the peak KV of `room` requests of `longest` tokens."""
-    schedule = ScheduleConfig(max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens)
+    """An engine whose arena holds the peak KV of `room` requests of `longest` tokens.
+
+    Requests are admitted while their known tokens fit, so that a small arena preempts.
+    """
+    schedule = ScheduleConfig(
+        max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens, admission="optimistic"
+    )
     probe = Engine(model, kv_config(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
     need = Need(longest, eviction=probe.pool.eviction.spec)
     peak_bytes = probe.scheduler.peaks.peak_bytes(need)

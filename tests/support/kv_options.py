@@ -1,4 +1,7 @@
-"""A KVConfig made of flat names, so that options of nested configs can stand in one dictionary."""
+"""A KVConfig made of flat names, so that options of nested configs can stand in one dictionary.
+
+Without `swap_space` there is none: preempted requests are recomputed.
+"""
 
 from collections.abc import Mapping
 
@@ -20,7 +23,7 @@ _PREFIX_CACHE = {
 
 def kv_config(**options: object) -> KVConfig:
     """A KVConfig; `offload_memory`, `enable_prefix_caching` and the like go to nested configs."""
-    return KVConfig(**kv_options(options))
+    return KVConfig(**({"swap_space": 0} | kv_options(options)))
 
 
 def kv_options(options: Mapping[str, object]) -> dict[str, object]:

@@ -78,6 +78,7 @@ def engine_under(
         max_num_seqs=MAX_RUNNING,
         max_num_batched_tokens=STEP_TOKENS,
         chunk_tokens=CHUNK_TOKENS,
+        admission="optimistic",
         **schedule,
     )
     smallest = _smallest_memory(model)
