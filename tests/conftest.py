@@ -5,7 +5,7 @@
 Steps of the four state machines (memory with forks, tiers, prefix index, scheduler), at most:
 
           by Hypothesis        scheduler from seeds   together
-    dev   4 * 50 * 40          12,000                 2 x 10^4
+    dev   4 * 20 * 40           9,000                 10^4
     deep  4 * 2,500 * 50       500,000                10^6
 
 `machine_steps` has the seeded part, which only the environment variable makes deep.
@@ -43,8 +43,18 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 torch.set_num_threads(1)  # pytest-xdist runs one worker on each core
 
 
+_LAST: list[object] = [None]
+"""The function of the last test."""
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Restart the sampling of type checks; skip tests marked `gpu` without a GPU."""
-    restart_sampling()
+    """Restart the sampling of type checks; skip tests marked `gpu` without a GPU.
+
+    The cases of a test function call the same functions, so the sampling restarts once for all.
+    """
+    function = getattr(item, "function", item)
+    if function is not _LAST[0]:
+        _LAST[0] = function
+        restart_sampling()
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -314,7 +314,7 @@ def test_a_request_larger_than_device_memory_runs_with_an_offloaded_prefix():
     [
         ("qwen3", 0.6, {}),
         ("llama_mha", 0.3, {"offload_recompute": "0.5"}),
-        ("gemma2", 0.75, {}),
+        pytest.param("gemma2", 0.75, {}, marks=pytest.mark.slow),
         pytest.param("llama", 0.3, {"offload_cpu_attention": "0.5"}, marks=pytest.mark.slow),
     ],
 )

@@ -5,9 +5,9 @@ takes five times the scheduler's own time. Here beartype checks once. A function
 signature is checked in its own scope of axis names. jaxtyping's wrapper remains for generators, for
 functions that name an axis after an argument, and for types that are given as strings.
 
-Calls are sampled: the first `FIRST` calls of each function after the start of a test, and again
-after every `COLLECTIONS` garbage collections inside a long test. The other calls run the function
-itself: a wrapper around each call would double the time of the scheduler's tests.
+Calls are sampled: the first `FIRST` calls of each function after the start of a test function,
+and again after every `COLLECTIONS` garbage collections inside a long test. The other calls run the
+function itself: a wrapper around each call would double the time of the scheduler's tests.
 `QUIRE_TYPE_CHECKS=all` checks every call; `make test-all` sets it.
 """
 
@@ -39,7 +39,7 @@ def check_types() -> None:
 
 
 def restart_sampling() -> None:
-    """Check the next calls of every function, so that each test checks what it calls."""
+    """Check the next calls of every function."""
     while _SPENT:
         _SPENT.pop().start()
 

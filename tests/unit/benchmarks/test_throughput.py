@@ -137,6 +137,7 @@ def test_attention_claims_without_c_use_gathering():
     assert attention_claims(shape, [found]) == {"attention_over_read_ceiling": 0.5}
 
 
+@pytest.mark.slow
 def test_all_arms_produce_outputs_with_small_regret():
     """Outputs can differ at near ties of bfloat16 logits, so the test requires small regret."""
     bench = ThroughputBench(QUICK_THROUGHPUT)

@@ -50,6 +50,7 @@ def test_throughput_prints_claims():
     assert "ceilings.json does not exist: run `quire profile`" in result.output
 
 
+@pytest.mark.slow
 def test_roofline_measures_a_cell_and_writes_the_page(tmp_path: Path):
     path = tmp_path / "page.html"
     names = ("--weight-codecs", "auto", "--model-impls", "auto", "--instruction-sets")

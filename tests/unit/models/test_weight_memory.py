@@ -74,8 +74,17 @@ def load(folder: Path, impl: str, codec: str, dtype: str = "auto") -> LoadedMode
     )
 
 
-@pytest.mark.parametrize("codec", ["auto", "int8", "int4"])
-@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize(
+    ("impl", "codec"),
+    [
+        ("native", "auto"),
+        ("native", "int8"),
+        ("transformers", "int4"),
+        pytest.param("native", "int4", marks=pytest.mark.slow),
+        pytest.param("transformers", "auto", marks=pytest.mark.slow),
+        pytest.param("transformers", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_weight_bytes_are_those_of_live_tensors(folder: Path, impl: str, codec: str) -> None:
     before = live_tensor_bytes()
     loaded = load(folder, impl, codec)
