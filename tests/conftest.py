@@ -5,7 +5,7 @@
 Steps of the four state machines (memory with forks, tiers, prefix index, scheduler), at most:
 
           by Hypothesis        scheduler from seeds   together
-    dev   4 * 20 * 40           9,000                 10^4
+    dev   4 * 20 * 40           6,000                 10^4
     deep  4 * 2,500 * 50       500,000                10^6
 
 `machine_steps` has the seeded part, which only the environment variable makes deep.

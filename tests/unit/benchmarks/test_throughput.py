@@ -154,6 +154,7 @@ def test_all_arms_produce_outputs_with_small_regret():
         assert 0 <= regret < 0.01
 
 
+@pytest.mark.slow
 def test_kv_bytes_of_arms_match_hand_computation():
     """A token has 2 layers * 2 heads * 16 numbers * K and V * 2 B = 256 B; 4 prompts.
 
