@@ -27,6 +27,7 @@ BIND = jaxtyping.jaxtyped
 FIRST = 4  # checked calls of a function from one `restart_sampling` to the next
 COLLECTIONS = 16  # garbage collections of generation 1 or 2 between two restarts in one test
 NESTED_FIRST = 16  # checked definitions of a function that is defined in a function
+SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 ALL_CALLS = os.environ.get("QUIRE_TYPE_CHECKS") == "all"
 
 
@@ -121,11 +122,16 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
 
 
 def _code_that_calls(check: Callable, code: types.CodeType) -> types.CodeType:
-    """Code of a function that calls `check`; it can replace `code`, whose free variables it has."""
+    """Code of a function that calls `check`; it can replace `code`, whose free variables it has.
+
+    It has the flags of a generator or a coroutine too. A garbage collection can put it in place
+    while a call of `code` begins, and Python takes from the flags what that call returns.
+    """
     template = _template(code.co_freevars)
     constants = tuple(check if value == _PLACE else value for value in template.co_consts)
     return template.replace(
         co_consts=constants,
+        co_flags=template.co_flags | (code.co_flags & SUSPENDS),
         co_name=code.co_name,
         co_qualname=code.co_qualname,
         co_filename=code.co_filename,

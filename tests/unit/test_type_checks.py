@@ -2,6 +2,8 @@
 
 import gc
 import inspect
+import types
+from collections.abc import Iterator
 
 import jaxtyping
 import pytest
@@ -111,6 +113,25 @@ def test_calls_are_checked_again_after_garbage_collections():
 
     with pytest.raises(WRONG):
         doubled(torch.ones(3), wrong=True)
+
+
+@checked
+def numbers_to(*ends: int) -> Iterator[int]:
+    yield from range(*ends)
+
+
+@pytest.mark.skipif(ALL_CALLS, reason="every call is checked")
+def test_a_collection_at_the_start_of_a_generator_restarts_no_wrong_call():
+    for _ in range(FIRST):
+        list(numbers_to(1))
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1)  # the tuple of arguments collects
+    try:
+        results = [numbers_to(1) for _ in range(40 * COLLECTIONS)]
+    finally:
+        gc.set_threshold(*thresholds)
+
+    assert {type(result) for result in results} == {types.GeneratorType}
 
 
 class Base:
