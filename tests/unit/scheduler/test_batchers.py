@@ -245,6 +245,38 @@ def test_request_displaced_from_the_batch_by_an_urgent_one_keeps_its_pages():
     assert load.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("batcher", ["baton_pd:queue=8", "baton_pd_best_fit:queue=8"])
+def test_urgent_request_is_admitted_after_a_group_in_the_batch_has_ended(batcher):
+    load = load_of(batcher, urgent=-1)
+    group = [load.request(6, 4) for _ in range(ROWS)]
+    load.submit_group(list(group), atomic=False)
+    while any(len(member.output_token_ids) < 3 for member in group):
+        load.step()
+    submit(load, *[(5, 3)] * (ROWS + 1), priority=-1)
+    load.step()  # prefills more urgent requests than there are rows; the group ends
+    [urgent] = submit(load, (5, 3), priority=-1)
+    load.step()
+
+    assert all(member.progress.state is RequestState.FINISHED for member in group)
+    assert urgent.output_token_ids
+    load.drain()
+
+
+def test_no_request_is_displaced_if_that_would_not_free_enough_rows():
+    load = load_of("baton_pd:queue=4", urgent=-1)
+    submit(load, (6, 30), (6, 30), priority=-1)
+    [ordinary] = submit(load, (6, 4))
+    for _ in range(2):
+        load.step()
+    wide = [load.request(5, 2, -1) for _ in range(2)]
+    load.submit_group(wide, atomic=False)
+    for _ in range(3):
+        load.step()
+
+    assert ordinary.progress.state is RequestState.FINISHED
+    load.drain()
+
+
 @pytest.mark.parametrize("batcher", ["baton_pd", "baton_pd_best_fit"])
 def test_preempted_group_gives_its_rows_to_the_queue_of_a_limited_tenant(batcher):
     """Else it would resume at once, exceed the limit, and be preempted, forever.

@@ -72,8 +72,7 @@ class PrefilledQueue(Batcher):
 
     def begin(self) -> BatchSwaps | None:
         """See `Batcher`."""
-        self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
-        self._batch = {unit: None for unit in self._batch if unit in self._admitted}
+        self._remove_ended()
         self._batch = {unit: None for unit in self._batch if holds_kv(unit)}
         if self._options.prefills_apart and not self._queue(self._admitted):
             self._fills = True
@@ -81,6 +80,10 @@ class PrefilledQueue(Batcher):
         if self._batch and any(map(was_preempted, self._queue(self._admitted))):
             self._fills = False  # the memory cannot hold a full queue
         return self._moves() if self._options.on_host else None
+
+    def _remove_ended(self) -> None:
+        self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
+        self._batch = {unit: None for unit in self._batch if unit in self._admitted}
 
     def _queue(self, units: Iterable[Unit]) -> list[Unit]:
         """Return the units that are not in the batch, best first."""
@@ -118,10 +121,12 @@ class PrefilledQueue(Batcher):
         if not self._state.is_urgent(urgent):
             return False
         later = [u for u in self._batch if first_member(u).priority > urgent.priority]
+        if self._free_rows + sum(map(num_rows, later)) < num_rows(unit):
+            return False
         later.sort(key=_order_of)
-        while later and self._free_rows < num_rows(unit):
+        while self._free_rows < num_rows(unit):
             del self._batch[later.pop()]
-        return self._free_rows >= num_rows(unit)
+        return True
 
     # ---- swap space ----------------------------------------------------------------------------
 
@@ -190,6 +195,7 @@ class PrefilledQueue(Batcher):
 
     def admitted(self, request: Request) -> None:
         """See `Batcher`."""
+        self._remove_ended()  # an urgent request is admitted before `begin`
         unit = unit_of(request)
         self._admitted[unit] = None
         if not any(m.is_running for m in members_of(unit) if m is not request):
