@@ -18,7 +18,7 @@ from support import zoo
 from support.command_line import read_records, write_lines
 
 KILLS = 6
-NUM_LINES = 120
+NUM_LINES = 80
 INVALID_EVERY = 40
 DONE = 1  # exit status of a complete run with invalid lines
 PATIENCE_S = 30.0

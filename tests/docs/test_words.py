@@ -32,6 +32,7 @@ def texts() -> dict[str, str]:
     return {path: (ROOT / path).read_text() for path in paths if (ROOT / path).exists()}
 
 
+@cache
 def uses(pattern: str) -> dict[str, list[str]]:
     """The lines where the pattern begins, by file; a space in it may be a line break or a `#`."""
     words = re.compile(pattern.replace(" ", r"(?:\s|#)+"), re.IGNORECASE)

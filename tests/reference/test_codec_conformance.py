@@ -125,11 +125,13 @@ def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
 # ---- allowed or refused --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_codec_is_allowed_with_all_rules_and_stores_except_those_it_excludes(codec):
+def test_a_codec_is_allowed_with_all_rules_and_stores_except_those_it_excludes(codec, every):
     """Rejected at start, with the reason and an alternative."""
     found = Counter()
-    for (policy, granularity), store in product(SOUND, STORES):
+    pairs = sorted(product(SOUND, STORES), key=lambda pair: goes(codec, *pair[0], pair[1]))
+    for (policy, granularity), store in pairs[LOSSY.index(codec) % every :: every]:
         config = kv_config(
             memory="8MiB",
             page_tokens=4,
@@ -259,8 +261,16 @@ class Encoders:
 ONCE = [*(name for name in LOSSY if not CODECS[name].per_page), "int4+sinks=2+residual=6"]
 
 
-@pytest.mark.parametrize("preempt", ["swap", "recompute"])
-@pytest.mark.parametrize("codec", ONCE)
+def preempted_once() -> list:
+    """Each codec is preempted in both ways; one of them is fast."""
+    found = []
+    for number, (codec, preempt) in enumerate(product(ONCE, ("swap", "recompute"))):
+        marks = [] if number % 4 in (0, 3) else [pytest.mark.slow]
+        found.append(pytest.param(codec, preempt, id=f"{codec}-{preempt}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("codec", "preempt"), preempted_once())
 def test_a_token_is_encoded_once_from_full_precision(codec, preempt, monkeypatch):
     """Key and value of two heads in two layers, for each processed token and no other."""
     seen = Encoders(monkeypatch)

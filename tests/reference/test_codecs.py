@@ -87,8 +87,18 @@ def test_batches_and_chunks_change_no_logits(codec, rule):
     assert_undisturbed(codec, rule, answer(codec, rule, chunk_tokens=7, max_num_batched_tokens=20))
 
 
-@pytest.mark.parametrize("preempt", ["swap", "recompute"])
-@pytest.mark.parametrize(("codec", "rule"), covering()[::2])
+def preempted() -> list:
+    """Every second pair is preempted in both ways; one of them is fast."""
+    found = []
+    for number, (codec, rule) in enumerate(covering()[::2]):
+        for preempt in ("swap", "recompute"):
+            is_fast = preempt == ("swap", "recompute")[number % 2]
+            marks = [] if is_fast else [pytest.mark.slow]
+            found.append(pytest.param(codec, rule, preempt, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("codec", "rule", "preempt"), preempted())
 def test_preemption_changes_no_logits(codec, rule, preempt):
     """Codes are swapped in unchanged, or recomputed from equal keys and values."""
     host = "4MiB" if preempt == "swap" else 0

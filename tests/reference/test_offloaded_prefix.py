@@ -30,7 +30,7 @@ from support.engines import greedy, load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
-NEW_TOKENS = 24
+NEW_TOKENS = 14
 PROMPTS = {
     "a": [5, 9, 2, 7] * 12,
     "b": [3 + i * i % 60 for i in range(70)],
@@ -398,7 +398,7 @@ def test_a_request_with_a_cached_prefix_is_offloaded(part):
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     usages = {}
-    for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], 24)):
+    for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], NEW_TOKENS)):
         engine.submit(GenerationRequest(prompt, greedy(count), request_id=request))
         while engine.has_work:
             usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
@@ -478,6 +478,7 @@ def test_evicting_requests_are_offloaded_between_evictions(
     if codec != "none":  # other batches round differently, and codes amplify that
         use_exact_products(monkeypatch)
     options = {"codec": codec, "evict": f"{rule}:cap=40,every=8", "cancel": [("c", 9)]}
+    options |= {"new_tokens": 24}  # several evictions, with pages loaded back between them
     host = {"swap_space": "4MiB", "schedule": {"preempt": "swap", "admission": "optimistic"}}
     recompute = "1" if recomputes else "auto"
     engine, logits, _ = run(name, rows, offload_recompute=recompute, **options, **host)

@@ -3,12 +3,14 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from functools import cache
 
 import httpx
 import pytest
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
+from quire.serve import text
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
 
@@ -19,6 +21,14 @@ PROMPT = "<|doc|>Once upon a time"
 @pytest.fixture(scope="session")
 def llm():
     return LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_length_bound():
+    """Every application has the same tokenizer, whose bound takes 30 ms to verify."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "text_length", cache(text.text_length))
+        yield
 
 
 @pytest.fixture

@@ -73,16 +73,23 @@ class Account:
         self.codecs = [make_codec(spec, HEAD_DIM) for spec in (self.form.key, self.form.value)]
         self.rows: dict[int, tuple[int, list[Lane]]] = {}
 
-    def append(self, row: int, layer: int, position: int, exact) -> None:
+    def coded(self, exact) -> list[tuple]:
+        """Decoded key and value of each token; None if whole pages are encoded."""
+        sides = [
+            [None] * len(vectors)
+            if codec.spec.per_page
+            else codec.decode(codec.encode(vectors[:, :, None]))[:, :, 0]
+            for codec, vectors in zip(self.codecs, exact, strict=True)
+        ]
+        return [*zip(*sides, strict=True)]
+
+    def append(self, row: int, layer: int, position: int, exact, decoded) -> None:
         lane = self.rows[row][1][layer]
         if not lane.pages or len(lane.pages[-1]) == PAGE:
             lane.pages.append([])
-        lane.pages[-1].append(Token(position, exact, [None, None]))
+        lane.pages[-1].append(Token(position, exact, [*decoded]))
         for side, codec in enumerate(self.codecs):
-            if not codec.spec.per_page:
-                single = exact[side][None, :, None]
-                lane.pages[-1][-1].decoded[side] = codec.decode(codec.encode(single))[0, :, 0]
-            elif len(lane.pages[-1]) == PAGE:
+            if codec.spec.per_page and len(lane.pages[-1]) == PAGE:
                 whole = torch.stack([t.exact[side] for t in lane.pages[-1]], dim=1)[None]
                 for i, token in enumerate(lane.pages[-1]):
                     token.decoded[side] = codec.decode(codec.encode(whole))[0, :, i]
@@ -177,11 +184,12 @@ class CheckedMemory:
 
     def _expected(self, order, tokens, layer, vectors) -> torch.Tensor:
         query, key, value = vectors
-        out, index = [], 0
+        decoded, out, index = self.account.coded((key, value)), [], 0
         for row in order:
             length, _ = self.account.rows[row]
             for position in range(length, length + tokens[row]):
-                self.account.append(row, layer, position, (key[index], value[index]))
+                exact = key[index], value[index]
+                self.account.append(row, layer, position, exact, decoded[index])
                 seen_key, seen_value = self.account.attended(row, layer, position)
                 attended, _ = attend_reference(
                     query[index][None],

@@ -7,6 +7,7 @@ policies can be compared with it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -179,6 +180,7 @@ def history_of_rows(rows: list[list[float]]) -> History:
     )
 
 
+@cache
 def rotation(position: int, dim: int) -> np.ndarray:
     """The RoPE matrix of a position: halves paired, base 50."""
     half = dim // 2

@@ -1,6 +1,8 @@
 """A plain KVCrush: lists, sets and sums, token by token."""
 
+from copy import deepcopy
 from fractions import Fraction
+from functools import cache
 from math import floor
 
 import numpy as np
@@ -14,6 +16,11 @@ from support.histories import best, make_history
 
 
 def history_of(tokens=60, group=3, seed=0, layers=(0, 2)):
+    return deepcopy(_drawn(tokens, group, seed, layers))
+
+
+@cache
+def _drawn(tokens, group, seed, layers):
     return make_history(tokens=tokens, group=group, seed=seed, layers=layers, ragged=False)
 
 

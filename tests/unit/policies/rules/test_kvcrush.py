@@ -24,7 +24,7 @@ from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from support.histories import best, changed, make_history, retained_positions
+from support.histories import best, changed, retained_positions
 from support.plain_kvcrush import (
     history_of,
     of_layers,
@@ -241,9 +241,11 @@ def test_view_by_query_heads_scores_each_head_separately():
         scores = base.score(by_query_head(view, base.statistics))
         for lane in range(len(history.cached)):
             for head in range(3):
-                alone = make_history(tokens=60, group=3, layers=(0, 2), ragged=False)
-                alone.raw = alone.raw[:, head : head + 1]
-                alone.weights = alone.weights[:, head : head + 1]
+                alone = replace(
+                    history,
+                    raw=history.raw[:, head : head + 1],
+                    weights=history.weights[:, head : head + 1],
+                )
                 expected = base.score(alone.view(base.statistics))[lane]
                 torch.testing.assert_close(scores[lane * 3 + head], expected)
 
