@@ -79,7 +79,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def prompts():
-    return [*make_prompts(7, 10 * CAP, seed=5), [3, 5, 7] * (10 * CAP // 3)]
+    return [*make_prompts(4, 10 * CAP, seed=5), [3, 5, 7] * (10 * CAP // 3)]
 
 
 @pytest.fixture(scope="module")

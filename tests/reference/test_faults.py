@@ -46,8 +46,7 @@ def pressed(architecture: str, host_room: float) -> Watched:
     ("architecture", "method"),
     [
         *(("llama", method) for method in ("save", "load", "wait")),
-        ("gemma3", "load"),
-        *(pytest.param("gemma3", m, marks=pytest.mark.slow) for m in ("save", "wait")),
+        *(pytest.param("gemma3", m, marks=pytest.mark.slow) for m in ("save", "load", "wait")),
     ],
 )
 def test_requests_with_failed_copies_are_recomputed(architecture, method, caplog):

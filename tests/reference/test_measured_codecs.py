@@ -79,7 +79,11 @@ def answer(codec: str, rule: str, folder, model: str = MODEL, **options) -> Run:
 
 @pytest.mark.parametrize(
     ("codec", "rule"),
-    [(codec, list(RULES)[(i + j) % 6]) for i, codec in enumerate(HERE) for j in (0, 2)],
+    [
+        pytest.param(codec, list(RULES)[(i + j) % 6], marks=marks)
+        for i, codec in enumerate(HERE)
+        for j, marks in ((0, []), (2, [pytest.mark.slow]))
+    ],
 )
 def test_batching_and_preemption_change_no_logits(codec, rule, folder):
     expected = answer(codec, rule, folder, max_num_seqs=1)
@@ -96,8 +100,14 @@ def test_batching_and_preemption_change_no_logits(codec, rule, folder):
     assert largest_difference(other.logits, expected.logits) <= 1e-4
 
 
-@pytest.mark.parametrize("rule", ["heads apart", "full"])
-@pytest.mark.parametrize("codec", HERE)
+@pytest.mark.parametrize(
+    ("codec", "rule"),
+    [
+        pytest.param(codec, rule, marks=[] if i % 2 == j else [pytest.mark.slow])
+        for i, codec in enumerate(HERE)
+        for j, rule in enumerate(("heads apart", "full"))
+    ],
+)
 def test_the_reference_backend_gives_equal_logits(codec, rule, folder):
     one, other = (
         answer(codec, rule, folder, kv={"attention": name}) for name in ("gathered", "reference")

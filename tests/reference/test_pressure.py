@@ -59,7 +59,9 @@ def test_logits_under_pressure_equal_those_of_each_request_alone(
     architecture, preempt, room, host_room
 ):
     """With forks, beams, tenants, priorities, cancellations; unused slots are poisoned."""
-    check_logits(architecture, preempt, room, host_room, num_jobs=24)
+    # windows free memory: fewer requests of gemma3 are hardly ever preempted
+    num_jobs = 40 if architecture == "gemma3" else 24
+    check_logits(architecture, preempt, room, host_room, num_jobs)
 
 
 @pytest.mark.slow

@@ -55,22 +55,28 @@ def promoted(done: Run) -> dict[str, list]:
     }
 
 
-def rules() -> list:
-    """Each rule with scores, by token and by page, alternating over the stores."""
+def preempted() -> list:
+    """Each rule with scores, by token and by page, preempted in both ways.
+
+    The stores alternate. One rule of nine is fast, in one of the ways.
+    """
     found = []
     for granularity in ("token", "page"):
         for policy in registered():
             rule = rule_of(policy, granularity)
             if rule is None or policy in REROTATES:  # keys would be rotated again in every step
                 continue
-            marks = [] if len(found) % 9 == 0 else [pytest.mark.slow]
-            store = STORES[len(found) % len(STORES)]
-            found.append(pytest.param(rule, store, id=f"{policy}-{granularity}", marks=marks))
+            number = len(found) // 2
+            store = STORES[number % len(STORES)]
+            for turn, preempt in enumerate(("swap", "recompute")):
+                is_fast = number % 9 == 0 and number % 2 == turn
+                name, marks = f"{policy}-{granularity}-{preempt}", [pytest.mark.slow]
+                marks = [] if is_fast else marks
+                found.append(pytest.param(rule, store, preempt, id=name, marks=marks))
     return found
 
 
-@pytest.mark.parametrize("preempt", ["swap", "recompute"])
-@pytest.mark.parametrize(("rule", "store"), rules())
+@pytest.mark.parametrize(("rule", "store", "preempt"), preempted())
 def test_a_preempted_request_promotes_the_same_tokens(rule, store, preempt):
     residual = make_eviction(rule).every
     codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}")

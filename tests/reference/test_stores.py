@@ -48,7 +48,7 @@ CASES = [
 
 @cache
 def reference(architecture: str) -> list[Expected]:
-    return expect(architecture, make_prompts(16, LONGEST, seed=5))
+    return expect(architecture, make_prompts(10, LONGEST, seed=5))
 
 
 @cache

@@ -1,6 +1,7 @@
 """Several choices of one prompt: one prefill, forked pages, preempted and resumed as a group."""
 
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -59,6 +60,12 @@ def run_all(engine, batch, on_step=lambda: None, **submit):
 
 def run_single(model, seed, **options):
     return run_one(engine_of(model), drawn(seed=seed, **options))
+
+
+@cache
+def alone(model, seed: int, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    params = drawn(seed=seed, max_tokens=16)
+    return run_one(engine_of(model), params, prompt=list(prompt)).token_ids
 
 
 class CountedCopies:
@@ -304,8 +311,7 @@ def test_preempted_groups_resume_with_equal_choices(model, prefix_cache):
     for prompt, params, result in zip(prompts, options, results, strict=True):
         for choice in result.choices:
             seed = params.seed + choice.index
-            expected = run_one(engine_of(model), drawn(seed=seed, max_tokens=16), prompt=prompt)
-            assert choice.token_ids == expected.token_ids
+            assert choice.token_ids == alone(model, seed, tuple(prompt))
     assert any(result.usage.preemptions for result in results)
 
 
