@@ -14,9 +14,11 @@ Steps of the four state machines (memory with forks, tiers, prefix index, schedu
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
+import typer.main
 from hypothesis import HealthCheck, settings
 
 from support.type_checks import check_types, restart_sampling
@@ -47,6 +49,15 @@ torch.set_num_threads(1)  # pytest-xdist runs one worker on each core
 
 _LAST: list[object] = [None]
 """The function of the last test."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _parameters_read_once() -> Iterator[None]:
+    """Each run of a command line reads the parameters of all commands, which takes 60 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        read_once = cache(typer.main.get_params_from_function)
+        patch.setattr(typer.main, "get_params_from_function", read_once)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

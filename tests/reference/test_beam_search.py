@@ -40,7 +40,9 @@ def reference_model(architecture: str):
 
 @cache
 @torch.inference_mode()
-def transformers_beams(architecture, prompt: tuple[int, ...], width, penalty, early, *, ends) -> list:
+def transformers_beams(
+    architecture, prompt: tuple[int, ...], width, penalty, early, *, ends
+) -> list:
     """Transformers' beams, best first: tokens without padding, and scores."""
     model = reference_model(architecture)
     model.generation_config.eos_token_id = None

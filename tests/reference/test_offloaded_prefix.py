@@ -398,7 +398,10 @@ def test_a_request_with_a_cached_prefix_is_offloaded(part):
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     usages = {}
-    for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], NEW_TOKENS)):
+    for request, prompt, count in (
+        ("first", PROMPTS["b"][:40], 1),
+        ("b", PROMPTS["b"], NEW_TOKENS),
+    ):
         engine.submit(GenerationRequest(prompt, greedy(count), request_id=request))
         while engine.has_work:
             usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
