@@ -19,6 +19,14 @@ def maker() -> ModuleType:
 
 
 @pytest.fixture
+def undrawn(maker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script without matplotlib, for tests of the stored results."""
+    for name in ("rates_svg", "shares_svg"):
+        monkeypatch.setattr(maker, name, lambda cells: "<svg/>")
+    return maker
+
+
+@pytest.fixture
 def docs(tmp_path: Path) -> Path:
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
@@ -62,12 +70,12 @@ def test_runs_are_written_as_page_images_and_stored_results(maker: ModuleType, d
     assert stored["arms"] == {}
 
 
-def test_cells_of_several_runs_are_merged(maker: ModuleType, docs: Path):
+def test_cells_of_several_runs_are_merged(undrawn: ModuleType, docs: Path):
     """The highest instruction set comes first, and its claims have plain names."""
     both = run_object()
     for i in (1, 0):
         run = both | {"arms": {"cells": [both["arms"]["cells"][i]], "refused": []}}
-        maker.main(["roofline", put(docs / f"{i}.out", run)], docs)
+        undrawn.main(["roofline", put(docs / f"{i}.out", run)], docs)
 
     stored = json.loads((docs / "results/roofline.json").read_text())
     assert stored["arms"]["cells"] == json.loads(json.dumps(both["arms"]["cells"]))
@@ -75,14 +83,14 @@ def test_cells_of_several_runs_are_merged(maker: ModuleType, docs: Path):
     assert "small_batch_step_over_floor" in stored["claims"]
 
 
-def test_weights_as_stored_come_first(maker: ModuleType, docs: Path):
+def test_weights_as_stored_come_first(undrawn: ModuleType, docs: Path):
     run = run_object()
     first = run["arms"]["cells"][0]
     cells = [first | {"weight_codec": codec} for codec in ("int4", "auto", "int8")]
     cells.append(first | {"implementation": "transformers"})
     run["arms"]["cells"] = cells
 
-    maker.main(["roofline", put(docs / "run.out", run)], docs)
+    undrawn.main(["roofline", put(docs / "run.out", run)], docs)
 
     stored = json.loads((docs / "results/roofline.json").read_text())
     found = [(cell["implementation"], cell["weight_codec"]) for cell in stored["arms"]["cells"]]

@@ -132,7 +132,13 @@ def test_beams_equal_transformers(architecture, ends, cases):
     assert ("stop" in reasons) == ends
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *ARCHITECTURES[:3],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES[3:]),
+    ],
+)
 def test_preempted_and_recomputed_beams_are_equal(architecture):
     engine = engines.engine_for(
         engines.load(architecture), room=3.4, longest=30, page_tokens=4, enable_prefix_caching=False

@@ -168,7 +168,20 @@ def test_logits_equal_transformers_in_every_combination(architecture, attention)
     check_forced_logits(architecture, CASES, attention)
 
 
-@pytest.mark.parametrize("architecture", [*zoo.ARCHITECTURES, *zoo.NATIVE])
+SAMPLED = (
+    *(*GATHERED, "qwen2_window", "phi3_longrope", "gpt2", "mixtral"),
+    *("wide_llama", "wide_qwen2", "wide_phi3"),
+)
+"""Architectures whose tokens are compared too; every other one has its logits compared above."""
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[] if name in SAMPLED else [pytest.mark.slow])
+        for name in (*zoo.ARCHITECTURES, *zoo.NATIVE)
+    ],
+)
 def test_greedy_tokens_equal_generate_up_to_ties(architecture):
     case = random.Random(architecture).choice(CASES)
     model, expected = load(architecture), quick_reference(architecture, case[1])

@@ -134,8 +134,14 @@ def test_every_architecture_under_every_objective(name, stay, objective):
     )
 
 
-@pytest.mark.parametrize("objective", ["throughput", "auto"])
-@pytest.mark.parametrize("name", ["gpt2", "llama_mqa", "gemma2", "gpt_oss", "phi3_longrope"])
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        pytest.param(name, objective, marks=[] if i % 2 == j else [pytest.mark.slow])
+        for i, name in enumerate(("gpt2", "llama_mqa", "gemma2", "gpt_oss", "phi3_longrope"))
+        for j, objective in enumerate(("throughput", "auto"))
+    ],
+)
 def test_batches_of_a_step_share_each_layer(name, objective):
     """Equal logits with fewer passes over the link; no batch is larger."""
     row, column = load_streamed(name), load_streamed(name)

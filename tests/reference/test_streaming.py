@@ -193,7 +193,7 @@ def test_pages_batches_chunks_scratch_and_stores_change_no_logits(
     assert largest_difference(expected, got) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_ring_windows_give_the_logits_of_paged_windows(name, prompts):
     model = short_context(name, 48)
     paged = run(engine_of(model), prompts, new_tokens=60)

@@ -87,8 +87,14 @@ def test_extracted_query_continues_in_another_batch():
 # ---- order of queries ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", CHANGING)
-@pytest.mark.parametrize("prefill", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("rule", "prefill"),
+    [
+        pytest.param(rule, prefill, marks=[] if i % 2 == j else [pytest.mark.slow])
+        for i, rule in enumerate(CHANGING)
+        for j, prefill in enumerate(("sync", "async"))
+    ],
+)
 def test_urgent_query_gets_its_first_token_in_one_step(rule, prefill):
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule, prefill=prefill)
     others = [batch.submit(prompt, 20, priority=1) for prompt in PROMPTS[:5]]
@@ -370,8 +376,14 @@ def test_model_is_unchanged_after_use():
     assert torch.equal(model(ids).logits, build("llama")(ids).logits)
 
 
-@pytest.mark.parametrize("rule", ["pd", "orca", "baton_pd"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("rule", "size"),
+    [
+        pytest.param(rule, size, marks=[] if i == j else [pytest.mark.slow])
+        for i, rule in enumerate(("pd", "orca", "baton_pd"))
+        for j, size in enumerate((1, 2, 4))
+    ],
+)
 def test_known_lengths_use_no_more_memory_than_static_batches(rule, size):
     """Prompts are prefilled in their rows, and the slab is allocated once without copies."""
     whole = SamplingParams(temperature=0.0, ignore_eos=True)
