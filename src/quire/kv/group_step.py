@@ -20,6 +20,7 @@ class GroupStep:
         plans: the backend's plan of each layer.
         pages: the pages of each layer.
         new_slots: the slots of the new tokens in each layer.
+        new_places: pages and offsets of the new tokens, each [layers, tokens, lanes of a layer].
         positions: int32 [pages, tokens] of all pages of the class; None if pages have no positions.
         watch: records the rows' attention statistics; None if no row uses any.
         full_precision: full-precision tokens; None if the group has none.
@@ -29,6 +30,7 @@ class GroupStep:
     plans: tuple[object, ...]
     pages: tuple[LayerPages, ...]
     new_slots: tuple[NewSlots, ...]
+    new_places: tuple[Tensor, Tensor]
     positions: Tensor | None
     watch: GroupWatch | None
     full_precision: FullPrecisionStep | None
@@ -36,9 +38,18 @@ class GroupStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a layer needs nothing but writing new slots and attention."""
-        extras = (self.positions, self.watch, self.full_precision, self.promoted)
+        """Whether a layer needs nothing but writing new slots and attention.
+
+        Positions can be written for all layers together: attention does not read them.
+        """
+        extras = (self.watch, self.full_precision, self.promoted)
         return all(extra is None for extra in extras)
+
+    def write_positions(self, positions: Tensor) -> None:
+        """Store the positions, int32 [tokens, 1], of the new tokens in all layers."""
+        if self.positions is not None:
+            pages, offsets = self.new_places
+            self.positions[pages, offsets] = positions.expand_as(pages)
 
 
 @dataclass(frozen=True, slots=True)

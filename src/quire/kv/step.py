@@ -289,7 +289,11 @@ class StepAttention:
             group, index = kv.place[layer]
             steps.append(LayerStep(groups[group.name], index, math))
         kv.note_scale(layers[-1].scale)
-        return chained(kv.chains, steps, heads)
+        calls = chained(kv.chains, steps, heads)
+        if calls is not None and any(step.positions is not None for step in groups.values()):
+            for step in groups.values():
+                step.write_positions(self._positions)
+        return calls
 
     def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
         """Record the input of a layer's attention; call before `attend`."""
@@ -322,6 +326,7 @@ class StepAttention:
                 NewSlots(layer.key, layer.value, page, offset, coded=layer.coded)
                 for layer, page, offset in places
             ),
+            new_places=(pages, offsets),
             positions=self._kv.store.views(group.page_class).positions,
             watch=watch_group(
                 self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths

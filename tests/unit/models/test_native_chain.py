@@ -99,6 +99,13 @@ def test_layers_with_and_without_a_window_share_a_chain(windows_folder, monkeypa
     assert_chained_equals_single_layers(windows_folder, monkeypatch, temperature=0.0)
 
 
+@pytest.mark.parametrize("evict", ["recent:cap=16,sinks=4,every=4", "knorm:cap=12,every=2"])
+def test_layers_that_evict_without_statistics_are_a_chain(folder, evict, monkeypatch):
+    kv = KVConfig(memory="4MiB", page_tokens=4, evict=evict)
+
+    assert_chained_equals_single_layers(folder, monkeypatch, kv=kv, temperature=0.0)
+
+
 def test_times_of_a_chain_include_attention(folder):
     llm = LLM(str(folder), model_impl="native", kv=KVConfig(memory="4MiB"))
     times = llm.engine.model.decoder.time_parts()
