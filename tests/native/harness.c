@@ -9,17 +9,7 @@
 
 #include "attention.c"
 #include "sample.c"
-
-static uint64_t state = 88172645463325252ull;
-
-static uint64_t random_bits(void) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    return state ^= state << 17;
-}
-
-static int between(int low, int high) { return low + (int)(random_bits() % (uint64_t)(high - low + 1)); }
-static float number(void) { return (float)(random_bits() >> 40) / 8388608.0f - 1.0f; }
+#include "random_numbers.h"
 
 static int one_case(int path, int dtype) {
     int dims[] = {8, 33, 64, 80, 128, 256}, dim = dims[between(0, 5)], tokens = between(0, 1) ? 16 * between(1, 2) : between(1, 35);
@@ -292,6 +282,53 @@ static int one_write(void) {
     return wrong != 0;
 }
 
+/* New vectors become codes that decode to them, in planes that end at the end of their allocation. */
+static int one_encoding(int path) {
+    int tokens = between(1, 20), lanes = between(1, 3), heads = between(1, 3), per_page = between(1, 17);
+    int dtype = between(0, 2), item = dtype == F32 ? 4 : 2, dim = 8 * between(1, 20), kind = between(0, 2);
+    int bits = between(0, 1) ? 4 : 2, channels = kind == BIT_CODES && between(0, 1) ? 8 : dim, groups = dim / channels;
+    int bytes = kind == PLAIN_NUMBERS ? 2 * dim : kind == INT8_CODES ? dim : dim * bits / 8;
+    int pages = (tokens + per_page - 1) / per_page * lanes, all = lanes * heads;
+    int64_t records = (int64_t)heads * per_page, plane = records * (bytes + 4 * groups), page_bytes = 2 * (plane + plane % 2);
+    size_t fresh_bytes = (size_t)tokens * all * dim * item;
+    uint8_t *arena = malloc((size_t)(pages * page_bytes)), *fresh = malloc(fresh_bytes);
+    int64_t *page = malloc(sizeof(int64_t) * tokens * lanes), *offset = malloc(sizeof(int64_t) * tokens * lanes);
+    for (int64_t i = 0; i < (int64_t)tokens * all * dim; i++) store_number(fresh, i, dtype, 9 * number());
+    for (int i = 0; i < tokens * lanes; i++) {
+        page[i] = pages - 1 - (i / lanes / per_page * lanes + i % lanes);
+        offset[i] = i / lanes % per_page;
+    }
+    write_args a = {
+        .fresh = {fresh, fresh}, .token_stride = {(int64_t)all * dim * item, (int64_t)all * dim * item},
+        .head_stride = {dim * item, dim * item}, .page_bytes = page_bytes, .pages = page, .offsets = offset,
+        .num_tokens = tokens, .num_lanes = lanes, .heads_per_page = heads, .page_tokens = per_page,
+        .head_dim = dim, .dtype = dtype, .path = path, .coded = 1,
+    };
+    for (int k = 0; k < 2; k++) {
+        uint8_t *start = arena + k * (page_bytes / 2); /* scales and zeros first: they are float16 */
+        coding c = {start, start + 2 * groups * records, NULL, NULL, bytes, kind, BF16, bits, channels, 1, 1, 0, 0};
+        if (kind != BIT_CODES) c.zeros = NULL;
+        if (kind == PLAIN_NUMBERS) c.scales = NULL;
+        a.codings[k] = c, a.plane[k] = start + 4 * groups * records;
+    }
+    int wrong = quire_write(&a, NULL);
+    for (int i = 0; i < tokens * all * 2 && !wrong; i++) {
+        int token = i / 2 / all, head = i / 2 % all, index = token * lanes + head / heads;
+        const coding *c = &a.codings[i % 2];
+        place p = {page[index] * page_bytes, (int64_t)(head % heads) * per_page + offset[index]};
+        float out[MAX_HEAD_DIM];
+        decode_vector(c, dim, a.plane[i % 2], p, out);
+        for (int d = 0; d < dim; d++) {
+            float scale = c->scales ? half_at(c->scales, p.page_at, p.record * groups + d / channels) : 0.08f;
+            float x = load_number(fresh, ((int64_t)token * all + head) * dim + d, dtype);
+            wrong |= fabsf(out[d] - x) > 0.501f * scale + 1e-3f;
+        }
+    }
+    free(arena), free(fresh), free(page), free(offset);
+    if (wrong) fprintf(stderr, "path %d kind %d bits %d dim %d: an encoded vector differs\n", path, kind, bits, dim);
+    return wrong != 0;
+}
+
 /* A ring of slots, each moved to the next, in a plane that ends at the end of its allocation. */
 static int one_move(void) {
     int pages = between(1, 9), heads = between(1, 3), tokens = between(1, 17), bytes = between(1, 300);
@@ -406,6 +443,7 @@ int main(void) {
     int failures = 0;
     for (int i = 0; quire_best_path() && i < 300; i++) failures += one_sample(1 + i % quire_best_path());
     for (int i = 0; i < 100; i++) failures += one_write();
+    for (int i = 0; i < 400; i++) failures += one_encoding(i % (quire_best_path() + 1));
     for (int i = 0; i < 100; i++) failures += one_move();
     for (int i = 0; i < 200; i++) failures += one_tally(i % (quire_best_path() + 1));
     for (int path = 0; path <= quire_best_path(); path++)

@@ -8,19 +8,9 @@
 #include <stdlib.h>
 
 #include "linear.c"
+#include "random_numbers.h"
 
 int quire_best_path(void); /* of attention.c */
-
-static uint64_t state = 88172645463325252ull;
-
-static uint64_t random_bits(void) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    return state ^= state << 17;
-}
-
-static int between(int low, int high) { return low + (int)(random_bits() % (uint64_t)(high - low + 1)); }
-static float number(void) { return (float)(random_bits() >> 40) / 8388608.0f - 1.0f; }
 
 static int32_t one_by_one(int64_t begin, int64_t end, int64_t grain, parallel_function what, void *context) {
     (void)grain;

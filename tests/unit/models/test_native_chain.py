@@ -106,6 +106,13 @@ def test_layers_that_evict_without_statistics_are_a_chain(folder, evict, monkeyp
     assert_chained_equals_single_layers(folder, monkeypatch, kv=kv, temperature=0.0)
 
 
+@pytest.mark.parametrize("codec", ["int8", "int8/int4"])
+def test_layers_with_coded_pages_are_a_chain(folder, codec, monkeypatch):
+    kv = KVConfig(memory="4MiB", codec=codec, evict="recent:cap=16,sinks=4,every=4")
+
+    assert_chained_equals_single_layers(folder, monkeypatch, kv=kv, temperature=0.0)
+
+
 def test_times_of_a_chain_include_attention(folder):
     llm = LLM(str(folder), model_impl="native", kv=KVConfig(memory="4MiB"))
     times = llm.engine.model.decoder.time_parts()
@@ -121,7 +128,7 @@ def test_layers_run_one_by_one_if_tokens_have_statistics(folder, monkeypatch):
     outputs(folder, KVConfig(memory="4MiB", evict="average:cap=16"), temperature=0.0)
 
 
-def test_layers_run_one_by_one_if_pages_are_coded(folder, monkeypatch):
+def test_layers_run_one_by_one_if_torch_encodes_their_tokens(folder, monkeypatch):
     monkeypatch.setattr(Workspace, "run_layers", pytest.fail)
 
-    outputs(folder, KVConfig(memory="4MiB", codec="int8"), temperature=0.0)
+    outputs(folder, KVConfig(memory="4MiB", codec="fp8"), temperature=0.0)

@@ -14,7 +14,7 @@ from quire.kernels.backend import (
     NewSlots,
     StatisticRows,
 )
-from quire.kernels.native.coding import DTYPES, CodingArgs, unfit_codes
+from quire.kernels.native.coding import DTYPES, CodingArgs, can_encode, unfit_codes
 
 Args = TypeVar("Args", bound=ctypes.Structure)
 MAX_TOGETHER = 8  # KV heads one thread walks together, as in walk.h
@@ -91,6 +91,11 @@ class WriteArgs(ctypes.Structure):
         ("num_lanes", ctypes.c_int32),
         ("heads_per_page", ctypes.c_int32),
         ("page_tokens", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("coded", ctypes.c_int32),
+        ("codings", CodingArgs * 2),
     )
 
 
@@ -193,21 +198,25 @@ def _are_pages(key: Tensor, value: Tensor) -> bool:
 
 
 def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
-    """Return whether the C library can copy these keys and values to these planes."""
-    if slots.coded is not None:
-        return False
-    _, heads, _, head_dim = slots.key.shape
+    """Return whether the C library can write these keys and values to these planes."""
+    heads, coded = slots.key.shape[1], slots.coded
+    head_dim = slots.key.shape[3] if coded is None else coded.key.codec.head_dim
     num_tokens, num_lanes = slots.pages.shape
     places = (slots.pages, slots.offsets)
     return (
         key.shape == value.shape == (num_tokens, num_lanes * heads, head_dim)
+        and key.dtype == value.dtype
         and slots.offsets.shape == slots.pages.shape
         and all(t.device.type == "cpu" for t in (slots.key, slots.value, key, value, *places))
-        and all(t.dtype == key.dtype for t in (slots.key, slots.value, value))
         and all(t.dtype == torch.int64 and t.is_contiguous() for t in places)
-        and _are_pages(slots.key, slots.value)
         and all(t.stride(2) == 1 for t in (key, value))
+        and (_can_copy(slots, key) if coded is None else can_encode(coded, key))
     )
+
+
+def _can_copy(slots: NewSlots, key: Tensor) -> bool:
+    same_type = slots.key.dtype == slots.value.dtype == key.dtype
+    return same_type and _are_pages(slots.key, slots.value)
 
 
 def can_move(moves: MovedSlots) -> bool:

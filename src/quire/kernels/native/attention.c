@@ -152,10 +152,19 @@ int quire_attend(const attention_args *args, parallel_for run, int num_threads) 
 
 #define TOKENS_A_THREAD 8
 
+static parallel_function writing(const write_args *args) {
+    if (!args->coded) return write_tokens;
+#ifdef HAVE_X86
+    if (args->path != PATH_PLAIN) return args->path == PATH_AVX2 ? encode_tokens_256 : encode_tokens_512;
+#endif
+    return encode_tokens_plain;
+}
+
 /* Write; 0 on success. */
 int quire_write(const write_args *args, parallel_for run) {
-    if (run == NULL || args->num_tokens <= TOKENS_A_THREAD) write_tokens(0, args->num_tokens, (void *)args);
-    else return run(0, args->num_tokens, TOKENS_A_THREAD, write_tokens, (void *)args) != 0;
+    parallel_function write = writing(args);
+    if (run == NULL || args->num_tokens <= TOKENS_A_THREAD) write(0, args->num_tokens, (void *)args);
+    else return run(0, args->num_tokens, TOKENS_A_THREAD, write, (void *)args) != 0;
     return 0;
 }
 

@@ -23,6 +23,9 @@ _KINDS = {
     "int4_outliers": BIT_CODES,
 }
 
+_ENCODED = ("int8", "int4", "int2")
+"""Rules that the C library encodes; torch encodes the others."""
+
 
 class CodingArgs(ctypes.Structure):
     """Mirror of `coding`; it is part of `attention_args`, whose size is checked at load."""
@@ -106,6 +109,17 @@ def unfit_codes(pages: LayerPages, coded: CodedPages) -> str | None:
         if any(not _is_whole(plane) for plane in side.planes):
             return "planes of codes whose strides differ from those of pages"
     return None
+
+
+def can_encode(coded: CodedPages, vectors: Tensor) -> bool:
+    """Return whether the C library can encode these vectors into these planes."""
+    sides = (coded.key, coded.value)
+    return vectors.dtype in DTYPES and all(
+        why_not(side.codec.spec, side.codec.head_dim) is None
+        and (side.codec.spec.is_plain or side.codec.spec.rule in _ENCODED)
+        and all(_is_whole(plane) for plane in side.planes)
+        for side in sides
+    )
 
 
 def _is_whole(plane: Tensor) -> bool:

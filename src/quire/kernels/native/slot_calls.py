@@ -10,6 +10,7 @@ from quire.errors import InvariantError
 from quire.kernels.backend import AttentionStatistic, MovedSlots, NewSlots, StatisticRows
 from quire.kernels.native.arguments import MoveArgs, TallyArgs, WriteArgs, copied
 from quire.kernels.native.call import Scratch
+from quire.kernels.native.coding import DTYPES, coding_of
 from quire.kernels.native.library import NativeLibrary
 from quire.layout.statistics import REDUCTIONS
 
@@ -26,22 +27,28 @@ class WriteCall:
     def __init__(self, library: NativeLibrary, slots: NewSlots, key: Tensor) -> None:
         self._library, self._planes = library, (slots.key, slots.value)
         self._vectors, self._dtype, self._lanes = key.shape[1:], key.dtype, slots.pages.shape[1]
-        self._itemsize = itemsize = key.itemsize
-        _, heads_per_page, page_tokens, head_dim = slots.key.shape
+        self._itemsize, self._is_coded = key.itemsize, slots.coded is not None
+        _, heads_per_page, page_tokens, width = slots.key.shape
         self._args = WriteArgs(
             plane=(slots.key.data_ptr(), slots.value.data_ptr()),
-            page_bytes=slots.key.stride(0) * itemsize,
-            vector_bytes=head_dim * itemsize,
+            page_bytes=slots.key.stride(0) * slots.key.itemsize,
+            vector_bytes=width * slots.key.itemsize,
             num_lanes=self._lanes,
             heads_per_page=heads_per_page,
             page_tokens=page_tokens,
+            head_dim=key.shape[2],
+            path=library.path,
+            coded=self._is_coded,
         )
+        if slots.coded is not None:
+            self._args.dtype = DTYPES[key.dtype]
+            self._args.codings[:] = (coding_of(slots.coded.key), coding_of(slots.coded.value))
 
     def fits(self, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
         """Return whether these tensors differ from the first ones in memory and tokens only."""
         places = (len(key), self._lanes)
         return (
-            slots.coded is None
+            (slots.coded is not None) == self._is_coded
             and slots.key is self._planes[0]
             and slots.value is self._planes[1]
             and slots.pages.shape == slots.offsets.shape == places

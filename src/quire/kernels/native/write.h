@@ -1,4 +1,4 @@
-/* Writes the keys and values of a step's tokens to their slots.
+/* Writes the keys and values of a step's tokens to their slots, as they are or as codes.
  *
  * The slots of decode rows are scattered and rarely in a cache. All cache lines of several tokens are
  * prefetched before they are written, so that their latencies overlap.
@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-#include "args.h"
+#include "encode.h"
 
 #define TOKENS_AHEAD 16
 
@@ -20,6 +20,8 @@ typedef struct {
     int64_t page_bytes, vector_bytes;
     const int64_t *pages, *offsets; /* [tokens, lanes] */
     int32_t num_tokens, num_lanes, heads_per_page, page_tokens;
+    int32_t head_dim, dtype, path, coded; /* dtype of `fresh`; coded: slots store codes */
+    coding codings[2];
 } write_args;
 
 static uint8_t *slot_of(const write_args *a, int which, int64_t token, int head) {
@@ -27,6 +29,26 @@ static uint8_t *slot_of(const write_args *a, int which, int64_t token, int head)
     int64_t slot = (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[index];
     return a->plane[which] + a->pages[index] * a->page_bytes + slot * a->vector_bytes;
 }
+
+static inline __attribute__((always_inline)) void encode_tokens(const write_args *a, int64_t begin, int64_t end) {
+    int heads = a->num_lanes * a->heads_per_page;
+    for (int64_t token = begin; token < end; token++)
+        for (int head = 0; head < heads; head++) {
+            int64_t index = token * a->num_lanes + head / a->heads_per_page;
+            place p = {a->pages[index] * a->page_bytes,
+                       (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[index]};
+            for (int which = 0; which < 2; which++)
+                encode_vector(&a->codings[which],
+                              a->fresh[which] + token * a->token_stride[which] + head * a->head_stride[which],
+                              a->head_dim, a->dtype, a->plane[which], p);
+        }
+}
+
+static void encode_tokens_plain(int64_t begin, int64_t end, void *context) { encode_tokens(context, begin, end); }
+#ifdef HAVE_X86
+static AVX2 void encode_tokens_256(int64_t begin, int64_t end, void *context) { encode_tokens(context, begin, end); }
+static AVX512 void encode_tokens_512(int64_t begin, int64_t end, void *context) { encode_tokens(context, begin, end); }
+#endif
 
 static void write_tokens(int64_t begin, int64_t end, void *context) {
     const write_args *a = context;
