@@ -8,9 +8,7 @@ large model can be read a few layers at a time.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,23 +21,12 @@ from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.token_precision import decode_records, in_full_precision, record_of, records_of
 from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.mixed_precision import PromotedBuffer
+from quire.kv.slot_order import SlotOrder, by_position
 from quire.kv.statistics.pages import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
 from quire.layout.pages import LaneGroup
 from quire.layout.statistics import Statistic
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """Slots of the table's lanes sorted by position; each array is [lanes, slots].
-
-    Past a lane's last slot, positions are -1 and `slot` lists the remaining slot numbers.
-    """
-
-    positions: NDArray[np.int32]
-    slot: NDArray[np.int64]
-    live: NDArray[np.bool_]
 
 
 class LaneReader:
@@ -141,11 +128,11 @@ class LaneReader:
 
     # ---- order ---------------------------------------------------------------------------------
 
-    def _sort(self) -> _Order:
+    def _sort(self) -> SlotOrder:
         held = self._table.num_slots[self.row, self.lanes]
         slot = np.arange(int(held.max(initial=0)))
         live = slot < held[:, None]
-        return _by_position(self._stored_positions(len(slot)), live)
+        return by_position(self._stored_positions(len(slot)), live)
 
     def _stored_positions(self, slots: int) -> NDArray[np.int32]:
         """Return positions [lanes, slots] in storage order; undefined past a lane's last slot."""
@@ -211,19 +198,38 @@ class LaneReader:
         self, plane: Tensor, side: Callable[[CodedPages], CodedPlanes], kept: Tensor | None
     ) -> Tensor:
         """Gather a plane's live slots by position as float32 [KV heads, slots, width]."""
-        column, offset = np.divmod(self._order.slot, plane.shape[2])
-        numbers = np.take_along_axis(self._pages(self._table.pages), column, axis=1)
-        place = self._tensor(numbers), self._tensor(offset)
         if self._views.coded is None:
-            found = plane[place[0], :, place[1]].float()
+            found = self._copied(plane)
         else:
-            found = self._decoded(side, *place)
+            found = self._decoded(side, *self._places(plane.shape[2]))
         if self.promoted is not None:
             self._write_promoted(found, side(self.promoted.coded), self.promoted)
         if kept is not None:
             self._write_full_precision(found, kept)
-        found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
+        if not self._order.live.all():
+            found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
         return found.transpose(1, 2).flatten(0, 1)
+
+    def _copied(self, plane: Tensor) -> Tensor:
+        """Copy plain slots, [lane, slot, head, width] as float32: whole pages, then slots.
+
+        Pages and the vectors of a slot are contiguous, so this is three times as fast as indexing
+        slot by slot.
+        """
+        heads, tokens, width = plane.shape[1:]
+        lanes, slots = self._order.slot.shape
+        columns = -(-slots // tokens)
+        pages = self._tensor(self._pages(self._table.pages)[:, :columns].reshape(-1))
+        vectors = plane.index_select(0, pages).transpose(1, 2).reshape(-1, heads, width)
+        first = np.arange(lanes)[:, None] * (columns * tokens)
+        found = vectors.index_select(0, self._tensor((first + self._order.slot).reshape(-1)))
+        return found.view(lanes, slots, heads, width).float()
+
+    def _places(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Pages and offsets of the slots, each [lane, slot]."""
+        column, offset = np.divmod(self._order.slot, tokens)
+        pages = np.take_along_axis(self._pages(self._table.pages), column, axis=1)
+        return self._tensor(pages), self._tensor(offset)
 
     def _decoded(
         self, side: Callable[[CodedPages], CodedPlanes], pages: Tensor, offsets: Tensor
@@ -281,19 +287,3 @@ class LaneReader:
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = numbers.astype(np.int64) if numbers.dtype == np.int32 else numbers
         return torch.from_numpy(np.ascontiguousarray(whole)).to(self._kv.store.device)
-
-
-def _by_position(positions: NDArray[np.int32], live: NDArray[np.bool_]) -> _Order:
-    """Sort the live slots by position; live slots are the first slots of their lanes.
-
-    Position and slot are packed into one integer: `np.sort` is faster than `np.argsort`.
-    """
-    bits = positions.shape[1].bit_length()
-    past_end = int(positions.max(initial=0, where=live)) + 1  # sorts after every live position
-    number: type[np.unsignedinteger[Any]] = np.uint32 if past_end < 1 << 32 - bits else np.uint64
-    keys = np.where(live, positions, past_end).astype(number)
-    keys <<= number(bits)
-    keys |= np.arange(positions.shape[1], dtype=number)
-    keys.sort(axis=1)
-    slot = (keys & number((1 << bits) - 1)).astype(np.int64)
-    return _Order(np.where(live, (keys >> number(bits)).astype(np.int32), -1), slot, live)

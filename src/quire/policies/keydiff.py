@@ -16,6 +16,8 @@ from quire.policies.base import SinksAndRecent
 from quire.policies.registry import register
 from quire.policies.view import KVView
 
+LEAST_NORM = 1e-12  # as in `normalize`
+
 
 @register("keydiff")
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,11 @@ class KeyDiff(SinksAndRecent):
     cost = "a read of the keys at an eviction"
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        unit = normalize(view.keys, dim=2)  # zeros for empty slots
+        keys = view.keys
+        inverse_norms = (
+            keys.norm(dim=2).clamp_min(LEAST_NORM).reciprocal()
+        )  # keys of empty slots: 0
         # the sum has the direction of the mean; the anchor is 0 if the keys cancel out
-        anchor = normalize(unit.sum(dim=1, keepdim=True), dim=2)
-        return -(unit * anchor).sum(dim=2)
+        anchor = normalize(inverse_norms[:, None] @ keys, dim=2)
+        cosine: Tensor = (keys @ anchor.transpose(1, 2)).squeeze(2) * inverse_norms
+        return -cosine
