@@ -102,7 +102,7 @@ def peers(  # noqa: PLR0913 - one parameter per option
         require_matplotlib("--out")
         prepare_folder(out)
     eviction = Eviction()
-    variants = tuple(map(quire_engine, quire)) if quire else default_quire(eviction)
+    variants = tuple(map(quire_engine, quire)) if quire else default_quire()
     names = [name.strip() for name in engines.split(",") if name.strip()]
     chosen = chosen_engines(names, variants, eviction)
     work = TraceWork(path=trace, requests=trace_requests, length_scale=trace_scale)

@@ -123,7 +123,7 @@ def trace_lengths(trace: TraceWork) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """Cap of the evicting engines, in tokens of a sequence.
+    """Cap of OpenVINO with eviction, in tokens of a sequence.
 
     Attributes:
         start, recent: first and newest tokens that are always retained.
@@ -154,7 +154,7 @@ class PeersConfig:
         run_under: command that each process runs under.
         judged_prompts: number of first outputs whose regret is computed; 0: none.
         max_num_batched_tokens: token budget of a step.
-        eviction: cap of the evicting engines.
+        eviction: cap of OpenVINO with eviction.
     """
 
     models: tuple[str, ...]

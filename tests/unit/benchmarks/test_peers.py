@@ -27,7 +27,7 @@ from benchmarks.peers.part import COLUMNS, PeersPart
 from benchmarks.peers.processes import Failure, reason_of, result_of, run_worker
 from quire.errors import ConfigError, InvariantError, UnknownName
 
-ENGINES = chosen_engines((), default_quire(Eviction()), Eviction())
+ENGINES = chosen_engines((), default_quire(), Eviction())
 
 
 def shape(name: str) -> Shape:
@@ -144,7 +144,7 @@ def test_quire_options_are_flags():
 
 
 def test_engines_are_chosen_by_name():
-    found = chosen_engines(("vllm", "hf_static"), default_quire(Eviction()), Eviction())
+    found = chosen_engines(("vllm", "hf_static"), default_quire(), Eviction())
 
     assert [engine.name for engine in found] == ["quire", "quire_evict", "hf_static", "vllm"]
     with pytest.raises(UnknownName, match="vlm"):
