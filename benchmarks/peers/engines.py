@@ -12,7 +12,9 @@ from quire.errors import ConfigError, UnknownName
 
 QUIRE, QUIRE_EVICT = "quire", "quire_evict"
 STATIC, CONTINUOUS, VLLM, LLAMACPP = "hf_static", "hf_cb", "vllm", "llamacpp"
-EVICTION_RULE = "keydiff:cap=160,recent=32,every=16,granularity=chunk,chunk_tokens=4,when=decode"
+EVICTION_RULE = (
+    "keydiff:cap=160,sinks=4,recent=32,every=16,granularity=chunk,chunk_tokens=4,when=decode"
+)
 """Quire's rule beside engines with eviction."""
 OPENVINO, OPENVINO_EVICT, OPENVINO_KVCRUSH = "openvino", "openvino_evict", "openvino_kvcrush"
 QUIRE_ENVIRONMENT, TRANSFORMERS = "quire", "transformers"
