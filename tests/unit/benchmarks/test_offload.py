@@ -47,11 +47,11 @@ CONFIG = replace(
     repeats=1,
     rhos=(0.5,),
     refit_steps=2,
-    restore_tokens=128,
+    restore_tokens=64,
     batches=(1,),
     prompts=(128,),
     layers=2,
-    engine_tokens=192,
+    engine_tokens=128,
     engine_steps=3,
 )
 

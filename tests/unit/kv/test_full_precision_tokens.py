@@ -20,8 +20,16 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["gathered", "reference"])
-@pytest.mark.parametrize("text", FORMATS)
+def by_turns(formats: list[str], others: tuple) -> list:
+    """Every format with every one of the others; fast with one of them, by turns."""
+    return [
+        pytest.param(text, other, marks=[] if i % len(others) == j else [pytest.mark.slow])
+        for i, text in enumerate(formats)
+        for j, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(("text", "backend"), by_turns(FORMATS, ("gathered", "reference")))
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
 def test_attention_equals_the_account_for_all_chunk_lengths(text, backend, seed):
@@ -44,8 +52,7 @@ def test_attention_equals_the_account_after_token_evictions(text, heads_apart, s
     play(checked, checked.evict_tokens)
 
 
-@pytest.mark.parametrize("heads_apart", [False, True])
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize(("text", "heads_apart"), by_turns(FORMATS, (False, True)))
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
 def test_attention_equals_the_account_after_page_evictions(text, heads_apart, seed):

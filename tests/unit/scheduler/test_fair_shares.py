@@ -50,7 +50,8 @@ def queue_steps(flood_each: int, pages: int) -> np.ndarray:
     return np.array([entered.get(r.request_id, NUM_STEPS) - start for r, start in sent])
 
 
-@pytest.mark.parametrize("pages", [24, 120])  # limited by memory, limited by rows
+# limited by memory, limited by rows
+@pytest.mark.parametrize("pages", [24, pytest.param(120, marks=pytest.mark.slow)])
 def test_small_tenant_does_not_wait_behind_a_tenant_with_20_times_the_load(pages):
     alone = np.percentile(queue_steps(0, pages), 99)
     with_flood = np.percentile(queue_steps(20, pages), 99)
