@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
 from quire.kernels.native.arguments import MAX_TOGETHER, AttentionArgs, copied
-from quire.kernels.native.coding import DTYPES, coding_of, plain_coding
+from quire.kernels.native.coding import DTYPES, CodingArgs, coding_of, plain_coding
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
 
@@ -102,15 +102,9 @@ class AttentionCall:
             dtype=DTYPES[query.dtype],
             window=lanes.window or 0,
             path=library.path,
-            coded=0,
+            coded=pages.coded is not None,
         )
-        if pages.coded is None:
-            self._args.key_coding = plain_coding(pages.key)
-            self._args.value_coding = plain_coding(pages.value)
-        else:
-            self._args.coded = 1
-            self._args.key_coding = coding_of(pages.coded.key)
-            self._args.value_coding = coding_of(pages.coded.value)
+        self._args.key_coding, self._args.value_coding = _codings(pages)
 
     def attend(
         self,
@@ -172,6 +166,13 @@ class AttentionCall:
         if args.scratch != memory:
             args.scratch = memory
             args.partials = memory + self._thread_bytes * self._num_threads
+
+
+def _codings(pages: LayerPages) -> tuple[CodingArgs, CodingArgs]:
+    """Storage of keys and of values."""
+    if pages.coded is None:
+        return plain_coding(pages.key), plain_coding(pages.value)
+    return coding_of(pages.coded.key), coding_of(pages.coded.value)
 
 
 def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
