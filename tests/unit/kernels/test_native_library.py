@@ -177,6 +177,20 @@ def test_path_with_wrong_attention_statistics_is_not_used(from_path):
     assert "wrong numbers" in found.reason if from_path == 0 else found.path == from_path - 1
 
 
+@needs_library
+@pytest.mark.parametrize("from_path", sorted({0, getattr(LIBRARY, "path", 0)}))
+def test_path_with_wrong_codes_of_new_tokens_is_not_used(from_path):
+    def write(args, parallel_for):
+        failed = LIBRARY.write(args, parallel_for)
+        if args._obj.path >= from_path and args._obj.coded:
+            ctypes.memset(args._obj.plane[0], 0, args._obj.page_bytes)
+        return failed
+
+    found = self_test.on_right_path(replace(LIBRARY, write=write))
+
+    assert "wrong numbers" in found.reason if from_path == 0 else found.path == from_path - 1
+
+
 # ---- the build ---------------------------------------------------------------------------------
 
 

@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from quire.codecs.registry import make_codec
-from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages, StepShape
-from quire.kernels.coded import CodedPages, CodedPlanes
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    NewSlots,
+    StepShape,
+)
+from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary
@@ -54,7 +61,24 @@ def _is_right(native: AttentionBackend, name: str) -> bool:
         coded=coded,
     )
     walks = replace(pages, rows=pages.rows[:_WALKS])  # torch rounds chunks more than C does
-    return _equal(query, pages, native) and _equal(query[:_WALKS].bfloat16(), walks, native)
+    attends = _equal(query, pages, native) and _equal(query[:_WALKS].bfloat16(), walks, native)
+    return attends and _writes(coded, query[:, :_HEADS], native)
+
+
+def _writes(coded: CodedPages, vectors: Tensor, native: AttentionBackend) -> bool:
+    """Return whether new tokens get the codes of the codec."""
+    tokens = torch.arange(len(vectors))[:, None]
+    pages, offsets = tokens // _PAGE_TOKENS, tokens % _PAGE_TOKENS
+    key, value = coded.key.planes[0], coded.value.planes[0]
+    native.write(NewSlots(key, value, pages, offsets, coded), vectors, 3 * vectors)
+    return all(
+        torch.equal(decode_slots(side, pages, offsets)[:, 0], _as_stored(side, factor * vectors))
+        for side, factor in ((coded.key, 1), (coded.value, 3))
+    )
+
+
+def _as_stored(side: CodedPlanes, vectors: Tensor) -> Tensor:
+    return side.codec.decode(side.codec.encode(vectors[:, :, None])).squeeze(2)
 
 
 def _equal(query: Tensor, pages: LayerPages, native: AttentionBackend) -> bool:
