@@ -125,7 +125,7 @@ def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
 # ---- allowed or refused --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("codec", LOSSY)
 def test_a_codec_is_allowed_with_all_rules_and_stores_except_those_it_excludes(codec, every):
     """Rejected at start, with the reason and an alternative."""

@@ -124,7 +124,13 @@ def test_every_store_holds_every_codec(codec, store):
     assert largest_difference(other.logits, expected.logits) <= 1e-4
 
 
-@pytest.mark.parametrize("codec", CODECS_HERE)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(codec, marks=[pytest.mark.slow] if i % 2 else [])
+        for i, codec in enumerate(CODECS_HERE)
+    ],
+)
 def test_a_shared_prefix_gives_the_logits_of_an_own_one(codec):
     jobs = {f"r{i}": ([*PROMPTS[-1][:40], 5 + i], "full") for i in range(3)}
     kv = {"codec": codec, "evict_allow": ""}
