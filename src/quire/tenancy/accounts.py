@@ -150,7 +150,11 @@ class TenantAccounts:
 
         Public prefixes are subtracted from the shared pool.
         """
-        active = {t for t, size in self._held.items() if size} | self._waiting | {tenant}
+        return self._share_among(tenant, {tenant})
+
+    def _share_among(self, tenant: str, needing: set[str]) -> int:
+        """A tenant's share if the tenants of `needing` are active too."""
+        active = {t for t, size in self._held.items() if size} | self._waiting | needing
         weights = sum(self.spec(other).weight for other in active - {PUBLIC})
         spec = self.spec(tenant)
         divided = max(0, self.shared_bytes - self.held_bytes(PUBLIC))
@@ -162,7 +166,12 @@ class TenantAccounts:
 
     def over_share_bytes(self, tenant: str) -> int:
         """Bytes that a tenant holds above its share; they are reclaimed first."""
-        return max(0, self.held_bytes(tenant) - self.share_bytes(tenant))
+        return self._over_share(tenant, tenant)
+
+    def _over_share(self, tenant: str, needing: str) -> int:
+        """Bytes that a tenant holds above its share while another tenant needs bytes."""
+        share = self._share_among(tenant, {tenant, needing})
+        return max(0, self.held_bytes(tenant) - share)
 
     # ---- rights --------------------------------------------------------------------------------
 
@@ -198,8 +207,11 @@ class TenantAccounts:
         if right < Right.SHARE:
             return []
         is_guaranteed = right is Right.GUARANTEED
-        over = self.over_quota_bytes if is_guaranteed else self.over_share_bytes
-        others = [(over(t), t) for t in self._held if t not in (tenant, PUBLIC)]
+        others = [
+            (self.over_quota_bytes(t) if is_guaranteed else self._over_share(t, tenant), t)
+            for t in self._held
+            if t not in (tenant, PUBLIC)
+        ]
         others.sort(key=lambda pair: (-pair[0] / self.spec(pair[1]).weight, pair[1]))
         reclaimed: list[tuple[str, int]] = []
         for held_over, other in others:

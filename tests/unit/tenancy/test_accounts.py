@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
@@ -115,6 +115,13 @@ def test_bytes_above_the_share_of_a_flooding_tenant_are_reclaimable():
     assert accounts.over_share_bytes("flood") == 500
 
 
+def test_tenant_without_requests_counts_as_active_when_it_reclaims():
+    accounts = accounts_of("a;b", b=501)
+
+    assert accounts.over_share_bytes("b") == 0  # alone
+    assert accounts.reclaimable_for("a", 500) == [("b", 1)]
+
+
 def test_account_below_zero_raises():
     accounts = accounts_of("a")
     accounts.add("a", 5)
@@ -154,6 +161,7 @@ def accounts_with(options, held, waiting):
 
 
 @given(holdings(), st.integers(1, POOL))
+@example(([("a", 0.5, 0, None), ("b", 0.5, 0, None)], {"b": 501}, set()), 500)
 def test_guarantee_and_share_can_always_be_reclaimed(account, requested):
     """Free bytes, idle public prefixes and reclaimable bytes cover guarantee and share."""
     accounts, tenant = accounts_with(*account), "a"
@@ -168,6 +176,8 @@ def test_guarantee_and_share_can_always_be_reclaimed(account, requested):
         or sum(size for _, size in reclaimed) == requested
     )
     assert len({t for t, _ in reclaimed}) == len(reclaimed)
+    _, held, waiting = account
+    accounts.note(held, waiting | {tenant})  # shares while it is active
     for other, size in reclaimed:
         assert other != tenant
         remaining = accounts.held_bytes(other) - size
