@@ -1,6 +1,7 @@
 """Hypothesis profiles: `HYPOTHESIS_PROFILE=deep pytest ...` or `--hypothesis-profile=deep`.
 
-`dev` uses the same examples in every run; `random`, of `make test-all`, uses others each time.
+`dev` uses the same seeds in every run; `random`, of `make test-all`, uses others each time. The
+examples of `dev` can still differ: Hypothesis draws constants of all modules loaded so far.
 
 Steps of the four state machines (memory with forks, tiers, prefix index, scheduler), at most:
 
