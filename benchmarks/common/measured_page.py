@@ -93,7 +93,14 @@ def merged(runs: Sequence[Run]) -> Run:
             kept = {key: value for key, value in part.items() if key != "raw"}
             arms[name] = {"made": _made(run)} | kept  # a stored part keeps its own "made"
             claims |= part["claims"]
-    return runs[-1] | {"claims": claims, "arms": arms}
+    config = {key: _without_folder(value) for key, value in runs[-1]["config"].items()}
+    return runs[-1] | {"config": config, "claims": claims, "arms": arms}
+
+
+def _without_folder(value: Any) -> Any:
+    """The last part of an absolute path, which is of one machine; other values as they are."""
+    is_place = isinstance(value, str) and Path(value).is_absolute()
+    return Path(value).name if is_place else value
 
 
 def program(run: Run) -> str:

@@ -19,7 +19,7 @@ def test_page_shows_claims_with_targets_and_the_instruction_sets(maker: ModuleTy
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     run = run_object("peers", "125m 8x128+64", {"eight_users_vs_best_peer": 1.25})
-    run["config"] |= {"instructions": ["avx2"], "eviction": {"most": 192}}
+    run["config"] |= {"instructions": ["avx2"], "eviction": {"most": 192}, "files": "/of/one/run"}
     (tmp_path / "run").write_text(json.dumps(run))
 
     maker.main(["peers", str(tmp_path / "run")], tmp_path)
@@ -29,6 +29,8 @@ def test_page_shows_claims_with_targets_and_the_instruction_sets(maker: ModuleTy
     assert "## 125M parameters: 8 users" in text
     assert "a processor (avx2)" in text
     assert "retain 192 tokens" in text
+    stored = json.loads((tmp_path / "results" / "peers.json").read_text())
+    assert stored["config"]["files"] == "run"  # not the folder of one machine
 
 
 def test_every_part_has_a_heading(maker: ModuleType):
