@@ -10,6 +10,7 @@ import torch
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
 from quire.kernels.chains import HeadBuffers
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.arguments import unfit_tensors
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.chain import LayerAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
@@ -101,3 +102,30 @@ def test_scratch_of_prepared_calls_lives_as_long_as_the_calls() -> None:
     for layer in (first, second):
         memory = [part for part in layer.owner if isinstance(part, torch.Tensor)]
         assert [part.data_ptr() for part in memory] == [layer.attend.scratch]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"key": torch.empty(12, KV_HEADS, PAGE, DIM, device="meta")}, "not all on the CPU"),
+        ({"query": torch.zeros(2, HEADS, DIM, dtype=torch.float64)}, "queries of torch.float64"),
+        ({"table": torch.zeros(2, LAYERS, 2, dtype=torch.int64)}, "page table of torch.int64"),
+        ({"table": torch.zeros(2, 2, LAYERS, dtype=torch.int32).mT}, "not contiguous"),
+        ({"query": torch.zeros(2, HEADS + 1, DIM)}, "for pages of 2 heads"),
+        ({"sinks": torch.zeros(HEADS + 1)}, f"{HEADS + 1} sinks for {HEADS} heads"),
+        ({"sums": torch.zeros(2, HEADS, 40).mT}, "column sums"),
+    ],
+    ids=["device", "dtype", "table", "strides", "heads", "sinks", "sums"],
+)
+def test_what_the_library_cannot_read_is_named(changes, reason):
+    step = Step([17, 5])
+    pages, _, math = step.layers[0]
+    planes = {name: changes[name] for name in ("key", "table") if name in changes}
+    found = unfit_tensors(
+        replace(pages, **planes),
+        replace(math, sinks=changes.get("sinks")),
+        changes.get("query", step.heads.query),
+        changes.get("sums"),
+    )
+
+    assert reason in found

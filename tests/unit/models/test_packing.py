@@ -1,5 +1,6 @@
 """Linear layers on packed weights multiply as plain ones; embeddings share a tied head's weight."""
 
+import time
 import weakref
 
 import pytest
@@ -9,7 +10,12 @@ from torch import Tensor, nn
 from quire.kernels.native.library import NotLoaded, load_library
 from quire.kernels.native.linear import Products, has_products
 from quire.models import packing
-from quire.models.native_linear import PackedEmbedding, PackedLinear, pack_linear
+from quire.models.native_linear import (
+    PackedEmbedding,
+    PackedLinear,
+    fastest_products,
+    pack_linear,
+)
 from quire.models.packing import pack_linears
 from quire.models.weights import weight_bytes
 from support.zoo import tiny_llama
@@ -167,3 +173,16 @@ def test_shared_layer_is_packed_once(products):
 
     assert model[0][0] is model[1][0]
     assert isinstance(model[0][0], PackedLinear)
+
+
+@pytest.mark.parametrize(("linear_sleeps_s", "is_ours"), [(0.05, True), (0.0, False)])
+def test_one_dnn_computes_products_where_it_is_faster_with_amx(
+    monkeypatch, linear_sleeps_s, is_ours
+):
+    """A stand-in for oneDNN takes long, or no time at all."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, weight: time.sleep(linear_sleeps_s)
+    )
+
+    assert (fastest_products.__wrapped__() is not None) == is_ours
