@@ -203,8 +203,12 @@ def fastest_products() -> Products | None:
     products = available_products()
     if products is None:
         return None
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return None if has_amx() and _one_dnn_is_faster(products) else products
+
+
+def has_amx() -> bool:
+    """Return whether this CPU has AMX, as far as torch knows."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 def _one_dnn_is_faster(products: Products) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.kernels.native.library import NotLoaded, load_library
 from quire.kernels.native.linear import Products, has_products
-from quire.models import packing
+from quire.models import native_linear, packing
 from quire.models.native_linear import (
     PackedEmbedding,
     PackedLinear,
@@ -180,7 +180,7 @@ def test_one_dnn_computes_products_where_it_is_faster_with_amx(
     monkeypatch, linear_sleeps_s, is_ours
 ):
     """A stand-in for oneDNN takes long, or no time at all."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.setattr(native_linear, "has_amx", lambda: True)
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, weight: time.sleep(linear_sleeps_s)
     )
