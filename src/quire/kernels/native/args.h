@@ -4,10 +4,11 @@
 
 #include <stdint.h>
 
+#define INLINE static inline __attribute__((always_inline))
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define HAVE_X86 1
-#define INLINE static inline __attribute__((always_inline))
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
 #define AVX512_VNNI \

@@ -14,14 +14,14 @@
 #define INFINITE_BITS 0x7f800000
 #define HALF_NAN 0x7e00
 
-static inline __attribute__((always_inline)) int32_t bits_of(float number) {
+INLINE int32_t bits_of(float number) {
     int32_t bits;
     memcpy(&bits, &number, 4);
     return bits;
 }
 
 /* Bits whose order as integers is the order of the floats; it is its own inverse. */
-static inline __attribute__((always_inline)) int32_t in_order(int32_t bits) {
+INLINE int32_t in_order(int32_t bits) {
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
@@ -48,7 +48,7 @@ static inline uint16_t half_below(float number) {
 }
 
 /* Load a vector as float32 within the range of float16. */
-static inline __attribute__((always_inline)) void load_finite(float *x, const uint8_t *from, int dim, int dtype) {
+INLINE void load_finite(float *x, const uint8_t *from, int dim, int dtype) {
     const uint16_t *halves = (const uint16_t *)from;
     if (dtype == F32) memcpy(x, from, (size_t)dim * sizeof(float));
     else if (dtype == BF16)
@@ -62,8 +62,8 @@ static inline __attribute__((always_inline)) void load_finite(float *x, const ui
 }
 
 /* Multiples of a scale, rounded half to even, between `low` and `high`; 0 for a scale that is NaN. */
-static inline __attribute__((always_inline)) void round_codes(const float *x, int count, float zero, uint16_t scale,
-                                                              float low, float high, int32_t *codes) {
+INLINE void round_codes(const float *x, int count, float zero, uint16_t scale,
+                        float low, float high, int32_t *codes) {
     float divisor = scale & 0x7fff ? from_f16(scale) : 1.0f;
     int known = divisor == divisor;
     for (int i = 0; i < count; i++) {
@@ -73,8 +73,7 @@ static inline __attribute__((always_inline)) void round_codes(const float *x, in
     }
 }
 
-static inline __attribute__((always_inline)) void encode_int8(const float *x, int dim, uint8_t *codes,
-                                                              uint16_t *scale) {
+INLINE void encode_int8(const float *x, int dim, uint8_t *codes, uint16_t *scale) {
     int32_t most = 0, rounded[MAX_HEAD_DIM];
     for (int i = 0; i < dim; i++) {
         int32_t size = bits_of(x[i]) & 0x7fffffff;
@@ -86,8 +85,8 @@ static inline __attribute__((always_inline)) void encode_int8(const float *x, in
 }
 
 /* Codes of `bits` bits of a group of neighbouring channels. */
-static inline __attribute__((always_inline)) void encode_group(const float *x, int count, int bits, int32_t *codes,
-                                                               uint16_t *scale, uint16_t *zero) {
+INLINE void encode_group(const float *x, int count, int bits, int32_t *codes,
+                         uint16_t *scale, uint16_t *zero) {
     int32_t least = INT32_MAX, most = INT32_MIN, top = (1 << bits) - 1;
     for (int i = 0; i < count; i++) {
         int32_t ordered = in_order(bits_of(x[i]));
@@ -102,8 +101,8 @@ static inline __attribute__((always_inline)) void encode_group(const float *x, i
     round_codes(x, count, from_f16(*zero), *scale, 0.0f, (float)top, codes);
 }
 
-static inline __attribute__((always_inline)) void encode_bits(const coding *c, const float *x, int dim, uint8_t *packed,
-                                                              uint16_t *scales, uint16_t *zeros) {
+INLINE void encode_bits(const coding *c, const float *x, int dim, uint8_t *packed,
+                        uint16_t *scales, uint16_t *zeros) {
     int32_t codes[MAX_HEAD_DIM];
     for (int first = 0, group = 0; first < dim; first += c->channels, group++)
         encode_group(x + first, c->channels, c->bits, codes + first, scales + group, zeros + group);
@@ -114,8 +113,8 @@ static inline __attribute__((always_inline)) void encode_bits(const coding *c, c
 }
 
 /* Encode a vector into the record of a slot. `plane` holds the codes; the other planes are those of `c`. */
-static inline __attribute__((always_inline)) void encode_vector(const coding *c, const uint8_t *from, int dim,
-                                                                int dtype, uint8_t *plane, place p) {
+INLINE void encode_vector(const coding *c, const uint8_t *from, int dim,
+                          int dtype, uint8_t *plane, place p) {
     float x[MAX_HEAD_DIM];
     uint8_t *codes = plane + p.page_at + p.record * c->vector_bytes;
     int64_t group = p.record * (dim / c->channels);

@@ -24,19 +24,23 @@ typedef struct {
     coding codings[2];
 } write_args;
 
-static uint8_t *slot_of(const write_args *a, int which, int64_t token, int head) {
+INLINE place new_place(const write_args *a, int64_t token, int head) {
     int64_t index = token * a->num_lanes + head / a->heads_per_page;
-    int64_t slot = (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[index];
-    return a->plane[which] + a->pages[index] * a->page_bytes + slot * a->vector_bytes;
+    place p = {a->pages[index] * a->page_bytes,
+               (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[index]};
+    return p;
 }
 
-static inline __attribute__((always_inline)) void encode_tokens(const write_args *a, int64_t begin, int64_t end) {
+static uint8_t *slot_of(const write_args *a, int which, int64_t token, int head) {
+    place p = new_place(a, token, head);
+    return a->plane[which] + p.page_at + p.record * a->vector_bytes;
+}
+
+INLINE void encode_tokens(const write_args *a, int64_t begin, int64_t end) {
     int heads = a->num_lanes * a->heads_per_page;
     for (int64_t token = begin; token < end; token++)
         for (int head = 0; head < heads; head++) {
-            int64_t index = token * a->num_lanes + head / a->heads_per_page;
-            place p = {a->pages[index] * a->page_bytes,
-                       (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[index]};
+            place p = new_place(a, token, head);
             for (int which = 0; which < 2; which++)
                 encode_vector(&a->codings[which],
                               a->fresh[which] + token * a->token_stride[which] + head * a->head_stride[which],
