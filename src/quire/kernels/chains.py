@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages, NewSlots
@@ -53,5 +55,17 @@ class ChainBackend(Protocol):
 
         Returns:
             The calls of each layer; None if the backend cannot compute the step in this way.
+        """
+        ...
+
+    def advance(self, plan: object, slots: NDArray[np.int32]) -> bool:
+        """Change the live slots of a plan of decode rows in place, if its calls stay right.
+
+        Args:
+            plan: result of `AttentionBackend.plan`; its arrays were given to no other plan.
+            slots: [rows, lanes] live slots, including the step's tokens.
+
+        Returns:
+            Whether the plan has these slots now; else it is unchanged, and a new plan is needed.
         """
         ...

@@ -1,14 +1,18 @@
 """The state of one lane group in a step: plans, pages, and slots of new tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages, NewSlots
 from quire.kernels.chains import ChainBackend, HeadBuffers
+from quire.kv.flat_batch import FlatBatch
 from quire.kv.full_precision import FullPrecisionStep
 from quire.kv.mixed_precision import PromotedBuffer
+from quire.kv.pages import PageNumbers
 from quire.kv.statistics.watching import GroupWatch
 
 
@@ -94,3 +98,68 @@ def chained(
             return None
         calls.update(zip(numbers, prepared, strict=True))
     return [calls[number] for number in range(len(layers))]
+
+
+@dataclass(slots=True)
+class ChainedStep:
+    """The last step that ran as a chain, which a later decode step of the same rows continues.
+
+    From one decode step to the next, only numbers change: live slots, and places of new tokens.
+    They are written into the arrays that the calls point to.
+
+    Attributes:
+        batch: its flat batch.
+        groups: its lane groups by name.
+        layers: operations of its layers.
+        heads: input and output of its layers.
+        calls: the calls of each layer.
+    """
+
+    batch: FlatBatch | None = None
+    groups: Mapping[str, GroupStep] = field(default_factory=dict)
+    layers: Sequence[AttentionMath] = ()
+    heads: HeadBuffers | None = None
+    calls: list[object] | None = None
+
+    def continued(
+        self,
+        backend: ChainBackend,
+        batch: FlatBatch,
+        name: str,
+        pages: tuple[LayerPages, ...],
+        slots: NDArray[np.int32],
+        places: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> GroupStep | None:
+        """Change the state of a lane group to that of the next step.
+
+        Args:
+            backend: made the plans.
+            batch: flat batch of the next step.
+            name: of the group.
+            pages: pages of each layer in the next step.
+            slots: [rows, layers, lanes of a layer] live slots in the next step.
+            places: pages and offsets of the new tokens, each [layers, tokens, lanes of a layer].
+
+        Returns:
+            The state; None if a new one must be made.
+        """
+        last = self.groups.get(name)
+        if last is None or batch is not self.batch or pages is not last.pages:
+            return None
+        plans = {id(plan): plan for plan in last.plans}.values()  # in the order of the layers
+        if len(plans) < len(pages) and not (slots == slots[:, :1, :1]).all():
+            return None
+        if not all(backend.advance(plan, slots[:, layer]) for layer, plan in enumerate(plans)):
+            return None
+        for held, new in zip(last.new_places, places, strict=True):
+            held.numpy()[:] = new
+        return last
+
+    def calls_of(
+        self, groups: Mapping[str, GroupStep], layers: Sequence[AttentionMath], heads: HeadBuffers
+    ) -> list[object] | None:
+        """Return the calls of the layers if this step's calls serve these groups."""
+        same = self.heads is heads and self.layers is layers
+        if same and all(groups[name] is group for name, group in self.groups.items()):
+            return self.calls
+        return None

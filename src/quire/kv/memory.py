@@ -203,11 +203,14 @@ class KVMemory:
         """
         self.drop_behind_windows(rows)
         demands = self._demands(rows, tokens)
-        self.placement.reserve(demands, self.store)
+        needed = any(demand.num_pages for demand in demands)
+        if needed:  # most decode steps write to pages that their rows have
+            self.placement.reserve(demands, self.store)
         for demand in demands:
             self._grow_table(demand, tokens)
         self.lengths[rows] += tokens
-        self.note_peaks(rows)
+        if needed:
+            self.note_peaks(rows)
 
     def try_grow(self, rows: Rows, tokens: Counts) -> bool:
         """Grow rows as `grow` does; return whether the pages sufficed."""

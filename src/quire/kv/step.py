@@ -24,10 +24,11 @@ from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
-from quire.kv.group_step import GroupStep, LayerStep, chained
+from quire.kv.group_step import ChainedStep, GroupStep, LayerStep, chained
 from quire.kv.memory import KVMemory
 from quire.kv.mixed_precision import promoted_buffers
 from quire.kv.offload_port import EngineOffload
+from quire.kv.pages import PageNumbers
 from quire.kv.statistics.pages import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore, store_of
@@ -63,6 +64,7 @@ class PagedKV:
     ) -> None:
         self.memory, self.store, self.backend = memory, store, backend
         self.chains = backend if isinstance(backend, ChainBackend) else None
+        self.last_chained = ChainedStep()
         self.coded = CodedLayers(store, measured)
         self.scale = 1.0  # softmax scale of the last layer that ran
         self.tables = {
@@ -284,12 +286,17 @@ class StepAttention:
         is_plain = self._offload is None and all(step.is_plain for step in groups.values())
         if kv.chains is None or not is_plain or not kv.rotated:
             return None
-        steps = []
-        for layer, math in enumerate(layers):
-            group, index = kv.place[layer]
-            steps.append(LayerStep(groups[group.name], index, math))
         kv.note_scale(layers[-1].scale)
-        calls = chained(kv.chains, steps, heads)
+        calls = kv.last_chained.calls_of(groups, layers, heads)
+        if calls is None:
+            places = (kv.place[layer] for layer in range(len(layers)))
+            steps = [
+                LayerStep(groups[group.name], index, math)
+                for (group, index), math in zip(places, layers, strict=True)
+            ]
+            calls = chained(kv.chains, steps, heads)
+            if calls is not None and not self._later.any():
+                kv.last_chained = ChainedStep(self._batch, groups, layers, heads, calls)
         if calls is not None and any(step.positions is not None for step in groups.values()):
             for step in groups.values():
                 step.write_positions(self._positions)
@@ -317,7 +324,14 @@ class StepAttention:
         slots = held - self._later[:, None]
         attended = slots if self._offload is None else self._offload.slots(group, slots)
         layers = self._kv.layer_pages(group, self._batch.row_index)
-        pages, offsets = self._new_slots(group, slots)
+        watch = watch_group(
+            self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
+        )
+        new_places = self._new_places(group, slots)
+        continued = self._continued(group, layers, attended, new_places) if watch is None else None
+        if continued is not None:
+            return continued
+        pages, offsets = self._tensor(new_places[0]), self._tensor(new_places[1])
         places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
             plans=self._plans(group, attended),
@@ -328,11 +342,25 @@ class StepAttention:
             ),
             new_places=(pages, offsets),
             positions=self._kv.store.views(group.page_class).positions,
-            watch=watch_group(
-                self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
-            ),
+            watch=watch,
             full_precision=self._full_precision_step(group.name),
             promoted=self._kv.promoted.get(group.name),
+        )
+
+    def _continued(
+        self,
+        group: LaneGroup,
+        layers: tuple[LayerPages, ...],
+        slots: NDArray[np.int32],
+        places: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> GroupStep | None:
+        """Return the state of the last chained step, changed to this step, if that is possible."""
+        kv, shape = self._kv, (len(slots), len(group.layers), group.lanes_per_layer)
+        if kv.chains is None or kv.last_chained.batch is not self._batch or self._later.any():
+            return None
+        by_layer = slots.reshape(shape)
+        return kv.last_chained.continued(
+            kv.chains, self._batch, group.name, layers, by_layer, places
         )
 
     def _full_precision_step(self, name: str) -> FullPrecisionStep | None:
@@ -358,7 +386,9 @@ class StepAttention:
         ]
         return tuple(plans if distinct == num_layers else plans * num_layers)
 
-    def _new_slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+    def _new_places(
+        self, group: LaneGroup, slots: NDArray[np.int32]
+    ) -> tuple[PageNumbers, NDArray[np.int64]]:
         """Return pages and offsets of the new tokens, each [layers, tokens, lanes of a layer]."""
         batch, shape = self._batch, (len(group.layers), 1, group.lanes_per_layer)
         before = (slots - batch.shape.tokens[:, None]).astype(np.int64)
@@ -368,7 +398,7 @@ class StepAttention:
         row = batch.rows[batch.token_row][None, :, None]
         lane = np.arange(slots.shape[1]).reshape(shape)
         pages = self._kv.memory.tables[group.name].pages[row, lane, column]
-        return self._tensor(pages), self._tensor(offset)
+        return pages, offset
 
     @cached_property
     def _positions(self) -> Tensor:

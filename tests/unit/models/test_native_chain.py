@@ -7,6 +7,7 @@ from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
 from quire.engine.runner import StepBridge
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import has_products
+from quire.kv.group_step import ChainedStep
 from quire.models.native.workspace import Workspace
 
 LIBRARY = load_library()
@@ -111,6 +112,50 @@ def test_layers_with_coded_pages_are_a_chain(folder, codec, monkeypatch):
     kv = KVConfig(memory="4MiB", codec=codec, evict="recent:cap=16,sinks=4,every=4")
 
     assert_chained_equals_single_layers(folder, monkeypatch, kv=kv, temperature=0.0)
+
+
+CONTINUED = {
+    "full": {},
+    "int8": {"codec": "int8"},
+    "evicted": {"page_tokens": 4, "evict": "recent:cap=24,sinks=4,every=4"},
+    "heads evicted apart": {"page_tokens": 4, "evict": "knorm:cap=24,every=2,granularity=token"},
+    "preempted": {"memory": "120KiB", "page_tokens": 4},
+}
+
+
+def long_outputs(folder, options):
+    """Outputs of prompts and forks that pass page ends, and sizes at which a row is divided."""
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (50, 3, 61)]
+    llm = LLM(str(folder), model_impl="native", kv=KVConfig(**{"memory": "4MiB", **options}))
+    sampling = SamplingParams(max_tokens=90, ignore_eos=True, temperature=1.0, seed=1, n=2)
+    made = llm.generate(prompts, sampling)
+    llm.engine.check()
+    llm.close()
+    return [choice.token_ids for output in made for choice in output.choices]
+
+
+@pytest.mark.parametrize("options", CONTINUED.values(), ids=CONTINUED)
+def test_continued_steps_equal_new_ones(folder, options, monkeypatch):
+    continued, of = [], ChainedStep.continued
+
+    def counted(*args):
+        continued.append(of(*args))
+        return continued[-1]
+
+    monkeypatch.setattr(ChainedStep, "continued", counted)
+    expected = long_outputs(folder, options)
+    assert continued.count(None) < len(continued) // 2
+
+    monkeypatch.setattr(ChainedStep, "continued", lambda *args: None)
+    assert long_outputs(folder, options) == expected
+
+
+def test_windows_are_continued_too(windows_folder, monkeypatch):
+    expected = long_outputs(windows_folder, {"page_tokens": 4})
+
+    monkeypatch.setattr(ChainedStep, "continued", lambda *args: None)
+    assert long_outputs(windows_folder, {"page_tokens": 4}) == expected
 
 
 def test_times_of_a_chain_include_attention(folder):

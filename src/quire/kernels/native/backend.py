@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import InvariantError
@@ -29,7 +30,7 @@ from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit
 from quire.kernels.native.call import AttentionCall, Scratch
 from quire.kernels.native.chain import LayerAttention
 from quire.kernels.native.library import NativeLibrary
-from quire.kernels.native.parts import cut
+from quire.kernels.native.parts import are_cut_alike, cut
 from quire.kernels.native.plan import (
     LastLayer,
     NativePlan,
@@ -190,6 +191,15 @@ class NativeAttention:
             LayerAttention(written, attended, call.num_threads, owner)
             for written, attended in zip(writes, attends, strict=True)
         ]
+
+    def advance(self, plan: object, slots: NDArray[np.int32]) -> bool:
+        """See `ChainBackend.advance`."""
+        assert isinstance(plan, NativePlan), "a plan comes from this backend"
+        decodes = plan.step.num_decode == len(plan.step.tokens) and plan.token_row is None
+        if not decodes or not are_cut_alike(plan.lanes.slots, slots):
+            return False
+        plan.lanes.slots[:] = slots
+        return True
 
     def _make_ready(
         self,

@@ -104,20 +104,27 @@ class LayerChain:
             self._writes.append(len(calls) + len(before.calls))
             calls += [*before.calls, write, attend, *after.calls]
         self._calls = (ChainCall * len(calls))(*calls)
+        self._attention: Sequence[object] = ()
 
     def run(self, attention: Sequence[object], times: PartTimes | None = None) -> None:
         """Make the calls.
 
         Args:
-            attention: a LayerAttention for each layer.
+            attention: a LayerAttention for each layer; the sequence of the last run is not read
+                again.
             times: times of the calls are added to these.
         """
+        if attention is not self._attention:
+            self._set_attention(attention)
+        _run(self._library, self._calls, times)
+
+    def _set_attention(self, attention: Sequence[object]) -> None:
+        self._attention = attention
         for write, layer in zip(self._writes, attention, strict=True):
             assert isinstance(layer, LayerAttention), "the calls come from the native backend"
             self._calls[write].args = ctypes.addressof(layer.write)
             attend = self._calls[write + 1]
             attend.args, attend.num_threads = ctypes.addressof(layer.attend), layer.num_threads
-        _run(self._library, self._calls, times)
 
 
 def _call(arguments: type[ctypes.Structure], part: str, address: int | None = None) -> ChainCall:

@@ -90,6 +90,17 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
     )
 
 
+def are_cut_alike(before: NDArray[np.int32], after: NDArray[np.int32]) -> bool:
+    """Return whether decode rows with these slots [rows, lanes] have equal walks.
+
+    The number and the size of a row's walks change at multiples of `WALK_ALIGNMENT` only. Threads
+    and heads that are walked together depend on the work, which may be that of earlier slots.
+    """
+    same_sizes = (before - 1) // WALK_ALIGNMENT == (after - 1) // WALK_ALIGNMENT
+    same_numbers = before // WALK_ALIGNMENT == after // WALK_ALIGNMENT
+    return bool((same_sizes & same_numbers).all())
+
+
 def _num_walks(slots: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of walks of each row: powers of two divide evenly over most threads."""
     halvings = np.frexp(slots / WALK_SLOTS)[1].astype(np.int64) - 1  # floor of the logarithm
@@ -108,6 +119,7 @@ def _walks(
         slots: slots of all rows.
     """
     own, longest = slots[rows], int(slots.max(initial=0))
+    longest = -(-longest // WALK_ALIGNMENT) * WALK_ALIGNMENT  # room for slots of later steps
     if not (counts > 1).any():
         return _repeat(rows, counts, longest), NO_PARTS, own
     sizes = -(-own // (counts * WALK_ALIGNMENT)) * WALK_ALIGNMENT
