@@ -110,8 +110,8 @@ class LayerChain:
         """Make the calls.
 
         Args:
-            attention: a LayerAttention for each layer; the sequence of the last run is not read
-                again.
+            attention: a LayerAttention for each layer; the sequence of the last run has not changed
+                since.
             times: times of the calls are added to these.
         """
         if attention is not self._attention:
