@@ -1,18 +1,22 @@
 """Options shared by several commands."""
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quire.config.kv_config import AttentionName
 from quire.errors import ConfigError
+from quire.layout.config import read_config
 
 PACKAGED_MODEL = "quire-tiny"
 ABOUT_MODEL = (
-    "Model folder in Hugging Face format, name on the Hugging Face Hub, or quire-tiny (packaged)."
+    "Model folder in Hugging Face format, name on the Hugging Face Hub, GGUF file, or quire-tiny "
+    "(packaged)."
 )
 
+GGUF = ".gguf"
 _MOST_THREADS_PER_CPU = 8
 _LEAST_LIMIT = 64
 
@@ -53,3 +57,14 @@ def refuse_no_name(model: str | None) -> None:
             "expected a model folder, a hub name or quire-tiny, got an empty name; give a name, or "
             "leave the model out for the default"
         )
+
+
+def model_config(model: Path) -> dict[str, object]:
+    """The config of a folder or of a GGUF file, in the keys of config.json."""
+    if model.suffix != GGUF:
+        return read_config(model)
+    # imported here: it imports torch, which other plans do not need
+    from quire.models.checkpoint import open_checkpoint
+
+    config: dict[str, object] = open_checkpoint(model).config.to_dict()
+    return config

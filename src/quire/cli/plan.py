@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, AsJson, refuse_no_name
+from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, AsJson, refuse_no_name
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
@@ -225,6 +225,8 @@ def _size(name: str, text: str | None) -> int | None:
 def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
     from quire.models.source import CONFIG_ONLY, WHOLE_MODEL, find_model
 
+    if model.endswith(GGUF):
+        return Path(model), Path(model).stem
     return find_model(model, wanted=WHOLE_MODEL if with_weights else CONFIG_ONLY)
 
 

@@ -4,9 +4,10 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from quire.cli.common import model_config
 from quire.cli.report import total_memory_bytes
 from quire.errors import ConfigError, UnknownName
-from quire.layout.config import ConfigReader, check_sizes, dtype_bytes, read_config
+from quire.layout.config import ConfigReader, check_sizes, dtype_bytes
 from quire.layout.kv_format import fill_plain, read_format
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
@@ -154,12 +155,12 @@ def plan_report(
     """Plan a model's memory from its config.json; no weights are read.
 
     Args:
-        model_folder: folder in Hugging Face format.
+        model_folder: folder in Hugging Face format, or a GGUF file.
         options: see `PlanOptions`.
         name: name of the model in the report; None: name of the folder.
 
     Raises:
-        ModelError: config.json is missing or cannot be read.
+        ModelError: config.json or the GGUF file is missing or cannot be read.
         UnsupportedModel: Quire does not support this architecture.
         ConfigError: an invalid option, or not enough memory; the message states the numbers.
     """
@@ -168,7 +169,7 @@ def plan_report(
         raise ConfigError(
             f"max_num_batched_tokens={options.max_num_batched_tokens}: expected 1 or more"
         )
-    config = read_config(model_folder)
+    config = model_config(model_folder)
     refuse_model_type(str(config.get("model_type")))
     check_sizes(config)
     model = ModelSpec.from_config(config)
@@ -221,8 +222,7 @@ def plan_report(
 
 
 def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
-    if dtype == "auto":
-        dtype = ConfigReader(config).dtype() or "float32"
+    dtype = (ConfigReader(config).dtype() or "float32") if dtype == "auto" else dtype
     dtype_bytes(dtype)
     return dtype
 

@@ -106,16 +106,18 @@ class GgufCheckpoint(Checkpoint):
 
     Attributes:
         file: name of the file in the folder.
+        has_tokenizer: whether the file has a tokenizer.
     """
 
     file: str
+    has_tokenizer: bool
 
     def check(self) -> None:
-        """See `Checkpoint`; Transformers checks the tensors of a GGUF file when it reads them."""
+        """See `Checkpoint`; the file was checked when it was opened."""
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """See `Checkpoint`."""
-        return gguf.load_tokenizer(self.folder, self.file)
+        return gguf.load_tokenizer(self.folder, self.file) if self.has_tokenizer else None
 
     def read_model(self, dtype: torch.dtype | None) -> PreTrainedModel:
         """See `Checkpoint`."""
@@ -138,6 +140,7 @@ def open_checkpoint(path: str | Path, *, trust_remote_code: bool = False) -> Che
     if file is not None:
         return _open_gguf(file)
     folder, name = find_model(path)
+    gguf.refuse_folder(folder)
     raw = read_config(folder)
     config = _config(folder, raw, trust_remote_code=trust_remote_code)
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
@@ -151,7 +154,7 @@ def open_checkpoint(path: str | Path, *, trust_remote_code: bool = False) -> Che
 
 
 def _open_gguf(file: Path) -> GgufCheckpoint:
-    config = gguf.read_config(file.parent, file.name)
+    config, metadata = gguf.read_config(file)
     refuse_config(config)
     _refuse_without_class(config, has_code=False)
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
@@ -159,6 +162,7 @@ def _open_gguf(file: Path) -> GgufCheckpoint:
         name=file.stem,
         folder=file.parent,
         file=file.name,
+        has_tokenizer=metadata.has_tokenizer,
         config=config,
         generation=read_generation_defaults(file, config.to_dict(), vocab_size),  # not the folder's
     )

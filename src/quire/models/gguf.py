@@ -1,5 +1,7 @@
 """GGUF files: Transformers reads the config and the tokenizer, and decodes the weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,18 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
 )
 
 from quire.errors import ConfigError, ModelError
 from quire.models.foreign import foreign_code
+from quire.models.gguf_metadata import GgufMetadata
 from quire.models.weights import check_loaded, silence
 
 SUFFIX = ".gguf"
 PACKAGES = ("gguf", "accelerate")
+DTYPE = torch.bfloat16
+"""Type of the decoded weights in memory, unless another one is requested."""
 
 
 def find_file(path: str | Path) -> Path | None:
@@ -32,16 +38,33 @@ def find_file(path: str | Path) -> Path | None:
         return None
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ModelError(f"expected a GGUF file, got {str(path)!r}: there is no such file")
+        raise ModelError(
+            f"expected a GGUF file, got {str(path)!r}: there is no such file; GGUF files are not "
+            "downloaded from the hub"
+        )
     return file
 
 
-def read_config(folder: Path, name: str) -> PreTrainedConfig:
-    """Read the config of a GGUF file.
+def refuse_folder(folder: Path) -> None:
+    """Refuse a folder without config.json that has GGUF files.
+
+    Raises:
+        ModelError: names one of the files.
+    """
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if files and not (folder / "config.json").exists():
+        raise ModelError(
+            f"{folder} has no config.json, but GGUF files: pass one of them, as in {files[0]}"
+        )
+
+
+def read_config(file: Path) -> tuple[PreTrainedConfig, GgufMetadata]:
+    """Read the config of a GGUF file, with its RoPE scaling.
 
     Raises:
         ConfigError: a package that Transformers needs is missing.
-        ModelError: the file cannot be read.
+        ModelError: the file cannot be read, or is a part of a model.
+        UnsupportedModel: an unknown RoPE scaling, or tensors that cannot be decoded.
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
@@ -49,11 +72,15 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
             f"GGUF files are read by Transformers with the packages {' and '.join(PACKAGES)}; "
             f"install {' and '.join(missing)}: pip install 'quire[gguf]'"
         )
-    with foreign_code(f"{folder / name} cannot be read"):
+    with foreign_code(f"{file} cannot be read"):
+        metadata = GgufMetadata.read(file)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder, gguf_file=name, local_files_only=True
+            file.parent, gguf_file=file.name, local_files_only=True
         )
-        return config
+        metadata.check()
+        metadata.set_rope(config)
+    config.dtype = DTYPE
+    return config, metadata
 
 
 def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
@@ -78,17 +105,18 @@ def read_model(
         folder: folder of the file.
         name: name of the file.
         config: see `read_config`.
-        dtype: type of the weights in memory; None: bfloat16.
+        dtype: type of the weights in memory; None: `DTYPE`.
 
     Raises:
         ModelError: the file is damaged, or lacks weights.
     """
-    with foreign_code(f"the weights in {folder / name} cannot be decoded"), silence():
+    undecodable = foreign_code(f"the weights in {folder / name} cannot be decoded")
+    with undecodable, silence(), _without_progress_bar():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
             config=config,
-            dtype=dtype or torch.bfloat16,
+            dtype=dtype or DTYPE,
             attn_implementation="eager",
             local_files_only=True,
             output_loading_info=True,
@@ -96,3 +124,15 @@ def read_model(
     model: PreTrainedModel = loaded[0]
     check_loaded(model, loaded[1], {}, folder / name)
     return model
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Hide the bar of the decoding: it ignores the setting of Transformers' progress bars."""
+    module: Any = modeling_gguf_pytorch_utils
+    bar = module.tqdm
+    module.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        module.tqdm = bar

@@ -1,13 +1,18 @@
 """GGUF files: config, tokenizer and decoded weights, as Transformers reads them."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.errors import ConfigError, ModelError
+from quire.cli.plan_report import PlanOptions, plan_report
+from quire.errors import ConfigError, ModelError, QuireError
 from quire.models import gguf as gguf_files
 from quire.models.loader import load_model
 from quire.models.native_linear import available_products
@@ -31,7 +36,18 @@ NAMES = {
 }
 
 
-def build() -> LlamaForCausalLM:
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+def build(rope: dict[str, object] | None = None) -> LlamaForCausalLM:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -42,6 +58,7 @@ def build() -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"} | (rope or {}),
     )
     return LlamaForCausalLM(config).eval()
 
@@ -61,10 +78,39 @@ def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return heads.transpose(1, 2).reshape(weight.shape)
 
 
-def write_file(file: Path, model: PreTrainedModel, quantization: str) -> dict[str, torch.Tensor]:
+def divisors(rope: dict[str, object]) -> list[float]:
+    """Divisors of the frequencies of a scaling, as llama.cpp's converter stores them."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](build(rope).config, torch.device("cpu"))
+    plain = 1.0 / 10_000.0 ** (torch.arange(0, 16, 2) / 16)
+    return (plain / scaled).tolist()
+
+
+def write_rope(writer: Any, rope: dict[str, object]) -> None:
+    gguf = pytest.importorskip("gguf")
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", np.array(divisors(rope), dtype=np.float32))
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+    writer.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def write_file(
+    file: Path,
+    model: PreTrainedModel,
+    quantization: str,
+    *,
+    rope: dict[str, object] | None = None,
+    tokenizer: str = "llama",
+    extra: Callable[[Any], None] = lambda writer: None,
+) -> dict[str, torch.Tensor]:
     """Write a GGUF file; returns the decoded weights by their Transformers names."""
     gguf = pytest.importorskip("gguf")
     config, writer = model.config, gguf.GGUFWriter(str(file), "llama")
+    extra(writer)
+    if rope is not None:
+        write_rope(writer, rope)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -76,7 +122,7 @@ def write_file(file: Path, model: PreTrainedModel, quantization: str) -> dict[st
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(VOCAB - 3))]
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model(tokenizer)
     writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * VOCAB)
     writer.add_token_types([2, 3, 3, *[6] * (VOCAB - 3)])
@@ -129,6 +175,75 @@ def test_weights_are_decoded(quantization: str, tmp_path: Path) -> None:
 
 
 @needs_packages
+@pytest.mark.parametrize("rope", [LLAMA3, LINEAR, YARN], ids=lambda rope: rope["rope_type"])
+def test_rope_scaling_is_kept(rope: dict[str, object], tmp_path: Path) -> None:
+    plain = build(rope)
+    write_file(tmp_path / "tiny.gguf", plain, "F32", rope=rope)
+    (prompt,) = sequences(90, vocab_size=VOCAB)
+
+    loaded = load_model(tmp_path / "tiny.gguf", device="cpu", dtype="float32")
+
+    (found,) = flat_logits(loaded.decoder, [prompt], chunk_tokens=[30])
+    with torch.inference_mode():
+        expected = plain(prompt[None]).logits[0]
+        unscaled = build()(prompt[None]).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert (expected - unscaled).abs().max() > 1e-3
+
+
+@needs_packages
+def test_a_file_without_a_tokenizer_runs_on_token_ids(tmp_path: Path) -> None:
+    write_file(tmp_path / "tiny.gguf", build(), "Q8_0", tokenizer="no_vocab")
+
+    assert load_model(tmp_path / "tiny.gguf", device="cpu").tokenizer is None
+
+
+@needs_packages
+def test_a_plan_reads_the_config_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file(tmp_path / "tiny.gguf", build(), "Q4_0")
+    monkeypatch.setattr(gguf_files, "read_model", None)
+
+    report = plan_report(tmp_path / "tiny.gguf", PlanOptions(memory_bytes=1 << 24))
+
+    assert report.dtype == "bfloat16"
+    assert report.memory.weights_bytes == build().num_parameters() * 2
+
+
+@needs_packages
+def test_loading_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_file(tmp_path / "tiny.gguf", build(), "Q8_0")
+
+    load_model(tmp_path / "tiny.gguf", device="cpu")
+
+    assert "Converting" not in capfd.readouterr().err
+
+
+@needs_packages
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (lambda writer: writer.add_uint16("split.count", 3), r"one of 3 parts .*--merge"),
+        (
+            lambda writer: writer.add_tensor("blk.0.more.weight", np.ones((2, 2), dtype=np.int8)),
+            r"tensors of type I8, which the package gguf cannot decode; use",
+        ),
+        (
+            lambda writer: writer.add_string("llama.rope.scaling.type", "new"),
+            r"RoPE scaling 'new', which cannot be read",
+        ),
+    ],
+)
+def test_unreadable_files_are_refused_before_weights_are_read(
+    extra: Callable[[Any], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_file(tmp_path / "tiny.gguf", build(), "Q8_0", extra=extra)
+    monkeypatch.setattr(gguf_files, "read_model", None)
+
+    with pytest.raises(QuireError, match=message):
+        load_model(tmp_path / "tiny.gguf", device="cpu")
+
+
+@needs_packages
 @pytest.mark.skipif(available_products() is None, reason="no C extension with vector instructions")
 def test_decoded_weights_can_be_quantized(tmp_path: Path) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q8_0")
@@ -147,6 +262,13 @@ def test_a_damaged_file_is_reported(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"tiny.gguf"):
         load_model(file, device="cpu")
+
+
+def test_a_folder_with_gguf_files_names_one(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+
+    with pytest.raises(ModelError, match=r"no config.json, but GGUF files: .* as in .*tiny.gguf"):
+        load_model(tmp_path, device="cpu")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
