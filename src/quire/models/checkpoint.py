@@ -25,7 +25,7 @@ from quire.layout.refusals import refuse_model_type
 from quire.models import gguf
 from quire.models.foreign import foreign_code
 from quire.models.generation import GenerationDefaults, read_generation_defaults
-from quire.models.quantized_files import coded_layers
+from quire.models.quantized_files import coded_layers, with_alternative
 from quire.models.source import find_model
 from quire.models.stored import StoredTensor, check_shapes, model_without_memory, read_headers
 from quire.models.support import model_class, refuse_class, refuse_config
@@ -78,13 +78,14 @@ class Checkpoint:
             return read_coded_model(
                 self.folder, self._plain_config, self._headers, coded, dtype=dtype
             )
-        return read_model(
-            self.folder,
-            self.config,
-            self._headers,
-            dtype=dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
+        with with_alternative(self.config):
+            return read_model(
+                self.folder,
+                self.config,
+                self._headers,
+                dtype=dtype,
+                trust_remote_code=self.trust_remote_code,
+            )
 
     @cached_property
     def _headers(self) -> dict[str, StoredTensor]:

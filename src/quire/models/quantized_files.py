@@ -10,6 +10,7 @@ AWQ   words hold codes of 8 outputs, in the order 0 2 4 6 1 3 5 7
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from quire.errors import UnsupportedModel
+from quire.errors import ModelError, UnsupportedModel
 from quire.models.stored import StoredTensor, weight_files
 
 CODES = ".qweight"
@@ -28,8 +29,8 @@ WORD_BITS = 32
 GPTQ, AWQ = "gptq", "awq"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _INSTEAD = (
-    "use a checkpoint in bfloat16 or float16 with --weight-codec int8 or int4, or a GPTQ or AWQ "
-    "checkpoint"
+    "use a checkpoint in bfloat16 or float16 with --weight-codec int8 or int4, a GPTQ checkpoint "
+    "of 2, 4 or 8 bits, or an AWQ checkpoint of 4 bits (gemm)"
 )
 
 
@@ -126,6 +127,25 @@ def refuse_codec(config: PreTrainedConfig, codec: str) -> None:
             f"weight_codec={codec} is not possible: the checkpoint is quantized already "
             f"({options.get('quant_method')}); leave out the codec, or {_INSTEAD}"
         )
+
+
+@contextmanager
+def with_alternative(config: PreTrainedConfig) -> Iterator[None]:
+    """Name checkpoints to use instead, if Transformers cannot load a quantized one.
+
+    Raises:
+        ModelError: the error of the block, with the alternative if the checkpoint is quantized.
+    """
+    method = _options(config).get("quant_method")
+    try:
+        yield
+    except ModelError as error:
+        if method is None:
+            raise
+        raise ModelError(
+            f"{error}; the checkpoint is quantized ({method}) and loaded by Transformers: meet its "
+            f"requirement, or {_INSTEAD}"
+        ) from error
 
 
 def _options(config: PreTrainedConfig) -> Mapping[str, Any]:

@@ -163,6 +163,16 @@ def test_a_codec_for_another_quantized_checkpoint_is_refused(
         load_model(tmp_path, device="cpu", weight_codec="int4")
 
 
+def test_a_method_that_transformers_cannot_load_names_alternatives(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path)
+    _set_quantization(tmp_path, {"quant_method": "quark"})  # its package is not installed
+
+    with pytest.raises(
+        ModelError, match=r"quantized \(quark\).*--weight-codec int8 .*a GPTQ check"
+    ):
+        load_model(tmp_path, device="cpu")
+
+
 def test_a_missing_part_of_a_layer_is_named(tmp_path: Path, no_weights_read: None) -> None:
     write_checkpoint(tmp_path, "llama", FORMATS[0])
     path = tmp_path / "model.safetensors"
