@@ -1,0 +1,46 @@
+"""The documentation site: it builds strictly, has every page, and loads nothing remote."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from support.snippets import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a broken link, a missing anchor or a page outside the navigation fails."""
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
+    return folder
+
+
+def test_public_names_have_a_reference(site: Path) -> None:
+    import quire
+
+    page = (site / "reference" / "api.html").read_text(encoding="utf-8")
+
+    for name in set(quire.__all__) - {"__version__"}:
+        assert re.search(rf'id="quire\.[a-z_.]*\.{name}"', page), name
+
+
+def test_pages_can_be_searched(site: Path) -> None:
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+
+    assert "guides/" in index or "serving.html" in index
+
+
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+    loaded = re.compile(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"')
+    canonical = "https://quire"
+    found = {
+        (page.name, address)
+        for page in site.rglob("*.html")
+        for address in loaded.findall(page.read_text(encoding="utf-8"))
+        if not address.startswith(canonical)
+    }
+
+    assert not found
