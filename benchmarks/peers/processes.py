@@ -12,10 +12,12 @@ from typing import Any
 
 from benchmarks.peers.config import PeersConfig
 from benchmarks.peers.engines import Engine, preloaded, python_of
+from benchmarks.peers.environments import FOLDER
 from benchmarks.peers.workers.protocol import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 _ERROR = re.compile(r"^(?:\(.*?\)\s*)?[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*")
+_BROKEN = re.compile(r"ModuleNotFoundError|ImportError|bin/python: ")
 _LONGEST_REASON = 400
 
 
@@ -41,13 +43,23 @@ def run_worker(engine: Engine, job: Job, config: PeersConfig) -> dict[str, Any] 
     python = python_of(engine, config.environments)
     if python is None:
         folder = config.environments / engine.environment
-        return Failure(f"no environment in {folder}: run make peers")
+        return Failure(f"no environment in {folder}: run {_make(config)}")
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "job.json"
         file.write_text(json.dumps(job), encoding="utf-8")
         module = f"benchmarks.peers.workers.{engine.worker}"
         command = [*config.run_under, str(python), "-m", module, str(file)]
-        return _finished(command, variables(engine, config), temporary, config.timeout_s)
+        found = _finished(command, variables(engine, config), temporary, config.timeout_s)
+    if isinstance(found, Failure) and not engine.is_quire and _BROKEN.search(found.reason):
+        folder = config.environments / engine.environment
+        return Failure(f"{found.reason}; to rebuild it: rm -r {folder}, then {_make(config)}")
+    return found
+
+
+def _make(config: PeersConfig) -> str:
+    """Command that builds the environments in the folder of the run."""
+    default = config.environments == FOLDER.resolve()
+    return "make peers" if default else f"make peers PEERS={config.environments}"
 
 
 def variables(engine: Engine, config: PeersConfig) -> dict[str, str]:

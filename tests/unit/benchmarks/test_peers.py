@@ -341,7 +341,24 @@ def test_missing_environment_is_a_failure(tmp_path):
     found = run_worker(engine, build_job(made, "tiny", made.shapes[0], engine, 0), made)
 
     assert isinstance(found, Failure)
-    assert "run make peers" in found.reason
+    assert f"run make peers PEERS={made.environments}" in found.reason
+
+
+@pytest.mark.parametrize(
+    "python", ["#!/missing/interpreter\n", "#!/bin/sh\necho ModuleNotFoundError: x >&2; exit 1\n"]
+)
+def test_broken_environment_says_how_to_rebuild_it(python, tmp_path):
+    made = config(tmp_path, "2x8+3")
+    engine = next(engine for engine in ENGINES if engine.name == "openvino")
+    folder = made.environments / "openvino"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(python)
+    (folder / "bin" / "python").chmod(0o755)
+
+    found = run_worker(engine, build_job(made, "tiny", made.shapes[0], engine, 0), made)
+
+    assert isinstance(found, Failure)
+    assert f"rm -r {folder}, then make peers PEERS={made.environments}" in found.reason
 
 
 def test_process_that_does_not_end_is_killed(tmp_path):
