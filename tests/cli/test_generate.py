@@ -327,6 +327,7 @@ def test_misplaced_arguments_are_refused_with_the_usage(quire, arguments, parts)
         (("profile",), "quire profile MODEL"),
         (("calibrate",), "quire calibrate MODEL"),
         (("plan",), "quire plan MODEL"),
+        (("doctor",), "quire doctor MODEL"),
         (("eval", "gate"), "quire eval gate MODEL"),
         (("bench", "latency"), "quire bench latency MODEL"),
     ],

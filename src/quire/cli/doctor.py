@@ -45,7 +45,9 @@ class Finding:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(help="Load this model too, and show which implementation it gets."),
+        typer.Argument(
+            metavar="MODEL", help="Load this model too, and show which implementation it gets."
+        ),
     ] = None,
     *,
     as_json: AsJson = False,
@@ -140,8 +142,12 @@ def _attention() -> Iterator[Finding]:
         except QuireError as error:
             yield Finding(f"attention {name}", f"not available: {error}", ok=name != "auto")
         else:
-            chosen = f"{choice.backend.name}: " if name == "auto" else ""
-            yield Finding(f"attention {name}", f"{chosen}{choice.reason}")
+            if name == "auto":
+                yield Finding(f"attention {name}", f"{choice.backend.name}: {choice.reason}")
+                continue
+            _, _, advice = choice.reason.partition("; ")  # "slow, for comparison"
+            available = "; ".join(filter(None, (f"available: --attention {name}", advice)))
+            yield Finding(f"attention {name}", available)
 
 
 def _disk() -> Iterator[Finding]:

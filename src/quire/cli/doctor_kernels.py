@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 _WEIGHT_TYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 _HEAD_DIM, _SCRATCH_BYTES = 64, 1 << 20
+_C_EXTENSION = "C extension, "
+_KERNELS = {"native": "C extension (native)", "gathered": "PyTorch (gathered)"}
+"""Kernels of attention by the name of their backend, the value of --attention."""
+_NO_CODE = "the C extension has no code for these codecs: PyTorch decodes copies of the pages"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CPU_FLAGS = Path("/proc/cpuinfo")
 
@@ -78,7 +82,7 @@ def instruction_set() -> str:
         return f"the C extension is not used: {library.reason}"
     limit = os.environ.get(MAX_CPU_ISA)
     limited = f" (limited by {MAX_CPU_ISA}={limit})" if limit else ""
-    return f"{library.description}{limited}"
+    return f"{_reason(library.description)}{limited}"
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> str:
@@ -152,7 +156,7 @@ def _torch_linear(storage: str) -> str:
 
 
 def _attention() -> Iterator[KernelUse]:
-    """Attention of decode steps by KV codec; "none" stores the model's type."""
+    """Attention of decode steps by the type or codec of the KV."""
     import torch
 
     from quire.errors import QuireError
@@ -164,8 +168,9 @@ def _attention() -> Iterator[KernelUse]:
         choice = select_backend(
             "auto", cpu, dtype=dtype, head_dim=_HEAD_DIM, scratch_bytes=_SCRATCH_BYTES
         )
-        storage = f"none ({str(dtype).removeprefix('torch.')})"
-        yield _use(operation, storage, choice.backend.name, choice.reason)
+        plain = choice.backend.name
+        storage = str(dtype).removeprefix("torch.")
+        yield _use(operation, storage, _KERNELS[plain], _reason(choice.reason))
     for codec in CODECS:
         if codec in ("bfloat16", "float16", "float32"):
             continue
@@ -181,7 +186,15 @@ def _attention() -> Iterator[KernelUse]:
         except QuireError as error:
             yield _use(operation, codec, "none", str(error))
         else:
-            yield _use(operation, codec, choice.backend.name, choice.reason)
+            name = choice.backend.name
+            has_no_code = plain == "native" and name == "gathered"
+            reason = _NO_CODE if has_no_code else _reason(choice.reason)
+            yield _use(operation, codec, _KERNELS[name], reason)
+
+
+def _reason(text: str) -> str:
+    """The reason without the name of the kernel, which has its own column."""
+    return text.removeprefix(_C_EXTENSION)
 
 
 def _prefill(library: "NativeLibrary | NotLoaded") -> KernelUse:
@@ -189,11 +202,13 @@ def _prefill(library: "NativeLibrary | NotLoaded") -> KernelUse:
 
     operation = "attention, prefill"
     if isinstance(library, NotLoaded):
-        return _use(operation, "", "gathered", f"not native: {library.reason}")
+        return _use(operation, "", _KERNELS["gathered"], f"not native: {library.reason}")
     blocks = int(library.block_queries(library.path, _HEAD_DIM))
     if blocks:
-        return _use(operation, "", "native", f"blocks of {blocks} queries directly from the pages")
-    return _use(operation, "", "gathered", "the C extension has no blocks for this processor")
+        why = f"blocks of {blocks} queries directly from the pages"
+        return _use(operation, "", _KERNELS["native"], why)
+    why = "the C extension has no blocks for this processor"
+    return _use(operation, "", _KERNELS["gathered"], why)
 
 
 def _sampling(missing: str | None) -> KernelUse:

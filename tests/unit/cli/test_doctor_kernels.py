@@ -65,7 +65,7 @@ def test_without_the_c_extension_the_replacement_and_reason_are_listed(
         assert uses["linear layers", codec].kernel == "none"
     assert uses["RMSNorm and RoPE", ""].kernel == "modules of Transformers"
     assert uses["sampling", ""].text == "torch (not the C extension: no C compiler)"
-    assert uses["attention, prefill", ""].kernel == "gathered"
+    assert uses["attention, prefill", ""].kernel == "PyTorch (gathered)"
 
 
 @needs_products
@@ -89,8 +89,7 @@ def test_sampling_runs_where_the_engine_samples(monkeypatch: pytest.MonkeyPatch,
 def test_every_kv_codec_is_listed() -> None:
     listed = {use.storage for use in kernel_uses() if use.operation == "attention, decode"}
 
-    assert {"none (float32)", "none (bfloat16)", "none (float16)"} <= listed
-    assert set(CODECS) - {"float32", "bfloat16", "float16"} <= listed
+    assert set(CODECS) | {"float32", "bfloat16", "float16"} <= listed
 
 
 @needs_products
@@ -114,3 +113,11 @@ def test_huge_pages(tmp_path: Path, text: str | None, expected: str) -> None:
         path.write_text(text)
 
     assert huge_pages(path).startswith(expected)
+
+
+@needs_products
+def test_codecs_without_code_have_one_reason() -> None:
+    uses = [use for use in kernel_uses() if use.operation == "attention, decode"]
+
+    assert len({(use.kernel, use.reason) for use in uses}) == 2
+    assert {use.kernel for use in uses} == {"C extension (native)", "PyTorch (gathered)"}
