@@ -238,12 +238,12 @@ def _run(
     """Run the remaining lines; without remaining lines no model is loaded."""
     if not left:
         return _Result(BatchTally(), None, 0.0)
+    llm = settings.open_llm()
+    watch.follow(llm)
     # imported here: they import torch
     from quire.cli.batch_run import BatchRun
     from quire.cli.progress import LiveProgress
 
-    llm = settings.open_llm()
-    watch.follow(llm)
     start_s = time.monotonic()
     with LiveProgress("batch", left) as progress:
         run = BatchRun(llm, task, output, lambda tally: progress.show(tally.completed, llm.stats))

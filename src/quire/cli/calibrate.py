@@ -8,6 +8,7 @@ import typer
 
 from quire.cli.common import ABOUT_MODEL, AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.report import envelope
+from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,11 +49,12 @@ def calibrate(
     Channel scales, channel ranges and codebooks are fitted to three quarters of the text. The
     printed relative errors of query-key products and of values are measured on the other quarter.
     """
-    from quire.eviction.calibration import read_vectors
-    from quire.layout.kv_format import fill_plain, read_format
-    from quire.models.loader import load_model
-
     refuse_no_name(model)
+    with status("starting"), fast_imports():
+        from quire.eviction.calibration import read_vectors
+        from quire.layout.kv_format import fill_plain, read_format
+        from quire.models.loader import load_model
+
     use_threads(threads)
     texts = [part.strip() for part in kv_codec.split(";") if part.strip()]
     if not texts:
@@ -61,9 +63,11 @@ def calibrate(
         )
     for part in texts:  # before the model is loaded
         read_format(fill_plain(part, "float32"))
-    loaded = load_model(model)
+    with status(f"loading {model}"):
+        loaded = load_model(model)
     folder = output or loaded.folder
-    vectors = read_vectors(loaded.decoder, _token_ids(loaded, text, tokens))
+    with status(f"running {tokens:,} tokens"):
+        vectors = read_vectors(loaded.decoder, _token_ids(loaded, text, tokens))
     arms = {part: _one(part, loaded, vectors, folder) for part in texts}
     if as_json:
         claims = {

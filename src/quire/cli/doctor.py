@@ -13,6 +13,7 @@ import typer
 from quire.cli.common import AsJson
 from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
 from quire.cli.report import envelope, hardware, versions
+from quire.cli.startup import fast_imports, status
 from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
 from quire.layout.sizes import format_size
@@ -46,7 +47,10 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="Load this model too, and show which implementation it gets."
+            metavar="MODEL",
+            help="Load this model too, and show which implementation it gets. Default: only the "
+            "packaged model.",
+            show_default=False,
         ),
     ] = None,
     *,
@@ -57,8 +61,11 @@ def doctor(
     Lists which kernel this processor gets for each operation, and why. Exit code 1 if a check
     fails.
     """
-    findings = list(examine(model))
-    uses = list(kernel_uses())
+    with status("testing this machine and the packaged model"):
+        with fast_imports():
+            import quire.api.llm  # noqa: F401 - the checks use it
+        findings = list(examine(model))
+        uses = list(kernel_uses())
     _show(findings)
     _show_kernels(uses)
     healthy = all(finding.ok for finding in findings)

@@ -11,6 +11,7 @@ import typer
 
 from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.report import envelope
+from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
 from quire.plan.machine import this_machine
 
@@ -64,12 +65,13 @@ def profile(
     memory and CPU memory; with a model also prefill, decode and eviction. The stored file is valid
     for one processor, number of threads and PyTorch version.
     """
-    import torch
-
-    from quire.plan.ceilings import default_path, write_ceilings
-    from quire.profile.ceilings import QUICK_PROFILE, ProfileConfig, measure_ceilings
-
     refuse_no_name(model)
+    with status("starting"), fast_imports():
+        import torch
+
+        from quire.plan.ceilings import default_path, write_ceilings
+        from quire.profile.ceilings import QUICK_PROFILE, ProfileConfig, measure_ceilings
+
     if evict is not None and model is None:
         raise ConfigError(
             f"--evict {evict!r} has no effect without a model: give MODEL "
@@ -128,7 +130,8 @@ def _of_model(
     from quire.profile.prefill_rates import measure_prefill_rates
 
     rules = ["full", "recent", *(rule.strip() for rule in evict.split(";") if rule.strip())]
-    model = load_model(name, weight_codec=weight_codec)
+    with status(f"loading {name}"):
+        model = load_model(name, weight_codec=weight_codec)
     prefill = measure_prefill_rates(
         model,
         chunks=config.chunks,

@@ -25,6 +25,7 @@ from quire.cli.options import (
     Section,
     options_of,
 )
+from quire.cli.startup import Loading, fast_imports
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
@@ -88,10 +89,19 @@ class Settings:
             ConfigError: invalid or conflicting options.
             ModelError: the model cannot be read.
         """
-        from quire.api.llm import LLM  # imports torch and transformers
+        loading = Loading(self.model)
+        with loading.shown():
+            llm = self._load()
+        loading.report(llm)
+        self._explain(llm)
+        return llm
+
+    def _load(self) -> "LLM":
+        with fast_imports():
+            from quire.api.llm import LLM  # imports torch and transformers
 
         self.set_threads()
-        llm = LLM(
+        return LLM(
             self.model,
             dtype=self.loading.dtype,
             device=self.loading.device,
@@ -104,6 +114,9 @@ class Settings:
             model_impl=self.loading.model_impl,
             weight_codec=self.loading.weight_codec,
         )
+
+    def _explain(self, llm: "LLM") -> None:
+        """Refuse a prefix cache without effect; print placement and KV memory if asked for."""
         why_no_prefix = llm.engine.pool.why_no_prefix
         if why_no_prefix and self.kv.prefix_cache.enabled and PREFIX_CACHE in self.given:
             raise ConfigError(
@@ -116,7 +129,6 @@ class Settings:
             typer.echo(place.text, err=True)
         if self.verbose:
             typer.echo(llm.engine.pool.explanation, err=True)
-        return llm
 
     def refuse_other_tenants(self) -> None:
         """Refuse `--tenants` without the default tenant, before the model is loaded.

@@ -1,0 +1,121 @@
+"""The status line while a model loads, what was loaded, and imports of the command line."""
+
+import gc
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from quire import LLM, KVConfig
+from quire.cli.startup import Loading, describe, fast_imports, status
+
+HEAVY = ("torch", "transformers", "fastapi", "matplotlib", "scipy")
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def terminal() -> Iterator[Terminal]:
+    with pytest.MonkeyPatch.context() as patch:
+        found = Terminal()
+        patch.setattr(sys, "stderr", found)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="2MiB"), verify=False)
+
+
+def test_status_line_is_shown_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with terminal() as shown, status("loading a model"):
+        pass
+
+    assert "loading a model ..." in shown.getvalue()
+    assert "\x1b" in shown.getvalue()  # the line is cleared at the end
+
+
+def test_dumb_terminal_gets_one_plain_line(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal() as shown, status("loading a model"):
+        pass
+
+    assert shown.getvalue() == "loading a model ...\n"
+
+
+def test_nothing_is_shown_without_a_terminal(llm, capsys):
+    loading = Loading("quire-tiny")
+    with loading.shown():
+        pass
+    loading.report(llm)
+
+    assert capsys.readouterr() == ("", "")
+
+
+def test_description_names_weights_implementation_and_kv_memory(llm):
+    with terminal() as shown:
+        Loading("quire-tiny").report(llm)
+
+    assert describe(llm) in shown.getvalue()
+    assert shown.getvalue().startswith("quire-tiny: ")
+    for part in ("of weights in float32 on cpu", "2.00 MiB of KV memory", "loaded in"):
+        assert part in shown.getvalue()
+
+
+def test_garbage_collection_resumes_after_imports():
+    with fast_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), fast_imports():
+        raise ImportError("missing")
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("codecs",)])
+def test_help_and_codecs_import_no_large_library(arguments):
+    code = (
+        "import sys\nfrom quire.cli.main import app\n"
+        f"app({arguments!r}, standalone_mode=False)\n"
+        f"found = {HEAVY!r} & sys.modules.keys()\nassert not found, found"
+    ).replace(f"{HEAVY!r}", f"set({HEAVY!r})")
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_generate_on_a_terminal_shows_what_was_loaded():
+    ours, theirs = pty.openpty()
+    arguments = ("generate", "quire-tiny", "a", "--max-tokens", "1", "--kv-memory", "2MiB")
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    found = subprocess.run(
+        [sys.executable, "-m", "quire", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=environment,
+        check=True,
+    )
+    os.close(theirs)
+    shown = b""
+    while chunk := _read(ours):
+        shown += chunk
+
+    assert b"loading quire-tiny ..." in shown
+    assert b"of KV memory, loaded in" in shown
+    assert b"loading" not in found.stdout
+
+
+def _read(handle: int) -> bytes:
+    try:
+        return os.read(handle, 4096)
+    except OSError:  # the other end is closed
+        return b""
