@@ -19,6 +19,14 @@ SOURCE = ROOT / "src" / "quire"
 REFERENCE = Path("docs/reference")
 HEADER = "<!-- Written by `make docs`. Change the code, not this file. -->\n\n"
 HELP_COLUMNS = "100"
+CLI_INTRODUCTION = """# Commands
+
+`--help` of a command shows its common options, `--help-all` those below. The model is the first
+argument of every command that takes one. `quire --install-completion` installs completion for
+the current shell (bash, zsh, fish, PowerShell): commands, options, policies, codecs, choices and
+model folders; start a new shell to use it. Colours are for terminals only; `NO_COLOR=1` turns
+them off. With `--json` the last line of standard output is one JSON object.
+"""
 FLOORS = (
     *("cli", "serve", "hf", "evals", "profile", "api", "sim", "engine", "offload", "eviction"),
     *("sampling", "scheduler", "tenancy", "kv", "models", "kernels", "policies", "codecs", "plan"),
@@ -220,9 +228,7 @@ def cli() -> str:
     from quire.cli.main import app
 
     runner = CliRunner(env={"COLUMNS": HELP_COLUMNS, "TERM": "dumb"})
-    parts = [
-        "# Commands\n\n`--help` of a command shows its common options, `--help-all` those below.\n"
-    ]
+    parts = [CLI_INTRODUCTION]
     for words, flag in _commands(get_command(app), ()):
         shown = unstyle(runner.invoke(app, [*words, flag], catch_exceptions=False).output)
         text = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())
@@ -346,7 +352,7 @@ def _named(options: dict[str, object]) -> str:
 
 def codecs() -> str:
     """All KV codecs with their sizes."""
-    from quire.cli.listings import codec_rows
+    from quire.cli.codec_listing import codec_rows
     from quire.layout.codec_names import PAIRS
 
     rows = [

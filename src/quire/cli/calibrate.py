@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import ABOUT_MODEL, AsJson, Threads, refuse_no_name, use_threads
+from quire.cli.completion import complete_model
 from quire.cli.report import envelope
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
@@ -20,7 +21,12 @@ LONGEST_TOKEN_CHARACTERS = 16  # bounds the text that is tokenized
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=ABOUT_MODEL, show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help=ABOUT_MODEL, show_default=False, autocompletion=complete_model
+        ),
+    ],
     *,
     text: Annotated[
         Path | None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson
+from quire.cli.completion import complete_model
 from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
 from quire.cli.report import envelope, hardware, versions
 from quire.cli.startup import fast_imports, status
@@ -48,6 +49,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="MODEL",
+            autocompletion=complete_model,
             help="Load this model too, and show which implementation it gets. Default: only the "
             "packaged model.",
             show_default=False,

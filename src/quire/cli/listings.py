@@ -1,22 +1,26 @@
-"""`quire policies` and `quire codecs`: list the eviction policies, budgets and KV codecs."""
+"""`quire policies`: lists the eviction policies and budgets."""
 
 import json
+import shlex
 import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson
+from quire.cli.common import PACKAGED_MODEL, AsJson
+from quire.cli.completion import complete_policy
+from quire.cli.options import documented_attributes
+from quire.cli.startup import fast_imports, status
+from quire.errors import UnknownName
 from quire.layout.eviction import MOST_DEFAULT_EVERY
 
 if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
     from quire.policies.budgets.base import Budget
 
-SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS = 128, 32  # head size and page size of the shown vector sizes
+_FULL = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,54 +70,103 @@ class BudgetRow:
     source: str
 
 
-def policies(*, as_json: AsJson = False) -> None:
-    """List the eviction policies and budgets: options, defaults, recorded statistics, sources."""
-    rules, budgets = policy_rows(), budget_rows()
+PolicyName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME",
+        help="A policy or a budget to show in full. Default: one line for each.",
+        show_default=False,
+        autocompletion=complete_policy,
+    ),
+]
+
+
+def policies(name: PolicyName = None, *, as_json: AsJson = False) -> None:
+    """List the eviction policies and budgets; with NAME show options, defaults and source."""
+    with status("starting"), fast_imports():
+        rules, budgets = policy_rows(), budget_rows()
+    if name is not None:
+        rules = [row for row in rules if row.name == name]
+        budgets = [row for row in budgets if row.name == name]
+        if not rules and not budgets:
+            raise UnknownName("policy or budget", name, [*_names(policy_rows(), budget_rows())])
     if as_json:
         found = {"policies": [asdict(row) for row in rules], "budgets": [*map(asdict, budgets)]}
         typer.echo(json.dumps({"name": "policies", **found}))
-        return
-    for row in rules:
-        _print_block(row, {"scope": row.scope, "cost": row.cost})
-    typer.echo("Budgets divide a cap over layers and heads, as in budget=(pyramid:beta=20):\n")
-    for budget in budgets:
-        total = "lanes * cap" if budget.keeps_total else "not bounded: a lane may retain all tokens"
-        _print_block(budget, {"needs statistics": budget.needs, "total": total})
-    typer.echo(
-        f"Every policy except full also takes cap=TOKENS (required; or a share such as 25%, or a "
-        f"size such as 2MiB), every= (default: cap / 8, at most {MOST_DEFAULT_EVERY}), when=, "
-        "budget= and granularity=. Example:\n--evict 'recent:cap=512,sinks=4'"
+    elif name is None:
+        _list_policies(rules, budgets)
+    else:
+        for rule in rules:
+            _show_policy(rule)
+        for budget in budgets:
+            _show_policy(budget)
+
+
+def _names(*listed: "Sequence[PolicyRow | BudgetRow]") -> Iterator[str]:
+    for rows in listed:
+        yield from (row.name for row in rows)
+
+
+def _list_policies(rules: Sequence[PolicyRow], budgets: Sequence[BudgetRow]) -> None:
+    from quire.cli.listing_views import show_summaries, show_text
+
+    show_summaries("Eviction policies, as in --evict NAME:cap=512", _summaries(rules))
+    show_summaries(
+        "\nBudgets divide a cap over layers and heads, as in --evict 'h2o:cap=512,budget=(NAME)'",
+        _summaries(budgets),
     )
+    show_text("\nquire policies NAME shows options, defaults, source and an example.")
 
 
-def _print_block(row: PolicyRow | BudgetRow, more: dict[str, str]) -> None:
-    listed = ", ".join(f"{name}={default}" for name, default in row.options.items())
-    facts = {"options": listed, "statistics": ", ".join(row.statistics), **more}
+def _summaries(rows: "Sequence[PolicyRow | BudgetRow]") -> Iterator[tuple[str, str]]:
+    yield from ((row.name, row.summary) for row in rows)
+
+
+def _show_policy(row: PolicyRow | BudgetRow) -> None:
+    from quire.cli.listing_views import show_entry
+
+    facts = _option_facts(row)
+    if isinstance(row, BudgetRow):
+        facts["total"] = (
+            "lanes * cap" if row.keeps_total else "not bounded: a lane may retain all tokens"
+        )
+        facts["needs statistics"] = row.needs
+        rule = f"h2o:cap=512,budget={row.name}"
+    else:
+        facts["scope"], facts["cost"] = row.scope, row.cost
+        rule = row.name if row.name == _FULL else f"{row.name}:cap=512"
+    facts["statistics"] = ", ".join(row.statistics)
     facts["source"] = row.source
-    typer.echo(f"{row.name}\n{_indented(row.summary)}")
-    for name, value in facts.items():
-        if value:
-            typer.echo(_indented(f"{name}: {value}"))
-    typer.echo("")
+    facts["example"] = f"quire generate {PACKAGED_MODEL} PROMPT --evict {shlex.quote(rule)}"
+    show_entry(row.name, row.summary, facts)
 
 
-def _indented(text: str) -> str:
-    return textwrap.fill(text, 96, initial_indent="  ", subsequent_indent="    ")
+def _option_facts(row: PolicyRow | BudgetRow) -> dict[str, str]:
+    """Default and help text of each option; the options of the schedule of a policy last."""
+    helps = _option_helps(row)
+    facts = {
+        f"{option}={default}": helps.get(option, "") or "option"
+        for option, default in row.options.items()
+    }
+    if isinstance(row, PolicyRow) and row.name != _FULL:
+        facts["cap="] = (
+            "required: tokens that a lane retains, a fraction of the prompt such as 25%, or a "
+            "size such as 2MiB"
+        )
+        facts["every="] = f"tokens evicted at once; default: cap / 8, at most {MOST_DEFAULT_EVERY}"
+        facts["when=, budget=, granularity="] = (
+            "when to evict, and what is evicted together: see docs/eviction.md"
+        )
+    return facts
 
 
-def codecs(*, as_json: AsJson = False) -> None:
-    """List the KV codecs and their size in bytes."""
-    rows = codec_rows()
-    if as_json:
-        typer.echo(json.dumps({"name": "codecs", "codecs": rows}))
-        return
-    shown = [tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in r.values()) for r in rows]
-    header = ("codec", "bits", "effective bits", f"bytes per {SHOWN_HEAD_DIM} elements", "options")
-    _print_table((*header, "format"), shown)
-    typer.echo(
-        "--kv-codec none (default) stores KV in the model's dtype; --kv-codec int8/int4 uses int8 "
-        "for keys\nand int4 for values"
-    )
+def _option_helps(row: PolicyRow | BudgetRow) -> dict[str, str]:
+    """Help texts of the options, from the docstring of the class."""
+    from quire.policies.registry import registered, registered_budgets
+
+    known: Mapping[str, type] = registered() if isinstance(row, PolicyRow) else registered_budgets()
+    made = known.get(row.name)
+    return documented_attributes((made.__doc__ if made is not None else None) or "")
 
 
 def policy_rows() -> list[PolicyRow]:
@@ -184,30 +237,3 @@ def _source(made: object) -> str:
 
 def _first_paragraph(docstring: str | None) -> str:
     return " ".join((docstring or "").strip().split("\n\n", maxsplit=1)[0].split())
-
-
-def codec_rows() -> list[dict[str, object]]:
-    """All codecs with their sizes, including scales and other data stored with the codes."""
-    from quire.layout.codec_names import CODECS
-
-    return [
-        {
-            "name": codec.name,
-            "code_bits": codec.code_bits,
-            "effective_bits": codec.effective_bits(SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS),
-            "vector_bytes": codec.vector_bytes(SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS),
-            "options": ", ".join(codec.options),
-            "summary": codec.summary,
-        }
-        for codec in CODECS.values()
-    ]
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

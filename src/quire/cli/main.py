@@ -11,13 +11,14 @@ from quire.cli.batch import batch
 from quire.cli.bench import add_to as add_bench_commands
 from quire.cli.calibrate import calibrate
 from quire.cli.chat import chat
+from quire.cli.codec_listing import codecs
 from quire.cli.command import UsageError, register, usage_error_text
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
 from quire.cli.generate import generate
 from quire.cli.kv_store import kv_store
-from quire.cli.listings import codecs, policies
+from quire.cli.listings import policies
 from quire.cli.plan import plan
 from quire.cli.profile import profile
 from quire.cli.serve import serve
@@ -91,7 +92,6 @@ app = typer.Typer(
     name="quire",
     cls=QuireGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, AsJson, refuse_no_name
+from quire.cli.completion import complete_model
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
@@ -30,7 +31,12 @@ LARGEST_BATCH = "Largest batch"
 
 def plan(  # noqa: PLR0913 - one parameter per option
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"{ABOUT_MODEL} Weights are not read.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help=f"{ABOUT_MODEL} Weights are not read.",
+            autocompletion=complete_model,
+        ),
     ] = PACKAGED_MODEL,
     *,
     memory: Annotated[

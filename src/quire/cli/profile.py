@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
+from quire.cli.completion import complete_model
 from quire.cli.report import envelope
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
@@ -29,6 +30,7 @@ def profile(
         str | None,
         typer.Argument(
             metavar="MODEL",
+            autocompletion=complete_model,
             help="Also measure prefill and decode of this model. Default: only the machine.",
             show_default=False,
         ),

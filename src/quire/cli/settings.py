@@ -10,6 +10,7 @@ import typer
 
 from quire.cli.command import Command
 from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, refuse_no_name, use_threads
+from quire.cli.completion import complete_model, completer_of
 from quire.cli.config_file import read_config_file
 from quire.cli.options import (
     KV,
@@ -206,9 +207,12 @@ def with_settings(
 
 def _model_parameter(about: str, default: str | None) -> inspect.Parameter:
     if default is None:
-        shown = typer.Argument(metavar="MODEL", help=about)
+        shown = typer.Argument(metavar="MODEL", help=about, autocompletion=complete_model)
         return _keyword("model", Annotated[str, shown], inspect.Parameter.empty)
-    shown = typer.Argument(metavar="MODEL", help=f"{about} Default: {default}.", show_default=False)
+    about = f"{about} Default: {default}."
+    shown = typer.Argument(
+        metavar="MODEL", help=about, show_default=False, autocompletion=complete_model
+    )
     return _keyword("model", Annotated[str | None, shown], None)
 
 
@@ -239,6 +243,7 @@ def _parameter(found: OptionField) -> inspect.Parameter:
         show_default=default is not None and default != [],
         rich_help_panel=found.group,
         hidden=not found.common,
+        autocompletion=completer_of(found.flag, found.choices),
     )
     kind: Any = found.kind if default is not None else found.kind | None
     return _keyword(found.parameter, Annotated[kind, shown], default)

@@ -5,8 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from quire.cli.codec_listing import codec_rows
 from quire.cli.doctor import cpu_features
-from quire.cli.listings import budget_rows, codec_rows, policy_rows
+from quire.cli.listings import budget_rows, policy_rows
 from quire.cli.main import app
 from quire.layout.codec_names import CODECS
 from quire.policies.registry import registered, registered_budgets
@@ -50,11 +51,74 @@ def test_policy_options_are_listed_with_defaults():
     assert rows["recent"].options == {"sinks": 0}
     assert rows["value_norm"].options == {"base": "(h2o)", "power": 1.0, "epsilon": 0.0}
     assert rows["h2o"].statistics == ("attention_sum.mean",)
-    shown = output_of("policies")
-    assert "\n  options: sinks=0\n" in shown
-    assert "\n  statistics: attention_sum.mean\n" in shown
-    assert "\n  options: beta=20, rounding=largest_fractions\n" in shown
-    assert "\n  total: not bounded: a lane may retain all tokens\n" in shown
+
+
+@pytest.mark.parametrize("columns", ["80", "160"])
+@pytest.mark.parametrize("command", ["policies", "codecs"])
+def test_list_has_one_row_for_each_entry_and_cuts_no_name(command, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = output_of(command)
+    listing = json.loads(output_of(command, "--json"))
+
+    rows = [row for key in ("policies", "budgets", "codecs") for row in listing.get(key, ())]
+    for row in rows:
+        starts = [line for line in shown.splitlines() if line.startswith(f"  {row['name']}  ")]
+        assert starts, row["name"]
+    assert all(len(line) <= int(columns) for line in shown.splitlines())
+    assert "…" not in shown
+
+
+def joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_policy_by_name_is_shown_with_options_source_and_example():
+    shown = joined(output_of("policies", "h2o"))
+
+    assert "recent=-1 number of newest cached tokens that are never evicted" in shown
+    assert "statistics attention_sum.mean" in shown
+    assert "arXiv 2306.14048" in shown
+    assert "--evict h2o:cap=512" in shown
+    assert "tova" not in shown
+
+
+def test_budget_by_name_is_shown_with_total_and_example():
+    assert "total not bounded: a lane may retain all tokens" in joined(
+        output_of("policies", "lazy")
+    )
+    assert "budget=pyramid" in joined(output_of("policies", "pyramid"))
+
+
+def test_codec_by_name_is_shown_with_size_and_source():
+    shown = joined(output_of("codecs", "int4_outliers"))
+
+    assert "bits per element 4.875" in shown
+    assert "source SqueezeLLM" in shown
+    assert "--kv-codec int4_outliers" in shown
+    assert "quire calibrate MODEL --kv-codec kvquant4" in joined(output_of("codecs", "kvquant4"))
+
+
+def test_json_of_one_entry_has_only_this_entry():
+    found = json.loads(output_of("policies", "tova", "--json"))
+
+    assert [row["name"] for row in found["policies"]] == ["tova"]
+    assert found["budgets"] == []
+    assert len(json.loads(output_of("codecs", "int8", "--json"))["codecs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("policies", "h3o"), "did you mean h2o?"),
+        (("codecs", "in4"), "did you mean int4?"),
+        (("codecs", "kivi4"), "the pair int4_page/int4:group=32"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(arguments, hint):
+    result = CliRunner().invoke(app, list(arguments))
+
+    assert result.exit_code == 2
+    assert hint in result.stderr
 
 
 def test_json_listing_has_policies_and_budgets():

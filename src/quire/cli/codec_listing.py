@@ -1,0 +1,103 @@
+"""`quire codecs`: lists the KV codecs and their sizes in bytes."""
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from quire.cli.common import PACKAGED_MODEL, AsJson
+from quire.cli.completion import complete_codec
+from quire.cli.options import documented_attributes
+from quire.cli.startup import fast_imports, status
+from quire.errors import ConfigError, UnknownName
+from quire.layout.codec_names import CODECS, PAIRS
+
+SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS = 128, 32  # head size and page size of the shown vector sizes
+
+CodecName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME",
+        help="A codec to show in full. Default: one line for each.",
+        show_default=False,
+        autocompletion=complete_codec,
+    ),
+]
+
+
+def codecs(name: CodecName = None, *, as_json: AsJson = False) -> None:
+    """List the KV codecs; with NAME show size, options, defaults and an example."""
+    rows = codec_rows()
+    if name is not None:
+        rows = [row for row in rows if row["name"] == name]
+        if not rows:
+            _refuse_codec(name)
+    if as_json:
+        typer.echo(json.dumps({"name": "codecs", "codecs": rows}))
+        return
+    from quire.cli.listing_views import show_entry, show_summaries, show_text
+
+    if name is not None:
+        show_entry(name, str(rows[0]["summary"]), _codec_facts(name, rows[0]))
+        return
+    show_summaries(
+        "KV codecs, as in --kv-codec NAME, or KEYS/VALUES such as int8/int4 (default: none, the "
+        "model's dtype)",
+        [(str(row["name"]), _codec_line(row)) for row in rows],
+    )
+    show_text("\nquire codecs NAME shows size, options, defaults and an example.")
+
+
+def _refuse_codec(name: str) -> None:
+    if name in PAIRS:
+        keys, values = PAIRS[name]
+        raise ConfigError(
+            f"{name} is the pair {keys}/{values}: show the codecs of keys and of values instead"
+        )
+    raise UnknownName("codec", name, [*CODECS])
+
+
+def _codec_line(row: Mapping[str, object]) -> str:
+    return f"{row['summary']} {row['effective_bits']:g} bits per element."
+
+
+def _codec_facts(name: str, row: Mapping[str, object]) -> dict[str, str]:
+    codec = CODECS[name]
+    helps = documented_attributes(type(codec).__doc__ or "")
+    facts = {f"{option}={getattr(codec, option):g}": helps[option] for option in codec.options}
+    facts["bits of a code"] = f"{codec.code_bits}"
+    facts["bits per element"] = f"{row['effective_bits']:g}, scales and other data included"
+    facts[f"{SHOWN_HEAD_DIM} elements"] = f"{row['vector_bytes']:g} bytes"
+    facts["calibration"] = (
+        f"needs quire calibrate MODEL --kv-codec {name}" if codec.constants else ""
+    )
+    facts["source"] = _codec_source(codec.rule)
+    facts["example"] = f"quire generate {PACKAGED_MODEL} PROMPT --kv-codec {name}"
+    return facts
+
+
+def _codec_source(rule: str) -> str:
+    """The first paragraph of the documentation of the module that implements a codec."""
+    with status("starting"), fast_imports():
+        from quire.codecs.registry import registered  # imports torch
+
+    documentation = sys.modules[registered()[rule].__module__].__doc__ or ""
+    _, _, source = documentation.partition("\nSource: ")
+    return " ".join(source.split())
+
+
+def codec_rows() -> list[dict[str, object]]:
+    """All codecs with their sizes, including scales and other data stored with the codes."""
+    return [
+        {
+            "name": codec.name,
+            "code_bits": codec.code_bits,
+            "effective_bits": codec.effective_bits(SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS),
+            "vector_bytes": codec.vector_bytes(SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS),
+            "options": ", ".join(codec.options),
+            "summary": codec.summary,
+        }
+        for codec in CODECS.values()
+    ]
