@@ -151,8 +151,8 @@ def test_text_prompt_without_a_tokenizer_is_refused(quire, zoo_folder: Path):
     assert_refused(result, "no tokenizer")
 
 
-def test_chat_replies_to_every_line_and_reset_clears_the_conversation(quire):
-    message = "hello\n\nhello\n/reset\nhello\n/exit\nnever\n"
+def test_chat_replies_to_every_line_and_clear_clears_the_conversation(quire):
+    message = "hello\n\nhello\n/clear\nhello\n/exit\nnever\n"
 
     result = quire("chat", *QUICK, input=message)
 
@@ -160,7 +160,7 @@ def test_chat_replies_to_every_line_and_reset_clears_the_conversation(quire):
     assert result.exit_code == 0
     assert "conversation cleared" in result.stderr
     assert len(replies) == 3
-    assert replies[0] == replies[2]  # after /reset the same message has the same reply
+    assert replies[0] == replies[2]  # after /clear the same message has the same reply
 
 
 def test_full_context_is_reported_and_the_chat_continues(quire):
@@ -169,7 +169,7 @@ def test_full_context_is_reported_and_the_chat_continues(quire):
     result = quire("chat", *QUICK, input=message)
 
     assert result.exit_code == 0
-    assert "/reset" in result.stderr.split("error: ")[1]
+    assert "/clear" in result.stderr.split("error: ")[1]
     assert result.stdout.strip()
 
 

@@ -1,5 +1,6 @@
 """`quire chat`: a conversation in the terminal."""
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -8,14 +9,28 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from quire.cli.chat_input import message_reader
+from quire.cli.generate import usage_line
 from quire.cli.settings import Settings, with_settings
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
+from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
-    from quire.sampling.outputs import OutputDelta
+    from quire.sampling.outputs import OutputBuilder, OutputDelta, Usage
 
-_GREETING = "/reset clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops a response"
+_GREETING = "/help shows the commands, /exit or Ctrl-D exits, Ctrl-C stops a response"
+_COMMANDS = {
+    "/help": "show this list",
+    "/clear": "delete all messages except the system message",
+    "/stats": "show tokens, times and KV memory",
+    "/exit": "exit; so does Ctrl-D",
+}
+_KEYS = {
+    "Ctrl-C": "stop a response; at the prompt: discard the line",
+    "Alt+Enter": "start a new line; so does Enter after a backslash",
+    "//TEXT": "send a message that starts with a slash",
+}
 
 
 @with_settings(defaults={"max-tokens": 512})
@@ -31,15 +46,29 @@ def chat(
         raise RequestError(f"a chat needs one response per message, got n={settings.sampling.n}")
     conversation = Conversation(settings, system)
     typer.echo(f"{conversation.llm.model.name}: {_GREETING}", err=True)
+    read = message_reader([*_COMMANDS])
     while True:
-        message = _read_message()
+        message = read()
         if message is None or message == "/exit":
             return
-        if message == "/reset":
-            conversation.reset()
-            typer.echo("(conversation cleared)", err=True)
+        if message.startswith("/") and not message.startswith("//"):
+            _run_command(message, conversation)
         elif message:
-            conversation.respond(message)
+            conversation.respond(message.removeprefix("/"))
+
+
+def _run_command(command: str, conversation: "Conversation") -> None:
+    if command == "/clear":
+        conversation.clear()
+        typer.echo("(conversation cleared)", err=True)
+    elif command == "/stats":
+        typer.echo(conversation.stats(), err=True)
+    elif command == "/help":
+        for name, meaning in (_COMMANDS | _KEYS).items():
+            typer.echo(f"{name:10} {meaning}", err=True)
+    else:
+        known = ", ".join(_COMMANDS)
+        typer.echo(f"error: unknown command {command.split()[0]!r}: expected {known}", err=True)
 
 
 class Conversation:
@@ -54,12 +83,30 @@ class Conversation:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._sampling = settings.sampling
+        self._evict = settings.kv.evict
+        self._usage: Usage | None = None
+        self._prompt_tokens = self._responses = 0
         settings.refuse_other_tenants()
         self.llm: LLM = settings.open_llm()
+        _refuse_without_template(self.llm, settings.model)
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Delete all messages except the system message."""
         self._messages = list(self._opening)
+        self._prompt_tokens = 0
+
+    def stats(self) -> str:
+        """Size of the conversation, the last complete response, and KV memory in use."""
+        stats = self.llm.stats()
+        context = self.llm.context_tokens(max(1, self._prompt_tokens))
+        last = "none yet" if self._usage is None else usage_line(self._usage, self._evict)
+        return (
+            f"conversation: {len(self._messages)} messages, {self._prompt_tokens:,} of {context:,} "
+            f"tokens of context\nlast response: {last}\n"
+            f"KV memory: {format_size(stats.kv_used_bytes)} in use "
+            f"({format_size(stats.cached_bytes)} of cached prefixes) of "
+            f"{format_size(stats.kv_total_bytes)}"
+        )
 
     def respond(self, message: str) -> None:
         """Generate and stream the response to a message; a refused message is deleted."""
@@ -78,23 +125,48 @@ class Conversation:
         if len(token_ids) >= context:
             raise RequestError(
                 f"with this message the conversation has {len(token_ids)} tokens, the model's "
-                f"context {context}: use /reset to start over, or send a shorter message"
+                f"context {context}: use /clear to start over, or send a shorter message"
             )
+        from quire.sampling.outputs import OutputBuilder  # imports torch
+
         text = ""
+        self._responses += 1
+        self._prompt_tokens = len(token_ids)
+        builder = OutputBuilder(f"chat-{self._responses}", tuple(token_ids))
         deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, self._sampling))
         with closing(deltas), _interrupt_noted() as interrupted:  # closing cancels
             for delta in deltas:
                 _show(delta)
                 text += delta.text
+                self._note(builder, delta)
                 if interrupted():
                     break
         typer.echo()
         if len(token_ids) + self._sampling.max_tokens > context:
             typer.echo(
-                f"(the context of {context} tokens is nearly full: use /reset to start over)",
+                f"(the context of {context} tokens is nearly full: use /clear to start over)",
                 err=True,
             )
         return text
+
+    def _note(self, builder: "OutputBuilder", delta: "OutputDelta") -> None:
+        """Store the usage of a response that is complete."""
+        output = builder.add(delta)
+        if output is not None:
+            self._usage = output.usage
+            self._prompt_tokens += output.usage.completion_tokens
+
+
+def _refuse_without_template(llm: "LLM", model: str) -> None:
+    tokenizer = llm.model.tokenizer
+    if tokenizer is not None and tokenizer.chat_template:
+        return
+    missing = "tokenizer" if tokenizer is None else "chat template"
+    raise ConfigError(
+        f"{llm.model.name} has no {missing}, which quire chat needs to convert messages to a "
+        f"prompt: use quire generate {shlex.quote(model)} PROMPT, a chat (instruct) version of the "
+        "model, or add a chat_template.jinja to its folder"
+    )
 
 
 @contextmanager
@@ -113,15 +185,3 @@ def _show(delta: "OutputDelta") -> None:
     sys.stdout.flush()
     if delta.error is not None:
         raise RequestError(delta.error)
-
-
-def _read_message() -> str | None:
-    try:
-        if sys.stdin.isatty():
-            return input("> ").strip()
-        line = sys.stdin.readline()
-    except EOFError:
-        return None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not UTF-8 text: {error}") from error
-    return line.strip() if line else None

@@ -117,7 +117,7 @@ class Settings:
         )
 
     def _explain(self, llm: "LLM") -> None:
-        """Refuse a prefix cache without effect; print placement and KV memory if asked for."""
+        """Refuse a prefix cache without effect; print placement and KV memory with --verbose."""
         why_no_prefix = llm.engine.pool.why_no_prefix
         if why_no_prefix and self.kv.prefix_cache.enabled and PREFIX_CACHE in self.given:
             raise ConfigError(

@@ -1,0 +1,143 @@
+"""`quire chat`: commands, the editor on a terminal, interrupts, and models without a template."""
+
+import shutil
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from quire.api.llm import LLM
+from quire.cli import chat as chat_module
+from quire.cli import chat_input
+
+QUICK = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "5", "--dtype", "float32")
+ASSETS = Path(chat_module.__file__).parents[1] / "assets"
+
+
+@pytest.fixture
+def history(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "quire" / "chat_history"
+
+
+def typed(text: str, messages: int) -> list[str | None]:
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        read = chat_input._editor(["/help"])
+        pipe.send_text(text)
+        return [read() for _ in range(messages)]
+
+
+def test_commands_are_explained_and_unknown_ones_refused(quire):
+    result = quire("chat", *QUICK, input="/help\n/stat\n/stats\nhello\n/stats\n/exit\n")
+
+    assert result.exit_code == 0
+    for name in ("/help", "/clear", "/stats", "/exit", "Alt+Enter", "Ctrl-C"):
+        assert f"\n{name} " in result.stderr
+    assert "unknown command '/stat': expected /help, /clear, /stats, /exit" in result.stderr
+    assert "last response: none yet" in result.stderr
+    assert "conversation: 2 messages, 9 of 4,096 tokens of context" in result.stderr
+    assert "5 output tokens" in result.stderr
+    assert "of 2.00 MiB" in result.stderr
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_two_slashes_send_a_message(quire):
+    assert quire("chat", *QUICK, input="//help\n").stdout == (
+        quire("chat", *QUICK, input="//help\n/exit\n").stdout
+    )
+    assert quire("chat", *QUICK, input="//help\n").stdout.strip()
+
+
+def test_backslash_continues_a_message_on_the_next_line(quire, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        chat_module.Conversation, "respond", lambda self, message: sent.append(message)
+    )
+
+    quire("chat", *QUICK, input="one\\\ntwo\nthree\\\n")
+
+    assert sent == ["one\ntwo", "three"]
+
+
+def test_interrupt_stops_the_response_and_not_the_chat(quire, monkeypatch):
+    stream, sent = LLM.stream, []
+
+    def interrupted(self, *arguments):
+        for delta in stream(self, *arguments):
+            sent.append(delta.text)
+            if len(sent) == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield delta
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+
+    result = quire("chat", *QUICK, input="hello\nhello\n/exit\n")
+
+    first, second = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert len(sent) == 2 + 5
+    assert len(first) < len(second)
+
+
+def test_model_without_a_chat_template_is_refused_with_the_reason(quire, tmp_path):
+    folder = tmp_path / "plain"
+    shutil.copytree(ASSETS / "quire-tiny", folder)
+    (folder / "chat_template.jinja").unlink()
+
+    result = quire("chat", folder, *QUICK, input="hello\n")
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "plain has no chat template, which quire chat needs" in result.stderr
+    assert f"quire generate {folder} PROMPT" in result.stderr
+
+
+def test_editor_keys(history):
+    assert typed("one\r", 1) == ["one"]
+    assert typed("one\x1b\rtwo\r", 1) == ["one\ntwo"]  # Alt+Enter
+    assert typed("one\\\rtwo\r", 1) == ["one\ntwo"]
+    assert typed("\x04", 1) == [None]  # Ctrl-D
+
+
+def test_interrupt_at_the_prompt_discards_the_line(history, capsys):
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        read = chat_input._editor([])
+        pipe.send_text("draft\x03")
+        pipe.send_text("next\r")
+        assert read() == "next"
+    assert "Ctrl-D or /exit exits" in capsys.readouterr().err
+
+
+def test_messages_are_kept_in_the_state_folder(history):
+    typed("first\rsecond\r", 2)
+
+    assert [line for line in history.read_text().splitlines() if line.startswith("+")] == [
+        "+first",
+        "+second",
+    ]
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert list(chat_input._history().load_history_strings()) == ["second", "first"]
+
+
+def test_history_stays_in_memory_without_a_writable_folder(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
+
+    assert isinstance(chat_input._history(), InMemoryHistory)
+    assert typed("one\r", 1) == ["one"]
+
+
+def test_history_file_is_in_the_users_state_folder():
+    home = Path("/home-of-user")
+
+    assert chat_input.history_file({}, home) == home / ".local/state/quire/chat_history"
+    assert chat_input.history_file({"XDG_STATE_HOME": "relative"}, home) == (
+        home / ".local/state/quire/chat_history"
+    )
+    assert chat_input.history_file({"XDG_STATE_HOME": "/s"}, home) == Path("/s/quire/chat_history")
