@@ -1,27 +1,38 @@
 """`quire demo`, `quire doctor` and `quire eval gate` with small sizes."""
 
+import io
 import json
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from quire.api.llm import LLM
 from quire.cli import doctor as doctor_module
+from quire.cli.demo_live import bar_of, request_rows
 from quire.cli.demo_work import NUM_QUESTIONS, demo_prompts, questions
 from quire.cli.exactness import Exactness, compare_with_generate
 from quire.config.kv_config import KVConfig
+from quire.engine.stats import RequestBytes
 from quire.errors import ConfigError, ModelError
 from quire.evals.tasks import rough_measure
 from support.command_line import last_json
 
 
 @pytest.fixture(scope="module")
-def demo_result():
+def picture(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("demo") / "demo.svg"
+
+
+@pytest.fixture(scope="module")
+def demo_result(picture):
     from typer.testing import CliRunner
 
     from quire.cli.main import app
 
     arguments = ["demo", "--requests", "16", "--max-tokens", "8", "--kv-memory", "4MiB", "--json"]
-    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return CliRunner().invoke(app, [*arguments, "--picture", str(picture)], catch_exceptions=False)
 
 
 def test_demo_outputs_equal_transformers(demo_result):
@@ -47,6 +58,53 @@ def test_demo_reports_memory_and_time(demo_result):
 def test_demo_prints_a_table_and_the_comparison(demo_result):
     for text in ("peak running requests", "whole context reserved", "compared with Transformers"):
         assert text in demo_result.stdout
+
+
+def test_demo_compares_uses_of_the_same_memory(demo_result):
+    claims = last_json(demo_result)["claims"]
+
+    for name in ("full", "int8", "batch_max", "batch_max_int8"):
+        assert 0 < claims[f"{name}_kv_peak_bytes"] <= claims["kv_total_bytes"]
+        assert claims[f"{name}_completion_tokens_per_s"] > 0
+        assert 0 <= claims[f"{name}_facts_right"] <= claims["facts_asked"]
+    assert claims["full_most_running"] == claims["most_running"]
+    assert claims["full_equal_outputs"] == claims["requests"]
+    assert claims["int8_most_running"] > claims["full_most_running"]
+    assert claims["int8_equal_outputs"] > claims["batch_max_equal_outputs"]
+    for text in ("int8 pages", "Batch-Max", "tokens/s", "average:cap=64"):
+        assert text in demo_result.stdout
+
+
+def test_demo_writes_a_picture_and_names_it(demo_result, picture):
+    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    labels = "".join(root.itertext())
+
+    assert f"picture: {picture}" in demo_result.stdout
+    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 4
+    assert "4.00 MiB of KV memory" in labels
+    assert "Batch-Max and int8, " in labels
+
+
+def test_picture_that_cannot_be_written_ends_no_demo(quire, tmp_path):
+    sizes = ("--requests", "2", "--max-tokens", "2")
+    missing = quire("demo", *sizes, "--picture", tmp_path / "nowhere" / "demo.svg")
+
+    assert missing.exit_code == 0
+    assert "demo.svg cannot be written" in missing.stderr
+
+
+def test_live_view_shows_a_bar_for_each_request():
+    requests = tuple(
+        RequestBytes(request_id=f"r{i}", tokens=16, kv_bytes=1024 * i) for i in range(1, 6)
+    )
+
+    assert bar_of(2048, 1024, 40) == "██"
+    assert bar_of(1536, 1024, 40) == "█▌"
+    assert bar_of(1 << 20, 1024, 40) == "█" * 40
+    console = Console(width=60, file=io.StringIO())
+    console.print(request_rows(requests, 3, 1024, 60))
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    assert lines == ["r1         16 tokens █", "r2         16 tokens ██", "and 3 more"]
 
 
 def test_different_output_is_detected():

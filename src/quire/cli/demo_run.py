@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.api.llm import LLM
+from quire.cli.demo_live import LivePages
 from quire.cli.demo_work import DemoPrompt
 from quire.cli.drive import Driver, Job
-from quire.cli.progress import LiveProgress
 from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.stats import EngineStats
 from quire.errors import QuireError
@@ -37,6 +38,34 @@ class MemoryPeak:
     contiguous_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One use of the same KV memory.
+
+    Attributes:
+        name: prefix of its claims.
+        title: name in tables and pictures.
+        codec, evict: options of the KV memory.
+    """
+
+    name: str
+    title: str
+    codec: str = "none"
+    evict: str = "full"
+
+
+FULL = Variant(name="full", title="full KV")
+_BATCH_MAX = "average:cap=64"
+COMPRESSED = (
+    Variant(name="int8", title="int8 pages", codec="int8"),
+    Variant(name="batch_max", title="Batch-Max eviction", evict=_BATCH_MAX),
+    Variant(name="batch_max_int8", title="Batch-Max and int8", codec="int8", evict=_BATCH_MAX),
+)
+"""Batch-Max: evict during prefill and decode, so that no request exceeds the cap."""
+
+SAMPLE_S = 0.05
+
+
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """Result of the demo.
@@ -47,6 +76,7 @@ class DemoResult:
         memory_peak: KV memory at the step with the most running requests.
         stats: statistics of the engine at the end.
         seconds: run time, without model loading.
+        samples: seconds since the start, and running requests.
     """
 
     prompts: Sequence[DemoPrompt]
@@ -54,6 +84,7 @@ class DemoResult:
     memory_peak: MemoryPeak
     stats: EngineStats
     seconds: float
+    samples: Sequence[tuple[float, int]]
 
     @property
     def facts(self) -> list[bool]:
@@ -87,6 +118,14 @@ class DemoResult:
             "facts_right": sum(self.facts),
         }
 
+    def comparison(self, name: str, full: "DemoResult") -> dict[str, int | float]:
+        """Claims of a variant, with the number of outputs equal to those with full KV."""
+        own = self.claims()
+        kept = ("run_s", "completion_tokens_per_s", "kv_peak_bytes", "most_running", "facts_right")
+        pairs = zip(self.outputs, full.outputs, strict=True)
+        equal = sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
+        return {f"{name}_{key}": own[key] for key in kept} | {f"{name}_equal_outputs": equal}
+
 
 def _token_s(output: RequestOutput) -> float:
     usage = output.usage
@@ -103,10 +142,13 @@ class DemoRun:
     Args:
         llm: an idle LLM.
         prompts: prompts, all submitted at once.
+        title: heading of the live view.
     """
 
-    def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt]) -> None:
-        self._llm, self._prompts = llm, prompts
+    def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt], title: str = FULL.title) -> None:
+        self._llm, self._prompts, self._title = llm, prompts, title
+        self._samples: list[tuple[float, int]] = []
+        self._start_s = 0.0
         self._outputs: dict[int, RequestOutput] = {}
         self._memory_peak = MemoryPeak()
 
@@ -116,12 +158,12 @@ class DemoRun:
         Raises:
             RequestError: a prompt exceeds the KV memory or the context.
         """
-        start_s = time.monotonic()
-        with LiveProgress("demo", len(self._prompts)) as progress:
+        self._start_s = start_s = time.monotonic()
+        with LivePages(self._title, len(self._prompts), self._page_bytes()) as live:
 
             def on_step() -> None:
                 self._watch()
-                progress.show(len(self._outputs), self._llm.stats)
+                live.show(len(self._outputs), self._llm.stats)
 
             driver = Driver(self._llm, window=len(self._prompts), on_step=on_step)
             for job, output in driver.run(iter(self._jobs())):
@@ -134,7 +176,13 @@ class DemoRun:
             memory_peak=self._memory_peak,
             stats=self._llm.stats(),
             seconds=time.monotonic() - start_s,
+            samples=self._samples,
         )
+
+    def _page_bytes(self) -> int:
+        """Bytes of a page of full KV, in all layers."""
+        model = self._llm.model
+        return model.spec.kv_bytes(KVConfig().page_tokens, model.decoder.dtype.itemsize)
 
     def _jobs(self) -> list[Job]:
         return [
@@ -149,6 +197,9 @@ class DemoRun:
 
     def _watch(self) -> None:
         running = self._llm.engine.scheduler.running
+        now_s = time.monotonic() - self._start_s
+        if not self._samples or now_s - self._samples[-1][0] >= SAMPLE_S:
+            self._samples.append((now_s, len(running)))
         if len(running) <= self._memory_peak.running:
             return
         spec = self._llm.model.spec

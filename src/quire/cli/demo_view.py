@@ -1,12 +1,12 @@
 """Output of `quire demo`: two examples, a table, and the comparison with Transformers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quire.cli.demo_run import DemoResult
+from quire.cli.demo_run import DemoResult, Variant
 from quire.cli.demo_work import DemoPrompt
 from quire.cli.exactness import TIE_LOGITS, Exactness
 from quire.layout.sizes import format_size
@@ -25,6 +25,37 @@ def show_demo(result: DemoResult, claims: Mapping[str, int | float], exactness: 
         table.add_row(name, value)
     console.print(table)
     console.print(_comparison(exactness))
+
+
+def show_comparison(variants: Sequence[Variant], claims: Mapping[str, int | float]) -> None:
+    """Print one row for each use of the same KV memory."""
+    total = _size(claims["kv_total_bytes"])
+    table = Table(title=f"The same prompts in the same {total} of KV memory", title_justify="left")
+    table.add_column("KV memory", overflow="fold")
+    for column in ("concurrent requests", "output tokens/s", "peak KV", "records right"):
+        table.add_column(column, justify="right", overflow="fold")
+    table.add_column("outputs as with full KV", justify="right", overflow="fold")
+    for variant in variants:
+        table.add_row(variant.title, *_cells(f"{variant.name}_", claims))
+    console = Console()
+    console.print(table)
+    evicting = next(variant for variant in variants if variant.evict != "full")
+    console.print(
+        f"Batch-Max is --evict {evicting.evict}: no request exceeds the cap, in prefill or decode. "
+        "It loses records that it evicts, and computes statistics of the attention; int8 halves "
+        "bfloat16 and quarters float32 KV at nearly equal outputs.",
+        highlight=False,
+    )
+
+
+def _cells(prefix: str, claims: Mapping[str, int | float]) -> tuple[str, ...]:
+    return (
+        f"{claims[f'{prefix}most_running']}",
+        f"{claims[f'{prefix}completion_tokens_per_s']:,.0f}",
+        _size(claims[f"{prefix}kv_peak_bytes"]),
+        f"{claims[f'{prefix}facts_right']} of {claims['facts_asked']}",
+        f"{claims[f'{prefix}equal_outputs']} of {claims['requests']}",
+    )
 
 
 def _examples(result: DemoResult) -> Iterator[tuple[DemoPrompt, RequestOutput]]:
