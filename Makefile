@@ -8,12 +8,12 @@ STAMP := $(VENV)/.installed
 
 setup: $(STAMP)
 
-# torch is installed first: otherwise a later package would install a CUDA build.
+# On Linux pip installs PyTorch's build for CUDA, which needs several GB. The CPU build is much
+# smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 $(STAMP): pyproject.toml requirements/dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c requirements/dev.txt
-	$(BIN)/python -m pip install --quiet torch -c requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --editable '.[events,kmeans,report]' --group dev -c requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --editable '.[events,kmeans,report,serve]' --group dev -c requirements/dev.txt
 	touch $(STAMP)
 
 demo: setup
@@ -30,6 +30,7 @@ check: setup
 	$(BIN)/ruff check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python release/audit.py
 
 fmt: setup
 	$(BIN)/ruff format .

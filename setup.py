@@ -1,17 +1,20 @@
-"""Build of the optional C extension; all other settings are in pyproject.toml.
+"""Build of the optional C library; all other settings are in pyproject.toml.
 
-A failed build is a warning, not an error: Quire then uses torch for attention, and `quire doctor`
-reports it. A digest is written next to the library, so that a damaged or foreign library is never
-loaded (see src/quire/kernels/native/library.py).
+The library is loaded with ctypes, so one wheel of a platform is for all versions of Python. A
+failed build is a warning, not an error: the wheel is then pure Python, Quire uses torch for
+attention, and `quire doctor` reports it. A digest is written next to the library, so that a damaged
+or foreign library is never loaded (see src/quire/kernels/native/library.py).
 """
 
 import hashlib
 import json
 import platform
+import sys
 from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FLAGS = [
@@ -24,21 +27,25 @@ FLAGS = [
     "-fassociative-math",  # sums may be split over vector lanes; NaN and infinity stay exact
     "-fno-signed-zeros",
 ]
+# stripped here: a tool that strips the finished library would invalidate its digest
+LINK_FLAGS = ["-Wl,--strip-all"] if sys.platform.startswith("linux") else []
 NATIVE = "src/quire/kernels/native"
 
 
 class BuildWithDigest(build_ext):
     """Write the SHA-256 digest and the machine type next to each library."""
 
+    def get_ext_filename(self, fullname):
+        """Return a name without the version of Python, which the library does not depend on."""
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
     def run(self):
         """Build, then check for the library; files of an earlier build are removed first."""
-        for extension in self.extensions:
-            old = Path(self.get_ext_fullpath(extension.name))
-            for path in (old, old.with_name(old.name + ".json")):
-                path.unlink(missing_ok=True)
+        for library in self.libraries_built():
+            for path in library.parent.glob(f"{library.stem}*.so*"):
+                path.unlink()
         super().run()
-        for extension in self.extensions:
-            library = Path(self.get_ext_fullpath(extension.name))
+        for library in self.libraries_built():
             if not library.is_file():
                 self.warn("the C extension was not built: Quire will use torch for attention")
                 continue
@@ -46,19 +53,36 @@ class BuildWithDigest(build_ext):
             built = {"sha256": digest, "machine": platform.machine()}
             library.with_name(library.name + ".json").write_text(json.dumps(built) + "\n")
 
+    def libraries_built(self):
+        """Return the path of each library, built or not."""
+        return [Path(self.get_ext_fullpath(extension.name)) for extension in self.extensions]
+
     def get_outputs(self):
         """Return the libraries and their digest files."""
         return [path for name in super().get_outputs() for path in (name, name + ".json")]
 
 
+class PlatformWheel(bdist_wheel):
+    """Tag the wheel by its content: its platform if it has the library, `any` otherwise."""
+
+    def get_tag(self):
+        """Return the tags of Python, ABI and platform; called after the build."""
+        self.root_is_pure = False
+        *_, platform_tag = super().get_tag()
+        libraries = self.get_finalized_command("build_ext").libraries_built()
+        self.root_is_pure = not all(path.is_file() for path in libraries)
+        return "py3", "none", "any" if self.root_is_pure else platform_tag
+
+
 setup(
-    cmdclass={"build_ext": BuildWithDigest},
+    cmdclass={"build_ext": BuildWithDigest, "bdist_wheel": PlatformWheel},
     ext_modules=[
         Extension(
             "quire.kernels.native._attention",
             sources=[f"{NATIVE}/{name}.c" for name in ("attention", "linear", "rows", "sample")],
             depends=sorted(glob(f"{NATIVE}/*.h")),
             extra_compile_args=FLAGS,
+            extra_link_args=LINK_FLAGS,
             optional=True,
         )
     ],

@@ -12,10 +12,11 @@ from benchmarks.common.command import finish, show_parts
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.common import AsJson
 from quire.cli.options import KV, MODEL
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError, UnknownName
 from quire.layout.config import dtype_bytes
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +98,7 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
     if settings.kv.evict != "full":
         raise ConfigError("expected no --evict: each arm has its own eviction; omit it")
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     settings.set_threads()
     if protocol == PAPER:

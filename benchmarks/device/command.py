@@ -9,7 +9,8 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.device.config import DeviceBenchConfig
@@ -85,7 +86,7 @@ def device(  # noqa: PLR0913 - one parameter per option
     config = replace(config, repeats=repeats or config.repeats)
     bench = DeviceBench.of(config)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     use_threads(threads)
     results, claims = show_parts(run_named(names, PARTS, bench))

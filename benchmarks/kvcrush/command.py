@@ -14,10 +14,11 @@ from benchmarks.common.graded_prompts import load, prompt_maker_for
 from benchmarks.kvcrush.recorded import files_of_tasks, recorded
 from quire.cli.common import AsJson
 from quire.cli.options import MODEL
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
 from quire.cli.report import commit
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.kvcrush.config import KVCrushBenchConfig, QualityConfig
@@ -100,7 +101,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
         overhead = replace(config.overhead, dtype=settings.loading.dtype)
         config = replace(config, overhead=overhead)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     settings.set_threads()
     material = Material(

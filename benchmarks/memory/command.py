@@ -9,7 +9,8 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.memory.config import MemoryBenchConfig
@@ -57,7 +58,7 @@ def memory(
 
     names = parts_of(parts)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     use_threads(threads)
     config = _config(trace, prefix_trace, quick=quick)

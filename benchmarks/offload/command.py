@@ -9,7 +9,8 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, use_threads
-from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
+from quire.cli.out_folder import prepare_folder, write_files
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.common.result import PartResult
@@ -68,7 +69,7 @@ def offload(
     config = replace(config, shape=shape, ratios=ratios, repeats=repeats or config.repeats)
     names = names_of(parts, PARTS)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     use_threads(1)
     results, claims = show_parts(run_named(names, PARTS, config))

@@ -12,9 +12,10 @@ import typer
 from benchmarks.common.command import finish, show_parts
 from benchmarks.common.result import PartResult
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
 from quire.cli.report import commit
 from quire.errors import ConfigError
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.peers.cells import Cell
@@ -99,7 +100,7 @@ def peers(  # noqa: PLR0913 - one parameter per option
 
     use_threads(threads)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     eviction = Eviction()
     variants = tuple(map(quire_engine, quire)) if quire else default_quire()

@@ -11,8 +11,9 @@ from benchmarks.common.cells import material_of
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson
 from quire.cli.options import MODEL
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
 from quire.cli.settings import Settings, with_settings
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.quant.config import QuantBenchConfig
@@ -63,7 +64,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
 
     config = _config(settings, codecs, batch, prompts, quick=quick)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     settings.set_threads()
     made = make_parts(material_of(settings, text, out))

@@ -9,7 +9,8 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
+from quire.layout.extras import require_extra
 
 
 def rebatch(  # noqa: PLR0913 - one parameter per option
@@ -62,7 +63,7 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
             raise UnknownName(what, name, known)
     names = names_of(parts, PARTS)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     use_threads(threads)
     config = QUICK_REBATCH if quick else RebatchConfig()

@@ -1,6 +1,5 @@
 """`python -m benchmarks roofline`: steps and their floors, for every instruction set found."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
 from quire.errors import ConfigError, InvariantError, UnknownName
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.roofline.cell import CellConfig
@@ -213,11 +213,7 @@ def refuse_page(path: Path) -> None:
     Raises:
         ConfigError: matplotlib or the folder is missing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--page draws with matplotlib, which is not installed: pip install "
-            '"quire[report]", or omit --page'
-        )
+    require_extra("report", "--page")
     if not path.parent.is_dir():
         raise ConfigError(f"--page {path}: there is no folder {path.parent}; create it first")
 

@@ -9,7 +9,8 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
+from quire.layout.extras import require_extra
 
 
 def stack(
@@ -50,7 +51,7 @@ def stack(
     if model is not None and model not in SHAPES:
         raise UnknownName("model", model, SHAPES)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     use_threads(threads)
     config = QUICK_STACK if quick else StackConfig()

@@ -12,8 +12,9 @@ from benchmarks.common.command import finish, show_parts
 from benchmarks.common.graded_prompts import load
 from quire.cli.common import AsJson
 from quire.cli.options import MODEL
-from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.out_folder import prepare_folder
 from quire.cli.settings import Settings, with_settings
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.weights.config import WeightsBenchConfig
@@ -52,7 +53,7 @@ def weights(
 
     config = _config(settings, prompts, quick=quick)
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     settings.set_threads()
 

@@ -269,7 +269,7 @@ def test_unwritable_kv_events_file_is_refused_before_the_model_is_loaded(quire, 
 def test_invalid_kv_events_endpoint_is_refused_before_the_model_is_loaded(quire):
     result = quire("serve", "no such model", "--kv-events-endpoint", "nonsense")
 
-    assert_refused(result, "quire[events]" if _missing("zmq", "msgpack") else "tcp://*:5557")
+    assert_refused(result, "quire-llm[events]" if _missing("zmq", "msgpack") else "tcp://*:5557")
 
 
 def _missing(*modules: str) -> bool:

@@ -1,28 +1,11 @@
 """Writes the result files of a command to a folder, each atomically."""
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from quire.errors import ConfigError
-
-
-def require_matplotlib(option: str) -> None:
-    """Check that matplotlib is installed, before a long computation.
-
-    Args:
-        option: the option that draws pictures.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{option} needs matplotlib, which is not installed: pip install "
-            f'"quire[report]", or leave {option} out'
-        )
 
 
 def prepare_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from quire.cli.kv_events import KVEventsEndpoint, KVEventsFile, watching
 from quire.cli.options import KV, MODEL, SCHEDULE, SERVER
 from quire.cli.settings import Settings, with_settings
+from quire.layout.extras import require_extra
 from quire.tenancy.tenants import parse_tenants
 
 
@@ -16,6 +17,7 @@ def serve(
     kv_events_endpoint: KVEventsEndpoint = None,
 ) -> None:
     """Serve a model over HTTP with an OpenAI-compatible API."""
+    require_extra("serve", "quire serve")
     # imported here: the web framework and torch are not needed for --help
     from quire.serve.app import run_server
     from quire.serve.connection import bind

@@ -12,12 +12,13 @@ import typer
 
 from quire.cli.common import AsJson
 from quire.cli.options import MACHINE, SIMULATED_KV, SIMULATED_SCHEDULE, TRACE
-from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
+from quire.cli.out_folder import prepare_folder, write_files
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.layout.codec_refusals import Storing, refuse_excluded, stored_codec
 from quire.layout.eviction import KEEP_ALL, EvictionSpec, parse_policy
+from quire.layout.extras import require_extra
 from quire.layout.kv_format import read_format
 from quire.layout.options import option_values
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
@@ -67,7 +68,7 @@ def simulate(
     from quire.sim.traces.loading import load_trace
 
     if out is not None:
-        require_matplotlib("--out")
+        require_extra("report", "--out")
         prepare_folder(out)
     config = sim_config(settings)
     simulator = make_simulator(load_trace(trace, settings.trace), config)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.layout.extras import require_extra
 
 Event = Mapping[str, object]
 Batch = Mapping[str, object]
@@ -126,7 +127,9 @@ class BlockPublisher:
     """
 
     def __init__(self, endpoint: str, topic: str = DEFAULT_TOPIC) -> None:
-        self._zmq, self._msgpack = _package("zmq", "pyzmq"), _package("msgpack", "msgpack")
+        require_extra("events", "--kv-events-endpoint")
+        self._zmq: Any = importlib.import_module("zmq")
+        self._msgpack: Any = importlib.import_module("msgpack")
         self._topic = topic.encode()
         self._sent = 0
         self._socket = self._zmq.Context.instance().socket(self._zmq.PUB)
@@ -150,13 +153,3 @@ class BlockPublisher:
     def close(self) -> None:
         """Close the socket; unsent messages are lost."""
         self._socket.close(linger=0)
-
-
-def _package(module: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"publishing KV events needs the package {name}, which is not installed: "
-            "pip install 'quire[events]'"
-        ) from error

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-from quire.errors import ConfigError, ModelError
+from quire.errors import ModelError
+from quire.layout.extras import require_extra
 from quire.models.foreign import foreign_code
 from quire.models.gguf_metadata import GgufMetadata
 from quire.models.weights import check_loaded, silence
 
 SUFFIX = ".gguf"
-PACKAGES = ("gguf", "accelerate")
 DTYPE = torch.bfloat16
 """Type of the decoded weights in memory, unless another one is requested."""
 
@@ -66,12 +65,7 @@ def read_config(file: Path) -> tuple[PreTrainedConfig, GgufMetadata]:
         ModelError: the file cannot be read, or is a part of a model.
         UnsupportedModel: an unknown RoPE scaling, or tensors that cannot be decoded.
     """
-    missing = [package for package in PACKAGES if find_spec(package) is None]
-    if missing:
-        raise ConfigError(
-            f"GGUF files are read by Transformers with the packages {' and '.join(PACKAGES)}; "
-            f"install {' and '.join(missing)}: pip install 'quire[gguf]'"
-        )
+    require_extra("gguf", f"{file.name}: a GGUF file, which Transformers decodes,")
     with foreign_code(f"{file} cannot be read"):
         metadata = GgufMetadata.read(file)
         config: PreTrainedConfig = AutoConfig.from_pretrained(

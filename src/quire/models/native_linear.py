@@ -153,7 +153,8 @@ class PackedExperts(nn.Module):
         experts, inner = self._experts, self.up[number](rows)
         inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
         out: Tensor = self.down[number](inner)
-        return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+        normed = getattr(experts, "has_post_expert_norm", False)  # unset before Transformers 5.18
+        return experts.post_expert_norm(out) if normed else out
 
 
 def can_pack_experts(module: nn.Module, codec: str) -> bool:

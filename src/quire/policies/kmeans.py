@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
+from quire.layout.extras import require_extra
 from quire.policies.crushed import SelectionContext, on_host
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.registry import register
@@ -78,10 +79,9 @@ def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> N
     """Return the point nearest to each cluster mean, ties to the first; no point twice."""
     if not clusters:
         return np.empty(0, dtype=np.int64)
-    try:
-        from scipy.cluster.vq import kmeans2
-    except ImportError as error:
-        raise ConfigError("kmeans needs SciPy: pip install 'quire[kmeans]'") from error
+    require_extra("kmeans", "the eviction rule kmeans")
+    from scipy.cluster.vq import kmeans2
+
     start = points[np.arange(clusters) * len(points) // clusters]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # raised if a cluster loses all its points

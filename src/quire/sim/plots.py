@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.errors import ConfigError
+from quire.layout.extras import require_extra
 from quire.sim.records import Reading
 from quire.sim.simulator import SimResult
 
@@ -78,14 +78,10 @@ def drawn_figure(draw: Callable[["Figure"], None]) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "charts need matplotlib, which is not installed: "
-            'pip install "quire[report]", or remove --out'
-        ) from error
+    require_extra("report", "--out")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         draw(figure)

@@ -153,7 +153,7 @@ def test_page_without_matplotlib_raises_before_the_measurement(
     result = benchmark("roofline", "--quick", "--page", "page.html")
 
     assert result.exit_code == 2
-    assert "quire[report]" in result.stderr
+    assert "quire-llm[report]" in result.stderr
 
 
 @pytest.mark.parametrize(

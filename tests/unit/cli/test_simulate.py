@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 import quire.cli.main as cli
-from quire.errors import ConfigError
 
 TRACE = "num_prefill_tokens,num_decode_tokens\n" + "".join(
     f"{50 + i % 9},{4 + i % 5}\n" for i in range(40)
@@ -122,10 +121,10 @@ def test_output_folder_that_cannot_be_created_is_refused_before_the_run(trace: P
 def test_plots_without_matplotlib_are_refused_before_the_run(trace: Path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    from quire.cli.out_folder import require_matplotlib
+    result = simulate("--trace", trace, "--out", trace.parent / "charts")
 
-    with pytest.raises(ConfigError, match="matplotlib"):
-        require_matplotlib("--out")
+    assert result.exit_code == 2
+    assert "--out needs matplotlib (not installed): pip install" in result.stderr
 
 
 def test_machine_profile_requires_a_stored_profile(trace: Path, monkeypatch, tmp_path: Path):

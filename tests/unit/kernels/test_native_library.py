@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import importlib.machinery
 import json
 import os
 import platform
@@ -27,14 +26,16 @@ from quire.kernels.native.library import (
     load_library,
     unfit_reason,
 )
+from quire.kernels.native.library import (
+    LIBRARY as FILE,
+)
 
 ROOT = Path(__file__).parents[3]
 LIBRARY = load_library()
 needs_library = pytest.mark.skipif(
     isinstance(LIBRARY, NotLoaded), reason=getattr(LIBRARY, "reason", "")
 )
-SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
-BUILT = Path(quire.kernels.native.__file__).with_name(f"_attention{SUFFIX}")
+BUILT = Path(quire.kernels.native.__file__).with_name(FILE)
 LOAD_ALL = """
 import json, sys
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_failed_in_place_build_removes_the_earlier_library(tmp_path):
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / source, tmp_path / source)
-    stale = tmp_path / source / f"_attention{SUFFIX}"
+    stale = tmp_path / source / FILE
     stale.write_bytes(b"an earlier build")
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     environment = os.environ | {"CC": "false"}
@@ -229,7 +230,7 @@ def test_failed_in_place_build_removes_the_earlier_library(tmp_path):
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_build_writes_the_digest_that_the_loader_checks(tmp_path):
     ran = build(tmp_path, "cc")
-    [library] = tmp_path.rglob(f"_attention{SUFFIX}")
+    [library] = tmp_path.rglob(FILE)
 
     assert ran.returncode == 0, ran.stderr
     assert unfit_reason(library) is None

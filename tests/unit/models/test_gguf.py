@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.cli.plan_report import PlanOptions, plan_report
 from quire.errors import ConfigError, ModelError, QuireError
+from quire.layout.extras import EXTRAS
 from quire.models import gguf as gguf_files
 from quire.models.loader import load_model
 from quire.models.native_linear import available_products
@@ -20,7 +21,7 @@ from support.flat import flat_logits, sequences
 
 VOCAB = 64
 needs_packages = pytest.mark.skipif(
-    any(find_spec(package) is None for package in gguf_files.PACKAGES),
+    any(find_spec(package) is None for package in EXTRAS["gguf"]),
     reason="the packages gguf and accelerate are not installed",
 )
 NAMES = {
@@ -278,7 +279,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(ConfigError, match=r"install gguf and accelerate: pip install"):
+    with pytest.raises(ConfigError, match=r"needs gguf, accelerate \(not installed\): pip install"):
         load_model(tmp_path / "tiny.gguf", device="cpu")

@@ -9,7 +9,6 @@ is loaded.
 import ctypes
 import functools
 import hashlib
-import importlib.machinery
 import json
 import os
 import platform
@@ -41,6 +40,7 @@ from quire.kernels.native.linear_args import (
     SampleRow,
 )
 
+LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of PATHS
 MAX_CPU_ISA = "QUIRE_MAX_CPU_ISA"  # environment variable: highest instruction set to use
@@ -107,13 +107,11 @@ def load_library() -> NativeLibrary | NotLoaded:
     Raises:
         UnknownName: the environment variable MAX_CPU_ISA is not one of INSTRUCTION_SETS.
     """
-    folder = Path(__file__).parent
-    found = [folder / f"_attention{s}" for s in importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((path for path in found if path.is_file()), None)
-    if path is None:
+    path = Path(__file__).with_name(LIBRARY)
+    if not path.is_file():
         return NotLoaded(
             "the C extension was not built when Quire was installed: no C compiler, or the build "
-            "failed (pip install -v shows it)"
+            "failed (pip install -v shows it); or the wheel without it was installed"
         )
     library = load_from(path)
     return library if isinstance(library, NotLoaded) else limited(library, os.environ)
@@ -237,8 +235,8 @@ def _torch_parallel_for() -> int | None:
 # Loading a truncated or altered file can crash the process, so its digest is first compared with
 # the one the build wrote next to it (see setup.py):
 #
-#     _attention.cpython-311-x86_64-linux-gnu.so
-#     _attention.cpython-311-x86_64-linux-gnu.so.json   {"sha256": "...", "machine": "x86_64"}
+#     _attention.so
+#     _attention.so.json   {"sha256": "...", "machine": "x86_64"}
 
 DIGEST_SUFFIX = ".json"
 _REMEDY = "reinstall Quire to build it again"

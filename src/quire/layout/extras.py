@@ -1,0 +1,49 @@
+"""Optional dependencies: which packages each extra installs, and the error if one is missing."""
+
+import importlib.util
+from types import MappingProxyType
+
+from quire.errors import ConfigError
+
+DISTRIBUTION = "quire-llm"
+"""Name on the package index; the import name is `quire`."""
+
+EXTRAS = MappingProxyType(
+    {
+        "serve": ("fastapi", "h11", "pydantic", "uvicorn"),
+        "events": ("zmq", "msgpack"),
+        "gguf": ("gguf", "accelerate"),
+        "kmeans": ("scipy",),
+        "report": ("matplotlib",),
+    }
+)
+"""Import names of the packages of each extra in pyproject.toml."""
+
+
+def require_extra(extra: str, feature: str) -> None:
+    """Check that the packages of an extra are installed, before work that needs them.
+
+    Args:
+        extra: a key of EXTRAS.
+        feature: what needs the packages: a command or an option.
+
+    Raises:
+        ConfigError: a package is missing; the message has the pip command.
+    """
+    missing = [name for name in EXTRAS[extra] if not _installed(name)]
+    if missing:
+        raise ConfigError(
+            f"{feature} needs {', '.join(missing)} (not installed): {install_command(extra)}"
+        )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # hidden by a test, or a module without a spec
+        return False
