@@ -4,7 +4,7 @@ Each rule answers the same questions about key-value pairs, with a cap on the to
 head, while the prompt is computed and afterwards. The picture shows the exact answers over the peak
 of a request's KV bytes.
 
-    python examples/compare_policies.py [PICTURE]      needs matplotlib: pip install "quire[report]"
+    python examples/compare_policies.py [PICTURE]  # pip install "quire-llm[report]"
 """
 
 import sys

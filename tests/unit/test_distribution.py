@@ -87,7 +87,7 @@ def test_every_requirement_has_a_floor_and_no_ceiling() -> None:
 
 def test_pip_lines_of_documents_name_the_distribution_and_its_extras() -> None:
     pages = [p for p in (ROOT / "docs").rglob("*.md") if p.name != "log.md"]
-    pages += [*ROOT.glob("*.md"), *(ROOT / "changelog.d").glob("*.md"), ROOT / "Dockerfile"]
+    pages += [*ROOT.glob("*.md"), *(ROOT / "changelog.d").glob("*.md"), *ROOT.glob("examples/*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     found = re.findall(r"pip install [^`\n]*?(quire[\w-]*)(?:\[([\w,]+)\])?", text)
 
