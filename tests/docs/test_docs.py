@@ -3,13 +3,12 @@
 import doctest
 import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from support.snippets import ROOT, snippets
+from support.snippets import ROOT
 
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "training" / "README.md"])
@@ -86,31 +85,6 @@ def test_doctests_of_a_page_pass(page: str, examples: int) -> None:
 
     assert results.attempted > examples
     assert results.failed == 0
-
-
-def test_tutorial_policy_prints_the_shown_output(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quire.policies import registry
-
-    [snippet] = snippets(DOCS / "add-a-policy.md")
-    tutorial = ModuleType("tutorial")  # a dataclass looks up its module
-    monkeypatch.setitem(sys.modules, "tutorial", tutorial)
-
-    with registry.temporary_registrations():
-        exec(snippet.code, tutorial.__dict__)
-
-    assert capsys.readouterr().out == snippet.output
-
-
-def test_eviction_page_shows_the_output_of_its_code(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    [snippet] = snippets(DOCS / "eviction.md")
-
-    exec(snippet.code, {"__name__": "page"})
-
-    assert capsys.readouterr().out == snippet.output
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

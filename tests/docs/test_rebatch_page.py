@@ -9,7 +9,7 @@ import pytest
 from benchmarks.rebatch.parts import PARTS
 from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support.measured_pages import load_maker, run_object
-from support.snippets import ROOT, snippets
+from support.snippets import ROOT
 
 PAGE = ROOT / "docs" / "rebatching.md"
 
@@ -41,15 +41,6 @@ def test_separately_run_parts_share_a_page(maker: ModuleType, tmp_path: Path):
 
 def test_every_part_has_a_title(maker: ModuleType):
     assert list(maker.PAGES["rebatch"].parts) == list(PARTS)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_page_shows_the_output_of_its_code(capsys: pytest.CaptureFixture[str]):
-    [snippet] = snippets(PAGE)
-
-    exec(snippet.code, {"__name__": "page"})
-
-    assert capsys.readouterr().out == snippet.output
 
 
 def test_every_batcher_has_a_row():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _SNIPPET = re.compile(
-    r"<!-- tested: [^>]*-->\n```python\n(?P<code>.*?)```\n\n```text\n(?P<output>.*?)```", re.DOTALL
+    r"<!-- tested: [^>]*-->\n```python[^\n]*\n(?P<code>.*?)```\n\n```text\n(?P<output>.*?)```",
+    re.DOTALL,
 )
 
 

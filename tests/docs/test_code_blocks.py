@@ -1,0 +1,135 @@
+"""Code blocks of documents run, or are listed below with the reason why they cannot."""
+
+import doctest
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from support.snippets import ROOT, snippets
+
+DOCS = ROOT / "docs"
+PAGES = [path for path in sorted(DOCS.rglob("*.md")) if path.name != "log.md"]
+
+NOT_RUN = {
+    "add-a-policy.md": (
+        ("generated: recent", "a copy of src/quire/policies/recent.py, which has its own tests"),
+        ('@register("seldom")', "the main lines of a rule; its imports are left out"),
+    ),
+    "quantization.md": (('@register("int8")', "the main lines of a codec of the package"),),
+    "examples.md": (('--8<-- "examples/', "files that tests/docs/test_examples.py runs"),),
+    "guides/langchain.md": (("not tested: langchain-openai", "a client that is not a dependency"),),
+    "guides/litellm.md": (("not tested: litellm", "a client that is not a dependency"),),
+}
+"""Blocks without a test: a text of the block or of the line above it, and the reason."""
+
+_BLOCK = re.compile(
+    r"(?P<above>[^\n]*\n)(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(DOCS).as_posix()
+
+
+def blocks(path: Path, language: str) -> Iterator[tuple[str, str]]:
+    """The line above each block of a language, and the block's code."""
+    for match in _BLOCK.finditer(path.read_text(encoding="utf-8")):
+        if match["language"] == language:
+            yield match["above"], match["code"]
+
+
+def pages_with(language: str) -> list[Path]:
+    return [path for path in PAGES if next(blocks(path, language), None) is not None]
+
+
+@pytest.mark.parametrize("path", pages_with("python"), ids=name)
+def test_every_python_block_is_tested_or_an_exception(path: Path) -> None:
+    exceptions = [text for text, _ in NOT_RUN.get(name(path), ())]
+    untested = [
+        (above, code) for above, code in blocks(path, "python") if "<!-- tested: " not in above
+    ]
+
+    for above, code in untested:
+        assert any(text in above + code for text in exceptions), f"not tested:\n{code}"
+    for text in exceptions:
+        assert any(text in above + code for above, code in untested), f"no such block: {text}"
+
+
+def test_exceptions_name_pages() -> None:
+    assert NOT_RUN.keys() <= {name(path) for path in PAGES}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("path", [path for path in PAGES if snippets(path)], ids=name)
+def test_blocks_of_a_page_print_the_shown_output(
+    path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of a page run in one namespace, in their order and in an empty folder."""
+    from quire.policies import registry
+
+    page = ModuleType("page")  # a dataclass looks up its module
+    monkeypatch.setitem(sys.modules, "page", page)
+    monkeypatch.chdir(tmp_path)
+
+    with registry.temporary_registrations():
+        for snippet in snippets(path):
+            exec(snippet.code, page.__dict__)
+            assert capsys.readouterr().out == snippet.output
+
+
+@pytest.mark.parametrize("path", pages_with("pycon"), ids=name)
+def test_sessions_of_a_page_print_the_shown_output(path: Path) -> None:
+    sessions = "\n".join(code for _, code in blocks(path, "pycon"))
+    test = doctest.DocTestParser().get_doctest(sessions, {}, name(path), str(path), 0)
+
+    results = doctest.DocTestRunner().run(test)
+
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("path", pages_with("json"), ids=name)
+def test_json_blocks_are_json(path: Path) -> None:
+    """A block is one value, or with the title of a .jsonl file one value per line."""
+    for _, code in blocks(path, "json"):
+        try:
+            json.loads(code)
+        except json.JSONDecodeError:
+            for line in code.splitlines():
+                json.loads(line)
+
+
+@pytest.mark.parametrize("path", pages_with("toml"), ids=name)
+def test_toml_blocks_are_toml(path: Path) -> None:
+    for _, code in blocks(path, "toml"):
+        tomllib.loads(code)
+
+
+@pytest.mark.parametrize("path", pages_with("yaml"), ids=name)
+def test_yaml_blocks_are_yaml(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    for _, code in blocks(path, "yaml"):
+        assert isinstance(yaml.safe_load(code), dict)
+
+
+def test_blocks_are_found() -> None:
+    counts = {
+        language: sum(len(list(blocks(path, language))) for path in PAGES)
+        for language in ("python", "pycon", "json", "toml", "yaml")
+    }
+
+    assert counts["python"] >= 18
+    assert counts["pycon"] > 25
+    assert counts["json"] >= 5
+    assert counts["toml"] >= 3
+    assert counts["yaml"] >= 3
