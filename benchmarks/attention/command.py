@@ -2,13 +2,18 @@
 
 import json
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
+from quire.cli.startup import status
+from quire.cli.tables import show_table
+
+if TYPE_CHECKING:
+    from benchmarks.attention.bench import Rate
 
 
 def attention(  # noqa: PLR0913 - one parameter per option
@@ -54,17 +59,16 @@ def attention(  # noqa: PLR0913 - one parameter per option
             repeats=repeats,
         )
     config = replace(config, instruction_sets=_words(instruction_sets))
-    found = []
-    typer.echo("step                  codec      set           us/layer    rate   limit   of limit")
+    found: list[Rate] = []
     for shape in step_shapes(config):
-        for rate in measure(config, *shape):
-            found.append(rate)
-            typer.echo(
-                f"{rate.name:21s} {rate.codec:10s} {rate.instruction_set:11s} "
-                f"{rate.median_s * 1e6:10.1f} {rate.work / rate.median_s / 1e9:7.1f} "
-                f"{sorted(rate.limits)[len(rate.limits) // 2] / 1e9:7.1f} {rate.over_limit:10.2f}"
-            )
-    typer.echo("rates: GB/s of decode steps, GFLOP/s of prefill steps")
+        with status(f"measuring {shape}"):
+            found += measure(config, *shape)
+    columns = ("step", "codec", "instruction set", "us per layer", "rate", "limit", "of the limit")
+    show_table(
+        "Attention; rates in GB/s of decode steps, in GFLOP/s of prefill steps",
+        columns,
+        [_row(rate) for rate in found],
+    )
     if quick:
         typer.echo(QUICK_NOTE)
     if as_json:
@@ -72,6 +76,18 @@ def attention(  # noqa: PLR0913 - one parameter per option
         used = asdict(config) | {"threads": torch.get_num_threads()}
         run = envelope("bench attention", claims(found), arms, used, quick=quick)
         typer.echo(json.dumps(run))
+
+
+def _row(rate: "Rate") -> tuple[str, ...]:
+    return (
+        rate.name,
+        rate.codec,
+        rate.instruction_set,
+        f"{rate.median_s * 1e6:,.1f}",
+        f"{rate.work / rate.median_s / 1e9:,.1f}",
+        f"{sorted(rate.limits)[len(rate.limits) // 2] / 1e9:,.1f}",
+        f"{rate.over_limit:.2f}",
+    )
 
 
 def _words(text: str) -> tuple[str, ...]:

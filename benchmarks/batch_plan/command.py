@@ -9,6 +9,7 @@ import typer
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
+from quire.cli.tables import show_table
 
 if TYPE_CHECKING:
     from quire.cli.plan_batches import BatchReport
@@ -120,14 +121,14 @@ def _run(model: "LoadedModel", report: "BatchReport") -> "dict[str, RunSeconds]"
 
 def _compare(report: "BatchReport", measured: "dict[str, RunSeconds]") -> dict[str, int | float]:
     claims = report.claims()
-    typer.echo("                     batch    tokens/s   predicted   predicted / measured")
+    rows = []
     for arm in report.arms:
         if arm.arm in measured and arm.seconds is not None:
             found, predicted = measured[arm.arm].tokens_per_s, arm.seconds.tokens_per_s
             claims[f"{arm.arm}_measured_tokens_per_s"] = found
             claims[f"{arm.arm}_predicted_over_measured"] = predicted / found
-            typer.echo(
-                f"{arm.arm:20s} {arm.rows:5d} {found:11.1f} {predicted:11.1f} "
-                f"{predicted / found:11.2f}"
-            )
+            ratio = f"{predicted / found:.2f}"
+            rows.append((arm.arm, f"{arm.rows}", f"{found:,.1f}", f"{predicted:,.1f}", ratio))
+    columns = ("variant", "batch", "tokens/s", "predicted tokens/s", "predicted / measured")
+    show_table("Recommended batches", columns, rows)
     return claims

@@ -15,6 +15,7 @@ import typer
 from benchmarks.common.result import PartResult
 from quire.cli.out_folder import write_files
 from quire.cli.report import envelope
+from quire.cli.tables import show_table
 from quire.errors import ConfigError, UnknownName
 
 QUICK_NOTE = (
@@ -30,14 +31,15 @@ def show_parts(
     Returns:
         The results of the parts by name, and the claims of all parts.
     """
-    from benchmarks.common.rendering import plain
+    from benchmarks.common.rendering import shown
 
     results: dict[str, PartResult] = {}
     claims: dict[str, int | float] = {}
     for name, result in found:
         results[name] = result
         claims |= result.claims
-        typer.echo("\n\n".join(plain(table) for table in result.tables))
+        for table in result.tables:
+            show_table(table.caption, table.columns, [[*map(shown, row)] for row in table.rows])
         typer.echo(f"({name}: {result.seconds:.1f} s)\n")
     return results, claims
 

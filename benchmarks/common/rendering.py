@@ -1,6 +1,6 @@
 """Render results as text and pictures.
 
-Tables become text for a terminal, Markdown or CSV; pages come from Jinja2 templates; lines, bars,
+Tables become Markdown or CSV; pages come from Jinja2 templates; lines, bars,
 heat maps and spans become SVG.
 
 """
@@ -57,22 +57,6 @@ def environment(folder: Path = SHARED_TEMPLATES, *, autoescape: bool = False) ->
 def report(bench: str, tables: Sequence[Table]) -> str:
     """Render the Markdown page of one run: each table below its caption."""
     return environment().get_template("report.md.j2").render(bench=bench, found=tables)
-
-
-def plain(table: Table) -> str:
-    """Format a table in aligned columns for a terminal."""
-    lines = [table.columns, *([shown(cell) for cell in row] for row in table.rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
-    made = ("  ".join(_aligned(line, widths)).rstrip() for line in lines)
-    return "\n".join((table.caption, *made))
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    first, *others = (
-        text.rjust(width) if i else text.ljust(width)
-        for i, (text, width) in enumerate(zip(line, widths, strict=True))
-    )
-    return [first, *others]
 
 
 def as_csv(table: Table) -> str:

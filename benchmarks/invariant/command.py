@@ -9,6 +9,9 @@ import typer
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
+from quire.cli.tables import show_table
+
+PHASES = ("prefill", "decode")
 
 
 def invariant(
@@ -46,13 +49,11 @@ def invariant(
             f"decode {speeds.decode:8.1f} tokens/s"
         )
     claims = summarise(found)
-    for rows in config.rows:
-        prefill, decode = (
-            claims[f"invariant_over_plain_{phase}_{rows}"] for phase in ("prefill", "decode")
-        )
-        typer.echo(
-            f"{rows:3d} rows: {prefill:.2f} of the prefill, {decode:.2f} of the decode speed"
-        )
+    table = [
+        (f"{rows}", *(f"{claims[f'invariant_over_plain_{phase}_{rows}']:.2f}" for phase in PHASES))
+        for rows in config.rows
+    ]
+    show_table("Speed with --batch-invariant over speed without", ("rows", *PHASES), table)
     if quick:
         typer.echo(QUICK_NOTE)
     if as_json:

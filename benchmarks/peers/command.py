@@ -14,6 +14,7 @@ from benchmarks.common.result import PartResult
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.out_folder import prepare_folder
 from quire.cli.report import commit
+from quire.cli.tables import show_claims
 from quire.errors import ConfigError
 from quire.layout.extras import require_extra
 
@@ -145,8 +146,7 @@ def _measured(
 
     results, claims = show_parts(parts())
     claims |= worst_totals(by_part)
-    for name, value in claims.items():
-        typer.echo(f"{name:48} {value:,.4g}")
+    show_claims("Claims", claims)
     return finish("peers", results, claims, described(config, engines), out, quick=quick)
 
 

@@ -9,6 +9,7 @@ import typer
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Attention, Threads, use_threads
 from quire.cli.report import envelope
+from quire.cli.tables import seconds, show_table
 
 
 def prefill(
@@ -39,10 +40,15 @@ def prefill(
         rounds.append(elapsed_s)
         typer.echo("  ".join(f"{budget}: {time_s:.2f} s" for budget, time_s in elapsed_s.items()))
     claims = summarise(rounds)
-    typer.echo("budget   median s   over best")
-    for budget in config.budgets:
-        over = claims[f"over_best_{budget}"]
-        typer.echo(f"{budget:6d}   {claims[f'prefill_s_{budget}']:8.3f}   {over:9.2f}")
+    rows = [
+        (
+            f"{budget:,}",
+            seconds(claims[f"prefill_s_{budget}"]),
+            f"{claims[f'over_best_{budget}']:.2f}",
+        )
+        for budget in config.budgets
+    ]
+    show_table("Prefill", ("tokens of a step", "median time", "over the best"), rows)
     if quick:
         typer.echo(QUICK_NOTE)
     if as_json:

@@ -14,6 +14,7 @@ import typer
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
+from quire.cli.tables import show_claims as show_table_of_claims
 from quire.errors import ConfigError, InvariantError, UnknownName
 from quire.layout.extras import require_extra
 
@@ -168,8 +169,7 @@ def cell_line(cell: "Cell") -> str:
 
 def show_claims(claims: "Claims") -> None:
     """Print the claims, and the reasons of those that are refused."""
-    for name, value in claims.values.items():
-        typer.echo(f"{name:56} {value:,.4g}")
+    show_table_of_claims("Times of steps and their ratios to the floor", claims.values)
     for refused in claims.refused:
         typer.echo(f"{refused.claim}: refused. {refused.reason}", err=True)
 

@@ -11,6 +11,7 @@ import typer
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Attention, Threads, use_threads
 from quire.cli.report import envelope
+from quire.cli.tables import show_claims
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 
@@ -108,8 +109,7 @@ def _show_round(found: "Round") -> None:
 
 
 def _show_claims(claims: Mapping[str, int | float], config: "ThroughputConfig") -> None:
-    for name, value in claims.items():
-        typer.echo(f"{name:32} {value:,.4g}")
+    show_claims("Throughput", claims)
     typer.echo(
         f"mean_regret: best logit minus the generated token's logit, in float32 "
         f"(first {config.judged_prompts} prompts)."

@@ -12,6 +12,7 @@ from quire.cli.common import AsJson
 from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
+from quire.cli.tables import seconds, show_table
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
@@ -51,11 +52,12 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     shape = _Shape(num_prompts, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
     run = _run(settings, shape)
     claims = run.throughput()
-    typer.echo(
-        f"Throughput: {claims['requests_per_s']:.2f} requests/s, "
-        f"{claims['total_tokens_per_s']:,.1f} total tokens/s, "
-        f"{claims['output_tokens_per_s']:,.1f} output tokens/s (median of {num_iters} iterations)"
-    )
+    rows = [
+        ("requests", f"{claims['requests_per_s']:,.2f} requests/s"),
+        ("prompt and output", f"{claims['total_tokens_per_s']:,.1f} tokens/s"),
+        ("output", f"{claims['output_tokens_per_s']:,.1f} tokens/s"),
+    ]
+    _show(f"Throughput, median of {num_iters} iterations", rows, claims)
     _finish("throughput", settings, run, claims, as_json=as_json)
 
 
@@ -75,12 +77,14 @@ def latency(  # noqa: PLR0913 - one parameter per option
     shape = _Shape(batch_size, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
     run = _run(settings, shape)
     claims = run.latency()
-    typer.echo(
-        f"Batch latency: mean {claims['latency_mean_s']:.3f} s, "
-        f"p50 {claims['latency_p50_s']:.3f} s, p99 {claims['latency_p99_s']:.3f} s; "
-        f"time to first token (TTFT) p50 {claims['first_token_p50_s'] * 1e3:,.1f} ms, "
-        f"time per output token (TPOT) p50 {claims['token_p50_s'] * 1e3:,.1f} ms"
-    )
+    rows = [
+        ("batch latency, mean", seconds(claims["latency_mean_s"])),
+        ("batch latency, p50", seconds(claims["latency_p50_s"])),
+        ("batch latency, p99", seconds(claims["latency_p99_s"])),
+        ("time to first token (TTFT), p50", seconds(claims["first_token_p50_s"])),
+        ("time per output token (TPOT), p50", seconds(claims["token_p50_s"])),
+    ]
+    _show(f"Latency of {batch_size} requests, {num_iters} iterations", rows, claims)
     _finish("latency", settings, run, claims, as_json=as_json)
 
 
@@ -92,6 +96,17 @@ def _run(settings: Settings, shape: _Shape) -> "BenchRun":
     return run_bench(llm, BenchShape(**shape._asdict()), settings.sampling)
 
 
+def _show(title: str, rows: list[tuple[str, str]], claims: Mapping[str, int | float]) -> None:
+    """Print the measured rows, then KV memory, preemptions and evictions."""
+    peak, total = (format_size(int(claims[f"kv_{name}_bytes"])) for name in ("peak", "total"))
+    memory = [
+        ("peak KV memory", f"{peak} of {total}"),
+        ("preemptions", f"{claims['preemptions']}"),
+        ("evicted", f"{claims['evicted_tokens']:,} tokens"),
+    ]
+    show_table(title, ("measure", "value"), [*rows, *memory])
+
+
 def _finish(
     name: str,
     settings: Settings,
@@ -100,11 +115,6 @@ def _finish(
     *,
     as_json: bool,
 ) -> None:
-    typer.echo(
-        f"Peak KV memory: {format_size(int(claims['kv_peak_bytes']))} of "
-        f"{format_size(int(claims['kv_total_bytes']))}; "
-        f"{claims['preemptions']} preemptions, {claims['evicted_tokens']} tokens evicted"
-    )
     if as_json:
         used = settings.as_dict() | {"shape": asdict(run.shape)}
         rounds = [asdict(found) for found in run.rounds]

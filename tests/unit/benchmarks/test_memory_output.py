@@ -3,13 +3,15 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.common.rendering import as_csv, plain, report, shown, svg
+from benchmarks.common.command import show_parts
+from benchmarks.common.rendering import as_csv, report, shown, svg
 from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.memory import parts
 
@@ -34,14 +36,17 @@ def test_cells_are_formatted(cell, text):
     assert shown(cell) == text
 
 
-def test_table_renders_in_three_formats():
-    assert plain(TABLE).splitlines() == [
-        "What it is.",
-        "name   value",
-        "a      1,234",
-        "bb    0.1235",
-        "c",
+def test_table_renders_in_three_formats(capsys):
+    show_parts([("part", PartResult(tables=(TABLE,), claims={}, seconds=0.5))])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "What it is."
+    assert [re.split(r"[│┃]", line)[1:3] for line in lines if line[:1] in ("│", "┃")] == [
+        [" name ", "  value "],
+        [" a    ", "  1,234 "],
+        [" bb   ", " 0.1235 "],
+        [" c    ", "        "],
     ]
+    assert "(part: 0.5 s)" in lines
     assert report("memory", [TABLE]).splitlines()[4:6] == ["| name | value |", "| --- | ---: |"]
     [head, first, second, last] = csv.reader(io.StringIO(as_csv(TABLE)))
     assert (head, first, second, last) == (
