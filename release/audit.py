@@ -29,7 +29,7 @@ def audited(requirements: Path) -> Sequence[Mapping[str, object]] | None:
 def report(entries: Sequence[Mapping[str, object]] | None) -> tuple[str, int]:
     """Return the text and the exit code for pip-audit's entries."""
     if entries is None:
-        return "not audited: the database of vulnerabilities cannot be reached", 0
+        return "not audited: pip-audit gave no result (no network, or not installed)", 0
     skipped = sum("skip_reason" in entry for entry in entries)
     bad = [entry for entry in entries if entry.get("vulns")]
     lines = [f"{entry['name']} {entry['version']}: {ids(entry['vulns'])}" for entry in bad]

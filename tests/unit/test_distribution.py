@@ -255,6 +255,28 @@ def test_installed_library_matches_its_digest() -> None:
     assert faults in ([], ["has no library: the compiler failed"])
 
 
+# ---- changelog -----------------------------------------------------------------------------------
+
+
+def test_fragments_have_names_that_towncrier_prints_without_a_reference() -> None:
+    found = [path.name for path in (ROOT / "changelog.d").iterdir() if path.suffix == ".md"]
+
+    odd = [
+        n
+        for n in found
+        if not re.fullmatch(r"(\+[\w-]+|\d+)\.(added|changed|fixed|removed)\.md", n)
+    ]
+    assert odd == []
+
+
+def test_newest_release_of_the_changelog_is_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", text, re.MULTILINE)
+
+    assert releases[0] == __version__
+    assert len(set(releases)) == len(releases)
+
+
 # ---- audit ---------------------------------------------------------------------------------------
 
 
