@@ -1,6 +1,6 @@
 """`python -m benchmarks NAME`: measurements behind the numbers in the documents.
 
-With `--json` each prints a JSON object as its last line. The wheel does not contain them.
+With `--json` each prints one JSON object on standard output. The wheel does not contain them.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Benchmarks of Quire; each ends with a JSON object as its last line.",
+    help="Benchmarks of Quire; --json prints one JSON object on standard output.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, Callable[..., Any]] = {

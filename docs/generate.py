@@ -25,7 +25,8 @@ CLI_INTRODUCTION = """# Commands
 argument of every command that takes one. `quire --install-completion` installs completion for
 the current shell (bash, zsh, fish, PowerShell): commands, options, policies, codecs, choices and
 model folders; start a new shell to use it. Colours are for terminals only; `NO_COLOR=1` turns
-them off. With `--json` the last line of standard output is one JSON object.
+them off. With `--json` standard output is one line of JSON, and texts go to standard
+error.
 """
 FLOORS = (
     *("cli", "serve", "hf", "evals", "profile", "api", "sim", "engine", "offload", "eviction"),

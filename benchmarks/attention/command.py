@@ -1,6 +1,5 @@
 """`python -m benchmarks attention`: rates of attention over pages."""
 
-import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.startup import status
 from quire.cli.tables import show_table
@@ -75,7 +75,7 @@ def attention(  # noqa: PLR0913 - one parameter per option
         arms = {"rates": [asdict(rate) for rate in found]}
         used = asdict(config) | {"threads": torch.get_num_threads()}
         run = envelope("bench attention", claims(found), arms, used, quick=quick)
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _row(rate: "Rate") -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """`python -m benchmarks batch-max`: eviction during prefill, and its baselines."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from benchmarks.batch_max.paper_command import paper_config, run_paper
 from benchmarks.common.command import finish, show_parts
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.options import KV, MODEL
 from quire.cli.out_folder import prepare_folder
 from quire.cli.settings import Settings, with_settings
@@ -124,7 +124,7 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
         "batch-max", results, claims, used | settings.as_dict() | _threads(), out, quick=quick
     )
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _config(model: str, *, quick: bool) -> "BatchMaxConfig":

@@ -1,6 +1,5 @@
 """`python -m benchmarks batch-plan`: compare `quire plan --maximize-batch` with measured runs."""
 
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.tables import show_table
 
@@ -77,7 +77,7 @@ def batch_plan(
     if as_json:
         arms = report.details() | {"measured": {k: asdict(v) for k, v in measured.items()}}
         used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(json.dumps(envelope("bench batch-plan", claims, arms, used, quick=quick)))
+        print_json(envelope("bench batch-plan", claims, arms, used, quick=quick))
 
 
 def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":

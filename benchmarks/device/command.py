@@ -1,6 +1,5 @@
 """`python -m benchmarks device`: measured and expected cost of KV in host memory."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +8,7 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.out_folder import prepare_folder
 from quire.layout.extras import require_extra
 
@@ -95,7 +95,7 @@ def device(  # noqa: PLR0913 - one parameter per option
         "device", results, claims, used | {"machine_facts": bench.facts()}, out, quick=quick
     )
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _batches(

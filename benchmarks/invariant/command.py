@@ -1,6 +1,5 @@
 """`python -m benchmarks invariant`: cost of `--batch-invariant`."""
 
-import json
 from dataclasses import asdict, replace
 from typing import Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.tables import show_table
 
@@ -59,4 +59,4 @@ def invariant(
     if as_json:
         used = asdict(config) | {"threads": torch.get_num_threads()}
         arms = {"rounds": [asdict(speeds) for speeds in found]}
-        typer.echo(json.dumps(envelope("bench invariant", claims, arms, used, quick=quick)))
+        print_json(envelope("bench invariant", claims, arms, used, quick=quick))

@@ -1,6 +1,5 @@
 """`python -m benchmarks kvcrush`: rules with and without KVCrush: quality, bytes and time."""
 
-import json
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from benchmarks.common.command import finish, show_parts
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from benchmarks.kvcrush.recorded import files_of_tasks, recorded
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.options import MODEL
 from quire.cli.out_folder import prepare_folder
 from quire.cli.report import commit
@@ -121,7 +121,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     results, claims = show_parts(run_named(names, made, config))
     run = finish("kvcrush", results, claims, _used(config, settings), out, quick=quick)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _config(model: str, *, quick: bool) -> "KVCrushBenchConfig":

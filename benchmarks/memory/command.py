@@ -1,6 +1,5 @@
 """`python -m benchmarks memory`: costs and savings of KV memory management, part by part."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +8,7 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.out_folder import prepare_folder
 from quire.layout.extras import require_extra
 
@@ -67,7 +67,7 @@ def memory(
         "memory", results, claims, _used(config, torch.get_num_threads()), out, quick=quick
     )
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _config(trace: Path | None, prefix_trace: Path | None, *, quick: bool) -> "MemoryBenchConfig":

@@ -9,6 +9,7 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.out_folder import prepare_folder, write_files
 from quire.layout.extras import require_extra
 
@@ -78,7 +79,7 @@ def offload(
     if out is not None and trace is not None:
         write_files(out, {"offload-trace.json": json.dumps(trace).encode()})
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _take_trace(results: "dict[str, PartResult]") -> object:

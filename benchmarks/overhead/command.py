@@ -1,6 +1,5 @@
 """`python -m benchmarks overhead`: fraction of a decode step spent on bookkeeping."""
 
-import json
 from dataclasses import asdict, replace
 from typing import Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 
 
@@ -44,4 +44,4 @@ def overhead(
     if as_json:
         arms = {"overhead": results}
         used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(json.dumps(envelope("bench overhead", claims, arms, used, quick=quick)))
+        print_json(envelope("bench overhead", claims, arms, used, quick=quick))

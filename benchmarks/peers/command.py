@@ -1,6 +1,5 @@
 """`python -m benchmarks peers`: Quire and other engines on equal work, each in its own process."""
 
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,6 +11,7 @@ import typer
 from benchmarks.common.command import finish, show_parts
 from benchmarks.common.result import PartResult
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.out_folder import prepare_folder
 from quire.cli.report import commit
 from quire.cli.tables import show_claims
@@ -128,7 +128,7 @@ def peers(  # noqa: PLR0913 - one parameter per option
         chosen = installed(chosen, config)
     run = _measured(config, chosen, out, quick=quick)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _measured(

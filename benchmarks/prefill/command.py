@@ -1,6 +1,5 @@
 """`python -m benchmarks prefill`: prefill time by token budget of a step."""
 
-import json
 from dataclasses import asdict, replace
 from typing import Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Attention, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.tables import seconds, show_table
 
@@ -53,6 +53,4 @@ def prefill(
         typer.echo(QUICK_NOTE)
     if as_json:
         used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(
-            json.dumps(envelope("bench prefill", claims, {"rounds": rounds}, used, quick=quick))
-        )
+        print_json(envelope("bench prefill", claims, {"rounds": rounds}, used, quick=quick))

@@ -1,6 +1,5 @@
 """`python -m benchmarks quant`: bytes, time and quality of KV codecs."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ import typer
 from benchmarks.common.cells import material_of
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.options import MODEL
 from quire.cli.out_folder import prepare_folder
 from quire.cli.settings import Settings, with_settings
@@ -71,7 +71,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
     results, claims = show_parts(run_named(names_of(parts, made), made, config))
     run = finish("quant", results, claims, _used(config, settings), out, quick=quick)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _config(

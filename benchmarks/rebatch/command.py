@@ -1,6 +1,5 @@
 """`python -m benchmarks rebatch`: batches that change while they run, compared with static ones."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.out_folder import prepare_folder
 from quire.layout.extras import require_extra
 
@@ -78,4 +78,4 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     used = asdict(config) | {"threads": torch.get_num_threads()}
     run = finish("rebatch", results, claims, used, out, quick=quick)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)

@@ -13,6 +13,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.tables import show_claims as show_table_of_claims
 from quire.errors import ConfigError, InvariantError, UnknownName
@@ -99,7 +100,7 @@ def roofline(  # noqa: PLR0913 - one parameter per option
     if page is not None:
         _write(page, run)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def sets_of(names: str) -> list[str]:

@@ -1,12 +1,12 @@
 """`python -m benchmarks soak`: growth of resident memory over generated tokens."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def soak(
     if as_json:
         arms = {result.arm: asdict(result) for result in results}
         used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(json.dumps(envelope("bench soak", summarise(results), arms, used)))
+        print_json(envelope("bench soak", summarise(results), arms, used))
 
 
 def _slope_text(result: "SoakResult") -> str:

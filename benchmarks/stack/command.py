@@ -1,6 +1,5 @@
 """`python -m benchmarks stack`: KV memory optimizations on top of each other, in equal bytes."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.out_folder import prepare_folder
 from quire.layout.extras import require_extra
 
@@ -63,4 +63,4 @@ def stack(
     used = asdict(config) | {"threads": torch.get_num_threads()}
     run = finish("stack", results, claims, used, out, quick=quick)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)

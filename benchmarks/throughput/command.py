@@ -1,6 +1,5 @@
 """`python -m benchmarks throughput`: Quire and Transformers, compared with the machine limits."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -10,6 +9,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Attention, Threads, use_threads
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.tables import show_claims
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
@@ -56,7 +56,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     config = QUICK_THROUGHPUT if quick else ThroughputConfig(workload=work, repeats=repeats)
     run = _measured(replace(config, attention=attention, peers=peers_of(peers)), quick=quick)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:

@@ -1,6 +1,5 @@
 """`python -m benchmarks weights`: quality, bytes and decode time of weight codecs."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from benchmarks.common.cells import material_of
 from benchmarks.common.command import finish, show_parts
 from benchmarks.common.graded_prompts import load
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.options import MODEL
 from quire.cli.out_folder import prepare_folder
 from quire.cli.settings import Settings, with_settings
@@ -64,7 +64,7 @@ def weights(
     results, claims = show_parts(run_named(names_of(parts, made), made, config))
     run = finish("weights", results, claims, _used(config, settings), out, quick=quick)
     if as_json:
-        typer.echo(json.dumps(run))
+        print_json(run)
 
 
 def _config(settings: Settings, prompts: int | None, *, quick: bool) -> "WeightsBenchConfig":

@@ -42,8 +42,12 @@ def test_stdin_is_the_prompt_without_its_trailing_newline(quire, expected):
     assert quire("generate", *QUICK, input=PROMPT + "\n").stdout == expected.text + "\n"
 
 
-def test_json_option_prints_json_as_the_last_line(quire, expected):
-    report = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
+def test_json_is_all_of_standard_output(quire, expected):
+    result = quire("generate", "-p", PROMPT, "--json", *QUICK)
+    report = json.loads(result.stdout)
+
+    assert result.stdout.count("\n") == 1
+    assert expected.text in result.stderr
 
     assert report["text"] == expected.text
     assert report["token_ids"] == list(expected.token_ids)
@@ -58,7 +62,7 @@ def test_several_choices_are_printed_in_order(quire):
     report = last_json(result)
 
     texts = [choice["text"] for choice in report["choices"]]
-    assert result.stdout.startswith(f"[0]\n{texts[0]}\n[1]\n{texts[1]}\n")
+    assert f"[0]\n{texts[0]}\n[1]\n{texts[1]}\n" in result.stderr
     assert report["text"] == texts[0]
 
 
@@ -68,7 +72,7 @@ def test_beams_are_printed_with_scores(quire):
     best, second = last_json(result)["choices"]
 
     assert best["score"] > second["score"]
-    assert result.stdout.startswith(f"[0, score {best['score']:.3f}]\n{best['text']}\n[1, score")
+    assert f"[0, score {best['score']:.3f}]\n{best['text']}\n[1, score" in result.stderr
 
 
 def test_config_file_options_apply(quire, tmp_path: Path):

@@ -1,7 +1,6 @@
 """`quire batch`: runs a file of requests and writes a file of records; resumes after a kill."""
 
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from quire.cli.batch_names import Names, RepeatedName
 from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.batch_records import BatchTally
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
@@ -116,7 +116,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
             if as_json:
                 arms = {"finish_reasons": result.tally.finish_reasons}
                 config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
-                typer.echo(json.dumps(envelope("batch", claims, arms, config)))
+                print_json(envelope("batch", claims, arms, config))
             _exit_if_failed(len(output.failed), survey.requests)
 
 

@@ -1,6 +1,5 @@
 """`quire bench`: measures throughput and latency of a model on this machine."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -9,6 +8,7 @@ import typer
 
 from quire.cli.command import register
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
@@ -118,7 +118,7 @@ def _finish(
     if as_json:
         used = settings.as_dict() | {"shape": asdict(run.shape)}
         rounds = [asdict(found) for found in run.rounds]
-        typer.echo(json.dumps(envelope(f"bench {name}", claims, {"rounds": rounds}, used)))
+        print_json(envelope(f"bench {name}", claims, {"rounds": rounds}, used))
 
 
 def add_to(app: typer.Typer) -> None:

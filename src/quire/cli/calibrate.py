@@ -1,6 +1,5 @@
 """`quire calibrate`: measures the constants that some KV codecs need and stores them."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from quire.cli.common import ABOUT_MODEL, AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.completion import complete_model
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
@@ -87,7 +87,7 @@ def calibrate(
             "tokens": tokens,
             "output": str(folder),
         }
-        typer.echo(json.dumps(envelope("calibrate", claims, arms, config)))
+        print_json(envelope("calibrate", claims, arms, config))
 
 
 def _one(

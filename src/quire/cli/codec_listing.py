@@ -1,6 +1,5 @@
 """`quire codecs`: lists the KV codecs and their sizes in bytes."""
 
-import json
 import sys
 from collections.abc import Mapping
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 
 from quire.cli.common import PACKAGED_MODEL, AsJson
 from quire.cli.completion import complete_codec
+from quire.cli.json_output import print_json
 from quire.cli.options import documented_attributes
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError, UnknownName
@@ -35,7 +35,7 @@ def codecs(name: CodecName = None, *, as_json: AsJson = False) -> None:
         if not rows:
             _refuse_codec(name)
     if as_json:
-        typer.echo(json.dumps({"name": "codecs", "codecs": rows}))
+        print_json({"name": "codecs", "codecs": rows})
         return
     from quire.cli.listing_views import show_entry, show_summaries, show_text
 

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from quire.cli.common import PACKAGED_MODEL
+from quire.cli.json_output import json_only
 from quire.errors import ConfigError, nearest
 
 Command = Callable[..., None]
@@ -134,7 +135,8 @@ def register(app: typer.Typer, command: Command, name: str | None = None) -> Non
     @wraps(command)
     def run(**given: Any) -> None:
         given.pop(_HELP_ALL.name)
-        command(**given)
+        with json_only(enabled=bool(given.get("as_json"))):
+            command(**given)
 
     parameters = [*signature.parameters.values(), _HELP_ALL]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -21,7 +21,10 @@ _MOST_THREADS_PER_CPU = 8
 _LEAST_LIMIT = 64
 
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON in the last line of output.")
+    bool,
+    typer.Option(
+        "--json", help="Print the result as one line of JSON; texts go to standard error."
+    ),
 ]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: PyTorch's default.")]
 Attention = Annotated[AttentionName, typer.Option(help="Attention backend.")]

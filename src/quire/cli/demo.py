@@ -1,6 +1,5 @@
 """`quire demo`: runs real prompts in a small KV memory, full and compressed, within a minute."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 
 from quire.cli.common import AsJson
 from quire.cli.demo_work import demo_prompts
+from quire.cli.json_output import print_json
 from quire.cli.options import ModelConfig
 from quire.cli.report import envelope
 from quire.cli.settings import Settings
@@ -85,7 +85,7 @@ def demo(
         arms = {"answers": [asdict(output.usage) for output in result.outputs]}
         config = settings.as_dict() | {"requests": requests, "max_tokens": max_tokens}
         config["variants"] = [asdict(variant) for variant in results]
-        typer.echo(json.dumps(envelope("demo", claims, arms, config)))
+        print_json(envelope("demo", claims, arms, config))
     if not exactness.passed:
         raise typer.Exit(1)
 

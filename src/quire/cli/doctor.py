@@ -1,6 +1,5 @@
 """`quire doctor`: shows versions, hardware and selected backends, and runs self-tests."""
 
-import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ import typer
 from quire.cli.common import AsJson
 from quire.cli.completion import complete_model
 from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope, hardware, versions
 from quire.cli.startup import fast_imports, status
 from quire.engine.host_memory import keep_freed_memory
@@ -77,7 +77,7 @@ def doctor(
             "findings": [asdict(finding) for finding in findings],
             "kernels": [asdict(use) for use in uses],
         }
-        typer.echo(json.dumps(envelope("doctor", claims, arms, {})))
+        print_json(envelope("doctor", claims, arms, {}))
     if not healthy:
         raise typer.Exit(1)
 

@@ -1,6 +1,5 @@
 """`quire eval`: quality checks. `gate` checks that a model is fit to evaluate eviction rules."""
 
-import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from quire.cli.command import register
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
@@ -53,7 +53,7 @@ def gate(
     if as_json:
         config = settings.as_dict() | {"seed": seed, "cases": [asdict(case) for case in cases]}
         arms = {"rows": [asdict(row) for row in report.rows]}
-        typer.echo(json.dumps(envelope("gate", report.claims(), arms, config)))
+        print_json(envelope("gate", report.claims(), arms, config))
     if not report.passed:
         raise typer.Exit(1)
 

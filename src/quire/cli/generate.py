@@ -1,6 +1,5 @@
 """`quire generate`: streams the output of one prompt."""
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import PACKAGED_MODEL, AsJson
+from quire.cli.json_output import print_json
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
@@ -51,7 +51,7 @@ def generate(
         output = _stream(settings, text, watch)
         typer.echo(usage_line(output.usage, settings.kv.evict), err=True)
         if as_json:
-            typer.echo(json.dumps(_object(settings, output)))
+            print_json(_object(settings, output))
         if output.error is not None:
             raise RequestError(output.error)
 

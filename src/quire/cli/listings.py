@@ -1,6 +1,5 @@
 """`quire policies`: lists the eviction policies and budgets."""
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ import typer
 
 from quire.cli.common import PACKAGED_MODEL, AsJson
 from quire.cli.completion import complete_policy
+from quire.cli.json_output import print_json
 from quire.cli.options import documented_attributes
 from quire.cli.startup import fast_imports, status
 from quire.errors import UnknownName
@@ -92,7 +92,7 @@ def policies(name: PolicyName = None, *, as_json: AsJson = False) -> None:
             raise UnknownName("policy or budget", name, [*_names(policy_rows(), budget_rows())])
     if as_json:
         found = {"policies": [asdict(row) for row in rules], "budgets": [*map(asdict, budgets)]}
-        typer.echo(json.dumps({"name": "policies", **found}))
+        print_json({"name": "policies", **found})
     elif name is None:
         _list_policies(rules, budgets)
     else:

@@ -1,6 +1,5 @@
 """`quire plan`: estimates memory use and batch sizes of a model without loading it."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 
 from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, AsJson, refuse_no_name
 from quire.cli.completion import complete_model
+from quire.cli.json_output import print_json
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
@@ -206,7 +206,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
         raise typer.Exit(2) from error
     _show(report)
     if as_json:
-        typer.echo(json.dumps(_object(report, options)))
+        print_json(_object(report, options))
 
 
 def parse_workload(text: str) -> Workload:

@@ -1,6 +1,5 @@
 """`quire plan --maximize-batch`: options, step rates and output."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from quire.cli.json_output import print_json
 from quire.cli.plan_report import PlanReport
 from quire.cli.report import envelope
 from quire.errors import ConfigError
@@ -195,4 +195,4 @@ def show(plan: PlanReport, report: "BatchReport", *, as_json: bool) -> None:
     if as_json:
         used = asdict(report.question) | {"model": plan.model_name, "dtype": plan.dtype}
         arms = report.details() | {"missing": list(report.missing)}
-        typer.echo(json.dumps(envelope("plan --maximize-batch", report.claims(), arms, used)))
+        print_json(envelope("plan --maximize-batch", report.claims(), arms, used))

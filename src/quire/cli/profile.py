@@ -1,6 +1,5 @@
 """`quire profile`: measures the performance ceilings of this machine and stores them."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,6 +10,7 @@ import typer
 
 from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.completion import complete_model
+from quire.cli.json_output import print_json
 from quire.cli.report import envelope
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
@@ -103,7 +103,7 @@ def profile(
             "output": None if path is None else str(path),
         }
         claims, arms = _claims(ceilings, config.dtypes), {"ceilings": asdict(ceilings)}
-        typer.echo(json.dumps(envelope("profile", claims, arms, asdict(config) | used)))
+        print_json(envelope("profile", claims, arms, asdict(config) | used))
 
 
 def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | float]:

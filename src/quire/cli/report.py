@@ -1,4 +1,4 @@
-"""The JSON object that commands print as the last line of their output with `--json`.
+"""The JSON object that commands print on standard output with `--json`.
 
     {"name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"}
 

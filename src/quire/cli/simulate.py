@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
 from quire.cli.options import MACHINE, SIMULATED_KV, SIMULATED_SCHEDULE, TRACE
 from quire.cli.out_folder import prepare_folder, write_files
 from quire.cli.report import envelope
@@ -83,7 +84,7 @@ def simulate(
     if out is not None:
         _write(out, result, made)
     if as_json:
-        typer.echo(json.dumps(made))
+        print_json(made)
 
 
 def sim_config(settings: Settings) -> "SimConfig":
