@@ -9,6 +9,7 @@ generated:
 import ast
 import json
 import re
+import runpy
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -54,6 +55,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "policies.md", HEADER + policies()
     yield REFERENCE / "codecs.md", HEADER + codecs()
     yield REFERENCE / "models.md", HEADER + models()
+    yield REFERENCE / "http.md", HEADER + http()
     yield REFERENCE / "modules.md", HEADER + modules()
     for name in (
         "add-a-policy.md",
@@ -397,6 +399,18 @@ def models() -> str:
         "recurrent state, RoPE scaling of type `dynamic`, attention without the interface, and\n"
         "models without `position_ids`.\n"
     )
+
+
+def http() -> str:
+    """The paths, fields, errors and headers of the server."""
+    from quire.cli.options import documented_attributes
+    from quire.config.generation_request import GenerationRequest
+    from quire.config.sampling_params import SamplingParams
+
+    configs = (SamplingParams, GenerationRequest)
+    texts = [documented_attributes(config.__doc__ or "") for config in configs]
+    page = runpy.run_path(str(ROOT / "docs" / "http_reference.py"))
+    return str(page["http"](texts[0] | texts[1]))
 
 
 def _read(path: Path) -> str:

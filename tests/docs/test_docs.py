@@ -69,6 +69,25 @@ def test_every_command_has_its_help_in_the_reference() -> None:
     assert [name for name in names if f"\n## quire {name}\n" not in reference] == []
 
 
+def test_every_path_of_the_server_is_in_the_reference() -> None:
+    from quire.serve.endpoints import Endpoints
+    from quire.serve.kv_endpoints import KVEndpoints
+    from quire.serve.params import COMPLETION_MAX_TOKENS, OPENAI_TEMPERATURE
+    from quire.serve.service import Service
+
+    service = Service.__new__(Service)  # the routes are listed, not called
+    page = (DOCS / "reference" / "http.md").read_text(encoding="utf-8")
+    routers = (Endpoints(service).router(), KVEndpoints(service).router())
+    routes = [route for router in routers for route in router.routes]
+
+    assert len(routes) >= 11
+    for route in routes:
+        [method] = route.methods  # type: ignore[attr-defined]
+        assert f"`{method} {route.path.replace(':path', '')}`" in page  # type: ignore[attr-defined]
+    assert f"Default: {COMPLETION_MAX_TOKENS} for completions" in page
+    assert f"the model's, else {OPENAI_TEMPERATURE:g} |" in page
+
+
 @pytest.mark.parametrize(
     ("page", "examples"),
     [

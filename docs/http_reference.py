@@ -1,0 +1,224 @@
+"""The reference page of the HTTP server, from its OpenAPI description and its docstrings."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+JSON = Mapping[str, Any]
+
+START = """# HTTP
+
+The paths, fields, errors and headers of `quire serve`, written from the code of the server.
+[Serving](../serving.md) is the guide: limits, authentication, and fields that are ignored or
+refused. `GET /openapi.json` returns the same description for programs.
+
+Bodies are JSON with `Content-Type: application/json`. If the server has
+[tenant keys](../tenants.md), send `Authorization: Bearer KEY`. Null is the same as an unset field.
+Fields without a stated default have that of [SamplingParams](api.md).
+
+"""
+
+BODIES = {
+    "CompletionBody": "POST /v1/completions",
+    "ChatBody": "POST /v1/chat/completions",
+    "StreamOptions": "stream_options",
+    "TokenizeBody": "POST /tokenize",
+    "DetokenizeBody": "POST /detokenize",
+}
+GENERATION = ("CompletionBody", "ChatBody")
+COMMON = "Fields of completions and chats"
+
+MEANINGS = {
+    "model": "the served name, as in `GET /v1/models`; another name gets status 404",
+    "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids; the "
+    "response has `n` choices for each prompt",
+    "messages": "messages with `role` and `content` (a text, or a list of text parts); other "
+    "fields of a message are given to the chat template",
+    "max_tokens": "maximum tokens to generate. Default: 16 for completions, the rest of "
+    "the context for chats",
+    "temperature": "divides the logits; 0 (or below 1e-5) is greedy. Default: the model's, else 1",
+    "evict": "eviction policy, such as `h2o:cap=512`, of those that `--evict-allow` lists. "
+    "Default: that of `--evict`",
+    "stream": "send server-sent events, the last one `data: [DONE]`. Default: false",
+    "stream_options": "only with `stream`: see [stream_options](#stream_options)",
+    "max_completion_tokens": "the same as `max_tokens`, and takes precedence",
+    "do_sample": "false is `temperature` 0",
+    "reasoning_effort": "a variable of the chat template if the template uses it; else ignored",
+    "echo": "put the prompt before the output, and its log-probabilities too. Default: false",
+    "add_special_tokens": "add the tokenizer's special tokens to a text. Default: true",
+    "add_generation_prompt": "end the chat with the start of an answer. Default: true",
+    "chat_template_kwargs": "variables of the chat template",
+    "return_token_strs": "also return the text of each token. Default: false",
+    "tokens": "token ids",
+    "include_usage": "send the `usage` in the last chunk. Default: false",
+    "continuous_usage_stats": "send the `usage` so far in every chunk. Default: false",
+    "include_obfuscation": "ignored",
+    "top_logprobs": "number of most likely tokens for each output token; needs `logprobs`",
+    "ChatBody.logprobs": "return the log-probability of each output token. Default: false",
+    "TokenizeBody.prompt": "a text; give either this or `messages`",
+}
+"""Meanings that differ from the docstrings of the configs, or are missing, by name or BODY.name."""
+
+RESPONSES = """## Responses
+
+`/v1/completions` and `/v1/chat/completions` return OpenAI's objects. Quire adds:
+
+| field | meaning |
+| --- | --- |
+| `choices[].stop_reason` | the stop text or stop token that ended the output; null for others |
+| `usage.kv_peak_bytes` | largest number of KV bytes of the request, summed over its prompts |
+| `usage.evicted_tokens` | tokens evicted from the request's KV |
+| `usage.prompt_tokens_details.cached_tokens` | tokens of the prompt taken from the prefix cache |
+| `metadata` | the texts of the request's `metadata` |
+
+## Headers
+
+| header | direction | meaning |
+| --- | --- | --- |
+| `Authorization: Bearer KEY` | request | the tenant's key, if a tenant has one |
+| `Content-Type: application/json` | request | needed for bodies; otherwise status 415 |
+| `X-Ignored-Fields` | response | names of fields that had no effect, separated by commas |
+"""
+
+
+def http(texts: Mapping[str, str]) -> str:
+    """Write the page.
+
+    Args:
+        texts: meaning of each field that a docstring of a config describes.
+    """
+    described = _openapi()
+    schemas = described["components"]["schemas"]
+    parts = [START, "## Paths\n\n", _table(("path", "returns"), _paths(described))]
+    tables = {title: _fields(body, schemas[body], texts) for body, title in BODIES.items()}
+    for title, rows in _with_common_table(tables).items():
+        parts.append(f"\n## {title}\n\n" + _table(("field", "type", "meaning"), rows))
+    parts.append("\n" + _events(described))
+    return "".join([*parts, "\n", RESPONSES, "\n", _errors()])
+
+
+def _openapi() -> JSON:
+    """The description of the server's routes; they are not called, so no engine is needed."""
+    from fastapi import FastAPI
+
+    from quire.serve.endpoints import Endpoints
+    from quire.serve.kv_endpoints import KVEndpoints
+    from quire.serve.service import Service
+
+    app, no_service = FastAPI(), Service.__new__(Service)
+    app.include_router(Endpoints(no_service).router())
+    app.include_router(KVEndpoints(no_service).router())
+    return cast("JSON", app.openapi())
+
+
+def _paths(described: JSON) -> list[tuple[str, str]]:
+    return [
+        (f"`{method.upper()} {path}`", operation["description"])
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+Rows = list[tuple[str, str, str]]
+
+
+def _with_common_table(tables: Mapping[str, Rows]) -> dict[str, Rows]:
+    """Move the rows that completions and chats share to a table of their own."""
+    first, second = (tables[BODIES[body]] for body in GENERATION)
+    common = [row for row in first if row in second]
+    own = {
+        title: [row for row in rows if row not in common] if rows in (first, second) else rows
+        for title, rows in tables.items()
+    }
+    titles = list(own)
+    before = {title: own[title] for title in titles[:2]}
+    return before | {COMMON: common} | {title: own[title] for title in titles[2:]}
+
+
+def _fields(body: str, schema: JSON, texts: Mapping[str, str]) -> Rows:
+    rows = []
+    for name, field in schema["properties"].items():
+        own = MEANINGS.get(f"{body}.{name}")
+        meaning = own or MEANINGS.get(name) or texts.get(name)
+        if meaning is None:
+            raise KeyError(f"docs/http_reference.py: MEANINGS has no {name!r}, a field of {body}")
+        required = " (required)" if name in schema.get("required", ()) else ""
+        rows.append((f"`{name}`{required}", _type(name, field), _sentence(meaning)))
+    return rows
+
+
+def _sentence(text: str) -> str:
+    """Drop the full stop, and say unset in place of Python's None."""
+    return text.strip().removesuffix(".").replace("; None:", "; unset:").replace("None:", "Unset:")
+
+
+_SHAPES = {"prompt": "text, list", "tokens": "list of int"}
+_NAMES = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
+
+
+def _type(name: str, field: JSON) -> str:
+    """A short name of a field's type with its limits; null is not repeated in each row."""
+    if name in _SHAPES:
+        return _SHAPES[name]
+    found = [_one_type(one) for one in field.get("anyOf", [field]) if one.get("type") != "null"]
+    return ", ".join(found)
+
+
+def _one_type(schema: JSON) -> str:
+    if "$ref" in schema:
+        return "object"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f'`"{v}"`' for v in schema.get("enum", [schema.get("const")]))
+    if schema["type"] == "array":
+        return f"list of {_one_type(schema['items'])}"
+    low, high = schema.get("minimum"), schema.get("maximum")
+    limits = f" {low:,.0f} to {high:,.0f}" if high is not None and high < 1 << 31 else ""
+    return _NAMES.get(schema["type"], schema["type"]) + limits
+
+
+def _events(described: JSON) -> str:
+    """The query parameters of the events."""
+    from quire.scheduler.events import KINDS
+
+    kinds = ", ".join(f"`{kind}`" for kind in KINDS)
+    meanings = {
+        "kinds": f"kinds of events, separated by commas; unset: all of {kinds}",
+        "since": "only events with a number above this",
+        "limit": "number of events, the newest ones",
+    }
+    rows = [
+        (f"`{one['name']}`", _default(one["schema"]), meanings[one["name"]])
+        for one in described["paths"]["/v1/kv/events"]["get"]["parameters"]
+    ]
+    table = _table(("parameter", "default", "meaning"), rows)
+    return (
+        f"## GET /v1/kv/events\n\n{table}\n[Ledger](../ledger.md) describes the responses of both "
+        "paths under `/v1/kv`.\n"
+    )
+
+
+def _default(schema: JSON) -> str:
+    """The default of a parameter; unset if it has none."""
+    return f"{schema['default']:,}" if "default" in schema else "unset"
+
+
+def _errors() -> str:
+    """The statuses in the docstring of the module of errors."""
+    from quire.serve import errors
+
+    rows = [
+        (match[1], f"`{match[2]}`", match[3])
+        for match in re.finditer(r"^ {4}(\d+) (\w+) +(.*)$", errors.__doc__ or "", re.MULTILINE)
+    ]
+    return (
+        '## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`. `message` '
+        "says what was expected, what was given and what to change. `param` is the field. An error "
+        "during a stream is sent as an event with this object, before `[DONE]`.\n\n"
+        + _table(("status", "type", "cause"), rows)
+    )
+
+
+def _table(header: tuple[str, ...], rows: list[Any]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
