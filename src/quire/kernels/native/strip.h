@@ -89,6 +89,10 @@ typedef struct {
         float quantum[MAX_RUNS], gap[4];     /* gap: puts the data of four vectors in different banks */
     } weights[MAX_QUERIES];
     int integer_keys, integer_values; /* whether products are computed in integers */
+    int byte_keys, byte_values; /* and whether these have one byte per factor (strip_bytes.h) */
+    int weighed;                /* whether the weights of this strip are bytes already */
+    const uint8_t *ahead[2];    /* keys and values of a page of the next strip, for all heads, to prefetch */
+    int64_t ahead_bytes;        /* of its keys; 0: prefetch the vectors of `next` instead */
     float extra[MAX_QUERIES][MAX_RUNS]; /* sums of weights times zeros of values */
     float factor[MAX_QUERIES];          /* on the earlier output */
 } strip_walk;
@@ -110,6 +114,13 @@ static inline void prefetch_next_values(const strip_walk *t, int first, int end)
     if (t->next == NULL) return;
     for (int i = STRIP * first / dim; i < last; i += 2)
         prefetch(t->next->value[i] + t->next_value_shift, 2 * bytes);
+}
+
+/* Prefetch a quarter of the keys (side 0) or values of the page ahead, in the order of addresses. */
+static inline void prefetch_page_ahead(const strip_walk *t, int side, int quarter) {
+    const coding *c = side ? &t->a->value_coding : &t->a->key_coding;
+    int64_t bytes = t->ahead_bytes / t->a->key_coding.vector_bytes * c->vector_bytes / 4;
+    prefetch(t->ahead[side] + quarter * bytes, bytes);
 }
 
 /* Prefetch scales and zeros of a strip, for all heads that are walked together. */
@@ -174,6 +185,7 @@ static void find_outliers(const strip_walk *t, const coding *c, const code_place
 
 #include "lane_codes.h"
 #include "strip_words.h"
+#include "strip_byte_values.h"
 
 #define TARGET AVX512_VNNI
 #define NAME(name) name##_vnni

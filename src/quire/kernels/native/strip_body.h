@@ -6,6 +6,21 @@ static TARGET void NAME(load_by_run)(const strip_walk *t, const coding *c, const
     const strip *s = t->here;
     LINED float flat[STRIP * MAX_RUNS + MAX_RUNS];
     int groups = t->a->head_dim / c->channels, n = 0;
+    if (groups == 1) {
+        for (int k = 0; k < s->num_pieces; k++) {
+            place p = s->piece[k].at;
+            const uint16_t *from = (const uint16_t *)(plane + p.page_at) + p.record + t->first_record;
+            int j = 0;
+            for (; j + LANES <= s->piece[k].count; j += LANES) {
+                V(vec) x = V(halves)(from + j);
+                for (int r = 0; r < c->num_runs; r++) V(put)(out[r] + n + j, V(mul)(x, V(set)(runs ? runs[r].factor : 1)));
+            }
+            for (; j < s->piece[k].count; j++)
+                for (int r = 0; r < c->num_runs; r++) out[r][n + j] = from_f16(from[j]) * (runs ? runs[r].factor : 1);
+            n += s->piece[k].count;
+        }
+        return;
+    }
     for (int k = 0; k < s->num_pieces; k++) {
         place p = s->piece[k].at;
         const uint16_t *from = (const uint16_t *)(plane + p.page_at) + (p.record + t->first_record) * groups;
@@ -220,7 +235,8 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
     if (k->zeros) NAME(load_by_run)(t, k, k->zeros, NULL, t->key_zeros);
     if (v->scales) NAME(load_by_run)(t, v, v->scales, t->value_places.runs, t->value_scales);
     if (v->zeros) NAME(load_by_run)(t, v, v->zeros, NULL, t->value_zeros);
-    if (t->integer_keys) INTEGERS(integer_dots_of, t);
+    if (LANES == 16 && t->byte_keys) byte_dots_of(t);
+    else if (t->integer_keys) INTEGERS(integer_dots_of, t);
     else NAME(dots_of)(t);
     if (k->num_outliers) {
         find_outliers(t, k, &t->key_places, t->here->key, t->key_shift, t->key_scales, t->key_zeros, &found);
@@ -229,8 +245,12 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
                 t->logits[m][found.list[n].slot] +=
                     t->w->query[m][found.list[n].channel] * found.list[n].beyond;
     }
-    for (int m = 0; m < t->w->count; m++) NAME(weigh_strip)(t, m);
-    if (t->integer_values) INTEGERS(add_integers_of_strip, t);
+    t->weighed = LANES == 16 && is_whole(t);
+    for (int m = 0; m < t->w->count; m++)
+        if (t->weighed) weigh_whole(t, m);
+        else NAME(weigh_strip)(t, m);
+    if (LANES == 16 && t->byte_values) add_bytes_of_strip(t);
+    else if (t->integer_values) INTEGERS(add_integers_of_strip, t);
     else NAME(add_values_of_strip)(t);
     if (v->num_outliers) {
         find_outliers(t, v, &t->value_places, t->here->value, t->value_shift, t->value_scales, t->value_zeros, &found);

@@ -23,6 +23,7 @@ typedef struct {
     LINED uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
     LINED float out[MAX_QUERIES][MAX_HEAD_DIM];
     LINED float packed[MAX_QUERIES * MAX_HEAD_DIM]; /* the query vectors in the layout that strips read */
+    int32_t query_total[MAX_QUERIES]; /* sum of the numbers if `packed` holds bytes */
     float quantum[MAX_QUERIES]; /* value of 1 if `packed` holds int16 */
     float query_sums[MAX_QUERIES][MAX_RUNS]; /* sums of a run's numbers, for codes with zeros */
 } walk;

@@ -50,6 +50,17 @@ static void sum_queries(const coding *c, walk *w) {
         }
 }
 
+/* Select the page of the next strip that is prefetched beside head h, if each head has one; in pages of
+ * fewer slots or more heads, the vectors of the next head are prefetched. */
+static void select_page_ahead(strip_walk *t, const strip *then, int h, int heads) {
+    const int tokens = t->a->page_tokens;
+    t->ahead_bytes = 0;
+    if (then == NULL || !t->byte_keys || !t->byte_values || heads == 1) return;
+    if (then->count < STRIP || tokens * heads != STRIP || then->slot % tokens) return;
+    t->ahead[0] = then->key[h * tokens], t->ahead[1] = then->value[h * tokens];
+    t->ahead_bytes = STRIP * t->a->key_coding.vector_bytes;
+}
+
 /* Alternate over strips of neighbouring heads of a page, whose vectors are adjacent. */
 static void walk_strips(const attention_args *a, walk *const *walks, int heads, const lane *l,
                         int64_t slot, int64_t end, int lanes) {
@@ -64,8 +75,10 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
                 (lanes == 16 ? in_pairs_avx512(a, &a->key_coding) : in_pairs_avx2(a, &a->key_coding));
     t.integer_keys = in_integers(a, &a->key_coding, lanes);
     t.integer_values = in_integers(a, &a->value_coding, lanes);
+    t.byte_keys = in_bytes(a, &a->key_coding), t.byte_values = in_bytes(a, &a->value_coding);
     for (int h = 0; h < heads; h++) {
-        if (t.integer_keys) pack_integers(walks[h], a->scale, 2 * lanes);
+        if (t.byte_keys) pack_bytes(walks[h], a->scale);
+        else if (t.integer_keys) pack_integers(walks[h], a->scale, 2 * lanes);
         else pack_queries(walks[h], lanes, pairs);
         sum_queries(&a->key_coding, walks[h]);
     }
@@ -84,6 +97,7 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
                 prefetch_scales(a, &a->key_coding, then, heads);
                 prefetch_scales(a, &a->value_coding, then, heads);
             }
+            select_page_ahead(&t, slot < end ? then : NULL, h, heads);
             if (lanes == 16) walk_strip_avx512(&t);
             else walk_strip_avx2(&t);
         }
