@@ -183,6 +183,42 @@ def test_decoding_over_codes_with_half_precision_queries(path, case, group, soft
 
 
 @pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "codec",
+    ["int8", "int4", "int2", "int8/int2", "int4:group=128", "int2:group=128/int8", "fp8/int4"],
+)
+def test_decoding_over_codes_whose_scales_cover_whole_blocks(path, codec, head_dim):
+    """Products of bytes read blocks of 64 channels of four or sixteen slots."""
+    if not fits(codec, head_dim):
+        pytest.skip(f"{codec} has no scales for head_dim {head_dim}")
+    for group, page_tokens, heads in (
+        (1, 16, 4),
+        (2, 1, 1),
+        (3, 16, 4),
+        (4, 32, 2),
+        (7, 5, 1),
+        (8, 16, 8),
+    ):
+        lanes = Lanes(
+            tokens=[1, 1],
+            slots=[[203], [64]],
+            heads=heads,
+            head_dim=head_dim,
+            page_tokens=page_tokens,
+            dtype=torch.float32,
+            seed=group,
+        )
+        query, pages = lanes.query(group).bfloat16(), coded_twin(lanes, codec)
+        math = AttentionMath(scale=head_dim**-0.5)
+        expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query.float(), math)
+        got, sums = on_codes(native(path), lanes, pages, query, math)
+
+        torch.testing.assert_close(got.float(), expected, atol=4e-4, rtol=2**-8)
+        torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_non_finite_query_gives_a_non_finite_output_in_its_head_only(path, value):
     lanes = Lanes(

@@ -12,13 +12,13 @@
 #define BLOCK 64 /* channels of a vector of bytes */
 #define MOST_IN_BYTES 32639 /* 127 * 256 + 127 */
 
+/* Whether 64 channels share a scale, and their codes are adjacent or in whole segments of the vector. */
 static int in_bytes(const attention_args *a, const coding *c) {
-    int segment = a->head_dim * c->bits / 8; /* bytes; the channels of a block must not cross its end */
+    if (a->path != PATH_AVX512_BF16 || a->dtype != BF16 || !c->scales || c->channels % BLOCK) return 0;
+    if (c->kind != BIT_CODES || (c->bits != 2 && c->bits != 4)) return c->kind == INT8_CODES;
+    int segment = (int)c->vector_bytes;
     int whole = segment == 16 || segment == 32 || segment % BLOCK == 0;
-    int nested = c->channels % segment == 0 || segment % c->channels == 0;
-    int bits = c->kind == BIT_CODES && (c->bits == 2 || c->bits == 4) && whole && nested;
-    return a->path == PATH_AVX512_BF16 && a->dtype == BF16 && (c->kind == INT8_CODES || bits) && c->scales &&
-           c->channels % BLOCK == 0;
+    return whole && (c->channels % segment == 0 || segment % c->channels == 0);
 }
 
 /* sum + unsigned bytes * signed bytes; GCC 12 spills sums of the intrinsic. */
