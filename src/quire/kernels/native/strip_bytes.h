@@ -145,33 +145,28 @@ INLINE AVX512_VNNI void byte_dots(strip_walk *t, int first, const int queries, c
 
 INLINE AVX512_VNNI void byte_dots_for(strip_walk *t, const int queries) {
     const coding *c = &t->a->key_coding;
+    const int64_t stride = c->vector_bytes;
     if (c->kind == INT8_CODES) {
-        if (c->vector_bytes == 64) byte_dots(t, 0, queries, INT8_CODES, 1, 64);
-        else if (c->vector_bytes == 128) byte_dots(t, 0, queries, INT8_CODES, 1, 128);
-        else byte_dots(t, 0, queries, INT8_CODES, 1, c->vector_bytes);
+        byte_dots(t, 0, queries, INT8_CODES, 1, stride);
         return;
     }
     for (int first = 0; first < t->a->head_dim; first += c->channels) {
-        int segments = c->channels / (int)c->vector_bytes;
-        if (segments <= 1 && c->vector_bytes == 64) byte_dots(t, first, queries, BIT_CODES, 1, 64);
-        else if (segments <= 1) byte_dots(t, first, queries, BIT_CODES, 1, c->vector_bytes);
-        else if (segments == 2 && c->vector_bytes == 32) byte_dots(t, first, queries, BIT_CODES, 2, 32);
-        else if (segments == 2) byte_dots(t, first, queries, BIT_CODES, 2, c->vector_bytes);
-        else byte_dots(t, first, queries, BIT_CODES, 4, c->vector_bytes);
+        int segments = c->channels / (int)stride;
+        if (segments <= 1) byte_dots(t, first, queries, BIT_CODES, 1, stride);
+        else if (segments == 2) byte_dots(t, first, queries, BIT_CODES, 2, stride);
+        else byte_dots(t, first, queries, BIT_CODES, 4, stride);
     }
 }
 
+/* Results of vectors after the last are not read. */
 static AVX512_VNNI void byte_dots_of(strip_walk *t) {
-    switch (t->w->count) {
-    case 1: byte_dots_for(t, 1); break;
-    case 2: byte_dots_for(t, 2); break;
-    case 3: byte_dots_for(t, 3); break;
-    case 4: byte_dots_for(t, 4); break;
-    case 5: byte_dots_for(t, 5); break;
-    case 6: byte_dots_for(t, 6); break;
-    case 7: byte_dots_for(t, 7); break;
-    default: byte_dots_for(t, 8); break;
-    }
+    int queries = t->w->count;
+    if (queries == 1) byte_dots_for(t, 1);
+    else if (queries == 2) byte_dots_for(t, 2);
+    else if (queries == 3) byte_dots_for(t, 3);
+    else if (queries == 4) byte_dots_for(t, 4);
+    else if (queries <= 6) byte_dots_for(t, 6);
+    else byte_dots_for(t, MAX_QUERIES);
 }
 
 #endif
