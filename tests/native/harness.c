@@ -172,7 +172,7 @@ static int one_coded(int path) {
             if (*planes[k]) *planes[k] = arena + (int64_t)*planes[k]; /* after the codes */
         for (int64_t p = 0; p < columns; p++) {
             int halves = heads * tokens * (dim / c->channels);
-            for (int i = 0; c->scales && i < halves; i++) ((uint16_t *)(c->scales + p * page_bytes))[i] = to_f16(0.01f * number());
+            for (int i = 0; c->scales && i < halves; i++) ((uint16_t *)(c->scales + p * page_bytes))[i] = to_f16(0.01f * fabsf(number())); /* as of codecs */
             for (int i = 0; c->zeros && i < halves; i++) ((uint16_t *)(c->zeros + p * page_bytes))[i] = to_f16(number());
             for (int i = 0; c->num_outliers && i < heads * tokens * c->num_outliers; i++) {
                 ((uint16_t *)(c->outliers + p * page_bytes))[i] = to_f16(number());

@@ -9,7 +9,7 @@
 #define MOST_UINT16 65535
 
 /* Number of runs that a block of 64 channels has; its first run has the weights. */
-INLINE int runs_of_block(const coding *c) { return c->run < BLOCK ? BLOCK / c->run : 1; }
+INLINE int runs_of_block(const coding *c) { return c->run < BLOCK_CHANNELS ? BLOCK_CHANNELS / c->run : 1; }
 
 /* Store 64 weights of vector m for run r as bytes. Non-finite weights remain so, by the factor. */
 INLINE AVX512_VNNI void split_weights(strip_walk *t, int m, int r, const __m512 *weights) {
@@ -158,7 +158,7 @@ INLINE AVX512_VNNI void add_byte_block(strip_walk *t, int m, int d, const int qu
     const coding *c = &t->a->value_coding;
     const int r = d / c->run, shift = kind == INT8_CODES ? 0 : d / (int)c->vector_bytes * c->bits;
     __m512i sums[4][4];
-    if (m == 0 && t->ahead_bytes == 0) prefetch_next_values(t, d, d + BLOCK);
+    if (m == 0 && t->ahead_bytes == 0) prefetch_next_values(t, d, d + BLOCK_CHANNELS);
     if (queries == 4) {
         sum_bytes(t, m, d, 0, 2, queries, kind, width, sums);
         sum_bytes(t, m, d, 2, 2, queries, kind, width, sums);
@@ -182,7 +182,7 @@ INLINE AVX512_VNNI void add_byte_block(strip_walk *t, int m, int d, const int qu
 
 INLINE AVX512_VNNI void add_bytes_by(strip_walk *t, int m, const int queries) {
     const coding *c = &t->a->value_coding;
-    for (int d = 0; d < t->a->head_dim; d += BLOCK) {
+    for (int d = 0; d < t->a->head_dim; d += BLOCK_CHANNELS) {
         if (c->kind == INT8_CODES) add_byte_block(t, m, d, queries, INT8_CODES, 64);
         else if (c->vector_bytes >= 64) add_byte_block(t, m, d, queries, BIT_CODES, 64);
         else if (c->vector_bytes == 32) add_byte_block(t, m, d, queries, BIT_CODES, 32);

@@ -2,22 +2,22 @@
  * cover multiples of 64 channels.
  *
  * A query vector is int16 as in strip_integers.h, in two signed bytes; a weight is uint16 in two unsigned
- * bytes. One instruction adds four products of bytes per lane, and codes need no conversion. For keys,
+ * bytes: scales are at least 0. One instruction adds four products of bytes per lane, and codes need no conversion. For keys,
  * four channels of sixteen slots are one vector (a transposition, shared by the query vectors), so sums
  * over lanes are not needed. For values, see strip_byte_values.h.
  */
 #ifndef QUIRE_STRIP_BYTES_H
 #define QUIRE_STRIP_BYTES_H
 
-#define BLOCK 64 /* channels of a vector of bytes */
+#define BLOCK_CHANNELS 64 /* channels of a vector of bytes */
 #define MOST_IN_BYTES 32639 /* 127 * 256 + 127 */
 
 /* Whether 64 channels share a scale, and their codes are adjacent or in whole segments of the vector. */
 static int in_bytes(const attention_args *a, const coding *c) {
-    if (a->path != PATH_AVX512_BF16 || a->dtype != BF16 || !c->scales || c->channels % BLOCK) return 0;
+    if (a->path != PATH_AVX512_BF16 || a->dtype != BF16 || !c->scales || c->channels % BLOCK_CHANNELS) return 0;
     if (c->kind != BIT_CODES || (c->bits != 2 && c->bits != 4)) return c->kind == INT8_CODES;
     int segment = (int)c->vector_bytes;
-    int whole = segment == 16 || segment == 32 || segment % BLOCK == 0;
+    int whole = segment == 16 || segment == 32 || segment % BLOCK_CHANNELS == 0;
     return whole && (c->channels % segment == 0 || segment % c->channels == 0);
 }
 
