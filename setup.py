@@ -10,12 +10,14 @@ import hashlib
 import json
 import platform
 import sys
+import tempfile
 from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 FLAGS = [
     "-O3",
@@ -27,6 +29,9 @@ FLAGS = [
     "-fassociative-math",  # sums may be split over vector lanes; NaN and infinity stay exact
     "-fno-signed-zeros",
 ]
+# GCC 12 gives two arrays of an inlined function the same memory though both are in use: weights of
+# decode attention were overwritten with -O1 and -O2. Clang does not know the flag.
+FLAGS_IF_KNOWN = ["-fstack-reuse=none"]
 # stripped here: a tool that strips the finished library would invalidate its digest
 LINK_FLAGS = ["-Wl,--strip-all"] if sys.platform.startswith("linux") else []
 NATIVE = "src/quire/kernels/native"
@@ -52,6 +57,24 @@ class BuildWithDigest(build_ext):
             digest = hashlib.sha256(library.read_bytes()).hexdigest()
             built = {"sha256": digest, "machine": platform.machine()}
             library.with_name(library.name + ".json").write_text(json.dumps(built) + "\n")
+
+    def build_extensions(self):
+        """Build with the further flags that the compiler knows."""
+        known = [flag for flag in FLAGS_IF_KNOWN if self.accepts(flag)]
+        for extension in self.extensions:
+            extension.extra_compile_args = [*extension.extra_compile_args, *known]
+        super().build_extensions()
+
+    def accepts(self, flag):
+        """Return whether the compiler compiles an empty file with a flag."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "empty.c"
+            source.write_text("int quire_empty;\n")
+            try:
+                self.compiler.compile([str(source)], folder, extra_postargs=[flag])
+            except CompileError:
+                return False
+        return True
 
     def libraries_built(self):
         """Return the path of each library, built or not."""
