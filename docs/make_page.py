@@ -8,7 +8,7 @@ The last line of each file is a run. If several files are given, parts of later 
 of earlier files, and versions and hardware are those of the last run. The runs are stored without
 their repeats in docs/results/NAME.json. `roofline` takes runs of `python -m benchmarks roofline
 --json`, whose cells are merged, and of `python -m benchmarks throughput --json`. `demo` takes one
-run of `quire demo --json` and draws its chart only.
+run of `quire demo --json` and draws its chart only. `peers` draws the README's chart too.
 """
 
 import json
@@ -28,6 +28,7 @@ from benchmarks.common.measured_page import (
     write_measured_page,
 )
 from benchmarks.common.rendering import environment
+from benchmarks.peers.chart import bars, chart_svg
 from benchmarks.roofline.charts import rates_svg, shares_svg
 from benchmarks.roofline.claims import claims_of
 from benchmarks.roofline.measured import Cell
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
         draw_demo(runs, docs)
     else:
         write_measured_page(chosen.name, PAGES[chosen.name], runs, docs, TEMPLATES)
+        if chosen.name == "peers" and (found := bars(read_run(docs / "results" / "peers.json"))):
+            (docs / "images" / "engines.svg").write_bytes(chart_svg(found))
 
 
 def write_roofline(runs: Sequence[Run], docs: Path) -> None:

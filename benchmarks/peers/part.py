@@ -18,8 +18,8 @@ from quire.errors import InvariantError
 
 COLUMNS = (
     "engine", "version", "weights", "weights MB", "KV", "KV MB", "total s", "least s", "most s",
-    "prefill s", "decode tokens/s", "tokens/s", "first token s", "peak RSS MB", "mean regret",
-    "Quire's total over it", "error",
+    "prefill s", "decode tokens/s", "tokens/s", "first token s", "at once", "peak RSS MB",
+    "mean regret", "Quire's total over it", "error",
 )  # fmt: skip
 MB = 1e6
 
@@ -171,6 +171,7 @@ class PeersPart:
             median(runs, decode_rate) if is_equal else None,
             median(runs, tokens_per_s),
             median(runs, lambda run: run.first_token_s),
+            median(runs, lambda run: run.most_at_once),
             median(runs, lambda run: run.peak_rss_bytes / MB),
             regret,
         )
