@@ -1,16 +1,29 @@
-"""The README: its code prints the shown output, and its figures are those of the stored run."""
+"""The README: its code runs, and its figures are those of the stored runs."""
 
 import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.peers.chart import PART, bars
 from quire.layout.refusals import REFUSED
 from quire.layout.sizes import format_size
+from quire.models.source import find_model
 from support import zoo
 from support.snippets import ROOT, snippets
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FEATURES = (ROOT / "docs/features.md").read_text(encoding="utf-8")
 
 
 def test_readme_shows_the_output_of_its_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,28 +40,92 @@ def test_readme_code_has_eight_lines() -> None:
     assert len([line for line in snippet.code.splitlines() if line]) == 8
 
 
-def test_readme_figures_equal_the_stored_run() -> None:
-    run = json.loads((ROOT / "docs/results/demo.json").read_text(encoding="utf-8"))
-    claims = run["claims"]
-    first, _, _ = README.partition("![")
-    text = " ".join(first.split())
+def test_readme_figures_of_the_demo_equal_the_stored_run() -> None:
+    claims = json.loads((ROOT / "docs/results/demo.json").read_text(encoding="utf-8"))["claims"]
 
-    assert f"runs {claims['requests']} prompts in" in text
-    assert f"in {claims['kv_total_bytes'] / 2**20:g} MiB" in text
-    assert f"up to {claims['most_running']} of them at once" in text
-    assert f"takes {claims['crowd_contiguous_bytes'] / 2**20:.0f} MiB" in text
-    assert f"the {claims['exactness_checked']} outputs it compares" in text
+    assert f"`make demo` runs {claims['requests']} prompts in" in README
+    assert f"in {claims['kv_total_bytes'] / 2**20:g} MiB of KV memory" in README
     assert claims["exactness_equal"] == claims["exactness_checked"]
-    assert run["commit"]
-    assert run["versions"]["torch"]
 
 
-def test_readme_image_shows_the_stored_run() -> None:
+def test_readme_chart_shows_the_stored_run() -> None:
+    run = json.loads((ROOT / "docs/results/peers.json").read_text(encoding="utf-8"))
+    image = (ROOT / "docs/images/engines.svg").read_text(encoding="utf-8")
+    found = bars(run)
+    [table] = run["arms"][PART]["tables"]
+    text = " ".join(README.split())
+
+    assert {"quire", "hf_static", "openvino"} <= {bar.engine for bar in found}
+    for bar in found:
+        assert f">{bar.at_once:,}<" in image
+        assert f">{bar.tokens_per_s:,.0f}<" in image
+        assert f"in {bar.kv_bytes / 1e6:.1f} MB of KV, a quarter of what they need" in text
+    rounds = re.search(r"medians of \d+ rounds", table["caption"])
+    assert rounds is not None
+    assert rounds[0] in text
+
+
+def test_page_on_fixed_memory_shows_the_stored_demo() -> None:
     claims = json.loads((ROOT / "docs/results/demo.json").read_text(encoding="utf-8"))["claims"]
     image = (ROOT / "docs/images/memory.svg").read_text(encoding="utf-8")
 
+    assert "(../images/memory.svg)" in (ROOT / "docs/guides/fixed-memory.md").read_text("utf-8")
     for name in ("crowd_used_bytes", "crowd_reserved_bytes", "crowd_contiguous_bytes"):
         assert format_size(claims[name]) in image
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_block_with_quire_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = find_model("quire-tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = {
+        "model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        "inputs": tokenizer("<|doc|>" + "Once upon a time. " * 40, return_tensors="pt"),
+    }
+    [code] = [block for block in blocks("python") if "QuireCache" in block]
+
+    exec(code, names)
+
+    assert "bytes of KV" in capsys.readouterr().out
+
+
+def test_commands_and_client_of_the_server_run(capsys: pytest.CaptureFixture[str]) -> None:
+    [serve, curl] = next(b for b in blocks("sh") if "quire serve" in b).splitlines()
+    [client] = [block for block in blocks("python") if "openai" in block]
+    answer = " three, three, three, three,"
+    port = free_port()
+    command = [sys.executable, "-m", *shlex.split(serve), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            wait_for(port, server)
+            body = json.loads(shlex.split(curl)[-1])
+            found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).json()
+            exec(client.replace("8000", str(port)), {})
+        finally:
+            server.terminate()
+
+    assert found["choices"][0]["text"] == answer
+    assert f'"text": "{answer}"' in README
+    assert f'"kv_peak_bytes": {found["usage"]["kv_peak_bytes"]}' in README
+    assert capsys.readouterr().out == answer + "\n"
+
+
+def wait_for(port: int, server: "subprocess.Popen[bytes]") -> None:
+    while server.poll() is None:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                return
+        time.sleep(0.1)
+    pytest.fail("the server ended")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def test_readme_names_the_make_targets() -> None:
@@ -59,16 +136,16 @@ def test_readme_names_the_make_targets() -> None:
         assert f"\n{target}: setup\n" in makefile
 
 
-def test_readme_names_every_tested_architecture() -> None:
-    [row] = [line for line in README.splitlines() if "equal to Transformers in tests" in line]
+def test_features_name_every_tested_architecture() -> None:
+    [row] = [line for line in FEATURES.splitlines() if "equal to Transformers in tests" in line]
 
     named = set(row.split("`")[1::2])
 
     assert named == {make().model_type for make in zoo.ARCHITECTURES.values()}
 
 
-def test_readme_lists_only_refused_models_as_refused() -> None:
-    [row] = [line for line in README.splitlines() if "refused with the reason" in line]
+def test_features_list_only_refused_models_as_refused() -> None:
+    [row] = [line for line in FEATURES.splitlines() if "refused with the reason" in line]
 
     named = row.split("`")[1::2]
 
