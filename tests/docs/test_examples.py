@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.policies import registry
 from support.snippets import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -19,7 +20,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     def output(name: str, *arguments: str) -> str:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        with registry.temporary_registrations():
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capfd.readouterr().out
 
     return output
