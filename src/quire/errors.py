@@ -16,6 +16,7 @@
     │   ├── LinkStalled                 a transfer of a step timed out; states which
     │   ├── StorageError                a tier cannot load or store bytes now: full, unreachable
     │   └── CorruptData                 stored data is damaged; it is deleted
+    ├── QueueFull                       too many requests are waiting; try again later
     ├── EngineDead                      the engine's step loop has ended
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  inconsistent internal bookkeeping: a bug, please report it
@@ -125,6 +126,18 @@ class TierUnreachable(StorageError):
 
 class CorruptData(OffloadError):
     """Data of a tier is damaged. It is deleted and not used."""
+
+
+class QueueFull(QuireError):
+    """Too many requests are waiting. The request was not queued.
+
+    Attributes:
+        retry_after_s: estimated seconds until a request is accepted.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineDead(QuireError):

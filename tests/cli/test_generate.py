@@ -9,6 +9,7 @@ import pytest
 
 from quire import LLM, KVConfig, SamplingParams
 from quire.serve.config import ServerConfig
+from quire.serve.errors import Unauthorized
 from support import zoo
 from support.command_line import last_json, read_records
 
@@ -213,6 +214,24 @@ def test_serve_passes_model_address_and_keys(quire, monkeypatch):
     assert (model, address) == ("quire-tiny", "::1")
     assert config == ServerConfig(host="::1", port=0)
     assert not keys.tells_tenants_apart
+
+
+@pytest.mark.parametrize("arguments", [(), ("--api-key", "sk-option-1")])
+def test_serve_reads_the_key_of_the_default_tenant(quire, monkeypatch, arguments):
+    calls = []
+    monkeypatch.setenv("QUIRE_API_KEY", "sk-variable-1")
+    monkeypatch.setattr(
+        "quire.serve.app.run_server",
+        lambda llm, bound, config, **options: calls.append(options["tenant_keys"]),
+    )
+
+    quire("serve", "--no-verify", "--kv-memory", "2MiB", "--port", "0", *arguments)
+
+    [keys] = calls
+    key = arguments[-1] if arguments else "sk-variable-1"
+    assert keys.tenant_of(f"Bearer {key}") == "default"
+    with pytest.raises(Unauthorized):
+        keys.tenant_of(None)
 
 
 def test_serve_refuses_a_port_in_use_before_the_model_is_loaded(quire, monkeypatch):

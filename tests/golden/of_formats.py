@@ -287,7 +287,7 @@ def _toml_of(found: OptionField) -> str:
 
 
 def _read_keys(workshop: Workshop, folder: Path) -> object:
-    return read_tenant_keys(folder / "tenants.toml")
+    return dict(read_tenant_keys(folder / "tenants.toml").keys)
 
 
 @stored(_describe_toml, _read_keys, exact=("*",))

@@ -57,7 +57,11 @@ def answer(response: httpx.Response) -> dict[str, object]:
     shown = ("x-", "www-", "allow")
     return {
         "status": response.status_code,
-        "headers": {k: v for k, v in response.headers.items() if k.startswith(shown)},
+        "headers": {
+            name: "NEW" if name == "x-request-id" else value
+            for name, value in response.headers.items()
+            if name.startswith(shown)
+        },
         "body": response.json() if response.content else None,
     }
 

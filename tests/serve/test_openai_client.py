@@ -175,7 +175,10 @@ run_server(llm, bind("127.0.0.1", 0), ServerConfig(served_model_name="tiny"))
 def test_stopped_server_finishes_running_requests():
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     try:
-        line = process.stdout.readline()
+        line = ""
+        while not line.startswith("Serving "):
+            line = process.stdout.readline()
+            assert line
         url = line.split()[-1]
         root = url.removesuffix("/v1")
         body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}

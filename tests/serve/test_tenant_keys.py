@@ -1,10 +1,13 @@
 """API keys of tenants: parsing, lookup, and the tenant of a request."""
 
+import hashlib
+
 import pytest
 
 from quire.errors import ConfigError, UnknownName
 from quire.serve.errors import Unauthorized
-from quire.serve.tenant_keys import TenantKeys, read_tenant_keys
+from quire.serve.rate_limits import RateLimit
+from quire.serve.tenant_keys import TenantFile, TenantKeys, read_tenant_keys, with_default_keys
 from quire.tenancy.tenants import parse_tenants
 
 KEY_A, KEY_B = "sk-a-2f0c77d1", "sk-b-51d09a3e"
@@ -44,6 +47,7 @@ def test_missing_key_is_refused_without_a_default_tenant(specs):
         ({"c": ("sk-c-00000000",)}, UnknownName, "unknown tenant with an API key 'c'"),
         ({"a": ("short",)}, ConfigError, "8 printable ASCII characters"),
         ({"a": ("sk-a-\n0000000",)}, ConfigError, "8 printable ASCII characters"),
+        ({"a": ("sha256:00ff",)}, ConfigError, "64 hexadecimal digits, got 4 characters"),
         ({"a": (KEY_A,), "b": (KEY_A,)}, ConfigError, "'a' and 'b' have the same"),
         ({"a b": (KEY_A,)}, ConfigError, "tenant name"),
     ],
@@ -63,7 +67,26 @@ def test_tenant_keys_are_read_from_a_file(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text(f'a = ["{KEY_A}", "sk-a-9b2e4410"]\nb = "{KEY_B}"\n')
 
-    assert read_tenant_keys(path) == KEYS
+    assert read_tenant_keys(path) == TenantFile(KEYS)
+
+
+def test_tenant_file_has_digests_and_rate_limits(tmp_path):
+    digest = hashlib.sha256(KEY_A.encode()).hexdigest()
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[a]\nkeys = "sha256:{digest}"\ntokens_per_minute = 50\n[b]\nkeys = []\n')
+
+    found = read_tenant_keys(path)
+
+    assert found.rate_limits == {"a": RateLimit(tokens_per_minute=50)}
+    assert TenantKeys(found.keys).tenant_of(f"Bearer {KEY_A}") == "a"
+
+
+def test_keys_of_the_default_tenant_are_added():
+    found = with_default_keys(TenantFile({"default": (KEY_A,), "b": ()}), (KEY_B,))
+
+    keys = TenantKeys(found.keys)
+    assert {keys.tenant_of(f"Bearer {key}") for key in (KEY_A, KEY_B)} == {"default"}
+    assert with_default_keys(found, ()) is found
 
 
 @pytest.mark.parametrize(
@@ -72,6 +95,8 @@ def test_tenant_keys_are_read_from_a_file(tmp_path):
         ("a = ", "not a TOML file"),
         ("a = 5", "an API key or a list"),
         ("a = [1]", "an API key or a list"),
+        ("[a]\nkey = 'sk-a-2f0c77d1'", "expected keys, requests_per_minute and"),
+        ("[a]\ntokens_per_minute = 0", "tenant 'a': expected tokens_per_minute"),
     ],
 )
 def test_invalid_key_file_is_refused(tmp_path, text, message):

@@ -24,6 +24,7 @@ LONG_FILES = {
     "src/quire/kv/prefix.py": "one index: match, publish, drop",
     "src/quire/offload/kv/offloaded_prefixes.py": "one bookkeeping: offload, reload, staging",
     "src/quire/kv/step.py": "the attention of one step over all stores",
+    "src/quire/api/async_llm.py": "the public asyncio entry: half of it is docstrings",
     "src/quire/api/llm.py": "the public entry: half of it is docstrings",
     "src/quire/policies/eviction.py": "one class, and what its specification says by default",
 }

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -11,6 +13,7 @@ from functools import partial
 from typing import TypeVar, Unpack
 
 from quire.api.inputs import as_requests, as_token_ids
+from quire.api.queue_limit import QueueLimit
 from quire.api.threads import Command
 from quire.config.generation_request import GenerationRequest, Prompt, RequestOptions
 from quire.config.sampling_params import SamplingParams
@@ -27,6 +30,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_RATE_OVER = 64
+"""Ended requests from which the rate of served requests is computed."""
+
 
 class AsyncLLM:
     """Runs an engine in its own thread; only that thread uses the engine.
@@ -35,12 +41,13 @@ class AsyncLLM:
 
     Args:
         engine: an idle engine; do not use it elsewhere until this object is closed.
+        queue_limit: limit of waiting requests; default: no limit.
 
     Raises:
         ConfigError: the engine is part of a shared pool, or another `AsyncLLM` runs it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, queue_limit: QueueLimit | None = None) -> None:
         if engine.shares_pool:
             raise ConfigError(
                 "expected an engine with its own KV memory, got one of a shared pool: the engines "
@@ -52,6 +59,8 @@ class AsyncLLM:
             )
         self.engine = engine
         engine.enter_thread()
+        self._queue_limit = queue_limit or QueueLimit()
+        self._ended_at_s: deque[float] = deque(maxlen=_RATE_OVER)
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}  # by request id; only in the engine's thread
         self._state = threading.Lock()  # guards the next three, so that no command comes too late
@@ -68,6 +77,11 @@ class AsyncLLM:
         """Whether requests are accepted and steps run."""
         return not self._closing and not self._ended
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the step loop has ended by an error."""
+        return self._error is not None
+
     async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Submit requests, all or none; return once the engine has accepted them.
 
@@ -76,6 +90,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: the engine refused one of the requests; none runs.
+            QueueFull: too many requests are waiting; see `QueueLimit`.
             EngineDead: the engine has stopped.
         """
         stream = OutputStream(requests, self._cancel)
@@ -246,6 +261,7 @@ class AsyncLLM:
             return
 
     def _submit(self, stream: OutputStream) -> None:
+        self._queue_limit.check(self.engine, self._served_per_s())
         request_ids: list[str] = []
         try:
             for request in stream.requests:  # on an error the earlier ids are needed
@@ -256,6 +272,13 @@ class AsyncLLM:
             raise
         stream.accept(request_ids)
         self._streams.update(dict.fromkeys(request_ids, stream))
+
+    def _served_per_s(self) -> float:
+        """Requests that ended per second, over the last ones; 0 before the second one."""
+        if len(self._ended_at_s) < 2:
+            return 0.0
+        elapsed_s = time.monotonic() - self._ended_at_s[0]
+        return len(self._ended_at_s) / max(elapsed_s, 1e-3)
 
     def _withdraw(self, stream: OutputStream) -> None:
         for request_id in stream.request_ids:
@@ -270,6 +293,7 @@ class AsyncLLM:
                 continue  # cancelled, because a request submitted with it was refused
             if delta.is_last:
                 del self._streams[delta.request_id]
+                self._ended_at_s.append(time.monotonic())
             items.append((stream, delta))
         closed = put_all(items)
         for stream, delta in items:

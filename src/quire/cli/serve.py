@@ -1,5 +1,6 @@
 """`quire serve`: the OpenAI-compatible server."""
 
+import os
 from pathlib import Path
 
 from quire.cli.kv_events import KVEventsEndpoint, KVEventsFile, watching
@@ -20,12 +21,21 @@ def serve(
     require_extra("serve", "quire serve")
     # imported here: the web framework and torch are not needed for --help
     from quire.serve.app import run_server
+    from quire.serve.config import KEY_VARIABLE
     from quire.serve.connection import bind
-    from quire.serve.tenant_keys import TenantKeys, read_tenant_keys
+    from quire.serve.tenant_keys import (
+        TenantFile,
+        TenantKeys,
+        read_tenant_keys,
+        with_default_keys,
+    )
 
     config = settings.server
-    own = {} if config.tenant_keys is None else read_tenant_keys(Path(config.tenant_keys))
-    keys = TenantKeys(own, parse_tenants(settings.schedule.tenants))
+    path = config.tenant_keys
+    found = TenantFile() if path is None else read_tenant_keys(Path(path))
+    own_keys = config.api_key or tuple(filter(None, (os.environ.get(KEY_VARIABLE),)))
+    found = with_default_keys(found, own_keys)
+    keys = TenantKeys(found.keys, parse_tenants(settings.schedule.tenants))
     # the port first: loading a model takes long
     with (
         bind(config.host, config.port) as bound,
@@ -33,4 +43,4 @@ def serve(
     ):
         llm = settings.open_llm()
         watch.follow(llm)
-        run_server(llm, bound, config, tenant_keys=keys)
+        run_server(llm, bound, config, tenant_keys=keys, rate_limits=found.rate_limits)

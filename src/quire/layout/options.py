@@ -104,8 +104,25 @@ def check_options(config: Any) -> None:
             object.__setattr__(config, f.name, parse_named(info.parse, name, value))
         elif choices:
             require_choice(name, value, choices)
+        elif get_origin(f.type) is tuple:
+            object.__setattr__(config, f.name, texts_of(name, value))
         else:
             require_type(f.name, value, *(get_args(f.type) or [f.type]))
+
+
+def texts_of(name: str, value: object) -> tuple[str, ...]:
+    """Return the texts of a repeatable option.
+
+    Args:
+        name: name of the option, without the leading dashes.
+        value: a list or tuple of texts.
+
+    Raises:
+        ConfigError: another type, or an element that is not a text.
+    """
+    if isinstance(value, list | tuple) and all(isinstance(text, str) for text in value):
+        return tuple(value)
+    raise ConfigError(f"expected {name} to be a list of texts, got {value!r:.80}")
 
 
 def option_values(config: Any) -> dict[str, object]:

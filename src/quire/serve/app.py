@@ -1,34 +1,42 @@
 """The server: creates the ASGI application of an engine and runs it."""
 
-import asyncio
 import gc
 import math
 import socket
+import ssl
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from quire.api.llm import LLM
+from quire.errors import ConfigError, EngineDead
+from quire.serve.access import HEADER, AccessLog
+from quire.serve.banner import banner
 from quire.serve.config import ServerConfig
-from quire.serve.connection import BodyLimit, TimedConnection, listen
+from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
+from quire.serve.json_route import IGNORED_HEADER
 from quire.serve.kv_endpoints import KVEndpoints
+from quire.serve.logs import configure_logs
+from quire.serve.rate_limits import RateLimit
 from quire.serve.service import Service
+from quire.serve.shutdown import DrainingServer
 from quire.serve.tenant_keys import KeyGuard, TenantKeys
 from quire.version import __version__
 
-DRAIN_S = 60
-"""Seconds that open requests may continue after SIGTERM or SIGINT; a second SIGINT ends them."""
-
 
 def create_app(
-    llm: LLM, config: ServerConfig | None = None, *, tenant_keys: TenantKeys | None = None
+    llm: LLM,
+    config: ServerConfig | None = None,
+    *,
+    tenant_keys: TenantKeys | None = None,
+    rate_limits: Mapping[str, RateLimit] | None = None,
 ) -> FastAPI:
     """Create the application. Its lifespan starts and stops the engine's thread.
 
@@ -36,9 +44,10 @@ def create_app(
         llm: an idle LLM, used only by the application while it runs.
         config: options of the server; None: the defaults.
         tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
+        rate_limits: limits of tenants that differ from those of `config`.
     """
     config = config or ServerConfig()
-    service = Service(llm, config, tenant_keys)
+    service = Service(llm, config, tenant_keys, rate_limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,11 +66,30 @@ def create_app(
     install_error_handlers(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body)
     app.add_middleware(KeyGuard, keys=service.keys)  # the middleware added last runs first
+    if config.allowed_origins:
+        _add_cors(app, config)
+    app.add_middleware(AccessLog, writes=config.access_log)
     return app
 
 
+def _add_cors(app: FastAPI, config: ServerConfig) -> None:
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=(HEADER, IGNORED_HEADER),
+    )
+
+
 def run_server(
-    llm: LLM, bound: socket.socket, config: ServerConfig, *, tenant_keys: TenantKeys | None = None
+    llm: LLM,
+    bound: socket.socket,
+    config: ServerConfig,
+    *,
+    tenant_keys: TenantKeys | None = None,
+    rate_limits: Mapping[str, RateLimit] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish open requests.
 
@@ -73,68 +101,53 @@ def run_server(
         bound: a bound socket; see `quire.serve.connection.bind`.
         config: options of the server.
         tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
+        rate_limits: limits of tenants that differ from those of `config`.
 
     Raises:
         ConfigError: another process has started to listen at the address.
+        EngineDead: the engine has stopped by an error.
     """
-    app = create_app(llm, config, tenant_keys=tenant_keys)
-    protocol = partial(TimedConnection, header_timeout_s=config.header_timeout)
-    server = uvicorn.Config(
-        app,
-        http=protocol,  # type: ignore[arg-type]  # uvicorn calls it like a class
-        ws="none",
-        log_level="warning",
-        timeout_graceful_shutdown=DRAIN_S,
-    )
+    configure_logs(config.log_format, config.log_level)
+    app = create_app(llm, config, tenant_keys=tenant_keys, rate_limits=rate_limits)
+    server = uvicorn_config(app, config)
     # the model's objects are never freed: a collection after a large body must not traverse them
     gc.collect()
     gc.freeze()
     # listen before printing the URL, so that clients can connect
-    url = listen(bound)
-    sys.stdout.write(f"Serving {config.served_model_name or llm.model.name} at {url}\n")
+    url = listen(bound, scheme="https" if config.ssl_certfile else "http")
+    service: Service = app.state.service
+    sys.stdout.write(f"{banner(service)}\nServing {service.model_name} at {url}\n")
     sys.stdout.flush()
+    running = DrainingServer(server, service)
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again after its shutdown
-        DrainingServer(server, app.state.service).run(sockets=[bound])
+        running.run(sockets=[bound])
+    if running.engine_died:
+        raise EngineDead("the engine has stopped by an error; see the log, and start it again")
 
 
-# ---- draining ------------------------------------------------------------------------------------
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """Options of uvicorn.
 
-# Shutdown in two steps: the server first refuses new requests, then closes the port.
-
-_POLL_S = 0.1
-_LEAST_CLOSING_S = 1
-
-
-class DrainingServer(uvicorn.Server):
-    """Uvicorn's server, which accepts connections until all open requests have ended.
-
-    Meanwhile `/health` returns 200 and `/ready` 503, so that a load balancer sends requests to
-    other servers. A second SIGINT ends the wait.
-
-    Args:
-        config: its `timeout_graceful_shutdown` is the limit in seconds for both steps together.
-        service: the service to drain.
+    Raises:
+        ConfigError: a certificate or key cannot be read.
     """
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new requests from the signal on."""
-        self._service.drain()
-        super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for open requests, then close the port and all connections."""
-        self._service.drain()
-        await self._wait_for_requests()
-        await super().shutdown(sockets)
-
-    async def _wait_for_requests(self) -> None:
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + (self.config.timeout_graceful_shutdown or 0)
-        while self.server_state.tasks and not self.force_exit and loop.time() < end_s:
-            await asyncio.sleep(_POLL_S)
-        left_s = math.ceil(end_s - loop.time())
-        self.config.timeout_graceful_shutdown = max(_LEAST_CLOSING_S, left_s)
+    protocol = partial(TimedConnection, header_timeout_s=config.header_timeout)
+    made = uvicorn.Config(
+        app,
+        http=protocol,  # type: ignore[arg-type]  # uvicorn calls it like a class
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+    )
+    try:
+        made.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot use --ssl-certfile {config.ssl_certfile}: {error}") from None
+    return made

@@ -7,12 +7,21 @@ from typing import Literal, no_type_check
 from quire.errors import ConfigError
 from quire.layout.options import Size, check_options, option
 from quire.layout.sizes import parse_size
+from quire.serve.logs import LogFormat, LogLevel
 
 UnknownFields = Literal["refuse", "warn"]
 MAX_OUTPUTS = 2048
 """Limit of the outputs of one HTTP request: its prompts times the sequences of each prompt."""
 
 LARGEST_PORT = 65_535
+KEY_VARIABLE = "QUIRE_API_KEY"
+"""Environment variable with an API key of the default tenant."""
+
+LIMITS, TLS, CORS = "Limits of the server", "TLS", "Web pages (CORS)"
+_LEAST = (
+    *("requests_per_minute", "tokens_per_minute"),
+    *("max_num_queued_reqs", "max_num_queued_tokens"),
+)
 MAX_TOKENIZER_THREADS = 64
 
 
@@ -38,6 +47,79 @@ class ServerConfig:
         "and /ready needs one",
         common=True,
     )
+    api_key: tuple[str, ...] = option(
+        (),
+        help="API key of the default tenant; other users of the machine can see it in "
+        f"the list of processes, unlike the environment variable {KEY_VARIABLE} and --tenant-keys",
+        common=True,
+    )
+    requests_per_minute: int | None = option(
+        None,
+        help="prompts per minute of each tenant without its own limit in --tenant-keys; more get "
+        "status 429; unset: no limit",
+        group=LIMITS,
+    )
+    tokens_per_minute: int | None = option(
+        None,
+        help="prompt and output tokens per minute of each tenant without its own limit in "
+        "--tenant-keys; unset: no limit",
+        group=LIMITS,
+    )
+    max_num_queued_reqs: int | None = option(
+        None,
+        help="limit of waiting requests; while it is reached, new requests get status 503; unset: "
+        "no limit",
+        group=LIMITS,
+    )
+    max_num_queued_tokens: int | None = option(
+        None,
+        help="limit of the prompt tokens of waiting requests; unset: no limit",
+        unit="tokens",
+        group=LIMITS,
+    )
+    shutdown_timeout: float = option(
+        60.0,
+        help="time in seconds for open requests after SIGTERM or SIGINT; a second signal ends them",
+        unit="s",
+    )
+    sse_keep_alive_interval: float = option(
+        15.0,
+        help="interval in seconds of comments in a stream without output, so that proxies keep the "
+        "connection; 0: none",
+        unit="s",
+    )
+    ssl_certfile: str | None = option(
+        None, help="file of the TLS certificate and its chain (PEM)", group=TLS
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        help="file of the certificate's private key (PEM); unset: in --ssl-certfile",
+        group=TLS,
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        help="file of certificates (PEM); clients must have a certificate that one of them signed",
+        group=TLS,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        help="origin of web pages that may use the server, such as https://chat.example; * for all",
+        group=CORS,
+    )
+    allowed_methods: tuple[str, ...] = option(
+        ("*",), help="method that such a page may use", group=CORS
+    )
+    allowed_headers: tuple[str, ...] = option(
+        ("*",), help="request header that such a page may send", group=CORS
+    )
+    allow_credentials: bool = option(
+        False, help="allow such a page to send cookies; needs origins other than *", group=CORS
+    )
+    access_log: bool = option(
+        True, help="write one log line per request to standard error; without prompts and keys"
+    )
+    log_format: LogFormat = option("text", help="format of log lines")
+    log_level: LogLevel = option("info", help="least level of log lines")
     unknown_fields: UnknownFields = option(
         "warn",
         help="response to unknown request fields: refuse (status 400) or warn (a log line and the "
@@ -78,8 +160,33 @@ class ServerConfig:
             raise ConfigError("expected a max-body of at least 1 byte, got 0")
         if not 0 < self.header_timeout < math.inf:
             raise ConfigError(f"expected header-timeout > 0 seconds, got {self.header_timeout}")
+        self._check_limits()
+        self._check_security()
         if not 1 <= self.tokenizer_threads <= MAX_TOKENIZER_THREADS:
             raise ConfigError(
                 f"expected 1 to {MAX_TOKENIZER_THREADS} tokenizer-threads, got "
                 f"{self.tokenizer_threads}"
+            )
+
+    def _check_limits(self) -> None:
+        for name in _LEAST:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"expected {flag} >= 1, got {value}: leave it out for no limit")
+        for name in ("shutdown_timeout", "sse_keep_alive_interval"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"expected {name.replace('_', '-')} >= 0 seconds, got {value}")
+
+    def _check_security(self) -> None:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError(
+                "expected --ssl-certfile with --ssl-keyfile or --ssl-ca-certs, got none: without a "
+                "certificate the server has no TLS"
+            )
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "expected --allowed-origins other than * with --allow-credentials: browsers refuse "
+                "cookies for every origin"
             )

@@ -19,6 +19,19 @@ from quire.errors import ConfigError
 from quire.layout.sizes import format_size
 from quire.serve.errors import error_response
 
+MAX_HEADER_BYTES = 1 << 16
+"""Limit of the request line and headers of one request."""
+
+_TOO_LARGE_HEADERS = (
+    f"the request headers exceed {MAX_HEADER_BYTES:,} B: send fewer or shorter headers"
+)
+
+
+def _is_too_large(connection: h11.Connection) -> bool:
+    """Whether incomplete headers have exceeded the limit."""
+    return len(connection.trailing_data[0]) > MAX_HEADER_BYTES
+
+
 # Timeouts of HTTP connections whose client does not finish a request.
 
 
@@ -82,6 +95,23 @@ class TimedConnection(H11Protocol):
             return ""
         return "rest" if self.cycle.response_complete else "body"
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a message that is not valid HTTP, or whose headers are too large, as JSON."""
+        status = HTTPStatus.BAD_REQUEST
+        if _is_too_large(self.conn):
+            status, msg = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE_HEADERS
+        body = error_response(status, msg).body
+        headers = [("content-type", "application/json"), ("connection", "close")]
+        headers.append(("content-length", str(len(body))))
+        events = (
+            h11.Response(status_code=int(status), headers=headers, reason=status.phrase.encode()),
+            h11.Data(data=bytes(body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def _clear(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
@@ -113,7 +143,7 @@ class BodyTooLarge(HTTPException):
 
 
 class BodyLimit:
-    """ASGI middleware that limits the size of request bodies.
+    """ASGI middleware that limits the size of request headers and bodies.
 
     Args:
         app: the application.
@@ -127,6 +157,10 @@ class BodyLimit:
         """Forward the request; a body whose Content-Length is too large is not read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if _header_bytes(scope) > MAX_HEADER_BYTES:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            await error_response(status, _TOO_LARGE_HEADERS)(scope, receive, send)
             return
         if _announced_bytes(scope) > self._most_bytes:
             refusal = BodyTooLarge(self._most_bytes)
@@ -153,6 +187,11 @@ class _Counted:
             if self.num_bytes > self._most_bytes:
                 raise BodyTooLarge(self._most_bytes)
         return message
+
+
+def _header_bytes(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope["raw_path"] or b"") + len(scope["query_string"])
 
 
 def _announced_bytes(scope: Scope) -> int:
@@ -189,8 +228,12 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def listen(bound: socket.socket) -> str:
+def listen(bound: socket.socket, *, scheme: str = "http") -> str:
     """Start to accept connections and return the URL of the API.
+
+    Args:
+        bound: see `bind`.
+        scheme: http or https.
 
     Raises:
         ConfigError: another process has started to listen at the address.
@@ -200,7 +243,8 @@ def listen(bound: socket.socket) -> str:
         bound.listen()
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}/v1"
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:

@@ -135,22 +135,31 @@ class Endpoints:
         writers: Sequence[Writer],
         envelope: Envelope,
     ) -> Response:
-        outputs = await self._service.submit(
-            [
-                replace(
-                    GenerationRequest(prompt.token_ids, params, **body.request_options()),
-                    request_id=f"{envelope.id}-{number}",
-                    tenant=tenant_of(request),
-                )
-                for number, prompt in enumerate(prompts)
-            ]
-        )
+        request.state.response_id = envelope.id
+        service, tenant = self._service, tenant_of(request)
+        generation = [
+            replace(
+                GenerationRequest(prompt.token_ids, params, **body.request_options()),
+                request_id=f"{envelope.id}-{number}",
+                tenant=tenant,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        charge = service.charge(tenant, [prompt.token_ids for prompt in prompts], params)
+        request.state.response_headers = charge.headers
+        try:
+            outputs = await service.submit(generation)
+        except BaseException:  # also a client that disconnects
+            charge.settle(0)
+            raise
         response = GenerationResponse(
             outputs=outputs,
             writers=writers,
             envelope=envelope,
             choices_per_prompt=body.n or 1,
             options=body.stream_options or StreamOptions(),
+            charge=charge,
+            keep_alive_s=service.config.sse_keep_alive_interval,
         )
         return response.streamed() if body.stream else await response.whole(request)
 

@@ -5,13 +5,19 @@
     404 NotFoundError         no such model, no such path
     413 ContentTooLargeError  a body over --max-body
     415 UnsupportedMediaTypeError   a Content-Type other than JSON
+    429 RateLimitError        a rate limit of the tenant is used up
+    431 RequestHeaderFieldsTooLargeError   too large request headers
     500 InternalServerError   a bug, or a request that failed during generation
-    503 ServiceUnavailable    the engine has stopped, or the server is shutting down
+    503 ServiceUnavailable    the engine has stopped, the server is shutting down, or too many
+                              requests are waiting
+
+Responses with 429, and with 503 for a full queue, have the header Retry-After in seconds.
 
 Quotes of a client's input are bounded: a large invalid request gets a small response.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -22,7 +28,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from quire.errors import EngineDead, QuireError, RequestError
+from quire.errors import EngineDead, QueueFull, QuireError, RequestError
+from quire.serve.rate_limits import RateLimited
 
 MAX_MESSAGE_CHARACTERS = 600
 MAX_VALIDATION_ERRORS = 4
@@ -33,6 +40,7 @@ _TYPES = {
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "ContentTooLargeError",
+    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailable",
 }
@@ -108,10 +116,21 @@ def _status(error: QuireError) -> HTTPStatus:
             return HTTPStatus.NOT_FOUND
         case RequestError():
             return HTTPStatus.BAD_REQUEST
-        case EngineDead() | Draining():
+        case RateLimited():
+            return HTTPStatus.TOO_MANY_REQUESTS
+        case EngineDead() | Draining() | QueueFull():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _headers(error: QuireError) -> dict[str, str]:
+    """Headers of the response to an error, such as the time to wait."""
+    if isinstance(error, RateLimited):
+        return dict(error.headers)
+    if isinstance(error, QueueFull):
+        return {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return {}
 
 
 def _body(status: HTTPStatus, message: str, param: str | None = None) -> dict[str, object]:
@@ -132,7 +151,7 @@ def error_response(
 
 async def _handle_quire_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, QuireError)
-    return JSONResponse(error_body(error), int(_status(error)))
+    return JSONResponse(error_body(error), int(_status(error)), _headers(error))
 
 
 async def _handle_validation_error(_: Request, error: Exception) -> JSONResponse:

@@ -66,6 +66,7 @@ class JsonRoute(APIRoute):
             ignored = getattr(request.state, "ignored_fields", "")
             if ignored:
                 response.headers[IGNORED_HEADER] = ignored
+            response.headers.update(getattr(request.state, "response_headers", {}))
             return response
 
         return handle

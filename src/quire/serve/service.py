@@ -1,10 +1,11 @@
 """The service behind the endpoints: engine, model name, limits and tokenizer."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM
+from quire.api.queue_limit import QueueLimit
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.ledger import Snapshot
@@ -14,6 +15,7 @@ from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_OUTPUTS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
 from quire.serve.logprobs import TokenPieces
+from quire.serve.rate_limits import Charge, RateLimit, RateLimits
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Texts, Turn
 
@@ -25,17 +27,26 @@ class Service:
         llm: an idle LLM; its engine runs in a thread between `start` and `stop`.
         config: options of the server.
         keys: API keys of the tenants; None: all requests belong to the default tenant.
+        rate_limits: limits of tenants that differ from those of `config`.
 
     Attributes:
         llm, config: see above.
         model_name: served model name.
         keys: API keys of the tenants.
+        rate_limits: requests and tokens that each tenant may use.
         texts, pieces: tokenizer of the model.
     """
 
-    def __init__(self, llm: LLM, config: ServerConfig, keys: TenantKeys | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        config: ServerConfig,
+        keys: TenantKeys | None = None,
+        rate_limits: Mapping[str, RateLimit] | None = None,
+    ) -> None:
         self.llm, self.config = llm, config
         self.keys = keys or TenantKeys()
+        self.rate_limits = RateLimits(_default_limit(config), rate_limits)
         self.model_name = config.served_model_name or llm.model.name
         self.pieces = TokenPieces(llm.model.tokenizer)
         self.texts = Texts(llm.model, self.pieces, config.tokenizer_threads)
@@ -47,7 +58,9 @@ class Service:
 
     def start(self) -> None:
         """Start the engine's thread."""
-        self._engine = AsyncLLM(self.llm.engine)
+        config = self.config
+        queue = QueueLimit(requests=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
+        self._engine = AsyncLLM(self.llm.engine, queue_limit=queue)
 
     async def stop(self) -> None:
         """Stop the threads; open requests end with an error."""
@@ -63,6 +76,11 @@ class Service:
     def is_alive(self) -> bool:
         """Whether the engine runs."""
         return self._engine is not None and self._engine.is_alive
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine has stopped by an error."""
+        return self._engine is not None and self._engine.has_failed
 
     @property
     def is_ready(self) -> bool:
@@ -152,11 +170,36 @@ class Service:
                 "per request: send several requests",
             )
 
+    def charge(
+        self, tenant: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> Charge:
+        """Charge the rate limits of a tenant; see `RateLimits.charge`.
+
+        Args:
+            tenant: tenant of the HTTP request.
+            prompts: token ids of its prompts.
+            params: sampling parameters of each prompt.
+
+        Raises:
+            RequestError: more than the limit of a whole minute.
+            RateLimited: the limit of this minute is used up.
+        """
+        outputs = params.max_tokens * params.num_sequences
+        tokens = sum(len(prompt) + outputs for prompt in prompts)
+        return self.rate_limits.charge(tenant, requests=len(prompts), tokens=tokens)
+
     async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Submit all prompts of an HTTP request to the engine.
 
         Raises:
             RequestError: a request is refused; then none of them runs.
+            QueueFull: too many requests are waiting.
             EngineDead: the engine has stopped.
         """
         return await self._running().submit(requests)
+
+
+def _default_limit(config: ServerConfig) -> RateLimit:
+    return RateLimit(
+        requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
+    )

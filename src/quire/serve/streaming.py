@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, Usage
 from quire.serve.errors import RequestFailed, error_body
 from quire.serve.protocol import StreamOptions
+from quire.serve.rate_limits import Charge
 from quire.serve.responses import Envelope, Writer, token_counts, usage_body
 
 DONE = "data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients of server-sent events skip."""
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no buffering in proxies
 
@@ -24,15 +27,55 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no buffer
 class _Events(StreamingResponse):
     """A streamed response that cancels its requests when sending ends, for any reason."""
 
-    def __init__(self, events: AsyncIterator[str], outputs: OutputStream) -> None:
+    def __init__(self, events: AsyncIterator[str], response: "GenerationResponse") -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
-        self._outputs = outputs
+        self._response = response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        alive = _KeptAlive(send, self._response.keep_alive_s)
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, alive)
         finally:
-            self._outputs.cancel()
+            alive.stop()
+            self._response.end()
+
+
+class _KeptAlive:
+    """Sends a comment whenever a stream has sent nothing for some time.
+
+    Args:
+        send: ASGI's function to send a message.
+        interval_s: that time in seconds; 0: no comments.
+    """
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self._send, self._interval_s = send, interval_s
+        self._last_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        self._last_s = asyncio.get_running_loop().time()
+        if message["type"] == "http.response.start" and self._interval_s:
+            self._task = asyncio.create_task(self._comment())
+        elif not message.get("more_body", True):
+            self.stop()
+
+    def stop(self) -> None:
+        """Send no further comments."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _comment(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = self._last_s + self._interval_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            self._last_s = loop.time()
+            comment = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+            await self._send(comment)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +88,8 @@ class GenerationResponse:
         envelope: metadata of the response.
         choices_per_prompt: number of choices per prompt.
         options: options of a streamed response.
+        charge: tokens charged to the tenant's rate limit.
+        keep_alive_s: interval of comments in a stream without output, in seconds; 0: none.
     """
 
     outputs: OutputStream
@@ -52,6 +97,8 @@ class GenerationResponse:
     envelope: Envelope
     choices_per_prompt: int
     options: StreamOptions
+    charge: Charge
+    keep_alive_s: float = 0.0
     _usages: dict[str, Usage] = field(default_factory=dict)
     _num_tokens: int = 0
 
@@ -65,8 +112,9 @@ class GenerationResponse:
         watcher = asyncio.create_task(self._cancel_on_disconnect(request))
         try:
             collected = await self.outputs.collect()
+            self._num_tokens = sum(output.usage.completion_tokens for output in collected)
         finally:
-            self.outputs.cancel()
+            self.end()
             watcher.cancel()
         for output in collected:
             _raise_if_failed(output.error)
@@ -80,7 +128,13 @@ class GenerationResponse:
 
     def streamed(self) -> StreamingResponse:
         """Send server-sent events, beginning with the first delta."""
-        return _Events(self._events(), self.outputs)
+        return _Events(self._events(), self)
+
+    def end(self) -> None:
+        """Cancel requests that have not ended, and return tokens that were not generated."""
+        self.outputs.cancel()
+        prompt_tokens = sum(len(request.prompt) for request in self.outputs.requests)
+        self.charge.settle(prompt_tokens + self._num_tokens)
 
     async def _cancel_on_disconnect(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":

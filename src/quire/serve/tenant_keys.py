@@ -1,13 +1,21 @@
-"""API keys of tenants, from a TOML file.
+"""API keys and rate limits of tenants, from a TOML file.
 
-# tenants.toml: one key or a list of keys for each tenant
+# tenants.toml: one key or a list of keys for each tenant, or a table with keys and rate limits
 a = ["sk-a-2f0c77d1", "sk-a-9b2e4410"]
-b = "sk-b-51d09a3e"
+b = "sha256:9b31c0f2..."   # the SHA-256 digest of a key in hexadecimal digits
+
+[c]
+keys = "sk-c-51d09a3e"
+requests_per_minute = 60
+tokens_per_minute = 40000
 """
 
 import hashlib
+import hmac
+import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
@@ -17,15 +25,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.errors import ConfigError, UnknownName
 from quire.serve.errors import Unauthorized, error_response
+from quire.serve.rate_limits import RateLimit
 from quire.tenancy.tenants import TenantSpec, check_tenant_name
 
 LEAST_KEY_CHARACTERS = 8
+DIGEST_PREFIX = "sha256:"
+_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 
 
 class TenantKeys:
     """Maps the `Authorization` header of a request to its tenant.
 
-    Only digests of the keys are stored, so that the time of a lookup reveals nothing about a key.
+    Only digests of the keys are stored. They are compared in constant time, so that the time of a
+    lookup reveals nothing about a key.
 
     Args:
         keys: the keys of each tenant.
@@ -55,12 +67,18 @@ class TenantKeys:
             )
 
     def _add(self, tenant: str, key: str) -> None:
+        if key.startswith(DIGEST_PREFIX):
+            self._add_digest(tenant, _parsed_digest(tenant, key))
+            return
         if len(key) < LEAST_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
             raise ConfigError(
                 f"an API key of tenant {tenant!r}: expected at least {LEAST_KEY_CHARACTERS} "
                 f"printable ASCII characters, got {len(key)} characters"
             )
-        holder = self._tenants.setdefault(_digest(key), tenant)
+        self._add_digest(tenant, _digest(key))
+
+    def _add_digest(self, tenant: str, digest: bytes) -> None:
+        holder = self._tenants.setdefault(digest, tenant)
         if holder != tenant:
             raise ConfigError(f"tenants {holder!r} and {tenant!r} have the same API key")
 
@@ -83,7 +101,7 @@ class TenantKeys:
         """
         if self._tenants and authorization is not None:
             scheme, _, key = authorization.partition(" ")
-            tenant = self._tenants.get(_digest(key.strip()))
+            tenant = self._holder(_digest(key.strip()))
             if scheme.lower() != "bearer" or tenant is None:
                 raise Unauthorized("unknown API key")
             return tenant
@@ -91,13 +109,43 @@ class TenantKeys:
             raise Unauthorized("missing API key: send it as Authorization: Bearer KEY")
         return DEFAULT_TENANT
 
+    def _holder(self, digest: bytes) -> str | None:
+        """The tenant of a digest; every known digest is compared, whether one matches or not."""
+        found = None
+        for known, tenant in self._tenants.items():
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def _parsed_digest(tenant: str, text: str) -> bytes:
+    if _DIGEST.fullmatch(text) is None:
+        raise ConfigError(
+            f"an API key of tenant {tenant!r}: expected {DIGEST_PREFIX} and 64 hexadecimal digits, "
+            f"got {len(text) - len(DIGEST_PREFIX)} characters"
+        )
+    return bytes.fromhex(text.removeprefix(DIGEST_PREFIX))
+
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def read_tenant_keys(path: Path) -> dict[str, tuple[str, ...]]:
-    """Read the keys of each tenant from a TOML file.
+@dataclass(frozen=True, slots=True)
+class TenantFile:
+    """Contents of a file of tenants.
+
+    Attributes:
+        keys: API keys of each tenant.
+        rate_limits: limits of the tenants that have their own.
+    """
+
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
+
+
+def read_tenant_keys(path: Path) -> TenantFile:
+    """Read the keys and rate limits of each tenant from a TOML file.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has other contents.
@@ -108,7 +156,31 @@ def read_tenant_keys(path: Path) -> dict[str, tuple[str, ...]]:
         raise ConfigError(f"cannot read --tenant-keys {path}: {error.strerror}") from None
     except ValueError as error:  # invalid TOML or UTF-8
         raise ConfigError(f"--tenant-keys {path} is not a TOML file: {error}") from None
-    return {tenant: _keys_of(tenant, value) for tenant, value in table.items()}
+    entries = {tenant: _entry(tenant, value) for tenant, value in table.items()}
+    return TenantFile(
+        {tenant: keys for tenant, (keys, _) in entries.items()},
+        {tenant: limit for tenant, (_, limit) in entries.items() if limit is not None},
+    )
+
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute")
+
+
+def _entry(tenant: str, value: object) -> tuple[tuple[str, ...], RateLimit | None]:
+    """Keys and rate limit of one tenant."""
+    if not isinstance(value, dict):
+        return _keys_of(tenant, value), None
+    unknown = value.keys() - {"keys", *_LIMITS}
+    if unknown:
+        raise ConfigError(
+            f"tenant {tenant!r}: expected keys, {' and '.join(_LIMITS)}, got {min(unknown)!r}"
+        )
+    limits = {name: value[name] for name in _LIMITS if name in value}
+    try:
+        limit = RateLimit(**limits) if limits else None
+    except ConfigError as error:
+        raise ConfigError(f"tenant {tenant!r}: {error}") from None
+    return _keys_of(tenant, value.get("keys", [])), limit
 
 
 def _keys_of(tenant: str, value: object) -> tuple[str, ...]:
@@ -118,6 +190,14 @@ def _keys_of(tenant: str, value: object) -> tuple[str, ...]:
             f"tenant {tenant!r}: expected an API key or a list of API keys, as strings"
         )
     return tuple(keys)
+
+
+def with_default_keys(found: TenantFile, keys: tuple[str, ...]) -> TenantFile:
+    """Add API keys of the default tenant, from `--api-key` or the environment."""
+    if not keys:
+        return found
+    own = (*found.keys.get(DEFAULT_TENANT, ()), *keys)
+    return TenantFile({**found.keys, DEFAULT_TENANT: own}, found.rate_limits)
 
 
 # ---- key guard -----------------------------------------------------------------------------------

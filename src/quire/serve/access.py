@@ -1,0 +1,115 @@
+"""Request ids and the access log: the outermost ASGI middleware.
+
+Every response has the header `x-request-id`: the id that the client sent, or a new one. The access
+log has one line per request on standard error: no query string, no header, no body, and so no API
+key and no prompt.
+"""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADER = "x-request-id"
+
+QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+"""Paths of probes, which are logged only if they fail."""
+
+CLIENT_CLOSED = 499
+"""Status in the log if the client disconnected before the response began, as in nginx."""
+
+_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}", re.ASCII)
+_SERVER_ERROR = 500
+_MOST_PATH = 200
+
+logger = logging.getLogger("quire.access")
+
+
+class AccessLog:
+    """ASGI middleware that assigns request ids and writes the access log.
+
+    The id is stored in `request.state.request_id`.
+
+    Args:
+        app: the application.
+        writes: whether to write the access log.
+    """
+
+    def __init__(self, app: ASGIApp, *, writes: bool = True) -> None:
+        self._app, self._writes = app, writes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward the request; log it when its response has ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id = _request_id(scope)
+        sent = _Sent(send, request_id)
+        start_s = time.perf_counter()
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            if self._writes:
+                _log(scope, sent, time.perf_counter() - start_s)
+
+
+class _Sent:
+    """Adds the id to the response, and records its status and size."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self._request_id = send, request_id
+        self.status = CLIENT_CLOSED
+        self.num_bytes = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)[HEADER] = self._request_id
+        elif message["type"] == "http.response.body":
+            self.num_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's id if it is short and printable, else a new one."""
+    for name, value in scope["headers"]:
+        if name == HEADER.encode():
+            text: str = value.decode("latin-1")
+            if _ID.fullmatch(text):
+                return text
+    return uuid.uuid4().hex
+
+
+def _log(scope: Scope, sent: _Sent, seconds: float) -> None:
+    path = scope["path"]
+    if path in QUIET_PATHS and sent.status < _SERVER_ERROR:
+        return
+    state = scope["state"]
+    client = scope.get("client") or ("-", 0)
+    fields = {
+        "method": scope["method"],
+        "path": _shown(path),
+        "status": sent.status,
+        "seconds": round(seconds, 4),
+        "bytes": sent.num_bytes,
+        "client": client[0],
+        "tenant": state.get("tenant") or "-",
+        "request_id": state["request_id"],
+        "response_id": state.get("response_id", "-"),
+    }
+    logger.info(
+        "%(method)s %(path)s %(status)d in %(seconds).3f s, %(bytes)d B, client %(client)s, tenant "
+        "%(tenant)s, request %(request_id)s, response %(response_id)s",
+        fields,
+        extra={"fields": fields},
+    )
+
+
+def _shown(path: str) -> str:
+    """A path on one line: clients choose it."""
+    shown = path[:_MOST_PATH].encode("ascii", "backslashreplace").decode()
+    return "".join(letter if letter.isprintable() else "?" for letter in shown)

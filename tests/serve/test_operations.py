@@ -1,0 +1,350 @@
+"""Operation of the server: back-pressure, CORS, TLS, large headers, keep-alives and the end."""
+
+import asyncio
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from quire.api.queue_limit import QueueLimit
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.errors import ConfigError, QueueFull
+from quire.serve import streaming
+from quire.serve.app import create_app, uvicorn_config
+from quire.serve.banner import banner, concurrent_requests
+from quire.serve.config import ServerConfig
+from quire.serve.service import Service
+
+PATIENCE_S = 60.0
+LONG = {"prompt": [5] * 8, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+
+# ---- back-pressure -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["max_num_queued_reqs", "max_num_queued_tokens"])
+def test_full_queue_is_refused_with_a_time_to_wait(serve, llm, option):
+    async def main(client):
+        many = [client.post("/v1/completions", json=LONG) for _ in range(40)]
+        return await asyncio.gather(*many)
+
+    responses = serve(main, **{option: 1})
+
+    refused = [r for r in responses if r.status_code == 503]
+    assert refused
+    assert all(1 <= int(r.headers["retry-after"]) <= 60 for r in refused)
+    assert (
+        "are waiting" in refused[0].json()["error"]["message"]
+        or "waiting requests" in (refused[0].json()["error"]["message"])
+    )
+    assert {r.status_code for r in responses} == {200, 503}
+
+
+def test_retry_time_follows_the_rate(llm):
+    request = GenerationRequest([5] * 4, SamplingParams(max_tokens=1))
+    ids = [llm.engine.submit(request) for _ in range(6)]
+    try:
+        limit = QueueLimit(requests=6)
+        for rate, wait_s in ((0.0, 60.0), (2.0, 3.0), (600.0, 1.0)):
+            with pytest.raises(QueueFull) as refused:
+                limit.check(llm.engine, rate)
+            assert refused.value.retry_after_s == wait_s
+        QueueLimit(requests=7, tokens=25).check(llm.engine, 0.0)
+        with pytest.raises(QueueFull, match="have 24 tokens"):
+            QueueLimit(tokens=24).check(llm.engine, 0.0)
+    finally:
+        for request_id in ids:
+            llm.engine.cancel(request_id)
+        while llm.engine.has_work:
+            llm.engine.step()
+
+
+# ---- web pages -----------------------------------------------------------------------------------
+
+PREFLIGHT = {
+    "origin": "https://chat.example",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+def test_preflight_of_an_allowed_origin_needs_no_key(serve):
+    from quire.serve.tenant_keys import TenantKeys
+
+    keys = TenantKeys({"a": ("sk-a-2f0c77d1",)})
+    response = serve(
+        lambda client: client.options("/v1/completions", headers=PREFLIGHT),
+        tenant_keys=keys,
+        allowed_origins=("https://chat.example",),
+    )
+
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_other_origins_get_no_permission(serve):
+    for options in ({}, {"allowed_origins": ("https://other.example",)}):
+        response = serve(
+            lambda client: client.get("/version", headers={"origin": "https://chat.example"}),
+            **options,
+        )
+        assert "access-control-allow-origin" not in response.headers
+
+
+def test_credentials_of_all_origins_are_refused():
+    with pytest.raises(ConfigError, match="allow-credentials"):
+        ServerConfig(allowed_origins=("*",), allow_credentials=True)
+
+
+# ---- tls -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    command = [
+        *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+        *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+        *("-keyout", folder / "key.pem", "-out", folder / "cert.pem"),
+    ]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    return folder
+
+
+def test_tls_files_are_checked_before_the_start(llm, tmp_path):
+    config = ServerConfig(ssl_certfile=str(tmp_path / "none.pem"))
+
+    with pytest.raises(ConfigError, match=r"cannot use --ssl-certfile .*none\.pem"):
+        uvicorn_config(create_app(llm, config), config)
+    with pytest.raises(ConfigError, match="expected --ssl-certfile with"):
+        ServerConfig(ssl_keyfile="key.pem")
+
+
+# ---- a server in its own process -----------------------------------------------------------------
+
+SERVER = """
+import json, sys, threading, time
+import torch
+from quire.api.llm import LLM
+from quire.cli.main import app
+from quire.config.kv_config import KVConfig
+from quire.serve.app import run_server
+from quire.serve.config import ServerConfig
+from quire.serve.connection import bind
+from quire.errors import EngineDead
+options = json.loads(sys.argv[1])
+dies, memory = options.pop("dies", False), options.pop("memory", "4MiB")
+torch.set_num_threads(1)
+llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory=memory), verify=False)
+if dies:
+    steps, step = 0, llm.engine.step
+    def failing():
+        global steps
+        steps += 1
+        if steps > 20:
+            raise RuntimeError("a broken kernel")
+        return step()
+    llm.engine.step = failing
+try:
+    run_server(llm, bind("127.0.0.1", 0), ServerConfig(**options))
+except EngineDead as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+class Server:
+    """A server process; `url` is its address without /v1."""
+
+    def __init__(self, **options):
+        import json
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines = []
+        while not self.lines or not self.lines[-1].startswith("Serving "):
+            line = self.process.stdout.readline()
+            assert line, self.process.stderr.read()
+            self.lines.append(line)
+        self.url = self.lines[-1].split()[-1].removesuffix("/v1")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+def test_dead_engine_ends_the_process_with_an_error():
+    body = LONG | {"prompt": "Once upon a time", "max_tokens": 400}
+    with Server(dies=True) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        health = httpx.get(f"{server.url}/health").status_code
+        code = server.process.wait(PATIENCE_S)
+        log = server.process.stderr.read()
+
+    assert answer.status_code == 503
+    assert "a broken kernel" in answer.json()["error"]["message"]
+    assert health == 503
+    assert code == 2
+    assert "the server shuts down with an error" in log
+
+
+def test_second_signal_ends_open_requests():
+    body = LONG | {"max_tokens": 1900, "stream": True}
+    with (
+        Server(shutdown_timeout=600.0, memory="32MiB") as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as got,
+    ):
+        assert got.status_code == 200
+        lines = got.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        code = server.process.wait(PATIENCE_S)
+
+    assert code == -signal.SIGTERM
+
+
+def test_requests_over_the_shutdown_timeout_are_ended():
+    body = LONG | {"max_tokens": 1900, "stream": True}
+    with (
+        Server(shutdown_timeout=0.0, memory="32MiB") as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as got,
+    ):
+        next(got.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        code = server.process.wait(PATIENCE_S)
+
+    assert code == -signal.SIGTERM
+
+
+def test_tls_serves_https(certificate):
+    files = {"ssl_certfile": f"{certificate}/cert.pem", "ssl_keyfile": f"{certificate}/key.pem"}
+    with Server(**files, log_format="json") as server:
+        context = ssl.create_default_context(cafile=f"{certificate}/cert.pem")
+        answer = httpx.get(f"{server.url}/version", verify=context)
+
+    assert server.url.startswith("https://")
+    assert answer.status_code == 200
+
+
+def test_start_names_model_memory_and_concurrency():
+    with Server() as server:
+        text = "".join(server.lines)
+
+    assert "Model: quire-tiny, float32 on cpu" in text
+    assert "KV memory: 4,194,304 B (4.00 MiB), 256 pages of 16,384 B, float32" in text
+    assert "Maximum concurrent requests: 1 of 512 tokens, 0 of 2,048 tokens" in text
+
+
+def test_headers_over_the_limit_are_refused_as_json():
+    with Server() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        whole = httpx.get(f"{server.url}/version", headers={"x": "a" * 70_000})
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
+            client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nx: " + b"a" * 70_000)
+            parts = received(client)
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
+            client.sendall(b"this is not HTTP\r\n\r\n")
+            wrong = received(client)
+
+    assert whole.status_code == 431
+    assert whole.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
+    assert parts.startswith("HTTP/1.1 431 ")
+    assert '"code":431' in parts
+    assert wrong.startswith("HTTP/1.1 400 ")
+    assert '"code":400' in wrong
+
+
+def received(client):
+    """Everything that the server sends until it closes the connection."""
+    parts = []
+    while parts == [] or parts[-1]:
+        parts.append(client.recv(65_536))
+    return b"".join(parts).decode()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- in process ----------------------------------------------------------------------------------
+
+
+def test_banner_counts_requests_that_fit(llm):
+    service = Service(llm, ServerConfig())
+
+    assert "attention " in banner(service)
+    tokens = 100
+    held = [concurrent_requests(llm, tokens), concurrent_requests(llm, 2 * tokens)]
+    assert held[0] >= 2 * held[1] > 0
+    assert concurrent_requests(llm, 100_000) == 0
+
+
+def test_quiet_stream_gets_comments():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def main():
+        alive = streaming._KeptAlive(send, 0.01)
+        await alive({"type": "http.response.start"})
+        while len(sent) < 3:
+            await asyncio.sleep(0.005)
+        await alive({"type": "http.response.body", "body": b"end", "more_body": False})
+        number = len(sent)
+        await asyncio.sleep(0.05)
+        return number
+
+    number = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+    assert sent[1]["body"] == sent[2]["body"] == b": keep-alive\n\n"
+    assert sent[-1]["body"] == b"end"
+    assert len(sent) == number
+
+
+def test_comments_can_be_turned_off():
+    async def main():
+        alive = streaming._KeptAlive(lambda _: asyncio.sleep(0), 0.0)
+        await alive({"type": "http.response.start"})
+        return alive._task
+
+    assert asyncio.run(main()) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"requests_per_minute": 0},
+        {"max_num_queued_reqs": -1},
+        {"shutdown_timeout": -1.0},
+        {"sse_keep_alive_interval": float("inf")},
+        {"allowed_origins": "https://chat.example"},
+        {"log_format": "xml"},
+    ],
+)
+def test_invalid_options_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options)).replace("_", ".")):
+        ServerConfig(**options)

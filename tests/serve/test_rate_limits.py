@@ -1,0 +1,186 @@
+"""Rate limits: arithmetic of the buckets, headers, and requests over HTTP."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, RequestError
+from quire.serve import rate_limits
+from quire.serve.rate_limits import RateLimit, RateLimited, RateLimits
+from quire.serve.tenant_keys import TenantKeys
+
+KEY_A, KEY_B = "sk-a-2f0c77d1", "sk-b-51d09a3e"
+BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def limits_of(clock=None, **limits):
+    return RateLimits(RateLimit(**limits), clock=clock or Clock())
+
+
+def test_without_limits_nothing_is_charged():
+    charge = limits_of().charge("a", requests=10**6, tokens=10**9)
+
+    assert charge.headers == {}
+
+
+def test_bucket_refills_continuously():
+    clock = Clock()
+    limits = limits_of(clock, requests_per_minute=2)
+    for _ in range(2):
+        limits.charge("a", requests=1, tokens=5)
+    with pytest.raises(RateLimited, match="2 requests per minute, of which 0 are left") as refused:
+        limits.charge("a", requests=1, tokens=5)
+    assert refused.value.retry_after_s == pytest.approx(30)
+    assert refused.value.headers["Retry-After"] == "30"
+
+    clock.now_s += 30
+    limits.charge("a", requests=1, tokens=5)
+
+
+def test_tenants_have_separate_buckets():
+    limits = RateLimits(
+        RateLimit(requests_per_minute=1), {"b": RateLimit(requests_per_minute=2)}, Clock()
+    )
+    limits.charge("a", requests=1, tokens=0)
+    limits.charge("b", requests=2, tokens=0)
+
+    for tenant in ("a", "b"):
+        with pytest.raises(RateLimited):
+            limits.charge(tenant, requests=1, tokens=0)
+
+
+def test_refused_request_is_not_charged():
+    limits = limits_of(requests_per_minute=5, tokens_per_minute=100)
+    limits.charge("a", requests=1, tokens=90)
+    with pytest.raises(RateLimited, match="tokens per minute, of which 10 are left"):
+        limits.charge("a", requests=1, tokens=20)
+
+    headers = limits.charge("a", requests=1, tokens=10).headers
+    assert headers["x-ratelimit-remaining-requests"] == "3"
+    assert headers["x-ratelimit-remaining-tokens"] == "0"
+    assert headers["x-ratelimit-reset-tokens"] == "1m0s"
+
+
+def test_unused_tokens_are_returned_once():
+    limits = limits_of(tokens_per_minute=100)
+    charge = limits.charge("a", requests=1, tokens=100)
+    charge.settle(40)
+    charge.settle(0)
+
+    headers = limits.charge("a", requests=1, tokens=60).headers
+    assert headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [({"requests": 3, "tokens": 1}, "prompt"), ({"requests": 1, "tokens": 11}, "max_tokens")],
+)
+def test_more_than_a_minute_is_an_invalid_request(options, param):
+    limits = limits_of(requests_per_minute=2, tokens_per_minute=10)
+
+    with pytest.raises(RequestError, match="the rate limit is") as refused:
+        limits.charge("a", **options)
+    assert refused.value.param == param
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.integers(0, 60), st.integers(0, 60)), max_size=60))
+def test_a_tenant_never_gets_more_than_the_limit_and_one_burst(steps):
+    clock = Clock()
+    limits, limit, used = limits_of(clock, tokens_per_minute=60), 60, 0
+    for pause_s, tokens, really_used in steps:
+        clock.now_s += pause_s
+        try:
+            charge = limits.charge("a", requests=1, tokens=tokens)
+        except RateLimited:
+            continue
+        charge.settle(min(tokens, really_used))
+        used += min(tokens, really_used)
+    assert used <= limit + limit * (clock.now_s - 100) / 60 + 1e-6
+
+
+def test_buckets_are_bounded(monkeypatch):
+    monkeypatch.setattr(rate_limits, "MOST_TENANTS", 4)
+    limits = limits_of(requests_per_minute=1)
+    for number in range(100):
+        limits.charge(f"t{number}", requests=1, tokens=0)
+
+    assert len(limits._buckets) <= 8
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "5", 10**13])
+def test_invalid_limits_are_refused(value):
+    with pytest.raises(ConfigError, match="requests_per_minute"):
+        RateLimit(requests_per_minute=value)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0004, "1ms"), (0.5, "500ms"), (7.46, "7.5s"), (90.0, "1m30s")]
+)
+def test_durations_have_the_format_of_openai(seconds, text):
+    assert rate_limits._duration(seconds) == text
+
+
+def test_server_refuses_with_429_and_headers(serve):
+    async def main(client):
+        return [await client.post("/v1/completions", json=BODY) for _ in range(3)]
+
+    first, second, third = serve(main, requests_per_minute=2)
+
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert second.headers["x-ratelimit-remaining-requests"] == "0"
+    assert third.status_code == 429
+    assert third.json()["error"]["type"] == "RateLimitError"
+    assert 1 <= int(third.headers["retry-after"]) <= 30
+
+
+def test_server_returns_tokens_that_were_not_generated(serve):
+    async def main(client):
+        few = BODY | {"max_tokens": 50, "allowed_token_ids": [9], "stop_token_ids": [9]}
+        await client.post("/v1/completions", json=few)
+        return await client.post("/v1/completions", json=BODY)
+
+    response = serve(main, tokens_per_minute=100)
+
+    # the first request used its prompt and one token
+    assert response.headers["x-ratelimit-remaining-tokens"] == str(100 - (4 + 1) - (4 + 6))
+
+
+def test_refused_request_returns_its_charge(serve):
+    async def main(client):
+        refused = await client.post("/v1/completions", json=BODY | {"prompt": [10**6] * 4})
+        return refused, await client.post("/v1/completions", json=BODY)
+
+    refused, response = serve(main, tokens_per_minute=100)
+
+    assert refused.status_code == 400
+    assert response.headers["x-ratelimit-remaining-tokens"] == "90"
+
+
+def test_stream_has_the_headers(serve):
+    response = serve(
+        lambda client: client.post("/v1/completions", json=BODY | {"stream": True}),
+        tokens_per_minute=100,
+    )
+
+    assert response.headers["x-ratelimit-limit-tokens"] == "100"
+
+
+def test_limits_apply_to_the_tenant_of_the_key(serve):
+    keys = TenantKeys({"a": (KEY_A,), "b": (KEY_B,)})
+
+    async def main(client):
+        found = []
+        for key in (KEY_A, KEY_A, KEY_B):
+            headers = {"authorization": f"Bearer {key}"}
+            found.append(await client.post("/v1/completions", json=BODY, headers=headers))
+        return [response.status_code for response in found]
+
+    assert serve(main, tenant_keys=keys, requests_per_minute=1) == [200, 429, 200]
