@@ -119,14 +119,19 @@ def test_retry_failed_runs_only_the_failed_lines(batch):
     options = ("--kv-memory", "512KiB", "--json")
     repeated, _ = batch(None, *options)
     assert repeated.exit_code == 1  # no line was retried
-    assert last_json(repeated)["claims"]["requests_completed"] == 0
+    claims = last_json(repeated)["claims"]
+    assert (claims["requests_completed"], claims["requests_with_errors"]) == (0, 0)
+    assert claims["requests_completed_before"] == 3
+    assert claims["requests_with_errors_before"] == 2
 
     retried, _ = batch(None, "--retry-failed", *options)
     records = {record["line"]: record for record in read_records(target)}
     assert retried.exit_code == 1
     assert "error records: 1 of 5 lines" in retried.stderr
-    assert last_json(retried)["claims"]["requests_completed"] == 2
-    assert last_json(retried)["claims"]["requests_completed_before"] == 3
+    claims = last_json(retried)["claims"]
+    assert (claims["requests_completed"], claims["requests_with_errors"]) == (1, 1)
+    assert claims["requests_completed_before"] == 3
+    assert claims["requests_with_errors_before"] == 0
     assert records[4]["error"] is None
     assert "not JSON" in records[5]["error"]
     assert read_records(target)[:3] == succeeded
@@ -371,7 +376,7 @@ def test_last_line_is_the_json_envelope(batch):
 
     report = last_json(result)
     assert report["name"] == "batch"
-    assert report["claims"]["requests_completed"] == 4
+    assert report["claims"]["requests_completed"] == 3
     assert report["claims"]["requests_with_errors"] == 1
     assert report["arms"]["finish_reasons"]["error"] == 1
     assert {"config", "commit", "versions", "hardware", "seconds"} <= report.keys()

@@ -82,6 +82,18 @@ def test_garbage_collection_resumes_after_imports():
     assert gc.isenabled()
 
 
+def test_imported_modules_are_excluded_from_later_collections(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(sys.modules)))
+    with fast_imports():
+        pass
+    assert not frozen  # nothing was imported: other objects stay collectable
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with fast_imports():
+        sys.modules["this"] = gc
+    assert len(frozen) == 1
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("codecs",)])
 def test_help_and_codecs_import_no_large_library(arguments):
     code = (

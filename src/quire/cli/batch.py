@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _SEED_BITS = 62
 _LABELS = {
     "requests_completed_before": ("completed in earlier runs", "requests"),
+    "requests_with_errors_before": ("failed in earlier runs", "requests"),
     "requests_completed": ("completed in this run", "requests"),
     "requests_with_errors": ("failed in this run", "requests"),
     "prompt_tokens": ("prompt", "tokens"),
@@ -109,9 +110,14 @@ def batch(  # noqa: PLR0913 - one parameter per option
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.completed)
+        failed = len(output.failed)  # in earlier runs; the run adds its own
+        before = {
+            "requests_completed_before": len(output.completed) - failed,
+            "requests_with_errors_before": failed,
+        }
         with watching(kv_events if left else None) as watch:
             result = _run(settings, task, output, left, watch)
-            claims = {"requests_completed_before": survey.requests - left} | _claims(result)
+            claims = before | _claims(result)
             _show(target, claims)
             if as_json:
                 arms = {"finish_reasons": result.tally.finish_reasons}
@@ -261,7 +267,7 @@ def _run(
 def _claims(result: _Result) -> dict[str, int | float]:
     tally, stats = result.tally, result.stats
     claims: dict[str, int | float] = {
-        "requests_completed": tally.completed,
+        "requests_completed": tally.completed - tally.errors,
         "requests_with_errors": tally.errors,
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,

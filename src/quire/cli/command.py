@@ -43,6 +43,12 @@ class QuireCommand(TyperCommand):
             error.ctx, error.cmd = ctx, self  # not set in the error of an option without its value
             raise
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help; the formatter of click is not used."""
+        from quire.cli.help_view import show_help  # imports rich
+
+        show_help(self, ctx)
+
     def _refuse_model_option(self, ctx: Any, args: list[str]) -> None:
         declared = {name for parameter in self.params for name in parameter.opts}
         if not any(parameter.name == "model" for parameter in self._arguments()):

@@ -50,7 +50,7 @@ class ModelConfig:
         "auto", help="dtype of the weights; auto: as stored in the checkpoint", common=True
     )
     device: str = option(
-        "auto", help="auto (CUDA if available, else CPU), cpu, cuda or cuda:N", common=True
+        "auto", help="device: cpu, cuda, cuda:N, or auto (CUDA if available, else CPU)", common=True
     )
     trust_remote_code: bool = option(False, help="allow Python code from the model folder")
     verify: bool = option(
