@@ -23,11 +23,11 @@ HELP_COLUMNS = "100"
 CLI_INTRODUCTION = """# Commands
 
 `--help` of a command shows its common options, `--help-all` those below. The model is the first
-argument of every command that takes one. `quire --install-completion` installs completion for
-the current shell (bash, zsh, fish, PowerShell): commands, options, policies, codecs, choices and
-model folders; start a new shell to use it. Colours are for terminals only; `NO_COLOR=1` turns
-them off. With `--json` standard output is one line of JSON, and texts go to standard
-error.
+argument of every command that takes one. `quire --install-completion` installs completion of
+commands, options, policies, codecs, choices and model folders for the current shell (bash, zsh,
+fish, PowerShell). Start a new shell to use it. Output is coloured on terminals only; `NO_COLOR=1`
+turns colours off. With `--json`, standard output is one line of JSON, and other texts are written
+to standard error.
 """
 FLOORS = (
     *("cli", "serve", "hf", "evals", "profile", "api", "sim", "engine", "offload", "eviction"),

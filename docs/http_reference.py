@@ -30,10 +30,10 @@ COMMON = "Fields of completions and chats"
 
 MEANINGS = {
     "model": "the served name, as in `GET /v1/models`; another name gets status 404",
-    "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids; the "
-    "response has `n` choices for each prompt",
-    "messages": "messages with `role` and `content` (a text, or a list of text parts); other "
-    "fields of a message are given to the chat template",
+    "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids; "
+    "the response has `n` choices for each prompt",
+    "messages": "messages with `role` and `content` (a string, or a list of text parts); other "
+    "fields of a message are passed to the chat template",
     "max_tokens": "maximum tokens to generate. Default: 16 for completions, the rest of "
     "the context for chats",
     "temperature": "divides the logits; 0 (or below 1e-5) is greedy. Default: the model's, else 1",
@@ -45,8 +45,8 @@ MEANINGS = {
     "do_sample": "false is `temperature` 0",
     "reasoning_effort": "a variable of the chat template if the template uses it; else ignored",
     "echo": "put the prompt before the output, and its log-probabilities too. Default: false",
-    "add_special_tokens": "add the tokenizer's special tokens to a text. Default: true",
-    "add_generation_prompt": "end the chat with the start of an answer. Default: true",
+    "add_special_tokens": "add the tokenizer's special tokens to a prompt. Default: true",
+    "add_generation_prompt": "append the start of the assistant's message. Default: true",
     "chat_template_kwargs": "variables of the chat template",
     "return_token_strs": "also return the text of each token. Default: false",
     "tokens": "token ids",
@@ -54,8 +54,10 @@ MEANINGS = {
     "continuous_usage_stats": "send the `usage` so far in every chunk. Default: false",
     "include_obfuscation": "ignored",
     "top_logprobs": "number of most likely tokens for each output token; needs `logprobs`",
+    "CompletionBody.logprobs": "number of most likely tokens to report for each output token; 0: "
+    "only the output token itself",
     "ChatBody.logprobs": "return the log-probability of each output token. Default: false",
-    "TokenizeBody.prompt": "a text; give either this or `messages`",
+    "TokenizeBody.prompt": "a string; set either this or `messages`",
 }
 """Meanings that differ from the docstrings of the configs, or are missing, by name or BODY.name."""
 
@@ -65,11 +67,11 @@ RESPONSES = """## Responses
 
 | field | meaning |
 | --- | --- |
-| `choices[].stop_reason` | the stop text or stop token that ended the output; null for others |
+| `choices[].stop_reason` | the stop string or stop token that ended the output; otherwise null |
 | `usage.kv_peak_bytes` | largest number of KV bytes of the request, summed over its prompts |
 | `usage.evicted_tokens` | tokens evicted from the request's KV |
 | `usage.prompt_tokens_details.cached_tokens` | tokens of the prompt taken from the prefix cache |
-| `metadata` | the texts of the request's `metadata` |
+| `metadata` | the `metadata` of the request |
 
 ## Headers
 
@@ -152,8 +154,8 @@ def _sentence(text: str) -> str:
     return text.strip().removesuffix(".").replace("; None:", "; unset:").replace("None:", "Unset:")
 
 
-_SHAPES = {"prompt": "text, list", "tokens": "list of int"}
-_NAMES = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
+_SHAPES = {"prompt": "string, list", "tokens": "list of int"}
+_NAMES = {"integer": "int", "number": "float", "boolean": "bool"}
 
 
 def _type(name: str, field: JSON) -> str:

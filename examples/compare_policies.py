@@ -1,8 +1,8 @@
 """Compare eviction rules by answers and KV bytes, and draw the result.
 
-Each rule answers the same questions about key-value pairs, with a cap on the tokens of each KV
-head, while the prompt is computed and afterwards. The picture shows the exact answers over the peak
-of a request's KV bytes.
+The prompts list key-value pairs and ask for one value; all rules get the same prompts. Each rule
+has a cap on the tokens of each KV head, during prefill and decoding. The picture shows the fraction
+of exact answers over the mean peak of a request's KV bytes.
 
     python examples/compare_policies.py [PICTURE]  # pip install "quire-llm[report]"
 """

@@ -2,8 +2,8 @@
 
 A press scores the keys and values of one layer, as tensors [batch, KV heads, tokens, head_dim]. A
 rule scores all layers of a sequence, as [layers * KV heads, tokens, head_dim]. So a press that
-needs neither hidden states nor attention weights is called once for each layer. The press below is
-written here; with kvpress installed, `KnormPress` or `KeyDiffPress` can take its place.
+needs neither hidden states nor attention weights is called once for each layer. This example
+defines its own press. With kvpress installed, use `KnormPress` or `KeyDiffPress` instead.
 
     python examples/kvpress_port.py
 """

@@ -1,6 +1,6 @@
 """Run a file of requests in the format of OpenAI's Batch API with `quire batch`.
 
-A run that is interrupted continues where it stopped: lines that have a record are skipped.
+An interrupted run can be started again: lines that have a record are skipped.
 
     python examples/offline_batch.py [FOLDER]
 """

@@ -1,6 +1,6 @@
-"""How many requests of a model fit into a KV memory, by codec and by tokens that are retained.
+"""Compute how many requests fit into a KV memory, by codec and by fraction of retained tokens.
 
-The model is not loaded: its `config.json` suffices.
+The model is not loaded; only its `config.json` is read.
 
     python examples/plan_memory.py [MODEL] [KV_MEMORY] [TOKENS]
 """

@@ -1,6 +1,6 @@
 """An eviction rule in one file, run in the engine with its memory freed.
 
-The rule retains the tokens whose values are longest, and never those at the start and at the end.
+The rule retains the tokens at the start, the newest tokens, and those with the longest values.
 
     python examples/policy_in_one_file.py
 """

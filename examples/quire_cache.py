@@ -1,4 +1,4 @@
-"""Eviction inside `model.generate` of Transformers, with the memory of evicted tokens freed.
+"""Evict tokens inside `model.generate` of Transformers, and free their memory.
 
 python examples/quire_cache.py
 """

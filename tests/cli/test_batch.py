@@ -480,4 +480,4 @@ def test_records_include_the_metadata_of_their_lines(batch):
     assert result.exit_code == 1  # one line is refused
     assert plain["metadata"] == openai["response"]["body"]["metadata"] == metadata
     assert "metadata" not in without
-    assert "expected metadata of texts" in bad["error"]
+    assert "expected metadata with string values" in bad["error"]

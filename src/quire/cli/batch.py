@@ -85,7 +85,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
     kv_events: KVEventsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a file of requests, each exactly once.
+    """Run a file of requests and write one record for each.
 
     A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
     sampling options. A line with a cache_salt shares KV only with lines of the same cache_salt. An

@@ -37,7 +37,7 @@ def calibrate(
     kv_codec: Annotated[
         str,
         typer.Option(
-            help="KV codecs, as in --kv-codec, separated by semicolons; codecs without constants "
+            help="Codecs as for quire serve, separated by semicolons; codecs without constants "
             "are measured for comparison."
         ),
     ] = "int4; int4:equalise=1; int8_channel; kvquant4",

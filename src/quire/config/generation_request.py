@@ -34,7 +34,7 @@ class GenerationRequest:
         cache_salt: only requests of the same tenant and salt share cached prefixes.
         evict: eviction policy, such as "h2o:cap=512"; default: `KVConfig.evict`.
         record_evictions: record which tokens are evicted; default: `KVConfig.record_evictions`.
-        metadata: the client's own texts, repeated in the output and in responses: at most 16 pairs,
+        metadata: strings of the client, repeated in the output and in responses: at most 16 pairs,
             names up to 64 characters, values up to 512, as in OpenAI's API.
     """
 
@@ -142,7 +142,7 @@ def _checked_metadata(metadata: Mapping[object, object]) -> dict[str, str]:
     for name, value in metadata.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise RequestError(
-                f"expected metadata of texts, got {name!r}: {value!r}", param="metadata"
+                f"expected metadata with string values, got {name!r}: {value!r}", param="metadata"
             )
         if len(name) > _MOST_NAME or len(value) > _MOST_VALUE:
             raise RequestError(

@@ -49,9 +49,9 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be generated; None: all.
         bad_token_ids: banned sequences. A sequence of one id bans the token. A longer one bans its
             last id when prompt and output end with the ids before it.
-        stop: stop texts, which end the output; one string or a list.
+        stop: stop strings, which end the output; one string or a list.
         stop_token_ids: tokens that end the output, in addition to the end-of-sequence tokens.
-        include_stop_str_in_output: include the stop text (or the stop token's text) in the output.
+        include_stop_str_in_output: include the stop string (or the text of the stop token).
         ignore_eos: do not end the output at end-of-sequence tokens.
         logprobs: number of most likely tokens to report for each output token; 0: only the output
             token itself. At most the size of the vocabulary; each costs memory in the output.

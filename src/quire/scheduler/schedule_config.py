@@ -88,7 +88,7 @@ class ScheduleConfig:
     tenants: str = option(
         "",
         help="tenants that share the KV memory and the steps, such as "
-        "'a:weight=2,guaranteed=64MiB,burst=32MiB; b'; unset: every tenant has the same weight",
+        "'a:weight=2; b:guaranteed=64MiB'; unset: every tenant has the same weight",
     )
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ def test_metadata_is_copied(engine):
     ("given", "message"),
     [
         (7, "expected metadata to be a dictionary, got 7"),
-        ({"n": 1}, "expected metadata of texts, got 'n': 1"),
+        ({"n": 1}, "expected metadata with string values, got 'n': 1"),
         ({str(i): "" for i in range(17)}, "16 pairs at most, got 17"),
         ({"n" * 65: ""}, "names of 64 and values of 512 characters at most, got 65 and 0"),
         ({"n": "v" * 513}, "got 1 and 513"),
