@@ -11,6 +11,7 @@ from rich.console import Console
 from quire.api.llm import LLM
 from quire.cli import doctor as doctor_module
 from quire.cli.demo_live import bar_of, request_rows
+from quire.cli.demo_picture import draw, ticks
 from quire.cli.demo_work import NUM_QUESTIONS, demo_prompts, questions
 from quire.cli.exactness import Exactness, compare_with_generate
 from quire.config.kv_config import KVConfig
@@ -215,3 +216,22 @@ def test_gate_refuses_an_eviction_policy(quire):
 
     assert result.exit_code == 2
     assert "--evict" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("highest", "expected"),
+    [
+        (8.3, [0, 2, 4, 6, 8, 10]),
+        (53, [0, 10, 20, 30, 40, 50, 60]),
+        (3, [0, 1, 2, 3]),
+        (0.4, [0, 0.1, 0.2, 0.3, 0.4]),
+    ],
+)
+def test_axes_of_the_picture_have_round_labels(highest, expected):
+    assert ticks(highest) == pytest.approx(expected)
+
+
+def test_picture_labels_both_axes_with_units():
+    labels = list(ElementTree.fromstring(draw("title", {"a": [(0.5, 2), (1.7, 1)]})).itertext())
+
+    assert {"running requests", "time (s)", "a", "0.5", "1.5", "3"} <= set(labels)

@@ -62,7 +62,8 @@ class LivePages:
             f"{self._title}: {done} of {self._total} requests done, {stats.num_running} running, "
             f"{stats.num_waiting} waiting\n"
             f"{speed:,.0f} tokens/s, {format_size(stats.kv_held_bytes)} of "
-            f"{format_size(stats.kv_total_bytes)} of KV memory\n"
+            f"{format_size(stats.kv_total_bytes)} of KV memory; one █ is "
+            f"{format_size(self._cell_bytes)}\n"
         )
         rows = max(1, self._console.height - _HEADER_LINES)
         requests = request_rows(stats.requests, rows, self._cell_bytes, self._console.width)

@@ -1,5 +1,6 @@
 """The picture of `quire demo`: running requests over time in the same KV memory, as SVG."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -9,7 +10,7 @@ Samples = Sequence[tuple[float, int]]
 WIDTH, HEIGHT = 720, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 220, 48, 44
 _COLOURS = ("#6b7280", "#1d4ed8", "#1a7f5a", "#b45309")
-_TICKS = 4
+_LEAST_TICKS, _ROUND = 3, (1, 2, 5, 10)
 
 
 def draw(title: str, series: Mapping[str, Samples]) -> str:
@@ -21,37 +22,48 @@ def draw(title: str, series: Mapping[str, Samples]) -> str:
     """
     last_s = max((samples[-1][0] for samples in series.values() if samples), default=1.0)
     most = max((count for samples in series.values() for _, count in samples), default=1)
+    times = ticks(last_s)
+    counts = ticks(max(most, _LEAST_TICKS))  # steps of whole requests
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(_LEFT, 24, title, size=14),
-        _text(_LEFT, HEIGHT - 8, "seconds"),
-        _text(8, _TOP - 8, "running requests"),
-        *_grid(last_s, most),
+        _text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 8, "time (s)", anchor="middle"),
+        _text(8, _TOP - 10, "running requests"),
+        *_grid(times, counts),
     ]
     for index, (name, samples) in enumerate(series.items()):
         colour = _COLOURS[index % len(_COLOURS)]
-        parts.append(_line(samples, last_s, most, colour))
+        parts.append(_line(samples, times[-1], counts[-1], colour))
         parts.append(_text(WIDTH - _RIGHT + 12, _TOP + 14 + 20 * index, name, colour=colour))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _grid(last_s: float, most: int) -> list[str]:
-    """Axes with round labels."""
+def ticks(highest: int | float) -> list[float]:
+    """Round values from 0 to the first one that is not below `highest`, three or more steps."""
+    exact = max(highest, 1e-9) / _LEAST_TICKS
+    power = 10.0 ** math.floor(math.log10(exact))
+    step = power * max(factor for factor in _ROUND if factor * power <= exact)
+    return [step * index for index in range(math.ceil(highest / step - 1e-9) + 1)]
+
+
+def _grid(times: Sequence[float], counts: Sequence[float]) -> list[str]:
+    """A line for each number of requests, and the labels of both axes."""
     parts = []
-    for tick in range(_TICKS + 1):
-        share = tick / _TICKS
-        y, x = _y(share), _x(share)
+    for count in counts:
+        y = _y(count / counts[-1])
         parts.append(
             f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}" stroke="#e5e7eb"/>'
         )
-        parts.append(_text(_LEFT - 8, y + 4, f"{share * most:.0f}", anchor="end"))
-        parts.append(_text(x, HEIGHT - _BOTTOM + 16, f"{share * last_s:.1f}", anchor="middle"))
+        parts.append(_text(_LEFT - 8, y + 4, f"{count:g}", anchor="end"))
+    for second in times:
+        x = _x(second / times[-1])
+        parts.append(_text(x, HEIGHT - _BOTTOM + 16, f"{second:g}", anchor="middle"))
     return parts
 
 
-def _line(samples: Samples, last_s: float, most: int, colour: str) -> str:
+def _line(samples: Samples, last_s: float, most: float, colour: str) -> str:
     points = " ".join(
         f"{_x(second / last_s):.1f},{_y(count / most):.1f}" for second, count in samples
     )

@@ -32,7 +32,7 @@ def show_comparison(variants: Sequence[Variant], claims: Mapping[str, int | floa
     total = _size(claims["kv_total_bytes"])
     table = Table(title=f"The same prompts in the same {total} of KV memory", title_justify="left")
     table.add_column("KV memory", overflow="fold")
-    for column in ("concurrent requests", "output tokens/s", "peak KV", "records right"):
+    for column in ("peak running requests", "output tokens/s", "peak KV", "records retrieved"):
         table.add_column(column, justify="right", overflow="fold")
     table.add_column("outputs as with full KV", justify="right", overflow="fold")
     for variant in variants:
