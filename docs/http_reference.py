@@ -95,7 +95,7 @@ def http(texts: Mapping[str, str]) -> str:
     tables = {title: _fields(body, schemas[body], texts) for body, title in BODIES.items()}
     for title, rows in _with_common_table(tables).items():
         parts.append(f"\n## {title}\n\n" + _table(("field", "type", "meaning"), rows))
-    parts.append("\n" + _events(described))
+    parts.append("\n" + _queries(described))
     return "".join([*parts, "\n", RESPONSES, "\n", _errors()])
 
 
@@ -105,11 +105,13 @@ def _openapi() -> JSON:
 
     from quire.serve.endpoints import Endpoints
     from quire.serve.kv_endpoints import KVEndpoints
+    from quire.serve.kv_requests import KVRequestEndpoints
     from quire.serve.service import Service
 
     app, no_service = FastAPI(), Service.__new__(Service)
     app.include_router(Endpoints(no_service).router())
     app.include_router(KVEndpoints(no_service).router())
+    app.include_router(KVRequestEndpoints(no_service).router())
     return cast("JSON", app.openapi())
 
 
@@ -178,30 +180,58 @@ def _one_type(schema: JSON) -> str:
     return _NAMES.get(schema["type"], schema["type"]) + limits
 
 
-def _events(described: JSON) -> str:
-    """The query parameters of the events."""
+QUERIES = {
+    "/v1/kv/pages.cells": "largest number of cells of the map; of more pages, every n-th is shown",
+    "/v1/kv/pages.map": "false: only the totals by owner and by state, without the map",
+    "/v1/kv/plan.budget_bytes": "size of the KV memory; unset: the server's",
+    "/v1/kv/plan.length": "tokens of a sequence; unset: 2,048, or the context if that is shorter",
+    "/v1/kv/plan.retained": "tokens that an evicting lane retains; unset: all",
+    "/v1/kv/events.limit": "number of events, the newest ones",
+    "/v1/kv/requests.limit": "number of running, of waiting and of finished requests",
+    "/v1/kv/requests/{request_id}/tokens.first": "position of the first token",
+    "/v1/kv/requests/{request_id}/tokens.limit": "number of tokens",
+    "/v1/kv/requests/{request_id}/tokens.lanes": "true: also a bitmap for each lane",
+    "/v1/kv/prefixes.limit": "number of chains, the largest ones and those before them",
+    "since": "only events with a number above this",
+}
+"""Meanings of query parameters, by path and name, or by name."""
+
+
+def _queries(described: JSON) -> str:
+    """The query parameters of all paths that have some."""
     from quire.scheduler.events import KINDS
 
     kinds = ", ".join(f"`{kind}`" for kind in KINDS)
-    meanings = {
-        "kinds": f"kinds of events, separated by commas; unset: all of {kinds}",
-        "since": "only events with a number above this",
-        "limit": "number of events, the newest ones",
-    }
-    rows = [
-        (f"`{one['name']}`", _default(one["schema"]), meanings[one["name"]])
-        for one in described["paths"]["/v1/kv/events"]["get"]["parameters"]
-    ]
-    table = _table(("parameter", "default", "meaning"), rows)
-    return (
-        f"## GET /v1/kv/events\n\n{table}\n[Ledger](../ledger.md) describes the responses of both "
-        "paths under `/v1/kv`.\n"
+    meanings = {**QUERIES, "kinds": f"kinds of events, separated by commas; unset: all of {kinds}"}
+    parts = []
+    for path, methods in described["paths"].items():
+        found = methods.get("get", {}).get("parameters", ())
+        rows = [
+            (f"`{one['name']}`", _query_type(one["schema"]), _default(one["schema"]), meaning)
+            for one in found
+            if one["in"] == "query"
+            for meaning in [meanings.get(f"{path}.{one['name']}") or meanings[one["name"]]]
+        ]
+        if rows:
+            table = _table(("parameter", "type", "default", "meaning"), rows)
+            parts.append(f"## GET {path}\n\n{table}\n")
+    return "".join(parts) + (
+        "[Ledger](../ledger.md) describes the ledger and the events, [Dashboard](../dashboard.md) "
+        "the other responses under `/v1/kv`.\n"
     )
+
+
+def _query_type(schema: JSON) -> str:
+    found = [_one_type(one) for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    return ", ".join(found)
 
 
 def _default(schema: JSON) -> str:
     """The default of a parameter; unset if it has none."""
-    return f"{schema['default']:,}" if "default" in schema else "unset"
+    default = schema.get("default")
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:,}" if default is not None else "unset"
 
 
 def _errors() -> str:

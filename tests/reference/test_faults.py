@@ -110,7 +110,7 @@ def test_requests_cancelled_while_preempted_or_before_a_fork_free_everything(hos
         for _ in range(2 if jobs else 0):
             submit(engine, jobs.pop(), f"r{len(jobs)}")
         watched.step()
-        for request in list(engine._requests()):
+        for request in list(engine.requests()):
             waits_for_fork = bool(request.group and request.group.forks)
             is_preempted = bool(request.progress.num_preemptions and request.memory.row < 0)
             if (waits_for_fork or is_preempted) and rng.random() < 0.2:

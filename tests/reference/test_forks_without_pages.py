@@ -83,7 +83,7 @@ def answer(engine: Engine, kind: dict[str, object]) -> tuple[Tokens, int]:
             engine.submit(GenerationRequest(prompt, params, request_id=f"r{number}"))
         except NeverFits:
             assert kind is BEAMS  # which cannot run apart
-    grouped = [request for request in engine._requests() if request.group is not None]
+    grouped = [request for request in engine.requests() if request.group is not None]
     tokens: Tokens = {}
     while engine.has_work:
         for delta in engine.step():

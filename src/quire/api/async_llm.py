@@ -185,6 +185,17 @@ class AsyncLLM:
         """
         return await self._call(partial(self.engine.events.newest, kinds, since=since, most=most))
 
+    async def inspect(self, read: Callable[[Engine], T]) -> T:
+        """Call a function with the engine between two steps, in its thread; return its result.
+
+        Args:
+            read: changes nothing and returns quickly: steps wait for it.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        return await self._call(partial(read, self.engine))
+
     def close(self) -> None:
         """Stop after the current step and leave the engine idle; open requests get `EngineDead`.
 

@@ -233,7 +233,7 @@ def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
 
 def _parameter(found: OptionField) -> inspect.Parameter:
     declaration = f"--{found.flag}"
-    if found.kind is bool and found.default:
+    if found.kind is bool and found.default is not False:
         declaration += f"/--no-{found.flag}"
     default = list(found.default) if isinstance(found.default, tuple) else found.default
     shown = typer.Option(

@@ -90,7 +90,7 @@ def build(
         if opened is not None:
             undo.callback(opened.tier.close)
         swapper = _swapper(pool, schedule, model)
-        sharing = _make_sharing(pool, kv, model, opened, listener)
+        sharing = _make_sharing(pool, kv, model, opened, events, listener)
         if sharing.prefix is not None:
             listener.subscribe(PrefixEvents(events, sharing.prefix.block_bytes))
         prefix_loader = None
@@ -155,12 +155,13 @@ def _make_sharing(
     kv: KVConfig,
     model: LoadedModel,
     opened: OpenedTier | None,
+    events: EventLog,
     listener: PrefixBroadcast,
 ) -> PrefixSharing:
     shares = kv.prefix_cache.enabled and pool.why_no_prefix is None
     if kv.prefix_cache.enabled and not shares:
         logger.info("the prefix cache is off: %s", pool.why_no_prefix)
-    prefix = PrefixIndex(pool.kv.memory, listener) if shares else None
+    prefix = PrefixIndex(pool.kv.memory, listener, events.now_s) if shares else None
     produced_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
     identities = PrefixIdentities(produced_by)
     if opened is not None and prefix is not None:

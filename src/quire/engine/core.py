@@ -11,6 +11,7 @@ from quire.engine.activation import is_out_of_memory, no_memory_text
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
 from quire.engine.input_processor import InputProcessor, check_context, checked_prompt
+from quire.engine.inspection.request_log import RequestLog
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
@@ -50,6 +51,7 @@ class Engine:
     Attributes:
         runner: computes the logits of a step; a wrapper that replaces it observes them.
         sampling_step: samples tokens from the logits; its sampler can be replaced.
+        request_log: timelines of the requests, and recently finished requests.
 
     Raises:
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
@@ -91,6 +93,7 @@ class Engine:
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
         self.input_processor = InputProcessor(model, rules, layout, self.schedule_config, kv, clock)
         self._traces = Traces()
+        self.request_log = RequestLog(self.events, clock)
         self._outputs = OutputProcessor(
             self._open_text, self.scheduler.finish, model.generation.eos_token_ids
         )
@@ -99,7 +102,7 @@ class Engine:
         self._unsent: list[OutputDelta] = []  # deltas of a failed step
         in_flight = in_flight_bytes(self.prefix_loader)
         self._ledger = Ledger(
-            self.pool.kv.memory, self._requests, self.pool.host, in_flight, self.pool.offload
+            self.pool.kv.memory, self.requests, self.pool.host, in_flight, self.pool.offload
         )
         self._arrivals = 0
         self.num_steps = self.num_processed_tokens = 0
@@ -162,6 +165,7 @@ class Engine:
         self._arrivals += len(sequences)
         self.scheduler.submit(sequences[0])
         self._traces.follow(sequences)
+        self.request_log.open(request.request_id, sequences)
         self._outputs.open(reply)
         return request.request_id
 
@@ -220,6 +224,7 @@ class Engine:
                 raise
             for request in failed:
                 deltas += self.sampling_step.fail(request, no_memory_text(error))
+        self.request_log.note(deltas)
         return deltas
 
     def _schedule(self, deltas: list[OutputDelta]) -> StepPlan:
@@ -254,7 +259,7 @@ class Engine:
         return stats_of(
             self.pool,
             self.scheduler,
-            self._requests(),
+            self.requests(),
             model=self.model,
             num_steps=self.num_steps,
             num_processed_tokens=self.num_processed_tokens,
@@ -277,9 +282,9 @@ class Engine:
         Raises:
             RequestError: no eviction trace of this request is stored.
         """
-        return self._traces.of(request_id, self._requests())
+        return self._traces.of(request_id, self.requests())
 
-    def _requests(self) -> list[Request]:
+    def requests(self) -> list[Request]:
         """All unfinished requests."""
         unfinished = (request for _, request in self._outputs.unfinished())
         return list(dict.fromkeys([*self.scheduler.running, *unfinished]))

@@ -16,8 +16,9 @@ statistics. A sequence whose policy needs statistics starts after a node that ha
 """
 
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,7 @@ class PrefixIndex(MemoryListener):
     Args:
         memory: the KV memory whose pages are shared.
         listener: notified of stored and removed blocks.
+        clock: returns seconds, for the times of last use.
 
     Attributes:
         block_tokens: tokens of a block; a block is whole pages in every lane.
@@ -57,7 +59,12 @@ class PrefixIndex(MemoryListener):
         hit_tokens: tokens of these prompts that were found in the cache.
     """
 
-    def __init__(self, memory: KVMemory, listener: PrefixListener | None = None) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        listener: PrefixListener | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         shared = [group for group in memory.layout.groups if not group.private]
         self.memory = memory
         self.block_tokens = math.lcm(*(group.page_class.tokens for group in shared))
@@ -67,7 +74,7 @@ class PrefixIndex(MemoryListener):
             pages[group.page_class] += columns * group.num_lanes
         self.queried_tokens = self.hit_tokens = 0
         self._on_drop: list[Callable[[Sequence[PrefixNode]], None]] = []
-        self._listener = listener
+        self._listener, self._clock = listener, clock
         self._nodes: dict[bytes, PrefixNode] = {}
         self._idle = IdleNodes(memory, pages)
         self._public: dict[PrefixNode, None] = {}  # separate because every step counts them
@@ -89,6 +96,10 @@ class PrefixIndex(MemoryListener):
     def idle_bytes(self) -> int:
         """Bytes that evicting all unused blocks would free, statistics snapshots included."""
         return self._idle.num_bytes
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Yield all published blocks, parents first; the index must not change meanwhile."""
+        yield from self._nodes.values()
 
     def public_references(self) -> list[Mapping[str, PageNumbers]]:
         """Return the pages of blocks that all tenants share, by lane group."""
@@ -167,9 +178,11 @@ class PrefixIndex(MemoryListener):
 
     def release(self, lease: PrefixLease) -> None:
         """Return a lease: its sequence was released, or its pages no longer match the chain."""
+        now_s = self._clock()
         for node in reversed(lease.nodes):  # the tail of the chain is evicted first
             node.num_users -= 1
             if not node.num_users and self._nodes.get(node.block.key) is node:
+                node.idle_since_s = now_s
                 self._idle.add(node)
         lease.nodes.clear()
         lease.publishes = False
@@ -219,7 +232,8 @@ class PrefixIndex(MemoryListener):
         for block, cached_reference in zip(blocks, cached_references, strict=True):
             is_public = block.end <= lease.identity.public_tokens
             parent = lease.nodes[-1] if lease.nodes else None
-            node = PrefixNode(block, parent, cached_reference, is_public=is_public)
+            owner = "" if is_public else lease.identity.owner
+            node = PrefixNode(block, parent, cached_reference, is_public=is_public, owner=owner)
             self._nodes[block.key] = node
             if is_public:
                 self._public[node] = None

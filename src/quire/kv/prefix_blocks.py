@@ -104,6 +104,8 @@ class PrefixNode:
             groups; each was copied from a row that ended at this block.
         is_public: whether all tenants may use the block.
         num_users: number of leases that hold the block.
+        owner: tenant that published the block; "" if all tenants may use it.
+        idle_since_s: time when the last lease was returned, on the index's clock.
     """
 
     block: Block
@@ -112,6 +114,8 @@ class PrefixNode:
     statistics: dict[frozenset[str], CachedReference] = field(default_factory=dict)
     is_public: bool = False
     num_users: int = 1
+    owner: str = ""
+    idle_since_s: float = 0.0
 
     def lacks(self, memory: KVMemory, row: int) -> bool:
         """Return whether a row uses a set of statistics of which the node has no snapshot."""

@@ -11,7 +11,7 @@ comparing tokens.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,11 +27,13 @@ class PrefixIdentity:
         root: the key before the first block; see `root_key`.
         salt: salt of the private part; empty if callers are not separated.
         public_tokens: number of leading tokens that all tenants share.
+        owner: tenant of the private part, for reports; not part of the identity.
     """
 
     root: bytes
     salt: bytes = b""
     public_tokens: int = 0
+    owner: str = field(default="", compare=False)
 
 
 def root_key(*made_by: str) -> bytes:

@@ -44,7 +44,8 @@ class PrefixIdentities:
         variant = request.spec.rope_variant
         if variant not in self._roots:
             self._roots[variant] = root_key(*self._kv_settings, str(variant))
-        return PrefixIdentity(self._roots[variant], self._salt(request), self._num_public(request))
+        salt, num_public = self._salt(request), self._num_public(request)
+        return PrefixIdentity(self._roots[variant], salt, num_public, request.tenant)
 
     def _salt(self, request: Request) -> bytes:
         """The salt of a request; empty without a tenant and a cache salt."""

@@ -25,6 +25,7 @@ from quire.scheduler.request import PlannedFork, Request, RequestGroup
 from quire.scheduler.sequence_memory import FINISHED
 from quire.scheduler.step import StepPlan
 from quire.scheduler.unblocking import Unblocking
+from quire.scheduler.waiting import WaitingCauses
 
 
 class Scheduler:
@@ -50,6 +51,7 @@ class Scheduler:
         self._prefill = Prefill(components, self._admission)
         self._forks = Forks(components)
         self._unblocking = Unblocking(components, self._decode, self._prefill, self._forks)
+        self.waiting_causes = WaitingCauses(components, self._admission)
 
     # ---- a step --------------------------------------------------------------------------------
 

@@ -17,12 +17,14 @@ HEADER = "x-request-id"
 
 QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Paths of probes, which are logged only if they fail."""
+QUIET_PREFIXES = ("/dashboard", "/v1/kv/")
+"""Paths that the dashboard reads every second; they are logged only if they are refused or fail."""
 
 CLIENT_CLOSED = 499
 """Status in the log if the client disconnected before the response began, as in nginx."""
 
 _ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}", re.ASCII)
-_SERVER_ERROR = 500
+_CLIENT_ERROR, _SERVER_ERROR = 400, 500
 _MOST_PATH = 200
 
 logger = logging.getLogger("quire.access")
@@ -87,6 +89,8 @@ def _request_id(scope: Scope) -> str:
 def _log(scope: Scope, sent: _Sent, seconds: float) -> None:
     path = scope["path"]
     if path in QUIET_PATHS and sent.status < _SERVER_ERROR:
+        return
+    if path.startswith(QUIET_PREFIXES) and sent.status < _CLIENT_ERROR:
         return
     state = scope["state"]
     client = scope.get("client") or ("-", 0)

@@ -23,6 +23,7 @@ from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
 from quire.serve.json_route import IGNORED_HEADER
 from quire.serve.kv_endpoints import KVEndpoints
+from quire.serve.kv_requests import KVRequestEndpoints
 from quire.serve.logs import configure_logs
 from quire.serve.rate_limits import RateLimit
 from quire.serve.service import Service
@@ -63,6 +64,7 @@ def create_app(
     app.state.service = service
     app.include_router(Endpoints(service).router())
     app.include_router(KVEndpoints(service).router())
+    app.include_router(KVRequestEndpoints(service).router())
     install_error_handlers(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body)
     app.add_middleware(KeyGuard, keys=service.keys)  # the middleware added last runs first

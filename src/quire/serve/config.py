@@ -1,5 +1,6 @@
 """Options of the HTTP server."""
 
+import ipaddress
 import math
 from dataclasses import dataclass
 from typing import Literal, no_type_check
@@ -43,8 +44,14 @@ class ServerConfig:
     )
     tenant_keys: str | None = option(
         None,
-        help="TOML file with the API keys of each tenant; with keys, every path except /health "
-        "and /ready needs one",
+        help="TOML file with the API keys of each tenant; with keys, every path except /health, "
+        "/ready and the files of the dashboard needs one",
+        common=True,
+    )
+    dashboard: bool | None = option(
+        None,
+        help="serve the dashboard at /dashboard, and texts of tokens under /v1/kv; unset: only if "
+        "the server listens at a loopback address or tenants have keys",
         common=True,
     )
     api_key: tuple[str, ...] = option(
@@ -143,6 +150,19 @@ class ServerConfig:
         help="tokenizer threads; with more than one, a tenant can use all except one",
     )
 
+    def has_dashboard(self, *, with_keys: bool) -> bool:
+        """Whether the dashboard and texts of tokens are served.
+
+        Without keys every client is the same tenant. Then by default only clients of this machine
+        may see the prompts of other clients.
+
+        Args:
+            with_keys: whether tenants have API keys.
+        """
+        if self.dashboard is not None:
+            return self.dashboard
+        return with_keys or is_loopback(self.host)
+
     def __post_init__(self) -> None:
         check_options(self)
         if not self.host:
@@ -190,3 +210,11 @@ class ServerConfig:
                 "expected --allowed-origins other than * with --allow-credentials: browsers refuse "
                 "cookies for every origin"
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is a loopback address, which only programs of this machine can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -2,14 +2,14 @@
 
     400 BadRequestError       an invalid request, or a request that can never fit the KV memory
     401 AuthenticationError   an unknown or missing API key
-    404 NotFoundError         no such model, no such path
+    404 NotFoundError         no such model, path or request
     413 ContentTooLargeError  a body over --max-body
     415 UnsupportedMediaTypeError   a Content-Type other than JSON
     429 RateLimitError        a rate limit of the tenant is used up
     431 RequestHeaderFieldsTooLargeError   too large request headers
     500 InternalServerError   a bug, or a request that failed during generation
     503 ServiceUnavailable    the engine has stopped, the server is shutting down, or too many
-                              requests are waiting
+                              requests are waiting or streams of events are open
 
 Responses with 429, and with 503 for a full queue, have the header Retry-After in seconds.
 
@@ -83,6 +83,26 @@ class Draining(QuireError):
         super().__init__("the server is shutting down and accepts no new requests: send it again")
 
 
+class TooManyStreams(QuireError):
+    """Too many clients receive KV events."""
+
+    def __init__(self, num_open: int, most: int, most_of_one: int) -> None:
+        super().__init__(
+            f"{num_open} streams of KV events are open, and at most {most}, {most_of_one} of one "
+            "tenant, may be: close one, or poll /v1/kv/events"
+        )
+
+
+class UnknownRequest(RequestError):
+    """No open or recently finished request of the client's tenant has this id."""
+
+    def __init__(self, request_id: str, kind: str) -> None:
+        super().__init__(
+            f"there is no {kind} request `{bounded(request_id, 100)}`: see /v1/kv/requests",
+            param="request_id",
+        )
+
+
 class RequestFailed(QuireError):
     """An accepted request ended with an error."""
 
@@ -112,13 +132,13 @@ def _status(error: QuireError) -> HTTPStatus:
     match error:
         case Unauthorized():
             return HTTPStatus.UNAUTHORIZED
-        case UnknownModel():
+        case UnknownModel() | UnknownRequest():
             return HTTPStatus.NOT_FOUND
         case RequestError():
             return HTTPStatus.BAD_REQUEST
         case RateLimited():
             return HTTPStatus.TOO_MANY_REQUESTS
-        case EngineDead() | Draining() | QueueFull():
+        case EngineDead() | Draining() | QueueFull() | TooManyStreams():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR

@@ -1,13 +1,17 @@
 """The service behind the endpoints: engine, model name, limits and tokenizer."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM
 from quire.api.queue_limit import QueueLimit
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.errors import EngineDead
 from quire.sampling.output_stream import OutputStream
@@ -18,6 +22,29 @@ from quire.serve.logprobs import TokenPieces
 from quire.serve.rate_limits import Charge, RateLimit, RateLimits
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Texts, Turn
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class InspectionCost:
+    """Time that the engine's thread spent on views of the engine.
+
+    Attributes:
+        calls: number of views.
+        seconds: their total time.
+        most_seconds: time of the longest.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    most_seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one view."""
+        self.calls += 1
+        self.seconds += seconds
+        self.most_seconds = max(self.most_seconds, seconds)
 
 
 class Service:
@@ -35,6 +62,7 @@ class Service:
         keys: API keys of the tenants.
         rate_limits: requests and tokens that each tenant may use.
         texts, pieces: tokenizer of the model.
+        inspection: cost of the views that `inspect` returned.
     """
 
     def __init__(
@@ -50,6 +78,7 @@ class Service:
         self.model_name = config.served_model_name or llm.model.name
         self.pieces = TokenPieces(llm.model.tokenizer)
         self.texts = Texts(llm.model, self.pieces, config.tokenizer_threads)
+        self.inspection = InspectionCost()
         self._engine: AsyncLLM | None = None
         self._is_draining = False
         self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
@@ -116,6 +145,31 @@ class Service:
             EngineDead: the engine has stopped.
         """
         return await self._running().events(kinds, since=since, most=most)
+
+    async def inspect(self, read: Callable[[Engine], T]) -> T:
+        """Read the engine between two steps; see `AsyncLLM.inspect`.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+
+        def timed(engine: Engine) -> T:
+            started_s = time.perf_counter()
+            found = read(engine)
+            self.inspection.add(time.perf_counter() - started_s)
+            return found
+
+        return await self._running().inspect(timed)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused because the server shuts down."""
+        return self._is_draining
+
+    @property
+    def shows_texts(self) -> bool:
+        """Whether a client may see texts of tokens: of its own tenant only."""
+        return self.config.has_dashboard(with_keys=self.keys.tells_tenants_apart)
 
     def _running(self) -> AsyncLLM:
         if self._engine is None:

@@ -199,6 +199,10 @@ class FairQueue(Generic[R]):
     def __contains__(self, request: R) -> bool:
         return request in self._entries
 
+    def num_waiting(self, tenant: str) -> int:
+        """Number of waiting requests of a tenant."""
+        return self._queues[tenant].num_waiting if tenant in self._queues else 0
+
     @property
     def tenants(self) -> Collection[str]:
         """Tenants with waiting requests, unordered."""

@@ -104,6 +104,10 @@ class OffloadedPrefixes(MemoryListener):
         """Offloaded page groups of a sequence; empty if it has none."""
         return self._page_groups.get(row, ())
 
+    def row_bytes(self, row: int) -> int:
+        """Offloaded bytes of a sequence."""
+        return sum(map(self._bytes, self.page_groups(row)))
+
     def gain_bytes(self, row: int, slots: int, holders: int = 1) -> int:
         """Bytes of the arena that offloading the slots before `slots` would free.
 

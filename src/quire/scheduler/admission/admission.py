@@ -44,7 +44,7 @@ class Admission:
         """
         above_share = []
         for request, is_head in self._candidates(budget):
-            right = self._right(request)
+            right = self.right(request)
             if right is Right.ABOVE_SHARE:
                 above_share.append(request)
             elif right is not Right.REFUSED:
@@ -66,7 +66,7 @@ class Admission:
         """
         if self._fairness.has_several:
             for head in list(self._fairness.waiting.heads()):
-                if self.is_turn_of(head) and self._right(head) >= Right.SHARE:
+                if self.is_turn_of(head) and self.right(head) >= Right.SHARE:
                     self._try(head, may_preempt=True)
 
     def is_turn_of(self, head: Request) -> bool:
@@ -88,7 +88,8 @@ class Admission:
 
     # ---- tenants -------------------------------------------------------------------------------
 
-    def _right(self, request: Request) -> Right:
+    def right(self, request: Request) -> Right:
+        """The right by which a waiting request's tenant may take its bytes."""
         if self._fairness.has_limit(request):
             self._fairness.recount(self._running)  # the step has allocated pages since it began
         return self._fairness.right(request, self._promised_bytes(request))

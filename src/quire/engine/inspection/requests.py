@@ -1,0 +1,191 @@
+"""Open and recently finished requests: state, bytes, why they wait, and their timelines."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.inspection.request_log import FinishedRequest, Timeline
+from quire.engine.pool import KVPool
+from quire.kv.memory import KVMemory
+from quire.scheduler.request import Request
+from quire.scheduler.waiting import Waiting
+
+if TYPE_CHECKING:
+    from quire.engine.core import Engine
+
+Row = dict[str, Any]
+
+
+def request_rows(engine: "Engine", tenant: str | None, most: int) -> Row:
+    """Numbers of the open requests and of the newest finished ones, as JSON values.
+
+    Args:
+        engine: the engine, between two steps.
+        tenant: only requests of this tenant; None: of all tenants.
+        most: maximum number of rows: of running, of waiting and of finished requests.
+    """
+    scheduler = engine.scheduler
+    running = [r for r in scheduler.running if tenant in (None, r.tenant)]
+    waiting = islice(scheduler.waiting_causes.first(most, tenant), most)
+    finished = [f for f in reversed(engine.request_log.finished) if tenant in (None, f.tenant)]
+    return {
+        "running": [open_row(engine, request) for request in running[:most]],
+        "waiting": [open_row(engine, request, why) for request, why in waiting],
+        "finished": [finished_row(one) for one in finished[:most]],
+        "num_running": len(running),
+        "num_waiting": num_waiting(engine, tenant),
+    }
+
+
+def num_waiting(engine: "Engine", tenant: str | None) -> int:
+    """Number of waiting requests, of one tenant or (None) of all."""
+    queue = engine.scheduler.waiting
+    return len(queue) if tenant is None else queue.num_waiting(tenant)
+
+
+def find_request(engine: "Engine", request_id: str, tenant: str | None) -> Request | None:
+    """Find an open request of a tenant; None if there is none with this id.
+
+    Args:
+        engine: the engine, between two steps.
+        request_id: id of a sequence.
+        tenant: only requests of this tenant; None: of all tenants.
+    """
+    found = (r for r in engine.requests() if r.request_id == request_id)
+    return next((r for r in found if tenant in (None, r.tenant)), None)
+
+
+def one_request(engine: "Engine", request_id: str, tenant: str | None) -> Row | None:
+    """Numbers and timeline of an open or recently finished request; None if it is unknown."""
+    request = find_request(engine, request_id, tenant)
+    if request is not None:
+        why = _why(engine, request)
+        return open_row(engine, request, why) | _timeline(engine.request_log.timeline(request_id))
+    for one in reversed(engine.request_log.finished):
+        if one.request_id == request_id and tenant in (None, one.tenant):
+            return finished_row(one) | _timeline(one.timeline)
+    return None
+
+
+def _why(engine: "Engine", request: Request) -> Waiting | None:
+    if request.is_running:
+        return None
+    causes = engine.scheduler.waiting_causes
+    queued = causes.first(len(engine.scheduler.waiting), request.tenant)
+    group = request.group
+    return next(
+        (why for one, why in queued if one is request or (group and one.group is group)), None
+    )
+
+
+def _timeline(timeline: Timeline | None) -> Row:
+    if timeline is None:
+        return {"timeline": [], "num_events": 0}
+    return {
+        "timeline": [event.as_dict() for event in timeline.events],
+        "num_events": timeline.num_events,
+    }
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def open_row(engine: "Engine", request: Request, why: Waiting | None = None) -> Row:
+    """Numbers of an open request as JSON values.
+
+    Args:
+        engine: the engine, between two steps.
+        request: a request of the engine.
+        why: why it waits; None if it runs.
+    """
+    progress, eviction, memory = request.progress, request.eviction, request.memory
+    kv = engine.pool.kv.memory
+    runs = memory.row >= 0
+    return {
+        "request_id": request.request_id,
+        "group": request.request_id if request.group is None else request.group.request_id,
+        "tenant": request.tenant,
+        "state": progress.state.value,
+        "waiting": None if why is None else _waiting(why),
+        "priority": request.priority,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "output_tokens": len(request.output_token_ids),
+        "max_tokens": request.params.max_tokens,
+        "computed_tokens": progress.num_computed,
+        "cached_tokens": progress.cached_tokens,
+        "retained_tokens": round(retained_tokens(kv, memory.row), 2) if runs else 0,
+        "kv_bytes": kv.row_bytes(memory.row) if runs else 0,
+        "kv_peak_bytes": _peak_bytes(kv, request),
+        "host_bytes": 0 if memory.swapped is None else memory.swapped.num_bytes,
+        "offloaded_bytes": _offloaded_bytes(engine.pool, memory.row),
+        "evict": request.spec.evict,
+        "exact": eviction.exact,
+        "num_evictions": eviction.num_evictions,
+        "evicted_tokens": round(eviction.evicted_tokens, 2),
+        "num_preemptions": progress.num_preemptions,
+        "finish_reason": None,
+        **_times(request.spec.arrival_s, progress.first_token_s, 0.0),
+    }
+
+
+def finished_row(one: FinishedRequest) -> Row:
+    """Numbers of a finished request, with the keys of `open_row`."""
+    return {
+        "request_id": one.request_id,
+        "group": one.group,
+        "tenant": one.tenant,
+        "state": "finished",
+        "waiting": None,
+        "priority": one.priority,
+        "prompt_tokens": one.prompt_tokens,
+        "output_tokens": one.output_tokens,
+        "max_tokens": one.max_tokens,
+        "computed_tokens": 0,
+        "cached_tokens": one.cached_tokens,
+        "retained_tokens": 0,
+        "kv_bytes": 0,
+        "kv_peak_bytes": one.kv_peak_bytes,
+        "host_bytes": 0,
+        "offloaded_bytes": 0,
+        "evict": one.evict,
+        "exact": not one.num_evictions,
+        "num_evictions": one.num_evictions,
+        "evicted_tokens": round(one.evicted_tokens, 2),
+        "num_preemptions": one.num_preemptions,
+        "finish_reason": one.finish_reason,
+        **_times(one.arrival_s, one.first_token_s, one.finish_s),
+    }
+
+
+def _waiting(why: Waiting) -> Row:
+    return {"cause": why.cause, "ahead": why.ahead, "needed_bytes": why.needed_bytes}
+
+
+def _times(arrival_s: float, first_token_s: float, finish_s: float) -> Mapping[str, float | None]:
+    """Times on the engine's clock; None for what has not happened."""
+    return {
+        "arrival_s": arrival_s,
+        "first_token_s": first_token_s or None,
+        "finish_s": finish_s or None,
+    }
+
+
+def retained_tokens(memory: KVMemory, row: int) -> float:
+    """Tokens that a lane of a row retains, mean over the lanes of keys and values."""
+    slots = [t.num_slots[row] for t in _kv_tables(memory)]
+    lanes = sum(len(lane_slots) for lane_slots in slots)
+    return float(sum(int(lane_slots.sum()) for lane_slots in slots)) / max(1, lanes)
+
+
+def _kv_tables(memory: KVMemory) -> Iterator[Any]:
+    return (table for table in memory.tables.values() if not table.group.private)
+
+
+def _peak_bytes(memory: KVMemory, request: Request) -> int:
+    row = request.memory.row
+    now = 0 if row < 0 else int(memory.peak_bytes[row])
+    return max(request.memory.kv_peak_bytes, now)
+
+
+def _offloaded_bytes(pool: KVPool, row: int) -> int:
+    return 0 if pool.offload is None or row < 0 else pool.offload.prefixes.row_bytes(row)

@@ -1,0 +1,193 @@
+"""Page map, overview, tenants and what-if plans through HTTP."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from quire.serve.kv_scope import without_other_tenants
+from support.kv_load import BLUE, RED, read, running, two_tenants
+
+
+def owners_of_cells(body):
+    count = np.frombuffer(base64.b64decode(body["runs"]["count"]), "<u2")
+    return np.repeat(np.frombuffer(base64.b64decode(body["runs"]["owner"]), "<u2"), count)
+
+
+def test_idle_page_map_covers_the_arena(serve, llm):
+    body = serve(lambda client: read(client, "pages"))
+
+    assert body["total_bytes"] == llm.engine.pool.kv.memory.total_bytes
+    assert sum(one["bytes"] for one in body["owners"]) == body["total_bytes"]
+    assert len(owners_of_cells(body)) == body["num_pages"]
+    assert [one["kind"] for one in body["owners"]] == ["free", "prefix_cache"]
+
+
+def test_page_map_shows_the_pages_of_running_requests(serve, llm):
+    async def main(client):
+        async with running(client, prompts=("Once upon a time", "A cat")) as rows:
+            return rows, await read(client, "pages"), await read(client, "pages?map=false")
+
+    rows, body, totals = serve(main)
+
+    named = {one["request_id"]: one for one in body["owners"] if one["kind"] == "request"}
+    assert set(named) == {row["request_id"] for row in rows}
+    cells = owners_of_cells(body)
+    for row in rows:
+        one = named[row["request_id"]]
+        assert np.count_nonzero(cells == one["owner"]) == one["pages"]
+        assert one["bytes"] >= row["kv_bytes"] > 0
+    used = sum(one["bytes"] for one in body["owners"] if one["kind"] != "free")
+    assert body["states"]["exact"] == used
+    assert "runs" not in totals
+    [page_class] = body["page_classes"]
+    assert page_class["page_tokens"] == llm.engine.pool.kv.memory.layout.groups[0].page_class.tokens
+
+
+def test_number_of_cells_is_bounded(serve):
+    body = serve(lambda client: read(client, "pages?cells=10"))
+
+    assert len(owners_of_cells(body)) <= 10
+    assert body["pages_per_cell"] * 10 >= body["num_pages"]
+
+
+def test_tenant_sees_only_its_own_pages(serve):
+    async def main(client):
+        async with running(client, headers=RED) as [row]:
+            own = await read(client, "pages", headers=RED)
+            other = await read(client, "pages", headers=BLUE)
+        return row, own, other
+
+    row, own, other = serve(main, tenant_keys=two_tenants())
+
+    assert [one["pages"] for one in own["owners"]] == [0, 0, own["num_pages"]]
+    assert own["owners"][2]["request_id"] == row["request_id"]
+    assert "total_bytes" not in own
+    assert other["num_pages"] == 0
+    assert len(other["owners"]) == 2
+    assert owners_of_cells(other).size == 0
+
+
+def test_overview_counts_requests_and_tokens(serve):
+    async def main(client):
+        before = await read(client, "overview")
+        answer = await client.post("/v1/completions", json={"prompt": "A cat", "max_tokens": 5})
+        assert answer.status_code == 200
+        async with running(client):
+            busy = await read(client, "overview")
+        return before, busy
+
+    before, busy = serve(main)
+
+    memory = busy["memory"]
+    assert busy["num_running"] == 1
+    assert memory["requests_bytes"] > 0
+    parts = ("requests_bytes", "cached_bytes", "border_bytes", "free_bytes")
+    assert sum(memory[part] for part in parts) == memory["total_bytes"]
+    generated = [one["counters"]["generated_tokens"] for one in (before, busy)]
+    assert generated[1] - generated[0] >= 5
+    assert busy["latency"]["finished"] >= 1
+    assert busy["latency"]["ttft_s"]["p50"] <= busy["latency"]["e2e_s"]["p50"]
+    assert busy["inspection"]["calls"] >= 1
+
+
+def test_overview_of_a_tenant_has_only_its_own_numbers(serve):
+    async def main(client):
+        async with running(client, headers=RED):
+            own = await read(client, "overview", headers=RED)
+            other = await read(client, "overview", headers=BLUE)
+        return own, other
+
+    own, other = serve(main, tenant_keys=two_tenants())
+
+    assert own["memory"]["requests_bytes"] > 0
+    assert set(own["memory"]) == set(other["memory"]) == {"requests_bytes", "limit_bytes"}
+    assert (own["num_running"], other["num_running"]) == (1, 0)
+    assert other["memory"]["requests_bytes"] == other["latency"]["finished"] == 0
+    assert "inspection" not in other
+
+
+def test_tenants_lists_use_and_quota(serve):
+    async def main(client):
+        async with running(client) as [row]:
+            return row, await read(client, "tenants")
+
+    row, body = serve(main)
+
+    [tenant] = [one for one in body["data"] if one["tenant"] == "default"]
+    assert tenant["num_running"] == 1
+    assert tenant["used_bytes"] >= row["kv_bytes"] > 0
+    assert (tenant["guaranteed_bytes"], tenant["limit_bytes"]) == (0, None)
+
+
+def test_tenant_sees_only_its_own_row_without_its_share(serve):
+    async def main(client):
+        async with running(client, headers=RED):
+            return [await read(client, "tenants", headers=headers) for headers in (RED, BLUE)]
+
+    red, blue = serve(main, tenant_keys=two_tenants())
+
+    assert [one["tenant"] for one in red["data"]] == ["red"]
+    assert red["data"][0]["share_bytes"] is None
+    assert "red" not in [one["tenant"] for one in blue["data"]]
+
+
+def test_reasons_do_not_name_other_tenants():
+    event = {"kind": "preempted", "reason": "tenant blue needs memory of its share"}
+
+    assert without_other_tenants(event, None) == event
+    assert without_other_tenants(event, "blue") == event
+    found = without_other_tenants(event, "red")
+    assert found["reason"] == "another tenant needs memory of its share"
+
+
+def test_plan_counts_the_sequences_that_fit(serve, llm):
+    memory = llm.engine.pool.kv.memory
+
+    async def main(client):
+        return (
+            await read(client, "plan?length=64"),
+            await read(client, f"plan?length=64&budget_bytes={2 * memory.total_bytes}"),
+            await read(client, "plan?length=64&retained=32"),
+            await read(client, "plan?length=1000000"),
+        )
+
+    now, twice, evicting, too_long = serve(main)
+
+    group = memory.layout.groups[0]
+    each_bytes = group.num_lanes * 64 // group.page_class.tokens * group.page_class.page_bytes
+    assert now["bytes_per_sequence"] == each_bytes
+    assert now["sequences"] == memory.total_bytes // each_bytes
+    assert twice["sequences"] == 2 * now["sequences"]
+    assert evicting["bytes_per_sequence"] == each_bytes // 2
+    assert (too_long["sequences"], too_long["limit"]) == (0, "context")
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("pages?cells=0", "cells"),
+        ("pages?cells=1000000", "cells"),
+        ("pages?map=maybe", "map"),
+        ("pages?cell=5", "cell"),
+        ("plan?budget_bytes=1", "budget_bytes"),
+        ("plan?budget_bytes=1GiB", "budget_bytes"),
+        ("plan?length=0", "length"),
+        ("plan?retained=-1", "retained"),
+        ("plan?budget_byte=5", "budget_byte"),
+        ("requests?limit=0", "limit"),
+        ("requests?limit=100000", "limit"),
+        ("requests/x/tokens?limit=1000000", "limit"),
+        ("requests/x/tokens?first=-1", "first"),
+        ("requests/x/tokens?lane=true", "lane"),
+        ("prefixes?limit=0", "limit"),
+        ("events/stream?since=-1", "since"),
+        ("events/stream?since=soon", "since"),
+        ("events/stream?kinds=none", "kinds"),
+    ],
+)
+def test_bad_parameter_is_named(serve, path, param):
+    response = serve(lambda client: client.get(f"/v1/kv/{path}"))
+
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
