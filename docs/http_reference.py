@@ -44,6 +44,17 @@ MEANINGS = {
     "max_completion_tokens": "the same as `max_tokens`, and takes precedence",
     "do_sample": "false is `temperature` 0",
     "reasoning_effort": "a variable of the chat template if the template uses it; else ignored",
+    "response_format": 'the format of the output: `{"type": "text"}`, `json_object`, or '
+    '`json_schema` with `{"name", "schema"}` in `json_schema`',
+    "structured_outputs": "the structure of the output: an object with one of `json`, "
+    "`json_object`, `regex`, `choice` and `grammar`; see "
+    "[structured output](../guides/structured-output.md)",
+    "guided_json": "a JSON schema: the same as `structured_outputs` with `json`",
+    "guided_json_object": "the same as `structured_outputs` with `json_object`",
+    "guided_regex": "the same as `structured_outputs` with `regex`",
+    "guided_choice": "the same as `structured_outputs` with `choice`",
+    "guided_grammar": "the same as `structured_outputs` with `grammar`",
+    "guided_whitespace_pattern": "regular expression of the whitespace of `guided_json`",
     "echo": "put the prompt before the output, and its log-probabilities too. Default: false",
     "add_special_tokens": "add the tokenizer's special tokens to a prompt. Default: true",
     "add_generation_prompt": "append the start of the assistant's message. Default: true",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quire.config.generation_request import GenerationRequest
     from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
     from quire.config.sampling_params import SamplingParams
+    from quire.config.structured_outputs import StructuredOutputs
     from quire.sampling.outputs import OutputDelta, RequestOutput, Usage
     from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -28,6 +29,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ScheduleConfig",
+    "StructuredOutputs",
     "Usage",
     "__version__",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "RequestOutput": "quire.sampling.outputs",
     "SamplingParams": "quire.config.sampling_params",
     "ScheduleConfig": "quire.scheduler.schedule_config",
+    "StructuredOutputs": "quire.config.structured_outputs",
     "Usage": "quire.sampling.outputs",
 }
 

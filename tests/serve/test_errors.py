@@ -117,7 +117,7 @@ def test_invalid_completion_is_refused(post, options, param, message):
         ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ],
 )
 def test_invalid_chat_is_refused(post, options, param, message):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, Unpack
 
-from quire.api.inputs import as_requests, as_token_ids
+from quire.api.inputs import as_requests, as_token_ids, structures_of
 from quire.api.queue_limit import QueueLimit
 from quire.api.threads import Command
 from quire.config.generation_request import GenerationRequest, Prompt, RequestOptions
@@ -94,11 +94,16 @@ class AsyncLLM:
             EngineDead: the engine has stopped.
         """
         stream = OutputStream(requests, self._cancel)
+        compiler = self.engine.input_processor.grammars
+        wanted = structures_of(requests)  # compiled outside of the event loop and the engine
+        grammars = [await asyncio.to_thread(compiler.compile, structure) for structure in wanted]
         try:
             await self._call(partial(self._submit, stream))
         except asyncio.CancelledError:
             self._cancel(stream)  # runs after the submission, which may be queued still
             raise
+        finally:
+            del grammars  # until now, so that the engine's thread finds them
         return stream
 
     async def stream(

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.config.generation_request import OPTION_KINDS, GenerationRequest, checked_option
 from quire.config.sampling_params import SamplingParams
+from quire.config.structured_outputs import StructuredOutputs
 from quire.errors import RequestError
 
 
@@ -85,6 +86,13 @@ def as_requests(
         _as_request(prompt, own, {name: values[i] for name, values in spread.items()})
         for i, (prompt, own) in enumerate(zip(many, params, strict=True))
     ]
+
+
+def structures_of(requests: Iterable[GenerationRequest]) -> set[StructuredOutputs]:
+    """The structured outputs of requests, each once."""
+    options = (request.sampling for request in requests if request.sampling is not None)
+    found = (sampling.structured_outputs for sampling in options)
+    return {structure for structure in found if structure is not None}
 
 
 def _as_request(

@@ -19,6 +19,7 @@ from quire.config.generation_request import OPTION_KINDS, RequestOptions, checke
 from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
 from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
+from quire.serve.structured import STRUCTURE_FIELDS, read_structure
 
 LineKind = Literal["plain", "completions", "chat"]
 
@@ -207,9 +208,14 @@ def _options(body: Mapping[str, Any], head: LineHead) -> RequestOptions:
 
 
 def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = _structure(body, head)
     for key, value in body.items():
-        if value is None or key in _PASSED_OVER or _asks_nothing(key, value):
+        if (
+            key in STRUCTURE_FIELDS
+            or value is None
+            or key in _PASSED_OVER
+            or _asks_nothing(key, value)
+        ):
             continue
         if key in _NEUTRAL or key in _REPORTS:
             other = INSTEAD.get(key)
@@ -224,6 +230,14 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
     if "do_sample" in body:
         found |= _greedy(body, head)
     return found
+
+
+def _structure(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
+    try:
+        structure = read_structure(body)
+    except RequestError as error:
+        raise BatchError(str(error), head) from None
+    return {} if structure is None else {"structured_outputs": structure}
 
 
 def _greedy(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:

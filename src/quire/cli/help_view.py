@@ -55,8 +55,7 @@ def _names(parameter: Any, ctx: Any) -> Text:
     if parameter.param_type_name == "argument":
         required = " (required)" if parameter.required else ""
         return Text.assemble((str(parameter.metavar), "bold cyan"), required)
-    # long names first: click keeps the names of --help in a set
-    names = ", ".join(sorted(parameter.opts, key=lambda name: not name.startswith("--")))
+    names = ", ".join(parameter.opts)
     if parameter.secondary_opts:
         names += " / " + ", ".join(parameter.secondary_opts)
     required = " (required)" if parameter.required else ""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, Protocol, runtime_checkable
 
+from quire.config.structured_outputs import StructuredOutputs
 from quire.errors import RequestError
 
 _NARROWS = {"temperature": 1e-5, "top_k": 1, "min_p": 1e-300}
@@ -43,6 +44,10 @@ class BranchOptions(DrawOptions, Protocol):
     def max_tokens(self) -> int: ...  # noqa: D102
     @property
     def stop(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def ignore_eos(self) -> bool: ...  # noqa: D102
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None: ...  # noqa: D102
 
 
 def check_branches(options: BranchOptions) -> None:
@@ -96,6 +101,12 @@ def _beam_problems(options: BranchOptions) -> Iterator[_Problem]:
             "stop",
             "stop is not supported with beam search, because beams have no text before the search "
             "ends: leave out stop, or use stop_token_ids",
+        )
+    if options.structured_outputs is not None and options.ignore_eos:
+        yield (
+            "ignore_eos",
+            "ignore_eos is not supported with structured_outputs and beam search, because a beam "
+            "ends with the end-of-sequence token: leave out ignore_eos",
         )
     for name, least in _NARROWS.items():
         if (getattr(options, name) or 0) >= least:

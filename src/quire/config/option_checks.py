@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import cast
 
+from quire.config.structured_outputs import as_structured_outputs
 from quire.errors import RequestError
 
 LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
@@ -144,6 +145,7 @@ _penalty = _number(-MAX_PENALTY, MAX_PENALTY)
 OPTIONAL = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias"}
     | {"allowed_token_ids", "logprobs", "prompt_logprobs", "seed", "best_of", "beam_width"}
+    | {"structured_outputs"}
 )
 """Options for which None means unset."""
 
@@ -160,6 +162,7 @@ FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
     "logit_bias": _biases,
     "allowed_token_ids": _some_token_ids,
     "bad_token_ids": _sequences,
+    "structured_outputs": as_structured_outputs,
     "stop": _texts,
     "stop_token_ids": _token_ids,
     "include_stop_str_in_output": _flag,

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, TypeVar, no_type_check, runtime_checkable
 
 from quire.config.branch_options import DrawOptions, check_branches
 from quire.config.option_checks import FIELD_CHECKS, OPTIONAL
+from quire.config.structured_outputs import StructuredOutputs
 from quire.errors import RequestError
 from quire.layout.options import option
 
@@ -49,6 +50,9 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be generated; None: all.
         bad_token_ids: banned sequences. A sequence of one id bans the token. A longer one bans its
             last id when prompt and output end with the ids before it.
+        structured_outputs: the structure of the output: `StructuredOutputs`, or a dictionary of its
+            options, such as {"json": schema}. The end-of-sequence token is allowed only where the
+            structure is complete, and the output ends where it must. None: any text.
         stop: stop strings, which end the output; one string or a list.
         stop_token_ids: tokens that end the output, in addition to the end-of-sequence tokens.
         include_stop_str_in_output: include the stop string (or the text of the stop token).
@@ -88,6 +92,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    structured_outputs: StructuredOutputs | None = None
     stop: tuple[str, ...] = option((), common=True)
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -144,6 +149,7 @@ class SamplingParams:
         """Whether a mask, a bias or a penalty may change which token is the most likely."""
         return bool(
             self.allowed_token_ids is not None
+            or self.structured_outputs is not None
             or self.bad_token_ids
             or self.logit_bias
             or (self.repetition_penalty or 1.0) != 1.0

@@ -21,6 +21,7 @@ from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix_blocks import PrefixBroadcast
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
+from quire.sampling.grammar_matcher import MaskWorker
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
 from quire.sampling.sampler import Sampler
@@ -98,6 +99,7 @@ class Engine:
             self._open_text, self.scheduler.finish, model.generation.eos_token_ids
         )
         self.sampling_step = self._make_sampling_step()
+        self._masks = MaskWorker()
         self._cancelled: list[Request] = []
         self._unsent: list[OutputDelta] = []  # deltas of a failed step
         in_flight = in_flight_bytes(self.prefix_loader)
@@ -244,7 +246,8 @@ class Engine:
         if not plan.requests:
             return
         started_s = time.perf_counter()
-        results = self.runner.run(plan)
+        with self._masks.computed(plan.requests, plan.tokens):
+            results = self.runner.run(plan)
         self.scheduler.learn(plan, time.perf_counter() - started_s)
         copies = self.scheduler.commit(plan)
         self.times.steps_s += time.perf_counter() - started_s

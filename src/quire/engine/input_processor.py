@@ -20,6 +20,7 @@ from quire.layout.pages import CacheLayout
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
+from quire.sampling.grammar import GrammarCompiler
 from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -39,6 +40,9 @@ class InputProcessor:
         schedule: options of the scheduler.
         kv: default of `record_evictions`.
         clock: time in seconds, for time stamps.
+
+    Attributes:
+        grammars: compiles structured outputs; thread-safe.
     """
 
     def __init__(
@@ -54,6 +58,9 @@ class InputProcessor:
         self._schedule, self._clock = schedule, clock
         self._records_evictions = kv.record_evictions
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
+        self.grammars = GrammarCompiler(
+            model.tokenizer, model.spec.vocab_size, model.generation.eos_token_ids
+        )
 
     def make(self, requested: GenerationRequest, request_id: str, arrival: int) -> Request:
         """Check a request and resolve its options for the model.
@@ -91,7 +98,9 @@ class InputProcessor:
             evict=policy.text,
             records_evictions=self._records_evictions if records is None else records,
         )
-        return Request(spec, memory=policy.memory, eviction=policy.eviction)
+        wanted = params.structured_outputs
+        matcher = None if wanted is None else self.grammars.compile(wanted).matcher()
+        return Request(spec, memory=policy.memory, eviction=policy.eviction, matcher=matcher)
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
         """Maximum length of a sequence in tokens; see `EvictionRules.context_tokens`.

@@ -15,6 +15,7 @@ EXTRAS = MappingProxyType(
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),
         "report": ("matplotlib",),
+        "structured": ("llguidance",),
     }
 )
 """Import names of the packages of each extra in pyproject.toml."""

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from quire.config.sampling_params import SamplingParams
 from quire.kernels import sampling
+from quire.sampling.grammar_matcher import unpacked
 from quire.scheduler.request import Request
+from quire.scheduler.request_parts import TokenMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class SamplingRow(Protocol):
     def output_token_ids(self) -> Sequence[int]: ...  # noqa: D102
     @property
     def sampling_seed(self) -> int: ...  # noqa: D102
+    @property
+    def matcher(self) -> TokenMatcher | None: ...  # noqa: D102
 
 
 def edit(
@@ -85,9 +89,14 @@ def edit(
 
 
 def held_back(row: SamplingRow, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """End tokens that are masked while the output has fewer than `min_tokens` tokens."""
+    """End tokens that are masked while the output has fewer than `min_tokens` tokens.
+
+    None if the output is a complete structure, which only an end token can follow.
+    """
     params = row.params
     if len(row.output_token_ids) >= params.min_tokens:
+        return ()
+    if row.matcher is not None and row.matcher.must_end(row.output_token_ids):
         return ()
     return params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
 
@@ -100,10 +109,33 @@ def _mask(
     allowed = [row.params.allowed_token_ids or () for row in rows]
     if any(allowed):
         logits = sampling.keep_only(logits, *_pairs(logits, allowed))
-    banned = [[*held_back(row, eos_token_ids), *_ended_sequences(row)] for row in rows]
+    logits = _keep_grammatical(logits, rows)
+    banned = [
+        [*held_back(row, eos_token_ids), *_unused_ends(row, eos_token_ids), *_ended_sequences(row)]
+        for row in rows
+    ]
     if any(banned):
         logits = sampling.ban(logits, *_pairs(logits, banned))
     return logits
+
+
+def _keep_grammatical(
+    logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+) -> Float[Tensor, "rows vocab"]:
+    """Ban the tokens that do not continue the structure of a row's output."""
+    matchers = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
+    if not matchers:
+        return logits
+    masks = [matcher.mask(rows[index].output_token_ids) for index, matcher in matchers.items()]
+    allowed = torch.from_numpy(unpacked(masks, logits.shape[1])).to(logits.device)
+    structured = torch.tensor(list(matchers), device=logits.device)
+    kept = logits[structured].masked_fill(~allowed, -torch.inf)
+    return logits.index_put((structured,), kept)
+
+
+def _unused_ends(row: SamplingRow, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """End tokens of a structured output that ignores them: it ends where its structure must."""
+    return eos_token_ids if row.matcher is not None and row.params.ignore_eos else ()
 
 
 def narrow(

@@ -55,8 +55,11 @@ class SequenceOutput:
         request.output_token_ids.append(token.token_id)
         if self._score is not None:
             self._score += token.logprob or 0.0
+        text = self._text.push(token.token_id)
+        if self._must_end():
+            text += self._text.complete()
         fields = {
-            "text": self._text.push(token.token_id),
+            "text": text,
             "token_ids": (token.token_id,),
             "logprobs": None if request.params.logprobs is None else (token,),
         }
@@ -64,6 +67,15 @@ class SequenceOutput:
         if ending is None:
             return OutputDelta(request_id=self._submission_id, index=self._index, **fields)  # type: ignore[arg-type]
         return self.end(ending.finish_reason, now_s, stop_reason=ending.stop_reason, **fields)
+
+    def _must_end(self) -> bool:
+        """Whether the structure of the output is complete; beams end with their end token."""
+        request, ending = self.request, self._text.ending
+        if request.matcher is None or request.params.use_beam_search:
+            return False
+        if ending is not None and ending.finish_reason == "stop":
+            return False
+        return request.matcher.must_end(request.output_token_ids)
 
     def abort(self, now_s: float) -> OutputDelta:
         """End a cancelled completion; return its last delta, with the buffered text."""
@@ -80,6 +92,8 @@ class SequenceOutput:
         request = self.request
         self._release(request)
         request.progress.finish_s = now_s
+        if request.matcher is not None:
+            request.matcher.close()
         wants_scores = request.params.prompt_logprobs is not None and not self._index
         return OutputDelta(
             request_id=self._submission_id,

@@ -43,8 +43,8 @@ NO_TOKEN = -1
 
 BAD_LOGITS = "the model returned NaN or infinite logits"
 NO_TOKEN_LEFT = (
-    "the sampling options leave no token to sample: allowed_token_ids, bad_token_ids and "
-    "min_tokens together ban all tokens"
+    "the sampling options leave no token to sample: allowed_token_ids, bad_token_ids, "
+    "structured_outputs and min_tokens together ban all tokens"
 )
 
 PROMPT_ROWS_AT_ONCE = 256
@@ -142,7 +142,7 @@ class Sampler:
             for index, token_id in zip(shaped, chosen, strict=True):
                 token_ids[index] = token_id
             for index in failed:
-                errors.setdefault(shaped[index], NO_TOKEN_LEFT)
+                errors.setdefault(shaped[index], _why_none(rows[shaped[index]]))
         return _report(logits, token_ids, [row.params for row in rows], errors)
 
     def _is_exact(self, row: SamplingRow) -> bool:
@@ -224,6 +224,12 @@ def _uniform(row: SamplingRow) -> float:
 def _key(row: SamplingRow) -> tuple[int, int]:
     seed = row.sampling_seed if row.params.seed is None else row.params.seed
     return seed % 2**64, len(row.output_token_ids)
+
+
+def _why_none(row: SamplingRow) -> str:
+    """Why the masks of a row leave no token."""
+    error = None if row.matcher is None else row.matcher.error
+    return error or NO_TOKEN_LEFT
 
 
 def _options(row: SamplingRow) -> RowOptions:

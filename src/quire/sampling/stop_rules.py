@@ -95,6 +95,15 @@ class OutputText:
             text += self._stops.flush()
         return text
 
+    def complete(self) -> str:
+        """End an output whose structure is complete; return the text that became final."""
+        if self.ending is not None:  # by its length, after the last token of the structure
+            self.ending = Ending("stop")
+            return ""
+        text, stop = self._stops.push(self._detokenizer.finish())
+        self.ending = Ending("stop", stop)
+        return text if stop is not None else text + self._stops.flush()
+
     def abort(self) -> str:
         """Return the buffered text of a cancelled output."""
         return self._stops.flush() + self._detokenizer.finish()

@@ -66,8 +66,7 @@ def num_rows(request: Request) -> int:
 def reserved_rows(running: Iterable[Request]) -> int:
     """Rows that running groups will take but have not taken yet."""
     groups = {id(r.group): r.group for r in running if r.group is not None}.values()
-    missing = (len(group.spare) + sum(not m.is_running for m in group.members) for group in groups)
-    return sum(missing)
+    return sum(len(group.spare) + sum(not m.is_running for m in group.members) for group in groups)
 
 
 def together(request: Request) -> list[Request]:
@@ -297,4 +296,5 @@ def _sibling(request: Request, index: int) -> Request:
         memory=replace(request.memory),
         eviction=replace(request.eviction, trace=[]),
         group=request.group,
+        matcher=None if request.matcher is None else request.matcher.fork(),
     )

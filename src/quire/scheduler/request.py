@@ -9,6 +9,7 @@ from quire.scheduler.request_parts import (
     RequestProgress,
     RequestSpec,
     RequestState,
+    TokenMatcher,
 )
 from quire.tenancy.fair_queue import Order
 
@@ -66,6 +67,8 @@ class Request:
         eviction: its evictions.
         group: its group; None for a single sequence.
         split_from: the group that it was split off; used only for the group's peak bytes.
+        matcher: its state in the grammar of its structured outputs; None without one. Not used by
+            the scheduler.
     """
 
     spec: RequestSpec
@@ -74,6 +77,7 @@ class Request:
     eviction: RequestEviction = field(default_factory=RequestEviction)
     group: RequestGroup | None = None
     split_from: RequestGroup | None = None
+    matcher: TokenMatcher | None = None
 
     # ---- specification -------------------------------------------------------------------------
 

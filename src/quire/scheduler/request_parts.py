@@ -2,7 +2,9 @@
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.sampling_params import SamplingParams
@@ -11,6 +13,28 @@ from quire.kv.prefix_key import BlockChain
 from quire.kv.stored_sequences import Swapped
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.scheduler.eviction_trace import EvictionEntry
+
+
+@runtime_checkable
+class TokenMatcher(Protocol):
+    """The state of a sequence in the grammar of its structured outputs.
+
+    `quire.sampling.grammar_matcher` implements it. It is a function of the output tokens.
+    """
+
+    error: str | None
+
+    def fork(self) -> "TokenMatcher":
+        """Return a matcher of the same grammar at its start."""
+
+    def close(self) -> None:
+        """Free the state of a sequence that has ended."""
+
+    def mask(self, output_token_ids: Sequence[int]) -> Any:
+        """Return the mask of the next token, packed into a numpy array of bytes."""
+
+    def must_end(self, output_token_ids: Sequence[int]) -> bool:
+        """Whether no further text matches."""
 
 
 class RequestState(enum.Enum):

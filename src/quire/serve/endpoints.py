@@ -145,6 +145,7 @@ class Endpoints:
             )
             for number, prompt in enumerate(prompts)
         ]
+        grammar = await service.compile(params, tenant)
         charge = service.charge(tenant, [prompt.token_ids for prompt in prompts], params)
         request.state.response_headers = charge.headers
         try:
@@ -152,6 +153,8 @@ class Endpoints:
         except BaseException:  # also a client that disconnects
             charge.settle(0)
             raise
+        finally:
+            del grammar  # until now, so that the engine's thread finds it
         response = GenerationResponse(
             outputs=outputs,
             writers=writers,

@@ -10,6 +10,7 @@ from quire.errors import RequestError
 from quire.serve.errors import FieldError
 from quire.serve.fields import temperature_of
 from quire.serve.protocol import Body, ChatBody, CompletionBody, GenerationBody
+from quire.serve.structured import param_of, read_structure
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -92,6 +93,9 @@ def _params(
         requested["temperature"] = own
     if temperature is None and not body.use_beam_search:
         requested.setdefault("temperature", OPENAI_TEMPERATURE)
+    structure = read_structure(body.structure_fields())
+    if structure is not None:
+        requested["structured_outputs"] = structure
     return SamplingParams(**requested | options)
 
 
@@ -130,5 +134,7 @@ def naming_fields_of(body: Body) -> Iterator[None]:
 def _field_of(body: Body, param: str | None) -> str | None:
     if param is None or param in (body.model_extra or {}):
         return param
-    declared = [name for name in _FIELDS_OF.get(param, ()) if name in type(body).model_fields]
+    if isinstance(body, GenerationBody):
+        param = param_of(body.structure_fields(), param)
+    declared = [name for name in _FIELDS_OF.get(param or "", ()) if name in type(body).model_fields]
     return next((name for name in declared if getattr(body, name) is not None), param)

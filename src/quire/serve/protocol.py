@@ -9,8 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quire.config.generation_request import OPTION_KINDS, RequestOptions
 from quire.config.option_checks import MAX_CHOICES
+from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
+from quire.serve.structured import STRUCTURE_FIELDS
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -107,6 +109,14 @@ class GenerationBody(Body):
     evict: str | None = None
     metadata: dict[str, str] | None = None
     do_sample: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], _most(MAX_CHOICE_VALUES, least=1)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     reasoning_effort: ReasoningEffort | None = None
 
     @field_validator("*", mode="before")
@@ -134,6 +144,10 @@ class GenerationBody(Body):
         names = OPTION_KINDS.keys() & GenerationBody.model_fields.keys()
         found = {name: getattr(self, name) for name in sorted(names)}
         return cast("RequestOptions", {k: v for k, v in found.items() if v is not None})
+
+    def structure_fields(self) -> dict[str, Any]:
+        """The fields that set the structure of the output."""
+        return {name: getattr(self, name) for name in sorted(STRUCTURE_FIELDS)}
 
     def unknown_fields(self) -> list[str]:
         """Names of unknown fields of the body and of its stream options."""

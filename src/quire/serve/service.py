@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from quire.api.async_llm import AsyncLLM
@@ -14,6 +15,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.errors import EngineDead
+from quire.sampling.grammar import CompiledGrammar
 from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_OUTPUTS, ServerConfig
@@ -241,6 +243,21 @@ class Service:
         outputs = params.max_tokens * params.num_sequences
         tokens = sum(len(prompt) + outputs for prompt in prompts)
         return self.rate_limits.charge(tenant, requests=len(prompts), tokens=tokens)
+
+    async def compile(self, params: SamplingParams, tenant: str) -> CompiledGrammar | None:
+        """Compile the structure of an output in a tokenizer thread; None without a structure.
+
+        The engine finds it if the caller keeps the result until `submit` returns.
+
+        Raises:
+            RequestError: the structure is refused.
+        """
+        if params.structured_outputs is None:
+            return None
+        compiler = self.llm.engine.input_processor.grammars
+        return await self.texts.in_turn_of(
+            tenant, partial(compiler.compile, params.structured_outputs)
+        )
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Submit all prompts of an HTTP request to the engine.

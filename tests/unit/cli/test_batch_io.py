@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from quire.cli.batch_io import BatchError, BatchLine, LineFormat, parse_line
 from quire.config.generation_request import GenerationRequest
+from quire.config.structured_outputs import StructuredOutputs
 
 PLAIN = LineFormat()
 COMPLETION = {
@@ -165,12 +166,27 @@ def test_fields_with_neutral_values_are_accepted(member):
 @pytest.mark.parametrize(
     "member",
     [
+        {"response_format": {"type": "json_object"}},
+        {"guided_json_object": True},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
+def test_fields_that_set_a_structure_are_sampling_options(member):
+    body = COMPLETION["body"] | member
+
+    expected = {"max_tokens": 3, "structured_outputs": StructuredOutputs(json_object=True)}
+    assert parse(COMPLETION | {"body": body}).sampling == expected
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
         {"stream": True},
         {"echo": True},
         {"logprobs": 0},
         {"logprobs": True},
         {"suffix": "x"},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
         {"tools": [{"type": "function"}]},
         {"max_token": 3},
         {"no_repeat_ngram_size": 3},

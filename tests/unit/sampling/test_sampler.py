@@ -24,6 +24,7 @@ class Row:
     prompt_token_ids: Sequence[int] = (5, 6, 7)
     output_token_ids: Sequence[int] = ()
     sampling_seed: int = 11
+    matcher: None = None
 
 
 NATIVE = row_sampling()

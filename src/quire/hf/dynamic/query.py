@@ -77,6 +77,11 @@ class Query:
     preemptions: int = 0
 
     @property
+    def matcher(self) -> None:
+        """None: a dynamic batch has no structured outputs."""
+        return None
+
+    @property
     def token_ids(self) -> list[int]:
         """Tokens generated so far."""
         return self.output_token_ids

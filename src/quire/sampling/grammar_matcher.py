@@ -1,0 +1,165 @@
+"""The state of one sequence in its grammar, and the masks of a step's sequences.
+
+A matcher is a function of the output tokens: it consumes the tokens that it has not seen, and goes
+back if the sequence was exchanged, as beams are. So a preemption does not change it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+
+from quire.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_MOST_REASON, _MOST_LINE = 300, 60  # characters of a reason of the library, and of its lines
+
+
+class GrammarMatcher:
+    """The state of one sequence in its grammar.
+
+    Args:
+        copy: creates a matcher of the library at the start of the grammar.
+        first_mask: the mask of the first token.
+
+    Attributes:
+        error: why the grammar cannot continue; None while it can.
+    """
+
+    def __init__(self, copy: "Callable[[], LLMatcher]", first_mask: bytes) -> None:
+        self._copy, self._first_mask = copy, first_mask
+        self._matcher: LLMatcher | None = None
+        self._consumed: list[int] = []
+        self._mask: bytes | None = first_mask
+        self.error: str | None = None
+
+    def fork(self) -> "GrammarMatcher":
+        """Return a matcher of the same grammar at its start."""
+        return GrammarMatcher(self._copy, self._first_mask)
+
+    def close(self) -> None:
+        """Free the state of a sequence that has ended."""
+        self._matcher, self._mask, self._consumed = None, self._first_mask, []
+
+    def mask(self, output_token_ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
+        """Return the mask of the next token: bit i % 8 of byte i // 8 is token i.
+
+        Without any bit if the grammar cannot continue; `error` then has the reason.
+
+        Args:
+            output_token_ids: the output so far, without an end-of-sequence token.
+        """
+        self._go_to(output_token_ids)
+        if self._mask is None:
+            self._mask = self._compute()
+        return np.frombuffer(self._mask, dtype=np.uint8)
+
+    def must_end(self, output_token_ids: Sequence[int]) -> bool:
+        """Whether no further text matches, so that only an end-of-sequence token may follow."""
+        self._go_to(output_token_ids)
+        return self._matcher is not None and self.error is None and self._matcher.is_stopped()
+
+    def _go_to(self, token_ids: Sequence[int]) -> None:
+        if self.error is not None:
+            return
+        count = len(self._consumed)
+        if count > len(token_ids) or self._consumed != token_ids[:count]:
+            count = self._go_back(_common(self._consumed, token_ids))
+        new = list(token_ids[count:])
+        if not new:
+            return
+        if self._matcher is None:
+            self._matcher = self._copy()
+        self._mask = None
+        self._consumed += new
+        if not self._matcher.consume_tokens(new):
+            self._fail(self._matcher.get_error())
+
+    def _go_back(self, count: int) -> int:
+        """Go back to the first `count` tokens, or to the start; return the number of tokens."""
+        surplus = len(self._consumed) - count
+        self._mask = None
+        if self._matcher is None or not count or not self._matcher.rollback(surplus):
+            self._matcher, self._mask, count = None, self._first_mask, 0
+        del self._consumed[count:]
+        return count
+
+    def _compute(self) -> bytes:
+        if self._matcher is None or self.error is not None:
+            return bytes(len(self._first_mask))
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+            return bytes(len(mask))
+        return mask
+
+    def _fail(self, reason: str) -> None:
+        self.error = f"structured_outputs cannot continue: {shown_reason(reason)}"
+
+
+def shown_reason(reason: str) -> str:
+    """The library's reason of an error on one bounded line; its lines quote the grammar."""
+    lines = [line.strip() for line in reason.splitlines()]
+    shown = [line[:_MOST_LINE] for line in lines if line and line != "<non-verbose/>"]
+    return " ".join(shown)[:_MOST_REASON]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of equal tokens at the start."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def unpacked(
+    masks: Sequence[UInt8[np.ndarray, " bytes"]], vocab_size: int
+) -> Bool[np.ndarray, "rows vocab"]:
+    """Convert masks to one bool per token."""
+    bits = np.unpackbits(np.stack(masks), axis=1, bitorder="little")
+    return bits[:, :vocab_size].astype(np.bool_)
+
+
+class MaskWorker:
+    """Computes the masks of a step in a thread while the model computes its logits.
+
+    llguidance releases the GIL. A step without structured outputs only checks its requests.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+
+    @contextmanager
+    def computed(self, requests: Sequence[Request], tokens: Sequence[int]) -> Iterator[None]:
+        """Compute the masks of the requests that will sample a token, while the body runs.
+
+        The matchers must not be used in the body.
+
+        Args:
+            requests: requests of the step.
+            tokens: number of tokens of each that the step computes.
+        """
+        ready = [
+            request
+            for request, count in zip(requests, tokens, strict=True)
+            if request.matcher is not None and count == request.num_uncomputed
+        ]
+        if not ready:
+            yield
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
+        masks = self._executor.submit(_compute_masks, ready)
+        try:
+            yield
+        finally:
+            masks.result()
+
+
+def _compute_masks(requests: Iterable[Request]) -> None:
+    for request in requests:
+        if request.matcher is not None:
+            request.matcher.mask(request.output_token_ids)

@@ -1,0 +1,190 @@
+"""Fields that set the structure of the output: JSON schemas, expressions, choices, grammars."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from quire.errors import RequestError
+from quire.serve.structured import read_structure
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+BODIES = {
+    COMPLETIONS: {"prompt": "<|doc|>Once", "max_tokens": 300, "temperature": 1, "seed": 1},
+    CHATS: {
+        "messages": [{"role": "user", "content": "Once"}],
+        "max_tokens": 300,
+        "temperature": 1,
+        "seed": 1,
+    },
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+FIELDS = {
+    "response_format": FORMAT,
+    "structured_outputs": {"json": PERSON, "disable_any_whitespace": True},
+    "guided_json": PERSON,
+}
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+def refused(response, param):
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    return error["message"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("path", BODIES)
+def test_output_matches_the_schema(post, path, field):
+    text = text_of(post(path, **BODIES[path], **{field: FIELDS[field]}))
+
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[ab]{2,4}"}, "[ab]{2,4}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'root ::= "x" [0-9] "y"'}, "x[0-9]y"),
+        ({"structured_outputs": {"regex": "[ab]{2,4}"}}, "[ab]{2,4}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/ "y"'}}, "x[0-9]y"),
+    ],
+)
+def test_output_matches_the_expression(post, fields, pattern):
+    assert re.fullmatch(pattern, text_of(post(COMPLETIONS, **BODIES[COMPLETIONS], **fields)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"guided_json_object": True, "guided_whitespace_pattern": " "},
+    ],
+)
+def test_output_is_an_object(post, fields):
+    response = post(CHATS, **BODIES[CHATS] | {"max_tokens": 300}, **fields)
+
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"].startswith("{")
+
+
+def test_text_format_changes_nothing(post):
+    plain = post(CHATS, **BODIES[CHATS]).json()["choices"]
+
+    assert post(CHATS, **BODIES[CHATS], response_format={"type": "text"}).json()["choices"] == plain
+
+
+def test_stream_is_the_whole_output(stream, post):
+    body = BODIES[CHATS] | {"response_format": FORMAT}
+
+    chunks = stream(CHATS, **body)
+
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(deltas) == text_of(post(CHATS, **body))
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_choices_have_matchers_of_their_own(post):
+    response = post(CHATS, **BODIES[CHATS], response_format=FORMAT, n=3)
+
+    texts = [choice["message"]["content"] for choice in response.json()["choices"]]
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert len(set(texts)) > 1
+
+
+DEEP = {"type": "string"}
+for _ in range(70):
+    DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "a" * 20_000}, "guided_regex", "16,384 bytes"),
+        ({"guided_json": {"type": "foo"}}, "guided_json", "Invalid type"),
+        ({"guided_json": "{"}, "guided_json", "invalid JSON"),
+        ({"guided_json": DEEP}, "guided_json", "64 levels"),
+        ({"guided_grammar": "start: foo"}, "guided_grammar", "unknown name"),
+        (
+            {"guided_json": {}, "guided_whitespace_pattern": "[ "},
+            "guided_json",
+            "unclosed",
+        ),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
+        (
+            {"guided_regex": "a", "guided_whitespace_pattern": " "},
+            "guided_whitespace_pattern",
+            "needs json",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "got none"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "list of texts"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "compiled"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "json_schema"),
+        ({"response_format": {}}, "response_format", "json_object"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "expected response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
+            "response_format.json_schema",
+            "compiled",
+        ),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
+        ({"guided_regex": "a", "response_format": FORMAT}, "guided_regex", "response_format"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        (
+            {"guided_regex": "a", "use_beam_search": True, "ignore_eos": True, "temperature": 0},
+            "ignore_eos",
+            "beam",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+def test_wrong_structure_is_refused_with_its_field(post, path, fields, param, message):
+    assert message in refused(post(path, **BODIES[path] | fields), param)
+
+
+def test_refused_structure_does_not_stop_other_requests(serve):
+    async def main(client):
+        body = BODIES[COMPLETIONS] | {"guided_regex": "(((a+)+)+)+b" * 200}
+        await client.post(COMPLETIONS, json=BODIES[COMPLETIONS] | {"guided_regex": "(a"})
+        await client.post(COMPLETIONS, json=body | {"max_tokens": 2})
+        return await client.post(COMPLETIONS, json=BODIES[COMPLETIONS])
+
+    assert serve(main).status_code == 200
+
+
+def test_null_fields_set_no_structure():
+    assert read_structure(dict.fromkeys(("guided_json", "response_format"))) is None
+    assert read_structure({"guided_json_object": False}) is None
+
+
+def test_unknown_option_of_a_structure_is_named():
+    with pytest.raises(RequestError, match="no option 'jason'"):
+        read_structure({"structured_outputs": {"jason": {}}})
