@@ -55,7 +55,8 @@ def _names(parameter: Any, ctx: Any) -> Text:
     if parameter.param_type_name == "argument":
         required = " (required)" if parameter.required else ""
         return Text.assemble((str(parameter.metavar), "bold cyan"), required)
-    names = ", ".join(parameter.opts)
+    # long names first: click keeps the names of --help in a set
+    names = ", ".join(sorted(parameter.opts, key=lambda name: not name.startswith("--")))
     if parameter.secondary_opts:
         names += " / " + ", ".join(parameter.secondary_opts)
     required = " (required)" if parameter.required else ""
