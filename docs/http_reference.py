@@ -44,6 +44,11 @@ MEANINGS = {
     "max_completion_tokens": "the same as `max_tokens`, and takes precedence",
     "do_sample": "false is `temperature` 0",
     "reasoning_effort": "a variable of the chat template if the template uses it; else ignored",
+    "tools": "functions that the model may call, with `name`, `description` and `parameters` (a "
+    "JSON schema)",
+    "tool_choice": '`none`, `auto`, `required`, or `{"type": "function", "function": '
+    '{"name"}}`. Default: `auto` if there are tools',
+    "parallel_tool_calls": "whether the output may have several calls. Default: true",
     "response_format": 'the format of the output: `{"type": "text"}`, `json_object`, or '
     '`json_schema` with `{"name", "schema"}` in `json_schema`',
     "structured_outputs": "the structure of the output: an object with one of `json`, "

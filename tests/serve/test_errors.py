@@ -116,7 +116,7 @@ def test_invalid_completion_is_refused(post, options, param, message):
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens=3"),
         ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function.name", "1 to 128"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ],
 )

@@ -55,7 +55,8 @@ def test_misspelled_field_is_refused_with_a_suggestion(post, path, field, expect
         (COMPLETIONS, "chat_template_kwargs", {"enable_thinking": False}),
         (CHATS, "prompt", "a"),
         (CHATS, "echo", True),
-        (CHATS, "tool_choice", "required"),
+        (COMPLETIONS, "tool_choice", "required"),
+        (COMPLETIONS, "tools", [{"type": "function"}]),
     ],
 )
 def test_unsupported_field_that_changes_the_output_is_refused(post, path, field, value):

@@ -143,6 +143,7 @@ for _ in range(70):
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "compiled"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": DEEP}}, "response_format", "got dict"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "json_schema"),
         ({"response_format": {}}, "response_format", "json_object"),
         (

@@ -105,6 +105,7 @@ class OptionField:
         help: help text.
         group: heading in `--help`.
         common: whether `--help` shows the option; otherwise `--help-all` does.
+        synonyms: further names on the command line, without the leading dashes.
     """
 
     section: str
@@ -117,6 +118,7 @@ class OptionField:
     help: str
     group: str
     common: bool
+    synonyms: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -233,6 +235,7 @@ def _option_fields(
             help=info.help or documented.get(field.name, ""),
             group=heading,
             common=info.common and section.shown,
+            synonyms=info.synonyms,
         )
 
 

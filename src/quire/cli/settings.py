@@ -238,6 +238,7 @@ def _parameter(found: OptionField) -> inspect.Parameter:
     default = list(found.default) if isinstance(found.default, tuple) else found.default
     shown = typer.Option(
         declaration,
+        *(f"--{synonym}" for synonym in found.synonyms),
         help=_sentence(found),
         metavar=found.metavar,
         show_default=default is not None and default != [],

@@ -6,13 +6,13 @@ Every option is checked in the constructor, before the request takes any memory.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeVar, no_type_check, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, no_type_check, runtime_checkable
 
 from quire.config.branch_options import DrawOptions, check_branches
 from quire.config.option_checks import FIELD_CHECKS, OPTIONAL
 from quire.config.structured_outputs import StructuredOutputs
 from quire.errors import RequestError
-from quire.layout.options import option
+from quire.layout.options import Parsed, option
 
 T = TypeVar("T", int, float)
 
@@ -92,7 +92,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Parsed[
+        StructuredOutputs | Mapping[str, Any] | None, StructuredOutputs | None
+    ] = option(None)
     stop: tuple[str, ...] = option((), common=True)
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False

@@ -4,11 +4,12 @@ Only the form and the size are checked here. `quire.sampling.grammar` compiles t
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import no_type_check
+from typing import Any, no_type_check
 
 from quire.errors import RequestError
+from quire.layout.options import Parsed, option
 
 MAX_GRAMMAR_BYTES = 1 << 17
 """Limit of a schema or grammar and of all choices together, in bytes of UTF-8."""
@@ -44,10 +45,10 @@ class StructuredOutputs:
         RequestError: none or several of the five are set, or a value is invalid or too large.
     """
 
-    json: str | None = None
+    json: Parsed[str | Mapping[str, Any] | None, str | None] = option(None)
     json_object: bool = False
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: Parsed[Sequence[str] | None, tuple[str, ...] | None] = option(None)
     grammar: str | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
@@ -164,7 +165,7 @@ def _schema(name: str, value: object) -> str:
         raise _error(
             name, f"expected {name} to be a JSON schema (an object), got {type(schema).__name__}"
         )
-    if _depth(schema) > MAX_NESTING:
+    if nesting_depth(schema) > MAX_NESTING:
         raise _error(
             name, f"expected a JSON schema nested at most {MAX_NESTING} levels deep, got more"
         )
@@ -176,7 +177,7 @@ def _schema(name: str, value: object) -> str:
     return text
 
 
-def _depth(schema: object) -> int:
+def nesting_depth(schema: object) -> int:
     """Nesting depth of a value, counted to one level above the limit."""
     level: list[object] = [schema]
     depth = 0

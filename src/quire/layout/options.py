@@ -54,6 +54,7 @@ class OptionInfo:
         group: heading in `--help`; empty for the heading of the whole config.
         common: whether `--help` shows the option; `--help-all` shows every option.
         parse: converts an input value to the field's value; also accepts converted values.
+        synonyms: further names on the command line.
     """
 
     help: str = ""
@@ -62,9 +63,10 @@ class OptionInfo:
     group: str = ""
     common: bool = False
     parse: Callable[[Any], Any] | None = None
+    synonyms: tuple[str, ...] = ()
 
 
-def option(
+def option(  # noqa: PLR0913 - one parameter per attribute of the metadata
     default: Any,
     *,
     help: str = "",
@@ -73,9 +75,18 @@ def option(
     group: str = "",
     common: bool = False,
     parse: Callable[[Any], Any] | None = None,
+    synonyms: tuple[str, ...] = (),
 ) -> Any:
     """Create a dataclass field with a default and the metadata of `OptionInfo`."""
-    info = OptionInfo(help=help, unit=unit, flag=flag, group=group, common=common, parse=parse)
+    info = OptionInfo(
+        help=help,
+        unit=unit,
+        flag=flag,
+        group=group,
+        common=common,
+        parse=parse,
+        synonyms=synonyms,
+    )
     return field(default=default, metadata={"option": info})
 
 

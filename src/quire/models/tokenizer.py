@@ -102,6 +102,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Render a chat to text with the model's chat template.
 
@@ -110,6 +111,7 @@ def render_chat(
         messages: {"role": ..., "content": ...} each, oldest first.
         add_generation_prompt: end with the prefix of the assistant's message.
         template_kwargs: further variables of the template, such as `enable_thinking`.
+        tools: definitions of tools for the template, in OpenAI's format.
 
     Raises:
         RequestError: the model has no template, or its template refuses these messages or
@@ -127,6 +129,7 @@ def render_chat(
     render = partial(
         tokenizer.apply_chat_template,
         [dict(message) for message in messages],
+        tools=None if tools is None else [dict(tool) for tool in tools],
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
     )

@@ -11,6 +11,7 @@ from quire.layout.sizes import parse_size
 from quire.serve.logs import LogFormat, LogLevel
 
 UnknownFields = Literal["refuse", "warn"]
+ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral"]
 MAX_OUTPUTS = 2048
 """Limit of the outputs of one HTTP request: its prompts times the sequences of each prompt."""
 
@@ -127,6 +128,12 @@ class ServerConfig:
     )
     log_format: LogFormat = option("text", help="format of log lines")
     log_level: LogLevel = option("info", help="least level of log lines")
+    tool_parser: ToolParserName = option(
+        "auto",
+        help="format of the model's tool calls: hermes (also Qwen), llama3_json, mistral, or auto "
+        "(detected from the chat template)",
+        synonyms=("tool-call-parser",),
+    )
     unknown_fields: UnknownFields = option(
         "warn",
         help="response to unknown request fields: refuse (status 400) or warn (a log line and the "

@@ -28,6 +28,8 @@ from quire.serve.service import Service
 from quire.serve.streaming import GenerationResponse
 from quire.serve.tenant_keys import tenant_of
 from quire.serve.text import Prompt, Turn, template_kwargs, unread_fields, unread_kwargs
+from quire.serve.tools.chat import ChatTools
+from quire.serve.tools.definitions import read_tools
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -98,16 +100,28 @@ class Endpoints:
     async def _chat(self, body: ChatBody, request: Request) -> Response:
         self._check(body, request)
         service = self._service
+        tools = ChatTools.of(
+            read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls),
+            service.tools,
+            template_reads_tools=service.texts.reads("tools"),
+        )
         prompt = await service.texts.chat(
             body.messages,
             service.turn(tenant_of(request), body.evict),
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=template_kwargs(body, service.texts),
+            tools=tools.definitions,
         )
         available_tokens = service.available_tokens(len(prompt.token_ids))
-        params = chat_params(body, service.llm.model.generation.temperature, available_tokens)
+        temperature = service.llm.model.generation.temperature
+        params = chat_params(body, temperature, available_tokens, tools)
         writers = [
-            ChatWriter(index=index, pieces=service.pieces, wants_logprobs=bool(body.logprobs))
+            ChatWriter(
+                index=index,
+                pieces=service.pieces,
+                wants_logprobs=bool(body.logprobs),
+                calls=tools.writer(),
+            )
             for index in range(body.n or 1)
         ]
         envelope = Envelope.of_chat(service.model_name, body.request_options())
@@ -197,6 +211,7 @@ class Endpoints:
                 turn,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 template_kwargs=template_kwargs(body, texts),
+                tools=body.tools if texts.reads("tools") else None,
             )
         if body.prompt is None or body.messages is not None:
             raise FieldError("prompt", "expected either `prompt` or `messages`")

@@ -15,7 +15,7 @@ from functools import lru_cache
 from quire.errors import RequestError
 
 IGNORED = frozenset(
-    {"user", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+    {"user", "store", "service_tier", "safety_identifier"}
     | {"prompt_cache_key", "prompt_cache_retention", "request_id", "session_id", "chat_id"}
     | {"message_id"}
 )
@@ -29,6 +29,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "grammar": ("",),
     "json_schema": ({},),
+    "parallel_tool_calls": (True, False),
     "regex": ("",),
     "structural_tag": (),
     "tool_choice": ("none", "auto"),
@@ -118,6 +119,8 @@ INSTEAD: Mapping[str, str] = {
     "regex": "structured_outputs",
     "structural_tag": "structured_outputs",
     "eos_token_id": "stop_token_ids",
+    "function_call": "tool_choice",
+    "functions": "tools",
     "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.config.sampling_params import SamplingParams
+from quire.config.structured_outputs import FIELD
 from quire.errors import RequestError
 from quire.serve.errors import FieldError
 from quire.serve.fields import temperature_of
 from quire.serve.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from quire.serve.structured import param_of, read_structure
+from quire.serve.tools.chat import ChatTools
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -55,13 +57,16 @@ def completion_params(body: CompletionBody, temperature: float | None) -> Sampli
     )
 
 
-def chat_params(body: ChatBody, temperature: float | None, available_tokens: int) -> SamplingParams:
+def chat_params(
+    body: ChatBody, temperature: float | None, available_tokens: int, tools: ChatTools
+) -> SamplingParams:
     """Sampling parameters of a chat completion.
 
     Args:
         body: body of the request.
         temperature: recommended temperature of the model.
         available_tokens: default of `max_tokens`: tokens left in the context after the prompt.
+        tools: tools of the chat, which may determine the structure of the output.
 
     Raises:
         RequestError: an option out of range, or conflicting options.
@@ -74,6 +79,7 @@ def chat_params(body: ChatBody, temperature: float | None, available_tokens: int
         temperature,
         max_tokens=available_tokens if requested is None else requested,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **tools.sampling_options(body.structure_fields()),
     )
 
 
@@ -84,9 +90,7 @@ def _max_tokens(body: GenerationBody) -> int | None:
     return body.max_completion_tokens
 
 
-def _params(
-    body: GenerationBody, temperature: float | None, **options: int | None
-) -> SamplingParams:
+def _params(body: GenerationBody, temperature: float | None, **options: Any) -> SamplingParams:
     requested: dict[str, Any] = body.model_dump(include=_SHARED, exclude_none=True)
     own = temperature_of(body.do_sample, body.temperature)
     if own is not None:
@@ -136,5 +140,8 @@ def _field_of(body: Body, param: str | None) -> str | None:
         return param
     if isinstance(body, GenerationBody):
         param = param_of(body.structure_fields(), param)
+        is_forced = isinstance(body, ChatBody) and (param or "").startswith(f"{FIELD}.")
+        if is_forced and body.structured_outputs is None:  # by the schemas of the tools
+            return "tools"
     declared = [name for name in _FIELDS_OF.get(param or "", ()) if name in type(body).model_fields]
     return next((name for name in declared if getattr(body, name) is not None), param)

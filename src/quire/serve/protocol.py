@@ -13,6 +13,7 @@ from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
 from quire.serve.structured import STRUCTURE_FIELDS
+from quire.serve.tools.definitions import MAX_TOOLS
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -212,6 +213,8 @@ class TextPart(BaseModel):
     text: str
 
 
+Tools = Annotated[list[dict[str, Any]], _most(MAX_TOOLS)]
+
 TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MOST_EXTRA_FIELDS)]
 
 
@@ -219,6 +222,9 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], _most(MAX_MESSAGES, least=1)]
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
@@ -238,6 +244,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
     def unknown_fields(self) -> list[str]:

@@ -10,6 +10,7 @@ from quire.sampling import outputs
 from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, summed
 from quire.sampling.sampler import SampledToken
 from quire.serve.logprobs import Scored, TokenPieces, chat_logprobs, completion_logprobs
+from quire.serve.tools.messages import CallWriter
 
 # ---- writers -------------------------------------------------------------------------------------
 
@@ -87,27 +88,27 @@ class ChatWriter:
         index: index of the choice.
         pieces: texts of tokens.
         wants_logprobs: whether log-probabilities were requested.
+        calls: finds the tool calls of the output; None: all text is content.
     """
 
     index: int
     pieces: TokenPieces
     wants_logprobs: bool
+    calls: CallWriter | None = None
     _held: list[SampledToken] = field(default_factory=list)
     _began: bool = False
 
     def whole(self, output: RequestOutput, choice: outputs.Choice) -> Choice:
         """Format the choice of a response that is not streamed."""
-        message = {
-            "role": "assistant",
-            "content": choice.text,
-            "refusal": None,
-            "tool_calls": None,
-        }
+        message: dict[str, object] = {"role": "assistant", "content": choice.text, "refusal": None}
+        message["tool_calls"] = None
+        if self.calls is not None:
+            message |= self.calls.message(choice.text)
         return {
             "index": self.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs or ()),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
 
@@ -118,12 +119,21 @@ class ChatWriter:
         if not self._began:
             self._began = True
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
-        if delta.text:
-            chunks.append(self._chunk({"content": delta.text}, logprobs=self._take_held()))
+        chunks += [self._chunk(part, logprobs=self._take_held()) for part in self._parts(delta)]
         if delta.finish_reason is not None:
             last = self._chunk({}, logprobs=self._take_held() if self._held else None)
-            chunks.append(last | _ending(delta))
+            last |= {"finish_reason": self._finish_reason(delta.finish_reason)}
+            chunks.append(last | {"stop_reason": delta.stop_reason})
         return chunks
+
+    def _parts(self, delta: OutputDelta) -> list[dict[str, object]]:
+        """Content and tool calls that a delta adds."""
+        if self.calls is not None:
+            return self.calls.deltas(delta.text, is_last=delta.finish_reason is not None)
+        return [{"content": delta.text}] if delta.text else []
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return reason if self.calls is None else self.calls.finish_reason(reason)
 
     def _chunk(
         self, content: dict[str, object], *, logprobs: dict[str, object] | None = None
@@ -138,17 +148,13 @@ class ChatWriter:
 
     def _take_held(self) -> dict[str, object] | None:
         held, self._held = self._held, []
-        return self._logprobs(held)
+        return self._logprobs(held) if held else None
 
     def _logprobs(self, scores: Sequence[SampledToken]) -> dict[str, object] | None:
         return chat_logprobs(self.pieces, scores) if self.wants_logprobs else None
 
 
 Writer = CompletionWriter | ChatWriter
-
-
-def _ending(delta: OutputDelta) -> Choice:
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
 
 # ---- responses -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from quire.serve.logprobs import TokenPieces
 from quire.serve.rate_limits import Charge, RateLimit, RateLimits
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Texts, Turn
+from quire.serve.tools.detect import ToolParsers
 
 T = TypeVar("T")
 
@@ -64,6 +65,7 @@ class Service:
         keys: API keys of the tenants.
         rate_limits: requests and tokens that each tenant may use.
         texts, pieces: tokenizer of the model.
+        tools: parser of the model's tool calls.
         inspection: cost of the views that `inspect` returned.
     """
 
@@ -80,6 +82,7 @@ class Service:
         self.model_name = config.served_model_name or llm.model.name
         self.pieces = TokenPieces(llm.model.tokenizer)
         self.texts = Texts(llm.model, self.pieces, config.tokenizer_threads)
+        self.tools = ToolParsers(config.tool_parser, llm.model.tokenizer)
         self.inspection = InspectionCost()
         self._engine: AsyncLLM | None = None
         self._is_draining = False

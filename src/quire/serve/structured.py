@@ -96,7 +96,7 @@ def _response_format(value: object) -> Mapping[str, Any] | None:
     if kind not in _FORMATS:
         raise RequestError(
             f"expected {RESPONSE_FORMAT} to be an object with a type of {', '.join(_FORMATS)}, got "
-            f"{str(value)[:60]}",
+            f"{kind[:60] if isinstance(kind, str) else type(kind).__name__}",
             param=RESPONSE_FORMAT,
         )
     assert isinstance(value, Mapping)

@@ -23,6 +23,7 @@ from quire.serve.fair_pool import FairPool
 from quire.serve.logprobs import TokenPieces
 from quire.serve.protocol import Body, ChatBody, GenerationBody, Message, TokenizeBody
 from quire.serve.text_length import text_length
+from quire.serve.tools.messages import with_read_calls
 
 T = TypeVar("T")
 
@@ -111,6 +112,7 @@ class Texts:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
         """Tokenize a chat with the model's chat template.
 
@@ -119,6 +121,7 @@ class Texts:
             turn: tenant and length limit of the request.
             add_generation_prompt: append the tokens that begin an assistant message.
             template_kwargs: further variables of the template.
+            tools: definitions of tools for the template.
 
         Raises:
             RequestError: no tokenizer, no template, a template that refuses the messages, or a
@@ -127,12 +130,13 @@ class Texts:
         tokenizer = self._tokenizer()
 
         def read() -> Prompt:
-            plain = [_plain(message) for message in messages]
+            plain = [_plain(message, number) for number, message in enumerate(messages)]
             text = render_chat(
                 tokenizer,
                 plain,
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=template_kwargs,
+                tools=tools,
             )
             self._check_length(text, turn, "messages")
             return Prompt(None, encode_rendered(tokenizer, text))
@@ -216,12 +220,16 @@ class Texts:
             ) from None
 
 
-def _plain(message: Message) -> dict[str, object]:
-    """Convert a message for the chat template: content as one text, without unset fields."""
+def _plain(message: Message, number: int) -> dict[str, object]:
+    """Convert a message for the chat template: content as one text, without unset fields.
+
+    Raises:
+        RequestError: invalid tool calls.
+    """
     fields: dict[str, object] = {name: value for name, value in message if value is not None}
     if not isinstance(message.content, str):
         fields["content"] = "".join(part.text for part in message.content or ())
-    return fields
+    return with_read_calls(fields, number)
 
 
 # ---- template ------------------------------------------------------------------------------------

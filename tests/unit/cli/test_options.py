@@ -3,13 +3,16 @@
 from dataclasses import fields
 
 import pytest
+from typer.testing import CliRunner
 
+from quire.cli.main import app
 from quire.cli.options import (
     KV,
     MODEL,
     SAMPLING,
     SCHEDULE,
     SECTIONS,
+    SERVER,
     configs_of,
     documented_attributes,
     options_of,
@@ -92,3 +95,12 @@ def test_sampling_option_help_is_the_docstring():
 
 def test_docstring_without_attributes_gives_no_help():
     assert documented_attributes("One line.") == {}
+
+
+def test_option_has_the_names_of_other_servers():
+    [found] = [option for option in SERVER.options() if option.flag == "tool-parser"]
+    assert found.synonyms == ("tool-call-parser",)
+
+    refused = CliRunner().invoke(app, ["serve", "quire-tiny", "--tool-call-parser", "hermess"])
+
+    assert "hermes" in refused.output
