@@ -13,7 +13,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /opt/quire \
     && /opt/quire/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" \
-        "$(echo /wheels/*.whl)[serve]"
+        "$(echo /wheels/*.whl)[serve,structured]"
 
 FROM python:3.12-slim-bookworm
 RUN useradd --uid 10001 --create-home quire && install --directory --owner quire /models

@@ -193,6 +193,21 @@ def test_references_of_forced_schemas_stay_valid():
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
 
 
+def test_annotations_are_no_part_of_a_forced_schema():
+    parameters = {
+        "title": "T",
+        "description": "D",
+        "properties": {"title": {"type": "string", "default": "x"}, "default": {"enum": ["a"]}},
+    }
+
+    schema = read_tools([tool("f", parameters)], "required", parallel=None).schema()
+
+    assert schema["$defs"]["tool0"] == {
+        "properties": {"title": {"type": "string"}, "default": {"enum": ["a"]}},
+        "additionalProperties": False,
+    }
+
+
 def test_forced_arguments_have_no_further_properties():
     inner = {"type": "object", "properties": {"properties": {"const": {"properties": {}}}}}
     for parameters, expected in (

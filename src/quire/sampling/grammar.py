@@ -36,7 +36,7 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
-    "max_items_in_row": 1_000,
+    "max_items_in_row": 1_500,
     "max_lexer_states": 5_000,
     "max_grammar_size": 200_000,
 }
@@ -181,7 +181,14 @@ class GrammarCompiler:
                 param=FIELD,
             )
         size = max(self._vocab_size, len(tokenizer))
-        return from_tokenizer(tokenizer, n_vocab=size, eos_token=self._eos_token_ids)
+        try:
+            return from_tokenizer(tokenizer, n_vocab=size, eos_token=self._eos_token_ids)
+        except ValueError as error:
+            raise RequestError(
+                f"{FIELD} needs the bytes of each token, which llguidance cannot derive from the "
+                f"decoder of this model's tokenizer: {shown_reason(str(error))}",
+                param=FIELD,
+            ) from None
 
 
 def _grammar_text(wanted: StructuredOutputs) -> str:
@@ -196,7 +203,8 @@ def _grammar_text(wanted: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+        # one token of the lexer: alternatives of the parser would count towards `max_items_in_row`
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
     if wanted.grammar is not None:
         return grammar_from("grammar", wanted.grammar)
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}

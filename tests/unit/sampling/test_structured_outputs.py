@@ -7,8 +7,11 @@ import weakref
 
 import jsonschema
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
 from quire import LLM, AsyncLLM, KVConfig, SamplingParams, ScheduleConfig, StructuredOutputs
 from quire.config.structured_outputs import (
@@ -178,6 +181,16 @@ def test_model_without_an_end_token_is_refused(llm):
         GrammarCompiler(llm.model.tokenizer, 2048, []).compile(StructuredOutputs(regex="a"))
 
 
+def test_tokenizer_whose_decoder_is_unknown_is_refused():
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+
+    with pytest.raises(RequestError, match="decoder of this model's tokenizer") as refused:
+        GrammarCompiler(tokenizer, 2, [1]).compile(StructuredOutputs(regex="a"))
+
+    assert refused.value.param == "structured_outputs"
+
+
 def test_missing_package_is_refused_with_its_extra(llm, monkeypatch):
     def refuse(extra, feature):
         raise grammar.ConfigError(f"{feature} needs {extra}")
@@ -214,6 +227,41 @@ def test_grammar_in_use_is_found_without_the_cache(compiler):
         compiler.compile(StructuredOutputs(regex=f"other{number}"))
 
     assert compiler.compile(first) is compiled
+
+
+def accepts(compiler, llm, wanted, text):
+    """Whether a grammar allows every token of a text and then an end token."""
+    matcher, output = compiler.compile(StructuredOutputs(**wanted)).matcher(), []
+    for token in token_ids(llm, text):
+        if token not in allowed(matcher.mask(output)):
+            return False
+        output.append(token)
+    return llm.model.generation.eos_token_ids[0] in allowed(matcher.mask(output))
+
+
+def test_as_many_choices_as_allowed_can_be_generated(compiler, llm):
+    texts = [f"choice {number}" for number in range(MAX_CHOICE_VALUES)]
+
+    for text in (texts[0], texts[1], texts[-1]):
+        assert accepts(compiler, llm, {"choice": texts}, text)
+    assert not accepts(compiler, llm, {"choice": texts}, "choice x")
+
+
+def test_choices_are_texts_and_no_expressions(compiler, llm):
+    texts = ['a.b"c', "a\\nb", "[x]*", "é\n", "a|b", "/x/i"]
+
+    for text in texts:
+        assert accepts(compiler, llm, {"choice": texts}, text), text
+    assert not accepts(compiler, llm, {"choice": texts}, 'axb"c')
+
+
+def test_schema_with_many_optional_members_can_be_generated(compiler, llm):
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    members = {f"f{number}": {"anyOf": [{"type": "string"}, inner]} for number in range(300)}
+
+    text = '{"f3":"a","f9":{"x":1},"f200":"z"}'
+
+    assert accepts(compiler, llm, {"json": {"properties": members, "type": "object"}}, text)
 
 
 # ---- matchers ------------------------------------------------------------------------------------

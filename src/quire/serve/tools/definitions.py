@@ -183,7 +183,10 @@ def _call(name: str, number: int) -> dict[str, Any]:
     }
 
 
-_VALUES = ("const", "default", "enum", "examples")
+_VALUES = ("const", "enum")
+_ANNOTATIONS = ("$comment", "default", "description", "examples", "title")
+"""Keywords that do not change which values are valid; the model reads them in the prompt."""
+
 _SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
@@ -211,7 +214,11 @@ class _Mover:
             return [self.schema(inner) for inner in schema]
         if not isinstance(schema, Mapping):
             return schema
-        moved = {key: self._member(key, value) for key, value in schema.items()}
+        moved = {
+            key: self._member(key, value)
+            for key, value in schema.items()
+            if key not in _ANNOTATIONS
+        }
         is_open = not moved.keys() & {"additionalProperties", "patternProperties"}
         if self.closes and is_open and isinstance(moved.get("properties"), Mapping):
             moved["additionalProperties"] = False
