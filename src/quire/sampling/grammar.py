@@ -8,6 +8,7 @@ The limits of llguidance bound the time and memory of a compilation and of a mas
 """
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -41,6 +42,8 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
 }
 """Limits of `llguidance.LLParserLimits`; a mask that exceeds them fails its request."""
+
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 ANY_WHITESPACE = r"[ \t\r\n]{1,32}"
 """Default whitespace between elements of JSON: bounded, since models can repeat it without end."""
@@ -197,7 +200,7 @@ def _grammar_text(wanted: StructuredOutputs) -> str:
     Raises:
         ValueError: a grammar whose format cannot be converted.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
@@ -206,12 +209,30 @@ def _grammar_text(wanted: StructuredOutputs) -> str:
         # one token of the lexer: alternatives of the parser would count towards `max_items_in_row`
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
     if wanted.grammar is not None:
-        return grammar_from("grammar", wanted.grammar)
+        return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if not wanted.disable_any_whitespace:
         options["whitespace_pattern"] = wanted.whitespace_pattern or ANY_WHITESPACE
     schema = wanted.json or '{"type": "object"}'
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _as_lark(text: str) -> str:
+    """Convert a grammar from GBNF, if it has rules of that format.
+
+    llguidance's own detection of the format takes minutes for many empty lines.
+
+    Raises:
+        ValueError: a grammar whose format cannot be converted.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if _GBNF_RULE.search(text) is None:
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exceptions here
+        raise ValueError(f"GBNF cannot be converted to Lark: {error}") from None
 
 
 def _refusal(wanted: StructuredOutputs, reason: str) -> RequestError:

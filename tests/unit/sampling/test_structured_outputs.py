@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import gbnf_to_lark
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
@@ -134,7 +135,9 @@ def test_beam_search_that_ignores_end_tokens_is_refused():
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "nest"),
         ({"grammar": "start: nothing"}, "unknown name"),
-        ({"grammar": "root := x"}, "GBNF"),
+        ({"grammar": "root ::= x"}, "GBNF"),
+        ({"grammar": "root ::= " + "(" * 9000}, "GBNF"),
+        ({"grammar": "root := x"}, "Expected value"),
         ({"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "nested"),
         ({"grammar": "start: " + '("a" | "b")* ' * 3000}, "Too many items"),
     ],
@@ -245,6 +248,18 @@ def test_as_many_choices_as_allowed_can_be_generated(compiler, llm):
     for text in (texts[0], texts[1], texts[-1]):
         assert accepts(compiler, llm, {"choice": texts}, text)
     assert not accepts(compiler, llm, {"choice": texts}, "choice x")
+
+
+@pytest.mark.parametrize("rule", ['root ::= "a"', 'start: "a"'])
+def test_format_of_a_grammar_is_not_detected_by_the_library(compiler, monkeypatch, rule):
+    """Its detection takes 100 s for 100,000 empty lines."""
+
+    def detect(text):
+        raise AssertionError("slow")
+
+    monkeypatch.setattr(gbnf_to_lark, "is_lark_syntax", detect)
+
+    compiler.compile(StructuredOutputs(grammar="\n" * 100_000 + rule))
 
 
 def test_choices_are_texts_and_no_expressions(compiler, llm):
