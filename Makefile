@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check fmt docs bench peers clean
+.PHONY: setup demo test test-all check fmt docs screenshots bench peers clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ fmt: setup
 docs: setup
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# pictures of the dashboard for docs/dashboard.md; needs Debian's chromium (apt-get install chromium)
+screenshots: setup
+	PYTHONPATH=src:. $(BIN)/python -m tests.screenshots
 
 bench: setup
 	bash runs/overhead.sh

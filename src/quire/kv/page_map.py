@@ -3,8 +3,8 @@
     arena    | slab 0 (class A) | slab 1 (class B) | slab 2 (free) | ...
     pages    a a a . b          c c c c            . . . . .          . is a free page
 
-`read_pages` copies the facts between two steps; it costs a few passes over the page tables.
-`PageFacts.in_order` sorts the copies and can run in another thread.
+`read_pages` copies the facts between two steps; it costs a few passes over the pages and their
+tables. `PageFacts.in_order` sorts the copies and can run in another thread.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.kv.ledger import codec_name, exact_rows
 from quire.kv.memory import KVMemory
-from quire.kv.pages import CountedPages
+from quire.kv.pages import CountedPages, PageNumbers
 from quire.kv.tables import NO_PAGE, LaneTable, Rows
 from quire.layout.pages import PageClass
 
@@ -33,27 +33,30 @@ sequence and the prefix cache reference it. STAGING: it holds offloaded KV only 
 RESERVED: allocated before it is needed. AUXILIARY: statistics, or tokens in a finer format.
 """
 
+_DENSE = 16
+"""Page numbers per reference below which a count over all page numbers is faster."""
+
 Owners = NDArray[np.uint16]
 States = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class ClassFacts:
-    """The pages of one page class.
+    """The pages of one page class in slabs of the class, or in free slabs.
 
     Attributes:
         page_class: the class.
         codec: its codec.
+        pages: page numbers, ascending.
         owner: [pages] FREE, CACHE, or FIRST_ROW plus the index of a row.
         state: [pages] bits of the state.
-        shown: [pages] whether the page exists: the class, or none, holds its slab.
     """
 
     page_class: PageClass
     codec: str
+    pages: PageNumbers
     owner: Owners
     state: States
-    shown: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +70,20 @@ class PageFacts:
     classes: tuple[ClassFacts, ...]
 
     def in_order(self) -> tuple[Owners, States, NDArray[np.uint8]]:
-        """Owner, state and index of the class of every page that exists, by address."""
-        index = [np.flatnonzero(one.shown) for one in self.classes]
-        owner = np.concatenate([c.owner[i] for c, i in zip(self.classes, index, strict=True)])
-        state = np.concatenate([c.state[i] for c, i in zip(self.classes, index, strict=True)])
-        kind = np.repeat(np.arange(len(index), dtype=np.uint8), [len(i) for i in index])
-        if len(index) == 1:
+        """Owner, state and index of the class of every page, by address."""
+        owner = np.concatenate([one.owner for one in self.classes])
+        state = np.concatenate([one.state for one in self.classes])
+        lengths = [len(one.pages) for one in self.classes]
+        kind = np.repeat(np.arange(len(lengths), dtype=np.uint8), lengths)
+        if np.count_nonzero(lengths) <= 1:
             return owner, state, kind
-        sizes = (one.page_class.page_bytes for one in self.classes)
-        address = np.concatenate([i * size for i, size in zip(index, sizes, strict=True)])
-        order = np.argsort(address, kind="stable")
+        first = [c.pages.astype(np.int64) * c.page_class.page_bytes for c in self.classes]
+        order = np.argsort(np.concatenate(first), kind="stable")
         return owner[order], state[order], kind[order]
 
 
 def read_pages(memory: KVMemory, rows: Sequence[int], *, only_these: bool = False) -> PageFacts:
-    """Copy the owner and state of every page.
+    """Copy the owner and state of every page; the cost is linear in the pages of held slabs.
 
     Args:
         memory: the KV memory.
@@ -91,17 +93,34 @@ def read_pages(memory: KVMemory, rows: Sequence[int], *, only_these: bool = Fals
     """
     held = np.array(rows[:MOST_ROWS], dtype=np.int64)
     evicted = ~exact_rows(memory)[held]
-    classes = tuple(
-        _ClassReader(memory, pool, held, evicted).read(
-            takes_free_slabs=number == 0, only_these=only_these
-        )
-        for number, pool in enumerate(memory.pools.values())
-    )
-    return PageFacts(classes)
+    classes = []
+    for number, pool in enumerate(memory.pools.values()):
+        slabs = pool.held_slabs
+        if number == 0 and not only_these:  # free slabs are shown as free pages of one class
+            slabs |= memory.arena.free_slabs
+        pages = _pages_of_slabs(slabs, memory.arena.slab_bytes, pool.page_class.page_bytes)
+        reader = _ClassReader(memory, pool, held, evicted)
+        classes.append(reader.read(pages, only_these=only_these))
+    return PageFacts(tuple(classes))
+
+
+def _pages_of_slabs(slabs: frozenset[int], slab_bytes: int, page_bytes: int) -> PageNumbers:
+    """Numbers of the pages that are wholly inside one of these slabs, ascending."""
+    slab = np.array(sorted(slabs), dtype=np.int64)
+    first, end = -(-slab * slab_bytes // page_bytes), (slab + 1) * slab_bytes // page_bytes
+    lengths = np.maximum(end - first, 0)
+    before = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    numbers = np.repeat(first, lengths) + np.arange(int(lengths.sum())) - before
+    pages: PageNumbers = numbers.astype(np.int32)
+    return pages
 
 
 class _ClassReader:
-    """Collects the owners and states of one class's pages."""
+    """Collects the owners and states of one class's pages.
+
+    The arrays span all page numbers, but only entries of pages in use are touched: the system
+    assigns no memory to the others.
+    """
 
     def __init__(
         self, memory: KVMemory, pool: CountedPages, rows: Rows, evicted: NDArray[np.bool_]
@@ -112,17 +131,21 @@ class _ClassReader:
         self._state = np.zeros(size, dtype=np.uint8)
         self._references = np.zeros(size, dtype=np.int32) if pool.num_shared else None
 
-    def read(self, *, takes_free_slabs: bool, only_these: bool) -> ClassFacts:
-        pool = self._pool
-        if not only_these:
-            self._owner[pool.ref_counts > 0] = CACHE
+    def read(self, pages: PageNumbers, *, only_these: bool) -> ClassFacts:
+        page_class = self._pool.page_class
         for table in self._memory.tables.values():
-            if table.group.page_class == pool.page_class and len(self._rows):
+            if table.group.page_class == page_class and len(self._rows):
                 self._claim(table)
-        self._mark_shared(only_these=only_these)
-        shown = self._owner > CACHE if only_these else self._existing(takes_free_slabs)
-        page_class = pool.page_class
-        return ClassFacts(page_class, codec_name(page_class), self._owner, self._state, shown)
+        if only_these:
+            pages = pages[self._owner[pages] > 0]
+        owner, state, used = self._owner[pages], self._state[pages], self._pool.ref_counts[pages]
+        owner[(owner == FREE) & (used > 0)] = CACHE
+        if self._references is not None:
+            references, own_pages = self._references[pages], state & STAGING == 0
+            state[(references > 1) & own_pages] |= SHARED
+            if not only_these:
+                state[(references > 0) & (used > references) & own_pages] |= CACHED
+        return ClassFacts(page_class, codec_name(page_class), pages, owner, state)
 
     def _claim(self, table: LaneTable) -> None:
         rows = self._rows
@@ -143,7 +166,7 @@ class _ClassReader:
             pages = self._memory.placement.reserved_pages(table, np.array([row]))
             self._own(pages, np.full(len(pages), index), RESERVED)
 
-    def _own(self, pages: NDArray[np.int32], row: NDArray[np.int64], bits: int) -> None:
+    def _own(self, pages: PageNumbers, row: NDArray[np.int64], bits: int) -> None:
         self._owner[pages[::-1]] = (row + FIRST_ROW)[
             ::-1
         ]  # the last write is that of the first row
@@ -151,25 +174,9 @@ class _ClassReader:
             self._state[pages] |= bits
         if self._evicted.any():
             self._state[pages[self._evicted[row]]] |= EVICTED
-        if self._references is not None:
-            self._references += np.bincount(pages, minlength=len(self._references))
-
-    def _mark_shared(self, *, only_these: bool) -> None:
-        if self._references is None:  # no page has more than one reference
+        if self._references is None:
             return
-        staging = self._state & STAGING > 0  # layers share staging pages
-        self._state[(self._references > 1) & ~staging] |= SHARED
-        if not only_these:
-            cached = (self._references > 0) & (self._pool.ref_counts > self._references)
-            self._state[cached & ~staging] |= CACHED
-
-    def _existing(self, takes_free_slabs: bool) -> NDArray[np.bool_]:  # noqa: FBT001 - private
-        """Mask of the pages that are wholly in slabs of this class, or in free slabs."""
-        arena, size = self._memory.arena, self._pool.page_class.page_bytes
-        own = np.zeros(self._memory.arena.span_bytes // arena.slab_bytes + 1, dtype=bool)
-        slabs = self._pool.held_slabs
-        own[list(slabs | arena.free_slabs if takes_free_slabs else slabs)] = True
-        first = np.arange(len(self._owner), dtype=np.int64) * size
-        slab, last = first // arena.slab_bytes, (first + size - 1) // arena.slab_bytes
-        existing: NDArray[np.bool_] = own[slab] & (slab == last)
-        return existing
+        if len(self._references) < _DENSE * len(pages):
+            self._references += np.bincount(pages, minlength=len(self._references))
+        else:
+            np.add.at(self._references, pages, 1)

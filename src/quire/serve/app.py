@@ -19,6 +19,7 @@ from quire.serve.access import HEADER, AccessLog
 from quire.serve.banner import banner
 from quire.serve.config import ServerConfig
 from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
+from quire.serve.dashboard.routes import Dashboard, dashboard_paths
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
 from quire.serve.json_route import IGNORED_HEADER
@@ -28,7 +29,7 @@ from quire.serve.logs import configure_logs
 from quire.serve.rate_limits import RateLimit
 from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
-from quire.serve.tenant_keys import KeyGuard, TenantKeys
+from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantKeys
 from quire.version import __version__
 
 
@@ -65,9 +66,15 @@ def create_app(
     app.include_router(Endpoints(service).router())
     app.include_router(KVEndpoints(service).router())
     app.include_router(KVRequestEndpoints(service).router())
+    open_paths = OPEN_PATHS
+    if service.shows_texts:
+        app.include_router(Dashboard().router())
+        open_paths |= dashboard_paths()
     install_error_handlers(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body)
-    app.add_middleware(KeyGuard, keys=service.keys)  # the middleware added last runs first
+    app.add_middleware(
+        KeyGuard, keys=service.keys, open_paths=open_paths
+    )  # the middleware added last runs first
     if config.allowed_origins:
         _add_cors(app, config)
     app.add_middleware(AccessLog, writes=config.access_log)

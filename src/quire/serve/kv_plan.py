@@ -3,6 +3,7 @@
 from typing import Any
 
 from quire.api.llm import LLM
+from quire.layout.layout import statistics_used
 from quire.layout.pages import CacheLayout
 from quire.plan.capacity import capacity
 
@@ -27,7 +28,7 @@ def plan_for(
     memory, model = llm.engine.pool.kv.memory, llm.model.spec
     budget_bytes = memory.total_bytes if budget_bytes is None else budget_bytes
     length = min(DEFAULT_LENGTH, model.max_positions) if length is None else length
-    layout, most = memory.layout, llm.engine.schedule_config.max_num_seqs
+    layout, most = _used_layout(llm), llm.engine.schedule_config.max_num_seqs
     held = capacity(model, budget_bytes, layout=layout, sequence_tokens=length, batch=1)
     each_bytes = _sequence_bytes(layout, length, retained)
     is_too_long = length > model.max_positions
@@ -48,6 +49,13 @@ def plan_for(
         "smallest_bytes": layout.smallest_sequence_bytes,
         "max_positions": model.max_positions,
     }
+
+
+def _used_layout(llm: LLM) -> CacheLayout:
+    """Lane groups of a request with the server's eviction policy: no statistics of other rules."""
+    layout = llm.engine.pool.kv.memory.layout
+    names = statistics_used(layout, llm.engine.pool.eviction.spec.statistics)
+    return CacheLayout(tuple(g for g in layout.groups if g.name in names or not g.private))
 
 
 def _sequence_bytes(layout: CacheLayout, length: int, retained: int | None) -> int:

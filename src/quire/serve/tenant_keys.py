@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -220,10 +220,13 @@ class KeyGuard:
     Args:
         app: the application.
         keys: API keys of the tenants.
+        open_paths: paths that need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: TenantKeys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(
+        self, app: ASGIApp, keys: TenantKeys, open_paths: Collection[str] = OPEN_PATHS
+    ) -> None:
+        self._app, self._keys, self._open_paths = app, keys, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request, or refuse it with status 401."""
@@ -233,7 +236,7 @@ class KeyGuard:
         try:
             tenant = self._keys.tenant_of(_authorization(scope))
         except Unauthorized as error:
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in self._open_paths:
                 await _refuse(error, scope, receive, send)
                 return
             tenant = ""

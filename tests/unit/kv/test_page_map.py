@@ -47,7 +47,11 @@ def held_pages(memory, row, name):
 
 
 def owned(facts, owner):
-    return [set(np.flatnonzero(one.owner == owner).tolist()) for one in facts.classes]
+    return [set(one.pages[one.owner == owner].tolist()) for one in facts.classes]
+
+
+def marked(one, bit):
+    return set(one.pages[one.state & bit > 0].tolist())
 
 
 def test_each_page_belongs_to_the_row_whose_table_names_it(memory):
@@ -76,8 +80,9 @@ def test_pages_in_address_order_cover_the_arena(memory):
     assert not state.any()
 
 
-def test_pages_of_a_fork_are_shared_and_belong_to_the_first_row(memory):
-    parent = grown(memory, 8)
+@pytest.mark.parametrize("tokens", [8, 160])
+def test_pages_of_a_fork_are_shared_and_belong_to_the_first_row(memory, tokens):
+    parent = grown(memory, tokens)
     child = fork(memory, parent)
     memory.grow(np.array([child]), np.array([4], dtype=np.int32))
 
@@ -87,8 +92,7 @@ def test_pages_of_a_fork_are_shared_and_belong_to_the_first_row(memory):
     assert owned(facts, FIRST_ROW)[0] == held_pages(memory, parent, "full")
     assert own == held_pages(memory, child, "full") - held_pages(memory, parent, "full")
     assert len(own) == 2
-    shared = set(np.flatnonzero(full.state & SHARED).tolist())
-    assert shared == held_pages(memory, parent, "full")
+    assert marked(full, SHARED) == held_pages(memory, parent, "full")
 
 
 def test_pages_of_the_prefix_cache_are_marked(memory):
@@ -135,5 +139,4 @@ def test_pages_of_a_row_without_a_token_are_marked(memory):
     facts = read_pages(memory, [whole, cut])
 
     for one, name in zip(facts.classes, ("full", "coded"), strict=True):
-        marked = set(np.flatnonzero(one.state & EVICTED).tolist())
-        assert marked == held_pages(memory, cut, name)
+        assert marked(one, EVICTED) == held_pages(memory, cut, name)

@@ -20,8 +20,8 @@ CODED = PageClass(key=codec_spec("int8"), value=codec_spec("int8"), head_dim=8, 
 def owners_of(owner, state=None, page_class=PLAIN, num_rows=2):
     owner = np.asarray(owner, dtype=np.uint16)
     state = np.zeros(len(owner), np.uint8) if state is None else np.asarray(state, np.uint8)
-    shown = np.ones(len(owner), dtype=bool)
-    facts = PageFacts((ClassFacts(page_class, "codec", owner, state, shown),))
+    pages = np.arange(len(owner), dtype=np.int32)
+    facts = PageFacts((ClassFacts(page_class, "codec", pages, owner, state),))
     rows = [{"kind": "request", "request_id": f"r{i}", "tenant": "t"} for i in range(num_rows)]
     return PageOwners(facts, rows, [["full"]], {})
 

@@ -1,0 +1,1 @@
+"""The dashboard at /dashboard: static files without a build step, and their routes."""

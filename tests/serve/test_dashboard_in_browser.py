@@ -1,0 +1,227 @@
+"""The dashboard in Chromium: live views, inspector, keys, keyboard, and rules of accessibility."""
+
+import json
+import shutil
+import subprocess
+import tarfile
+
+import pytest
+
+from support.busy_server import CHROMIUM, LONG_TOKENS, Load, served
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is missing: apt-get install chromium"),
+]
+
+SIZES = {"wide": {"width": 1280, "height": 860}, "narrow": {"width": 390, "height": 844}}
+VIEWS = ("overview", "pages", "requests", "tenants", "prefixes", "plan")
+AXE = "axe-core@4.11.0"
+PATIENCE_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as play:
+        started = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served() as url, Load(url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    """Source of axe-core, from the npm registry."""
+    folder = tmp_path_factory.mktemp("axe")
+    if shutil.which("npm") is None:
+        pytest.skip("npm is missing: axe-core cannot be downloaded")
+    command = ["npm", "pack", AXE, "--silent", "--pack-destination", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        pytest.skip(f"axe-core cannot be downloaded: {done.stderr[-200:]}")
+    [packed] = folder.glob("*.tgz")
+    with tarfile.open(packed) as archive:
+        return archive.extractfile("package/axe.min.js").read().decode()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open a page; fail on any message of an error in its console."""
+    contexts, errors = [], []
+
+    def note(text, expected=None):
+        if expected is None or expected not in text:
+            errors.append(text)
+
+    def open_at(address, size="wide", scheme="light", expected=None):
+        context = browser.new_context(
+            viewport=SIZES[size], color_scheme=scheme, reduced_motion="reduce"
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("console", lambda m: note(m.text, expected) if m.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(address)
+        return page
+
+    yield open_at
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def select_long_request(page):
+    """Select a running request that evicts and runs for some time."""
+    for _ in range(200):
+        rows = page.evaluate("fetch('v1/kv/requests').then((response) => response.json())")
+        left = [r for r in rows["running"] if r["num_evictions"] and r["max_tokens"] == LONG_TOKENS]
+        found = next((r for r in left if r["output_tokens"] < LONG_TOKENS // 3), None)
+        if found is not None:
+            break
+        page.wait_for_timeout(50)
+    request_id = json.dumps(found["request_id"])
+    page.evaluate(f"location.hash = '#requests/' + encodeURIComponent({request_id})")
+    page.wait_for_selector("#view-requests .tokens .token")
+
+
+def map_of(page):
+    return page.evaluate("document.querySelector('.map').toDataURL()")
+
+
+def test_page_map_changes_under_load(open_page, url):
+    page = open_page(f"{url}/dashboard#pages")
+    page.wait_for_selector("#view-pages tbody tr a")
+    first = map_of(page)
+    page.wait_for_function(
+        "before => document.querySelector('.map').toDataURL() !== before", arg=first
+    )
+
+    label = page.get_attribute(".map", "aria-label")
+    assert "pages" in label
+    assert "free" in label
+    page.check("input[value=state]")
+    page.wait_for_selector("#view-pages tbody th:has-text('Tokens evicted')")
+
+
+def test_page_map_is_read_with_the_keyboard(open_page, url):
+    page = open_page(f"{url}/dashboard#pages")
+    page.wait_for_selector("#view-pages tbody tr a")
+    page.focus(".map")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "End"):
+        page.keyboard.press(key)
+        assert page.text_content(".map-detail").startswith("Page ")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inspector_shows_the_tokens_that_lanes_retain(open_page, url, size):
+    page = open_page(f"{url}/dashboard#requests", size)
+    page.wait_for_selector("#view-requests tbody tr a")
+    select_long_request(page)
+
+    assert "<|doc|>" in page.text_content(".tokens .token >> nth=0")
+    page.focus(".tokens .token >> nth=0")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.position") == "2"
+    assert page.text_content(".token-detail").startswith("Token 2 ")
+    assert page.locator(".lane").count() == 32
+    levels = page.evaluate(
+        "new Set([...document.querySelectorAll('.token')].map(t => t.dataset.level)).size"
+    )
+    assert levels > 2
+    assert page.locator(".timeline rect").count() > 0
+    assert page.locator(".timeline-list tbody tr").count() >= 3
+
+
+def test_events_arrive_and_pause_stops_all_requests(open_page, url):
+    page = open_page(f"{url}/dashboard")
+    page.wait_for_selector(".feed li")
+    page.wait_for_selector(".status[data-kind=live]")
+    page.click("#pause")
+    assert page.text_content("#status-text") == "Paused"
+    page.wait_for_timeout(500)  # answers that are on their way
+    sent = []
+    page.on("request", lambda request: sent.append(request.url))
+    page.wait_for_timeout(2500)
+    assert sent == []
+    page.click("#pause")
+    page.wait_for_selector(".status[data-kind=live]")
+
+
+def test_what_if_slider_changes_the_number_of_sequences(open_page, url):
+    page = open_page(f"{url}/dashboard#plan")
+    page.wait_for_selector(".result strong")
+    before = int(page.text_content(".result strong").replace(",", ""))
+    page.focus("#plan-budget")
+    page.keyboard.press("End")
+    page.wait_for_function(
+        "n => Number(document.querySelector('.result strong').textContent.replace(',', '')) > n",
+        arg=before,
+    )
+    page.check("#plan-evicts")
+    page.wait_for_function("() => !document.querySelector('#plan-retained').disabled")
+
+
+def test_navigation_by_keyboard_shows_the_focus(open_page, url):
+    page = open_page(f"{url}/dashboard")
+    page.wait_for_selector(".status[data-kind=live]")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.focus("#nav-tenants")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#view-tenants .tenant")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.get_attribute("#nav-tenants", "aria-current") == "page"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.title").startswith("Tenants")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_views_have_no_serious_fault_and_do_not_overflow(open_page, url, axe, size, scheme):
+    page = open_page(f"{url}/dashboard", size, scheme)
+    page.wait_for_selector(".status[data-kind=live]")
+    faults = {}
+    for view in (*VIEWS, "inspector"):
+        if view == "inspector":
+            select_long_request(page)
+        else:
+            page.evaluate(f"location.hash = '#{view}'")
+            page.wait_for_timeout(1200)
+        page.click("#pause")
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{view} is {wide} pixels wider than the window"
+        page.evaluate(axe)
+        found = page.evaluate("axe.run().then((found) => found.violations)")
+        for fault in found:
+            if fault["impact"] in ("serious", "critical"):
+                nodes = [node["html"][:120] for node in fault["nodes"][:3]]
+                faults[f"{view}: {fault['id']}"] = nodes
+        page.click("#pause")
+    assert faults == {}
+
+
+def test_server_with_keys_asks_for_one(open_page, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('red = "sk-red-00000000"\nblue = "sk-blue-00000000"\n')
+    red = {"authorization": "Bearer sk-red-00000000"}
+    with served("--tenant-keys", str(keys)) as url, Load(url, red, clients=3):
+        page = open_page(f"{url}/dashboard#tenants", expected="401 (Unauthorized)")
+        page.wait_for_selector("#key-dialog[open]")
+        page.fill("#key-input", "sk-red-00000000")
+        page.click("#key-form .primary")
+        page.wait_for_selector("#view-tenants .tenant h3:has-text('red')")
+        assert page.locator("#view-tenants .tenant").count() == 1
+        assert page.evaluate("sessionStorage.getItem('quire.key')") == "sk-red-00000000"
+        assert page.evaluate("document.cookie + JSON.stringify(localStorage)").find("sk-red") < 0
+        page.evaluate("location.hash = '#pages'")
+        page.wait_for_selector("#view-pages tbody tr a")
+        page.context.close()  # before the server stops
