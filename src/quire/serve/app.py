@@ -19,7 +19,7 @@ from quire.serve.access import HEADER, AccessLog
 from quire.serve.banner import banner
 from quire.serve.config import ServerConfig
 from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
-from quire.serve.dashboard.routes import Dashboard, dashboard_paths
+from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
 from quire.serve.json_route import IGNORED_HEADER
@@ -125,7 +125,8 @@ def run_server(
     # listen before printing the URL, so that clients can connect
     url = listen(bound, scheme="https" if config.ssl_certfile else "http")
     service: Service = app.state.service
-    sys.stdout.write(f"{banner(service)}\nServing {service.model_name} at {url}\n")
+    page = f"Dashboard: {url.removesuffix('/v1')}{PAGE_PATH}\n" if service.shows_texts else ""
+    sys.stdout.write(f"{banner(service)}\n{page}Serving {service.model_name} at {url}\n")
     sys.stdout.flush()
     running = DrainingServer(server, service)
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again after its shutdown
