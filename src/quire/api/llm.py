@@ -317,4 +317,4 @@ def _named(prompt: str) -> Iterator[None]:
     except RequestError as error:
         if not prompt:
             raise
-        raise type(error)(f"{prompt}: {error}") from error
+        raise type(error)(f"{prompt}: {error}", param=error.param) from error

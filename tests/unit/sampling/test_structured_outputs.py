@@ -399,6 +399,16 @@ def test_logprobs_are_those_of_the_model(llm):
     assert first.logprob < first.top_logprobs[0][1]
 
 
+def test_wrong_grammar_of_one_prompt_is_refused_with_its_field(llm):
+    params = [SamplingParams(), SamplingParams(structured_outputs={"regex": "(a"})]
+
+    with pytest.raises(RequestError, match="prompt 1: regex cannot be compiled") as refused:
+        llm.generate([PROMPT, PROMPT], params)
+
+    assert refused.value.param == "structured_outputs.regex"
+    assert not llm.engine.has_work
+
+
 def test_completions_have_matchers_of_their_own(llm):
     output = generate(llm, COMPACT, n=4, temperature=1.0, seed=5)
 
