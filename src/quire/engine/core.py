@@ -111,12 +111,8 @@ class Engine:
 
     def _make_sampling_step(self) -> SamplingStep:
         alone, spec = self.schedule_config.batch_invariant, self.model.spec
-        sampler = Sampler(
-            spec.vocab_size,
-            self.model.generation.eos_token_ids,
-            one_by_one=alone,
-            native=row_sampling(),
-        )
+        eos = self.model.generation.eos_token_ids
+        sampler = Sampler(spec.vocab_size, eos, one_by_one=alone, native=row_sampling())
         return SamplingStep(sampler, self._outputs, self.scheduler.branch, self._clock)
 
     @property
