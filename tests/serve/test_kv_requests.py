@@ -104,6 +104,10 @@ def test_timeline_of_a_request(serve):
     times = [event["time_s"] for event in finished["timeline"]]
     assert times == sorted(times)
     assert finished["num_events"] == len(kinds)
+    first = finished["timeline"][0]
+    assert first["waited_s"] == first["time_s"] - finished["arrival_s"] >= 0
+    assert [event for event in finished["timeline"][1:] if "waited_s" in event] == []
+    assert finished["codec"] == "float32"
     assert [event["kind"] for event in open_one["timeline"]][:2] == ["admitted", "chunk"]
 
 
@@ -202,6 +206,25 @@ def test_pages_of_the_tokens_are_given_in_parts(serve):
     assert second["first"] == 2
     assert second["token_ids"][0] == first["token_ids"][2]
     assert "bitmaps" not in first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"n": 3}, {"n": 2, "max_tokens": 150, "use_beam_search": True, "temperature": 0}],
+)
+def test_sequences_of_a_request_have_their_own_rows(serve, options):
+    async def main(client):
+        async with running(client, **options) as rows:
+            found = await read(client, "requests")
+            last = found["running"][-1]["request_id"].replace("#", "%23")
+            tokens = await read(client, f"requests/{last}/tokens")
+            return rows, found, tokens
+
+    _, body, tokens = serve(main)
+
+    assert len({row["request_id"] for row in body["running"]}) == len(body["running"]) >= 2
+    assert len({row["group"] for row in body["running"]}) == 1
+    assert set(tokens["retained"]) == {tokens["num_lanes"]}
 
 
 @pytest.mark.parametrize("path", ["requests/nothing", "requests/nothing/tokens"])

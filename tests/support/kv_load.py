@@ -31,7 +31,9 @@ async def running(client, *, prompts=("Once upon a time",), headers=None, **body
     ]
     try:
         rows = []
-        while len(rows) < len(prompts) or not all(row["first_token_s"] for row in rows):
+        while len(rows) < len(prompts) or not all(
+            row["computed_tokens"] >= row["prompt_tokens"] for row in rows
+        ):
             assert not any(call.done() for call in calls)
             rows = (await read(client, "requests", headers=headers))["running"]
         yield rows

@@ -1,12 +1,13 @@
 """Open and recently finished requests: state, bytes, why they wait, and their timelines."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.inspection.request_log import FinishedRequest, Timeline
 from quire.engine.pool import KVPool
 from quire.kv.memory import KVMemory
+from quire.scheduler.events import KVEvent
 from quire.scheduler.request import Request
 from quire.scheduler.waiting import Waiting
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from quire.engine.core import Engine
 
 Row = dict[str, Any]
+
+LEAVING = ("freed", "preempted", "swapped_out")
+"""Events after which a request waits, unless it has finished."""
 
 
 def request_rows(engine: "Engine", tenant: str | None, most: int) -> Row:
@@ -59,11 +63,11 @@ def one_request(engine: "Engine", request_id: str, tenant: str | None) -> Row | 
     """Numbers and timeline of an open or recently finished request; None if it is unknown."""
     request = find_request(engine, request_id, tenant)
     if request is not None:
-        why = _why(engine, request)
-        return open_row(engine, request, why) | _timeline(engine.request_log.timeline(request_id))
+        row = open_row(engine, request, _why(engine, request))
+        return row | _timeline(engine, engine.request_log.timeline(request_id), row["arrival_s"])
     for one in reversed(engine.request_log.finished):
         if one.request_id == request_id and tenant in (None, one.tenant):
-            return finished_row(one) | _timeline(one.timeline)
+            return finished_row(one) | _timeline(engine, one.timeline, one.arrival_s)
     return None
 
 
@@ -78,13 +82,26 @@ def _why(engine: "Engine", request: Request) -> Waiting | None:
     )
 
 
-def _timeline(timeline: Timeline | None) -> Row:
-    if timeline is None:
-        return {"timeline": [], "num_events": 0}
+def _timeline(engine: "Engine", timeline: Timeline | None, arrival_s: float) -> Row:
+    events = [] if timeline is None else timeline.events
     return {
-        "timeline": [event.as_dict() for event in timeline.events],
-        "num_events": timeline.num_events,
+        "codec": engine.pool.codec,
+        "timeline": list(_with_waits(events, arrival_s)),
+        "num_events": 0 if timeline is None else timeline.num_events,
     }
+
+
+def _with_waits(events: Iterable[KVEvent], arrival_s: float) -> Iterator[Row]:
+    """Events as JSON values; an admission has the seconds that the request waited before it."""
+    queued_s: float | None = arrival_s
+    for event in events:
+        shown: Row = event.as_dict()
+        if event.kind == "admitted" and queued_s is not None:
+            shown["waited_s"] = event.time_s - queued_s
+            queued_s = None
+        elif event.kind in LEAVING:
+            queued_s = event.time_s
+        yield shown
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -99,11 +116,11 @@ def open_row(engine: "Engine", request: Request, why: Waiting | None = None) -> 
         why: why it waits; None if it runs.
     """
     progress, eviction, memory = request.progress, request.eviction, request.memory
-    kv = engine.pool.kv.memory
+    kv, group = engine.pool.kv.memory, request.group or request.split_from
     runs = memory.row >= 0
     return {
         "request_id": request.request_id,
-        "group": request.request_id if request.group is None else request.group.request_id,
+        "group": request.request_id if group is None else group.request_id,
         "tenant": request.tenant,
         "state": progress.state.value,
         "waiting": None if why is None else _waiting(why),

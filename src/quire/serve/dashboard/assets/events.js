@@ -23,8 +23,11 @@ function reasonOf(event) {
 function detailOf(event) {
   const because = reasonOf(event) ? `: ${reasonOf(event)}` : "";
   switch (event.kind) {
-    case "admitted":
-      return event.cached_tokens ? `${plural(event.tokens, "token")}, ${count(event.cached_tokens)} cached` : plural(event.tokens, "token");
+    case "admitted": {
+      const cached = event.cached_tokens ? `, ${count(event.cached_tokens)} cached` : "";
+      const waited = event.waited_s === undefined ? "" : `, after waiting ${seconds(Math.max(0, event.waited_s))}`;
+      return `${plural(event.tokens, "token")}${cached}${waited}`;
+    }
     case "chunk": return `${plural(event.tokens, "token")}, now ${bytes(event.kv_bytes)}`;
     case "shared": return `${plural(event.tokens, "token")} from the prefix cache`;
     case "copied": return `${bytes(event.kv_bytes)}, copy on write`;
