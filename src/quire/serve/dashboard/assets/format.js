@@ -22,7 +22,7 @@ export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
   if (value < 1) return `${Number((value * 1000).toFixed(value < 0.01 ? 1 : 0))} ms`;
-  if (value < 10) return `${value.toFixed(2)} s`;
+  if (value < 10) return `${Number(value.toFixed(2))} s`;
   if (value < 60) return `${value.toFixed(1)} s`;
   const whole = Math.round(value);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;

@@ -85,9 +85,10 @@ export class Overview {
       const { label, detail } = describe(event);
       if (!node.firstChild) node.append(
         h("span", { class: `kind kind-${event.kind}` }, label), h("span", { class: "feed-detail" },
-          event.request_id ? h("a", { href: `#requests/${encodeURIComponent(event.request_id)}` }, shortId(event.request_id)) : "page pool",
+          event.request_id ? h("a", { href: `#requests/${encodeURIComponent(event.request_id)}` }, shortId(event.request_id)) : "prefix cache",
           ` ${detail}`), h("time", {}));
-      text(node.lastChild, `${seconds(Math.max(0, overview.time_s - event.time_s))} ago`);
+      const age = Math.floor(overview.time_s - event.time_s);
+      text(node.lastChild, age < 1 ? "now" : `${seconds(age)} ago`);
     });
   }
 
