@@ -1,6 +1,5 @@
 """`quire batch`: runs a file of requests and writes a file of records; resumes after a kill."""
 
-import hashlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.batch_input import Survey, refuse_one_file_for_two, survey_of, warn_of_repeated
 from quire.cli.batch_io import BatchTask, LineFormat
-from quire.cli.batch_names import Names, RepeatedName
-from quire.cli.batch_output import BatchOutput, RunState, state_path
+from quire.cli.batch_output import BatchOutput, RunState
 from quire.cli.batch_records import BatchTally
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
@@ -104,9 +103,9 @@ def batch(  # noqa: PLR0913 - one parameter per option
         sampling=settings.sampling,
         with_prompt=with_prompt,
     )
-    _refuse_one_file_for_two(source, target, kv_events)
-    survey = _survey(source)
-    _warn_of_repeated(survey)
+    refuse_one_file_for_two(source, target, kv_events)
+    survey = survey_of(source)
+    warn_of_repeated(survey)
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.completed)
@@ -136,25 +135,6 @@ def _exit_if_failed(failed: int, requests: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Survey:
-    """Summary of the input file, from one pass over it.
-
-    Attributes:
-        sha256: hash of the whole file.
-        lines: number of lines.
-        requests: number of lines that are not blank.
-        repeated: the first duplicate name; None if all names are unique.
-        num_repeated: number of lines with the name of an earlier line.
-    """
-
-    sha256: str
-    lines: int
-    requests: int
-    repeated: RepeatedName | None
-    num_repeated: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Result:
     """Tally of a run, its duration, and the engine's statistics (None if no line was left)."""
 
@@ -163,62 +143,7 @@ class _Result:
     seconds: float
 
 
-def _refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
-    """Refuse output files that are equal to each other or to the input, before writing."""
-    if target.is_dir():
-        raise ConfigError(
-            f"expected a file for the records, got folder {target}: name a file in it, such as "
-            f"{target / 'records.jsonl'}"
-        )
-    if _is_same(target, source):
-        raise ConfigError(f"{target} is the input; give another file for the records")
-    uses = {source: "the input", target: "for the records", state_path(target): "their state"}
-    for path, use in uses.items():
-        if kv_events is not None and _is_same(kv_events, path):
-            raise ConfigError(f"{kv_events} is {use}; give another file to --kv-events")
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    """Whether two paths name the same file, existing or not; follows links."""
-    try:
-        if one.exists() and other.exists():
-            return one.samefile(other)
-        return one.resolve() == other.resolve()
-    except OSError:  # opening the file reports the error
-        return False
-
-
-def _survey(source: Path) -> _Survey:
-    digest, lines, requests, names = hashlib.sha256(), 0, 0, Names()
-    try:
-        if not source.is_file():
-            wrong = "not a regular file" if source.exists() else "no such file"
-            raise ConfigError(f"expected a file of requests, got {source}: {wrong}")
-        with source.open("rb") as file:
-            for line in file:
-                digest.update(line)
-                lines += 1
-                requests += bool(line.strip())
-                names.add(line, lines)
-    except OSError as error:
-        raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
-    return _Survey(digest.hexdigest(), lines, requests, names.first, names.num_repeated)
-
-
-def _warn_of_repeated(survey: _Survey) -> None:
-    found = survey.repeated
-    if found is None:
-        return
-    more = survey.num_repeated - 1
-    others = f"; {more:,} more lines have a duplicate" if more else ""
-    typer.echo(
-        f"warning: line {found.line} has the same {found.key} {found.name!r} as line "
-        f"{found.earlier}{others}. All lines run; use `line` to distinguish their records",
-        err=True,
-    )
-
-
-def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
+def _state(settings: Settings, task: BatchTask, survey: Survey) -> RunState:
     folder = Path(settings.model)
     seed = task.sampling.seed
     return RunState(

@@ -25,37 +25,9 @@ from quire.kv.slot_order import SlotOrder, by_position
 from quire.kv.statistics.pages import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
+from quire.kv.stored_positions import stored_positions
 from quire.layout.pages import LaneGroup
 from quire.layout.statistics import Statistic
-
-
-def stored_positions(
-    kv: PagedKV, group: str, row: int, lanes: slice = slice(None)
-) -> NDArray[np.int32]:
-    """Return logical positions [lanes, slots] in storage order; a copy.
-
-    Positions past a lane's last slot are undefined, and so are positions in staging pages.
-
-    Args:
-        kv: the paged KV of the engine.
-        group: name of the lane group.
-        row: the sequence.
-        lanes: lanes of the group.
-    """
-    table = kv.memory.tables[group]
-    tokens = table.group.page_class.tokens
-    num_lanes = len(range(*lanes.indices(table.group.num_lanes)))
-    columns = int(table.num_pages[row, lanes].max(initial=0))
-    views = kv.store.views(table.group.page_class)
-    if views.positions is None:
-        first = table.page_positions[row, lanes, :columns]
-        stored = np.add(first[:, :, None], np.arange(tokens), dtype=np.int32)
-    else:
-        pages = np.maximum(table.pages[row, lanes, :columns], 0).reshape(-1).astype(np.int64)
-        found = views.positions.index_select(0, torch.from_numpy(pages).to(kv.store.device))
-        stored = found.cpu().numpy()
-    by_lane: NDArray[np.int32] = stored.reshape(num_lanes, columns * tokens)
-    return by_lane
 
 
 class LaneReader:

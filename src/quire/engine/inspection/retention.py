@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.pool import KVPool
-from quire.kv.lane_reader import stored_positions
+from quire.kv.stored_positions import stored_positions
 from quire.layout.pages import LaneGroup
 from quire.scheduler.request import Request
 
