@@ -56,6 +56,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "codecs.md", HEADER + codecs()
     yield REFERENCE / "models.md", HEADER + models()
     yield REFERENCE / "http.md", HEADER + http()
+    yield REFERENCE / "metrics.md", HEADER + metrics()
     yield REFERENCE / "modules.md", HEADER + modules()
     for name in (
         "add-a-policy.md",
@@ -398,6 +399,31 @@ def models() -> str:
         "attention, an indexer, chunked attention, layers that share keys and values or have a\n"
         "recurrent state, RoPE scaling of type `dynamic`, attention without the interface, and\n"
         "models without `position_ids`.\n"
+    )
+
+
+def metrics() -> str:
+    """The metrics of the server."""
+    from quire.serve.metrics.definitions import METRICS, PREFIX, VLLM_PREFIX
+
+    rows = [
+        (
+            f"`{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}`",
+            "gauge" if metric.kind == "info" else metric.kind,
+            ", ".join(f"`{label}`" for label in metric.labels),
+            metric.help,
+            f"`{VLLM_PREFIX}{metric.vllm}`" if metric.vllm else "",
+        )
+        for metric in METRICS
+    ]
+    return (
+        "# Metrics\n\n`GET /metrics` returns these metrics in Prometheus' text format, or in\n"
+        "OpenMetrics if the client accepts it. Every metric has the label `model_name`.\n"
+        "`--metrics-names vllm` or `both` selects the names of vLLM, with the label `engine`;\n"
+        "counters of vLLM get `_total` too. Histograms have the buckets of vLLM. Metrics of the\n"
+        "process (`process_...`, `python_...`) are included. [Metrics and\n"
+        "alerts](../guides/metrics.md) has the setup of Prometheus and Grafana.\n\n"
+        + _table(("metric", "type", "labels", "meaning", "in vLLM"), rows)
     )
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar, Unpack
 
 from quire.api.inputs import as_requests, as_token_ids, structures_of
 from quire.api.queue_limit import QueueLimit
+from quire.api.step_observer import StepObserver
 from quire.api.threads import Command
 from quire.config.generation_request import GenerationRequest, Prompt, RequestOptions
 from quire.config.sampling_params import SamplingParams
@@ -42,12 +43,19 @@ class AsyncLLM:
     Args:
         engine: an idle engine; do not use it elsewhere until this object is closed.
         queue_limit: limit of waiting requests; default: no limit.
+        observer: is told of accepted requests and of the outputs of every step.
 
     Raises:
         ConfigError: the engine is part of a shared pool, or another `AsyncLLM` runs it.
     """
 
-    def __init__(self, engine: Engine, *, queue_limit: QueueLimit | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        queue_limit: QueueLimit | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
         if engine.shares_pool:
             raise ConfigError(
                 "expected an engine with its own KV memory, got one of a shared pool: the engines "
@@ -60,6 +68,7 @@ class AsyncLLM:
         self.engine = engine
         engine.enter_thread()
         self._queue_limit = queue_limit or QueueLimit()
+        self._observer = observer
         self._ended_at_s: deque[float] = deque(maxlen=_RATE_OVER)
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}  # by request id; only in the engine's thread
@@ -286,6 +295,9 @@ class AsyncLLM:
             for request_id in request_ids:  # the requests before the refused one
                 self.engine.cancel(request_id)
             raise
+        if self._observer is not None:
+            for request_id, request in zip(request_ids, stream.requests, strict=True):
+                self._observer.submitted(request_id, request)
         stream.accept(request_ids)
         self._streams.update(dict.fromkeys(request_ids, stream))
 
@@ -302,6 +314,8 @@ class AsyncLLM:
                 self.engine.cancel(request_id)
 
     def _publish(self, deltas: Sequence[OutputDelta]) -> None:
+        if self._observer is not None:
+            self._observer.published(deltas)
         items = []
         for delta in deltas:
             stream = self._streams.get(delta.request_id)

@@ -1,4 +1,4 @@
-"""Request ids and the access log: the outermost ASGI middleware.
+"""Request ids, counts of requests and the access log: the outermost ASGI middleware.
 
 Every response has the header `x-request-id`: the id that the client sent, or a new one. The access
 log has one line per request on standard error: no query string, no header, no body, and so no API
@@ -12,6 +12,8 @@ import uuid
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.serve.metrics.http_requests import HttpRequests
 
 HEADER = "x-request-id"
 
@@ -37,11 +39,12 @@ class AccessLog:
 
     Args:
         app: the application.
+        counts: counts of HTTP requests for the metrics.
         writes: whether to write the access log.
     """
 
-    def __init__(self, app: ASGIApp, *, writes: bool = True) -> None:
-        self._app, self._writes = app, writes
+    def __init__(self, app: ASGIApp, counts: HttpRequests, *, writes: bool = True) -> None:
+        self._app, self._counts, self._writes = app, counts, writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request; log it when its response has ended."""
@@ -55,8 +58,10 @@ class AccessLog:
         try:
             await self._app(scope, receive, sent)
         finally:
+            seconds = time.perf_counter() - start_s
+            self._counts.add(scope, sent.status, seconds)
             if self._writes:
-                _log(scope, sent, time.perf_counter() - start_s)
+                _log(scope, sent, seconds)
 
 
 class _Sent:

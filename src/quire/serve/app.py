@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 import socket
 import ssl
 import sys
@@ -17,7 +18,7 @@ from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
 from quire.serve.access import HEADER, AccessLog
 from quire.serve.banner import banner
-from quire.serve.config import ServerConfig
+from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
 from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.endpoints import Endpoints
@@ -26,6 +27,9 @@ from quire.serve.json_route import IGNORED_HEADER
 from quire.serve.kv_endpoints import KVEndpoints
 from quire.serve.kv_requests import KVRequestEndpoints
 from quire.serve.logs import configure_logs
+from quire.serve.metrics.endpoint import PATH as METRICS_PATH
+from quire.serve.metrics.endpoint import MetricsEndpoint
+from quire.serve.metrics.http_requests import HttpRequests
 from quire.serve.rate_limits import RateLimit
 from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
@@ -66,7 +70,10 @@ def create_app(
     app.include_router(Endpoints(service).router())
     app.include_router(KVEndpoints(service).router())
     app.include_router(KVRequestEndpoints(service).router())
-    open_paths = OPEN_PATHS
+    http_requests = HttpRequests()
+    metrics_key = config.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
+    app.include_router(MetricsEndpoint(service, http_requests, metrics_key).router())
+    open_paths = OPEN_PATHS | {METRICS_PATH}  # the endpoint checks the key
     if service.shows_texts:
         app.include_router(Dashboard().router())
         open_paths |= dashboard_paths()
@@ -77,7 +84,7 @@ def create_app(
     )  # the middleware added last runs first
     if config.allowed_origins:
         _add_cors(app, config)
-    app.add_middleware(AccessLog, writes=config.access_log)
+    app.add_middleware(AccessLog, counts=http_requests, writes=config.access_log)
     return app
 
 

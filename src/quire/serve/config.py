@@ -11,6 +11,7 @@ from quire.layout.sizes import parse_size
 from quire.serve.logs import LogFormat, LogLevel
 
 UnknownFields = Literal["refuse", "warn"]
+MetricNames = Literal["quire", "vllm", "both"]
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral"]
 MAX_OUTPUTS = 2048
 """Limit of the outputs of one HTTP request: its prompts times the sequences of each prompt."""
@@ -19,7 +20,11 @@ LARGEST_PORT = 65_535
 KEY_VARIABLE = "QUIRE_API_KEY"
 """Environment variable with an API key of the default tenant."""
 
+METRICS_KEY_VARIABLE = "QUIRE_METRICS_KEY"
+"""Environment variable with the API key of /metrics."""
+
 LIMITS, TLS, CORS = "Limits of the server", "TLS", "Web pages (CORS)"
+OBSERVATION = "Metrics and traces"
 _LEAST = (
     *("requests_per_minute", "tokens_per_minute"),
     *("max_num_queued_reqs", "max_num_queued_tokens"),
@@ -128,6 +133,19 @@ class ServerConfig:
     )
     log_format: LogFormat = option("text", help="format of log lines")
     log_level: LogLevel = option("info", help="least level of log lines")
+    metrics_names: MetricNames = option(
+        "quire",
+        help="names of the metrics at /metrics: quire (quire_...), vllm (vllm:..., for boards and "
+        "autoscalers made for vLLM) or both",
+        group=OBSERVATION,
+    )
+    metrics_key: str | None = option(
+        None,
+        help="API key that gives access to /metrics only; or the environment variable "
+        f"{METRICS_KEY_VARIABLE}. Unset: /metrics needs no key, or, if tenants have keys, a key of "
+        "tenant default",
+        group=OBSERVATION,
+    )
     tool_parser: ToolParserName = option(
         "auto",
         help="format of the model's tool calls: hermes (also Qwen), llama3_json, mistral, or auto "

@@ -38,6 +38,7 @@ MOST_SHOWN = 60  # characters of a value that is wrong
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "ContentTooLargeError",
     HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
@@ -74,6 +75,10 @@ class UnknownModel(RequestError):
 
 class Unauthorized(RequestError):
     """An unknown or missing API key."""
+
+
+class Forbidden(RequestError):
+    """A valid API key that gives no access to this path."""
 
 
 class Draining(QuireError):
@@ -132,6 +137,8 @@ def _status(error: QuireError) -> HTTPStatus:
     match error:
         case Unauthorized():
             return HTTPStatus.UNAUTHORIZED
+        case Forbidden():
+            return HTTPStatus.FORBIDDEN
         case UnknownModel() | UnknownRequest():
             return HTTPStatus.NOT_FOUND
         case RequestError():
@@ -148,6 +155,8 @@ def _headers(error: QuireError) -> dict[str, str]:
     """Headers of the response to an error, such as the time to wait."""
     if isinstance(error, RateLimited):
         return dict(error.headers)
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, QueueFull):
         return {"Retry-After": str(math.ceil(error.retry_after_s))}
     return {}

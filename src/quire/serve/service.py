@@ -21,6 +21,7 @@ from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_OUTPUTS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
 from quire.serve.logprobs import TokenPieces
+from quire.serve.metrics.observer import EngineObserver
 from quire.serve.rate_limits import Charge, RateLimit, RateLimits
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Texts, Turn
@@ -67,6 +68,7 @@ class Service:
         texts, pieces: tokenizer of the model.
         tools: parser of the model's tool calls.
         inspection: cost of the views that `inspect` returned.
+        observer: counts for the metrics; None before the start.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Service:
         self.texts = Texts(llm.model, self.pieces, config.tokenizer_threads)
         self.tools = ToolParsers(config.tool_parser, llm.model.tokenizer)
         self.inspection = InspectionCost()
+        self.observer: EngineObserver | None = None
         self._engine: AsyncLLM | None = None
         self._is_draining = False
         self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
@@ -94,12 +97,15 @@ class Service:
         """Start the engine's thread."""
         config = self.config
         queue = QueueLimit(requests=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
-        self._engine = AsyncLLM(self.llm.engine, queue_limit=queue)
+        self.observer = EngineObserver(self.llm.engine)
+        self._engine = AsyncLLM(self.llm.engine, queue_limit=queue, observer=self.observer)
 
     async def stop(self) -> None:
         """Stop the threads; open requests end with an error."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+        if self.observer is not None:
+            self.observer.close()
         self.texts.close()
 
     def drain(self) -> None:

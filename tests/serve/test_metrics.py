@@ -1,0 +1,193 @@
+"""GET /metrics: values after requests, names of vLLM, keys, and bounded label values."""
+
+import math
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.serve.metrics.definitions import METRICS, TOKENS
+from quire.serve.metrics.distribution import Distribution
+from quire.serve.metrics.http_requests import HttpRequests
+from quire.serve.metrics.reading import OTHER_TENANTS, Reading
+from quire.serve.tenant_keys import TenantKeys
+
+KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",), "default": ("sk-d-51d09a3e",)})
+BODY = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True}
+
+
+def families(text):
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(found, family, sample=None, **labels):
+    """The only sample of a family that has these labels."""
+    samples = [
+        one.value
+        for one in found[family].samples
+        if one.name == (sample or one.name) and labels.items() <= one.labels.items()
+    ]
+    assert len(samples) == 1, (family, labels, samples)
+    return samples[0]
+
+
+def scraped(serve, main=None, headers=None, **options):
+    async def run(client):
+        for _ in range(2):
+            response = await client.post("/v1/completions", json=BODY, headers=headers)
+            assert response.status_code == 200, response.text
+        if main is not None:
+            await main(client)
+        return await client.get("/metrics", headers=headers)
+
+    response = serve(run, **options)
+    assert response.status_code == 200, response.text
+    return families(response.text)
+
+
+def test_counts_of_two_requests(serve):
+    found = scraped(serve)
+
+    assert value(found, "quire_engine_up") == 1
+    assert value(found, "quire_requests_running") == 0
+    assert value(found, "quire_prompt_tokens") > 0
+    assert value(found, "quire_requests_finished", finished_reason="length") == 2
+    for name, count in {
+        "quire_time_to_first_token_seconds": 2,
+        "quire_inter_token_latency_seconds": 8,
+        "quire_time_per_output_token_seconds": 2,
+        "quire_request_latency_seconds": 2,
+        "quire_request_queue_seconds": 2,
+        "quire_request_prefill_seconds": 2,
+        "quire_request_decode_seconds": 2,
+        "quire_request_generation_tokens": 2,
+        "quire_request_max_tokens": 2,
+    }.items():
+        assert value(found, name, f"{name}_count") == count, name
+    assert value(found, "quire_request_generation_tokens", le="5.0") == 2
+    assert value(found, "quire_request_generation_tokens", le="2.0") == 0
+    total = value(found, "quire_kv_memory_bytes")
+    assert sum(sample.value for sample in found["quire_kv_bytes"].samples) == total
+    path = {"method": "POST", "path": "/v1/completions", "status": "200"}
+    assert value(found, "quire_http_requests", **path) == 2
+    assert value(found, "quire_tenant_generation_tokens", tenant="default") >= 8
+
+
+def test_every_defined_metric_has_values_except_those_without_events(serve):
+    found = scraped(serve)
+    missing = {m.name for m in METRICS if f"quire_{m.name}" not in found}
+
+    assert missing == {"kv_transfer_bytes"}
+
+
+def test_names_of_vllm(serve):
+    both = scraped(serve, metrics_names="both")
+    vllm = scraped(serve, metrics_names="vllm")
+
+    assert not any(name.startswith("quire_") for name in vllm)
+    assert {name for name in both if name.startswith("vllm:")} == {
+        name for name in vllm if name.startswith("vllm:")
+    }
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert vllm[f"vllm:{name}"].samples[0].labels == {"model_name": "quire-tiny", "engine": "0"}
+    assert value(vllm, "vllm:request_success", finished_reason="length") == 2
+    assert value(vllm, "vllm:iteration_tokens_total", "vllm:iteration_tokens_total_count") > 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer sk-unknown-1"}, 401),
+        ({"Authorization": "Bearer sk-a-2f0c77d1"}, 403),
+        ({"Authorization": "Bearer sk-d-51d09a3e"}, 200),
+        ({"Authorization": "Bearer metrics-only"}, 200),
+    ],
+)
+def test_metrics_of_all_tenants_need_the_key_of_the_operator(serve, headers, status):
+    response = serve(
+        lambda client: client.get("/metrics", headers=headers),
+        tenant_keys=KEYS,
+        metrics_key="metrics-only",
+    )
+
+    assert response.status_code == status
+    if status == 401:
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_key_of_the_metrics_opens_nothing_else(serve):
+    async def main(client):
+        headers = {"Authorization": "Bearer metrics-only"}
+        return await client.get("/v1/models", headers=headers)
+
+    assert serve(main, tenant_keys=KEYS, metrics_key="metrics-only").status_code == 401
+
+
+def test_metrics_key_without_tenant_keys_is_needed(serve):
+    async def main(client):
+        right = {"Authorization": "Bearer metrics-only"}
+        answers = [await client.get("/metrics", headers=h) for h in ({}, right)]
+        return [answer.status_code for answer in answers]
+
+    assert serve(main, metrics_key="metrics-only") == [401, 200]
+
+
+def test_openmetrics_is_returned_to_clients_that_accept_it(serve):
+    headers = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    response = serve(lambda client: client.get("/metrics", headers=headers))
+
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+def test_paths_and_methods_of_clients_make_no_time_series():
+    counts, reading = HttpRequests(), Reading()
+    for number in range(50):
+        counts.add({"method": f"M{number}", "path": f"/{number}"}, 404, 0.1)
+    counts.add({"method": "GET", "route": SimpleNamespace(path="/v1/models/{name}")}, 200, 0.1)
+    counts.read_into(reading)
+
+    assert reading.labelled["http_requests"] == {
+        ("other", "other", "404"): 50,
+        ("GET", "/v1/models/{name}", "200"): 1,
+    }
+
+
+def test_tenants_beyond_a_limit_are_summed(serve, monkeypatch):
+    monkeypatch.setattr("quire.serve.metrics.reading.MOST_TENANTS", 0)
+
+    found = scraped(serve)
+
+    assert value(found, "quire_tenant_generation_tokens", tenant=OTHER_TENANTS) >= 8
+
+
+def test_distribution_counts_a_bound_in_its_own_bucket():
+    distribution = Distribution((1, 2.5))
+    distribution.add_all([0.5, 1, 2, 2.5, 7])
+    distribution.add(3, times=2)
+
+    assert distribution.cumulative() == [("1.0", 2), ("2.5", 4), ("+Inf", 7)]
+    assert math.isclose(distribution.total, 19)
+    assert TOKENS[:5] == (1, 2, 5, 10, 20)
+    assert TOKENS[-1] == 1_000_000
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_metrics(serve):
+    async def run(client):
+        await client.post("/v1/completions", json=BODY)
+        return await client.get("/metrics")
+
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=serve(run).text,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    own = [line for line in checked.stderr.splitlines() if line.startswith("quire_")]
+    assert own == [], checked.stderr
