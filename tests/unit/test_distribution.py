@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,12 @@ from release import audit, check_wheel
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OPTIONAL = PROJECT["optional-dependencies"]
-DISTRIBUTIONS = {"zmq": "pyzmq", "huggingface_hub": "huggingface-hub", "starlette": "fastapi"}
+DISTRIBUTIONS = {
+    "zmq": "pyzmq",
+    "huggingface_hub": "huggingface-hub",
+    "starlette": "fastapi",
+    "prometheus_client": "prometheus-client",
+}
 """Distribution of each import name that differs; fastapi depends on starlette."""
 EXTRA_OF_PACKAGE = {"serve": ("serve",)}
 """Packages of Quire whose modules import an extra when they are loaded."""
@@ -112,26 +117,32 @@ import sys
 
 class Hide:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("fastapi", "h11", "starlette", "uvicorn"):
+        if name.partition(".")[0] in hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hide())
 """
 
 
-def without_server_packages(code: str) -> subprocess.CompletedProcess[str]:
+SERVER_PACKAGES = ("fastapi", "h11", "prometheus_client", "starlette", "uvicorn")
+
+
+def without_packages(hidden: Sequence[str], code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", HIDDEN + code], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", f"hidden = {hidden!r}\n{HIDDEN}{code}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
 
 
 def test_server_without_its_extra_is_refused_before_the_model_is_loaded() -> None:
     code = "sys.argv = ['quire', 'serve', 'no such model']\nimport quire.cli.main as m\nm.run()"
-    ran = without_server_packages(code)
+    ran = without_packages(SERVER_PACKAGES, code)
 
     assert ran.returncode == 2
     assert ran.stderr == (
-        "error: quire serve needs fastapi, h11, uvicorn (not installed): "
+        "error: quire serve needs fastapi, h11, prometheus_client, uvicorn (not installed): "
         "pip install 'quire-llm[serve]'\n"
     )
 
@@ -144,9 +155,11 @@ def test_core_modules_load_and_generate_without_server_packages() -> None:
         if "serve" not in path.relative_to(ROOT / "src/quire").parts and path.stem != "__main__"
     ]
     run = "['quire', 'generate', 'quire-tiny', '-p', 'once', '--max-tokens', '2']"
-    ran = without_server_packages(
+    hidden = [name for name in SERVER_PACKAGES if name != "h11"]  # the hub's client may need it
+    ran = without_packages(
+        hidden,
         f"import importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
-        f"sys.argv = {run}\nimport quire.cli.main as m\nm.run()"
+        f"sys.argv = {run}\nimport quire.cli.main as m\nm.run()",
     )
 
     assert ran.returncode == 0, ran.stderr

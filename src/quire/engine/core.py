@@ -72,11 +72,10 @@ class Engine:
         if not return_memory and model.decoder.device.type == "cpu":
             keep_freed_memory()
         self.model = model
-        self.kv_config = kv or KVConfig()
+        self.kv_config = kv = kv or KVConfig()
         self.schedule_config = schedule or ScheduleConfig()
         self.shares_pool = pool is not None
         self._runs_in_thread = False  # True while an `AsyncLLM` steps the engine
-        kv = kv or KVConfig()
         self.events = EventLog(clock) if events is None else events
         self.prefix_events = PrefixBroadcast()
         parts = build(

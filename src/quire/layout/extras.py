@@ -10,7 +10,7 @@ DISTRIBUTION = "quire-llm"
 
 EXTRAS = MappingProxyType(
     {
-        "serve": ("fastapi", "h11", "pydantic", "uvicorn"),
+        "serve": ("fastapi", "h11", "prometheus_client", "pydantic", "uvicorn"),
         "events": ("zmq", "msgpack"),
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),
