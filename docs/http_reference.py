@@ -39,6 +39,14 @@ MEANINGS = {
     "temperature": "divides the logits; 0 (or below 1e-5) is greedy. Default: the model's, else 1",
     "evict": "eviction policy, such as `h2o:cap=512`, of those that `--evict-allow` lists. "
     "Default: that of `--evict`",
+    "kv_budget": "cap of the request's eviction rule: tokens of a lane, a share of the prompt such "
+    'as `0.25` or `"25%"`, or bytes such as `"2MiB"`',
+    "bad_words": "texts that must not be generated, at the start of the output or after a space; "
+    "other tokenizations of them are possible",
+    "prompt_logprobs": "number of most likely tokens to report for each token of the prompt; not "
+    "with `stream`",
+    "truncate_prompt_tokens": "keep only this many tokens at the end of the prompt; -1: as many as "
+    "the longest sequence allows",
     "stream": "send server-sent events, the last one `data: [DONE]`. Default: false",
     "stream_options": "only with `stream`: see [stream_options](#stream_options)",
     "max_completion_tokens": "the same as `max_tokens`, and takes precedence",

@@ -24,7 +24,7 @@ from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.network import Message, What, receive
 from quire.plan.ceilings import Ceilings, Machine, ProductRate, read_ceilings, write_ceilings
 from quire.plan.rates import CopyRate, CopyRates, DecodeRates, PrefillRates, StepRates
-from quire.serve.tenant_keys import read_tenant_keys
+from quire.serve.tenant_file import read_tenant_keys
 
 MIB = 1 << 20
 _PROBE = re.compile(rb"(?<=probe-)[0-9a-f]{16}")

@@ -50,7 +50,6 @@ def test_misspelled_field_is_refused_with_a_suggestion(post, path, field, expect
         (COMPLETIONS, "top_logprobs", 2),
         (COMPLETIONS, "return_token_ids", True),
         (COMPLETIONS, "messages", [{"role": "user", "content": "b"}]),
-        (COMPLETIONS, "bad_words", ["a"]),
         (CHATS, "modalities", ["text", "audio"]),
         (COMPLETIONS, "chat_template_kwargs", {"enable_thinking": False}),
         (CHATS, "prompt", "a"),

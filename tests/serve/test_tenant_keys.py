@@ -7,7 +7,8 @@ import pytest
 from quire.errors import ConfigError, UnknownName
 from quire.serve.errors import Unauthorized
 from quire.serve.rate_limits import RateLimit
-from quire.serve.tenant_keys import TenantFile, TenantKeys, read_tenant_keys, with_default_keys
+from quire.serve.tenant_file import TenantFile, read_tenant_keys, with_default_keys
+from quire.serve.tenant_keys import TenantKeys
 from quire.tenancy.tenants import parse_tenants
 
 KEY_A, KEY_B = "sk-a-2f0c77d1", "sk-b-51d09a3e"
@@ -95,7 +96,7 @@ def test_keys_of_the_default_tenant_are_added():
         ("a = ", "not a TOML file"),
         ("a = 5", "an API key or a list"),
         ("a = [1]", "an API key or a list"),
-        ("[a]\nkey = 'sk-a-2f0c77d1'", "expected keys, requests_per_minute and"),
+        ("[a]\nkey = 'sk-a-2f0c77d1'", "expected keys, evict, requests_per_minute and"),
         ("[a]\ntokens_per_minute = 0", "tenant 'a': expected tokens_per_minute"),
     ],
 )

@@ -23,12 +23,8 @@ def serve(
     from quire.serve.app import run_server
     from quire.serve.config import KEY_VARIABLE
     from quire.serve.connection import bind
-    from quire.serve.tenant_keys import (
-        TenantFile,
-        TenantKeys,
-        read_tenant_keys,
-        with_default_keys,
-    )
+    from quire.serve.tenant_file import TenantFile, read_tenant_keys, with_default_keys
+    from quire.serve.tenant_keys import TenantKeys
 
     config = settings.server
     path = config.tenant_keys
@@ -43,4 +39,4 @@ def serve(
     ):
         llm = settings.open_llm()
         watch.follow(llm)
-        run_server(llm, bound, config, tenant_keys=keys, rate_limits=found.rate_limits)
+        run_server(llm, bound, config, tenant_keys=keys, tenants=found)

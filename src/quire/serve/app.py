@@ -6,7 +6,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -30,9 +30,9 @@ from quire.serve.logs import configure_logs
 from quire.serve.metrics.endpoint import PATH as METRICS_PATH
 from quire.serve.metrics.endpoint import MetricsEndpoint
 from quire.serve.metrics.http_requests import HttpRequests
-from quire.serve.rate_limits import RateLimit
 from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
+from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantKeys
 from quire.version import __version__
 
@@ -42,7 +42,7 @@ def create_app(
     config: ServerConfig | None = None,
     *,
     tenant_keys: TenantKeys | None = None,
-    rate_limits: Mapping[str, RateLimit] | None = None,
+    tenants: TenantFile | None = None,
 ) -> FastAPI:
     """Create the application. Its lifespan starts and stops the engine's thread.
 
@@ -50,10 +50,10 @@ def create_app(
         llm: an idle LLM, used only by the application while it runs.
         config: options of the server; None: the defaults.
         tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
-        rate_limits: limits of tenants that differ from those of `config`.
+        tenants: rate limits and eviction rules of tenants; its keys are in `tenant_keys`.
     """
     config = config or ServerConfig()
-    service = Service(llm, config, tenant_keys, rate_limits)
+    service = Service(llm, config, tenant_keys, tenants)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,7 +105,7 @@ def run_server(
     config: ServerConfig,
     *,
     tenant_keys: TenantKeys | None = None,
-    rate_limits: Mapping[str, RateLimit] | None = None,
+    tenants: TenantFile | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish open requests.
 
@@ -117,14 +117,14 @@ def run_server(
         bound: a bound socket; see `quire.serve.connection.bind`.
         config: options of the server.
         tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
-        rate_limits: limits of tenants that differ from those of `config`.
+        tenants: rate limits and eviction rules of tenants; its keys are in `tenant_keys`.
 
     Raises:
         ConfigError: another process has started to listen at the address.
         EngineDead: the engine has stopped by an error.
     """
     configure_logs(config.log_format, config.log_level)
-    app = create_app(llm, config, tenant_keys=tenant_keys, rate_limits=rate_limits)
+    app = create_app(llm, config, tenant_keys=tenant_keys, tenants=tenants)
     server = uvicorn_config(app, config)
     # the model's objects are never freed: a collection after a large body must not traverse them
     gc.collect()

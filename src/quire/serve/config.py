@@ -146,6 +146,10 @@ class ServerConfig:
         "tenant default",
         group=OBSERVATION,
     )
+    chat_template: str | None = option(
+        None,
+        help="file with a Jinja chat template, or the template itself, instead of the model's",
+    )
     tool_parser: ToolParserName = option(
         "auto",
         help="format of the model's tool calls: hermes (also Qwen), llama3_json, mistral, or auto "

@@ -14,6 +14,7 @@ from quire.serve.errors import FieldError
 from quire.serve.fields import listed, refusal
 from quire.serve.json_route import JsonRoute
 from quire.serve.params import chat_params, completion_params, naming_fields_of
+from quire.serve.prompt_fields import truncated
 from quire.serve.protocol import (
     Body,
     ChatBody,
@@ -70,15 +71,19 @@ class Endpoints:
     async def _completions(self, body: CompletionBody, request: Request) -> Response:
         self._check(body, request)
         service, num_choices = self._service, body.n or 1
-        params = completion_params(body, service.llm.model.generation.temperature)
+        rule = service.rule_of(body, tenant_of(request))
+        turn = service.turn(tenant_of(request), rule)
+        bad_words = await service.texts.bad_words(body.bad_words, turn)
+        params = completion_params(body, service.llm.model.generation.temperature, bad_words)
         requested = body.prompts
         service.check_number(len(requested), params)
         prompts = await service.texts.prompts(
             requested,
-            service.turn(tenant_of(request), body.evict),
+            _unlimited(turn) if body.truncate_prompt_tokens else turn,
             add_special_tokens=body.add_special_tokens is not False,
             with_text=bool(body.echo),
         )
+        prompts = [await self._truncated(prompt, body, turn) for prompt in prompts]
         echoes = [prompt.text if body.echo else None for prompt in prompts]
         writers = [
             CompletionWriter(
@@ -86,11 +91,20 @@ class Endpoints:
                 pieces=service.pieces,
                 wants_logprobs=body.logprobs is not None,
                 echo=echoes[index // num_choices],
+                scores_prompt=body.prompt_logprobs is not None,
             )
             for index in range(len(prompts) * num_choices)
         ]
         envelope = Envelope.of_completion(service.model_name, body.request_options())
-        return await self._respond(body, request, prompts, params, writers, envelope)
+        return await self._respond(body, request, prompts, params, writers, envelope, rule)
+
+    async def _truncated(self, prompt: Prompt, body: GenerationBody, turn: Turn) -> Prompt:
+        """The end of a prompt, if the request truncates it."""
+        ids = truncated(prompt.token_ids, body.truncate_prompt_tokens, self._service.max_tokens)
+        if len(ids) == len(prompt.token_ids):
+            return prompt
+        text = None if prompt.text is None else await self._service.texts.decoded(ids, turn)
+        return Prompt(text, ids)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Generate chat completions."""
@@ -105,16 +119,20 @@ class Endpoints:
             service.tools,
             template_reads_tools=service.texts.reads("tools"),
         )
+        rule = service.rule_of(body, tenant_of(request))
+        turn = service.turn(tenant_of(request), rule)
         prompt = await service.texts.chat(
             body.messages,
-            service.turn(tenant_of(request), body.evict),
+            _unlimited(turn) if body.truncate_prompt_tokens else turn,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=template_kwargs(body, service.texts),
             tools=tools.definitions,
         )
+        prompt = await self._truncated(prompt, body, turn)
+        bad_words = await service.texts.bad_words(body.bad_words, turn)
         available_tokens = service.available_tokens(len(prompt.token_ids))
         temperature = service.llm.model.generation.temperature
-        params = chat_params(body, temperature, available_tokens, tools)
+        params = chat_params(body, temperature, available_tokens, tools, bad_words)
         writers = [
             ChatWriter(
                 index=index,
@@ -125,7 +143,7 @@ class Endpoints:
             for index in range(body.n or 1)
         ]
         envelope = Envelope.of_chat(service.model_name, body.request_options())
-        return await self._respond(body, request, [prompt], params, writers, envelope)
+        return await self._respond(body, request, [prompt], params, writers, envelope, rule)
 
     def _check(self, body: Body, request: Request) -> None:
         """Refuse another model's name and wrong fields; record the ignored fields."""
@@ -148,6 +166,7 @@ class Endpoints:
         params: SamplingParams,
         writers: Sequence[Writer],
         envelope: Envelope,
+        rule: str | None,
     ) -> Response:
         request.state.response_id = envelope.id
         service, tenant = self._service, tenant_of(request)
@@ -156,6 +175,7 @@ class Endpoints:
                 GenerationRequest(prompt.token_ids, params, **body.request_options()),
                 request_id=f"{envelope.id}-{number}",
                 tenant=tenant,
+                evict=rule,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -177,6 +197,7 @@ class Endpoints:
             options=body.stream_options or StreamOptions(),
             charge=charge,
             keep_alive_s=service.config.sse_keep_alive_interval,
+            scores_prompt=isinstance(body, ChatBody) and body.prompt_logprobs is not None,
         )
         return response.streamed() if body.stream else await response.whole(request)
 
@@ -262,3 +283,8 @@ class Endpoints:
             "max_model_len": self._service.max_tokens,
             "permission": [],
         }
+
+
+def _unlimited(turn: Turn) -> Turn:
+    """A turn for a text that is truncated after its tokenization; the body's size limits it."""
+    return replace(turn, most_tokens=None)

@@ -57,9 +57,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "negative_prompt": ("",),
     "prompt": ("", []),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     # sampling
-    "bad_words": ([],),
     "bad_words_ids": ([],),
     "diversity_penalty": (0,),
     "dry_multiplier": (0,),
@@ -99,7 +97,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     # contents of the response
     "kv_transfer_params": ({},),
     "n_probs": (0,),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),

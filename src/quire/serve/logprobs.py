@@ -114,6 +114,32 @@ def chat_logprobs(pieces: TokenPieces, scores: Sequence[SampledToken]) -> dict[s
     return {"content": content, "refusal": None}
 
 
+def prompt_logprobs(
+    pieces: TokenPieces, scores: Sequence[ScoredToken | None]
+) -> list[dict[str, dict[str, object]] | None]:
+    """The field `prompt_logprobs` of vLLM: for each token of the prompt the scores of some tokens.
+
+    The first token has no score. Keys are token ids.
+    """
+    return [None if score is None else _by_id(pieces, score) for score in scores]
+
+
+def _by_id(pieces: TokenPieces, score: ScoredToken) -> dict[str, dict[str, object]]:
+    ranked = {
+        token_id: (logprob, rank)
+        for rank, (token_id, logprob) in enumerate(score.top_logprobs or (), 1)
+    }
+    ranked = {score.token_id: (score.logprob, score.rank)} | ranked
+    return {
+        str(token_id): {
+            "logprob": _clamped(logprob),
+            "rank": rank,
+            "decoded_token": pieces.text(token_id),
+        }
+        for token_id, (logprob, rank) in ranked.items()
+    }
+
+
 def _top_by_text(pieces: TokenPieces, score: SampledToken | ScoredToken) -> dict[str, float]:
     """Most likely tokens first, then the token itself; tokens with equal text are merged."""
     top: dict[str, float] = {}

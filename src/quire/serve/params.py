@@ -1,7 +1,7 @@
 """Converts the fields of a request to `SamplingParams`."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +29,15 @@ _SHARED = (
 )
 
 
-def completion_params(body: CompletionBody, temperature: float | None) -> SamplingParams:
+def completion_params(
+    body: CompletionBody, temperature: float | None, bad_words: Sequence[tuple[int, ...]] = ()
+) -> SamplingParams:
     """Sampling parameters of a completion.
 
     Args:
         body: body of the request.
         temperature: recommended temperature of the model.
+        bad_words: token sequences of the field `bad_words`.
 
     Raises:
         RequestError: an option out of range, or conflicting options.
@@ -48,17 +51,23 @@ def completion_params(body: CompletionBody, temperature: float | None) -> Sampli
             "out one of `echo`, `logprobs` and `stream`",
         )
     scores_prompt = body.echo and (body.logprobs is not None or max_tokens == 0)
+    echoed = (body.logprobs or 0) if scores_prompt else None
     return _params(
         body,
         temperature,
+        bad_words,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=(body.logprobs or 0) if scores_prompt else None,
+        prompt_logprobs=_most(echoed, _prompt_logprobs(body)),
     )
 
 
 def chat_params(
-    body: ChatBody, temperature: float | None, available_tokens: int, tools: ChatTools
+    body: ChatBody,
+    temperature: float | None,
+    available_tokens: int,
+    tools: ChatTools,
+    bad_words: Sequence[tuple[int, ...]] = (),
 ) -> SamplingParams:
     """Sampling parameters of a chat completion.
 
@@ -67,6 +76,7 @@ def chat_params(
         temperature: recommended temperature of the model.
         available_tokens: default of `max_tokens`: tokens left in the context after the prompt.
         tools: tools of the chat, which may determine the structure of the output.
+        bad_words: token sequences of the field `bad_words`.
 
     Raises:
         RequestError: an option out of range, or conflicting options.
@@ -77,8 +87,10 @@ def chat_params(
     return _params(
         body,
         temperature,
+        bad_words,
         max_tokens=available_tokens if requested is None else requested,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=_prompt_logprobs(body),
         **tools.sampling_options(body.structure_fields()),
     )
 
@@ -90,13 +102,34 @@ def _max_tokens(body: GenerationBody) -> int | None:
     return body.max_completion_tokens
 
 
-def _params(body: GenerationBody, temperature: float | None, **options: Any) -> SamplingParams:
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise FieldError(
+            "prompt_logprobs",
+            "`prompt_logprobs` cannot be streamed: the prompt is scored as a whole; leave out "
+            "`stream` or `prompt_logprobs`",
+        )
+    return body.prompt_logprobs
+
+
+def _most(*numbers: int | None) -> int | None:
+    return max((number for number in numbers if number is not None), default=None)
+
+
+def _params(
+    body: GenerationBody,
+    temperature: float | None,
+    bad_words: Sequence[tuple[int, ...]],
+    **options: Any,
+) -> SamplingParams:
     requested: dict[str, Any] = body.model_dump(include=_SHARED, exclude_none=True)
     own = temperature_of(body.do_sample, body.temperature)
     if own is not None:
         requested["temperature"] = own
     if temperature is None and not body.use_beam_search:
         requested.setdefault("temperature", OPENAI_TEMPERATURE)
+    if bad_words:
+        requested["bad_token_ids"] = [*requested.get("bad_token_ids", ()), *bad_words]
     structure = read_structure(body.structure_fields())
     if structure is not None:
         requested["structured_outputs"] = structure
@@ -113,7 +146,8 @@ _FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "prompt": _PROMPT,
     "max_tokens": ("max_completion_tokens", "max_tokens", *_PROMPT),
     "beam_width": _BEAMS,
-    "evict": ("evict", *_PROMPT),
+    "evict": ("kv_budget", "evict", *_PROMPT),
+    "bad_token_ids": ("bad_words", "bad_token_ids"),
 }
 """Fields that may set an option, in order of precedence."""
 

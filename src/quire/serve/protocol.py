@@ -28,9 +28,8 @@ MAX_STOPS = MAX_BAD_SEQUENCES = 1024
 MAX_MESSAGES = 16_384
 """Limit of the messages of a chat; the template takes time for every message."""
 
-
-MAX_BAD_TOKENS = 256
-"""Limit of the tokens of one bad sequence."""
+MOST_WORD_CHARACTERS = MAX_BAD_TOKENS = 256
+"""Limits of the characters of a bad word, and of the tokens of a bad sequence."""
 
 MAX_BIASES = 1 << 16
 MAX_ALLOWED_TOKENS = 1 << 19
@@ -44,6 +43,8 @@ def _most(length: int, least: int = 0) -> Any:
     """
     return Field(min_length=least, max_length=length, fail_fast=True)
 
+
+BadWord = Annotated[str, Field(min_length=1, max_length=MOST_WORD_CHARACTERS)]
 
 BadSequence = Annotated[list[int], _most(MAX_BAD_TOKENS)]
 
@@ -98,6 +99,7 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[int, float], _most(MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[list[int], _most(MAX_ALLOWED_TOKENS)] | None = None
     bad_token_ids: Annotated[list[BadSequence], _most(MAX_BAD_SEQUENCES)] | None = None
+    bad_words: Annotated[list[BadWord], _most(MAX_BAD_SEQUENCES)] | None = None
     stop: str | Annotated[list[str], _most(MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], _most(MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -108,6 +110,9 @@ class GenerationBody(Body):
     deadline_s: float | None = None
     cache_salt: str | None = None
     evict: str | None = None
+    kv_budget: int | float | str | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     metadata: dict[str, str] | None = None
     do_sample: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -127,6 +132,13 @@ class GenerationBody(Body):
         field = cls.model_fields[info.field_name or ""]
         if isinstance(value, bool) and bool not in get_args(field.annotation):
             raise ValueError(f"expected a value other than true or false, got {str(value).lower()}")
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _some_tokens(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("expected at least 1 token, or -1 for the longest prompt, got 0")
         return value
 
     @field_validator("bad_token_ids", mode="before")

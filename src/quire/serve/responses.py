@@ -9,7 +9,13 @@ from quire.config.generation_request import echoed_options
 from quire.sampling import outputs
 from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, summed
 from quire.sampling.sampler import SampledToken
-from quire.serve.logprobs import Scored, TokenPieces, chat_logprobs, completion_logprobs
+from quire.serve.logprobs import (
+    Scored,
+    TokenPieces,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from quire.serve.tools.messages import CallWriter
 
 # ---- writers -------------------------------------------------------------------------------------
@@ -30,12 +36,14 @@ class CompletionWriter:
         pieces: texts of tokens.
         wants_logprobs: whether log-probabilities were requested.
         echo: text of the prompt if it precedes the output (`echo`); else None.
+        scores_prompt: whether the choice contains the scores of the prompt.
     """
 
     index: int
     pieces: TokenPieces
     wants_logprobs: bool
     echo: str | None = None
+    scores_prompt: bool = False
     _held: list[SampledToken] = field(default_factory=list)
     _shown_characters: int = 0
 
@@ -49,7 +57,10 @@ class CompletionWriter:
                 scores = [*(output.prompt_logprobs or ()), *scores]
                 token_ids = output.prompt_token_ids + token_ids
             logprobs = completion_logprobs(self.pieces, token_ids, scores, 0)
-        return self._choice((self.echo or "") + choice.text, logprobs, choice)
+        body = self._choice((self.echo or "") + choice.text, logprobs, choice)
+        if self.scores_prompt:
+            body["prompt_logprobs"] = prompt_logprobs(self.pieces, output.prompt_logprobs or ())
+        return body
 
     def chunks(self, delta: OutputDelta) -> list[Choice]:
         """Format a delta as chunks; none if the delta has no text and does not finish."""

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -14,41 +13,24 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
-from quire.errors import EngineDead
+from quire.errors import ConfigError, EngineDead, RequestError
 from quire.sampling.grammar import CompiledGrammar
 from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_OUTPUTS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
+from quire.serve.inspection_cost import InspectionCost
 from quire.serve.logprobs import TokenPieces
 from quire.serve.metrics.observer import EngineObserver
+from quire.serve.prompt_fields import with_budget, with_chat_template
+from quire.serve.protocol import GenerationBody
 from quire.serve.rate_limits import Charge, RateLimit, RateLimits
+from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Texts, Turn
 from quire.serve.tools.detect import ToolParsers
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class InspectionCost:
-    """Time that the engine's thread spent on views of the engine.
-
-    Attributes:
-        calls: number of views.
-        seconds: their total time.
-        most_seconds: time of the longest.
-    """
-
-    calls: int = 0
-    seconds: float = 0.0
-    most_seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one view."""
-        self.calls += 1
-        self.seconds += seconds
-        self.most_seconds = max(self.most_seconds, seconds)
 
 
 class Service:
@@ -58,7 +40,7 @@ class Service:
         llm: an idle LLM; its engine runs in a thread between `start` and `stop`.
         config: options of the server.
         keys: API keys of the tenants; None: all requests belong to the default tenant.
-        rate_limits: limits of tenants that differ from those of `config`.
+        tenants: rate limits and eviction rules of tenants.
 
     Attributes:
         llm, config: see above.
@@ -76,15 +58,18 @@ class Service:
         llm: LLM,
         config: ServerConfig,
         keys: TenantKeys | None = None,
-        rate_limits: Mapping[str, RateLimit] | None = None,
+        tenants: TenantFile | None = None,
     ) -> None:
         self.llm, self.config = llm, config
+        tenants = tenants or TenantFile()
         self.keys = keys or TenantKeys()
-        self.rate_limits = RateLimits(_default_limit(config), rate_limits)
+        self.rate_limits = RateLimits(_default_limit(config), tenants.rate_limits)
         self.model_name = config.served_model_name or llm.model.name
-        self.pieces = TokenPieces(llm.model.tokenizer)
-        self.texts = Texts(llm.model, self.pieces, config.tokenizer_threads)
-        self.tools = ToolParsers(config.tool_parser, llm.model.tokenizer)
+        self._rules = dict(tenants.evict)
+        model = with_chat_template(llm.model, config.chat_template)
+        self.pieces = TokenPieces(model.tokenizer)
+        self.texts = Texts(model, self.pieces, config.tokenizer_threads)
+        self.tools = ToolParsers(config.tool_parser, model.tokenizer)
         self.inspection = InspectionCost()
         self.observer: EngineObserver | None = None
         self._engine: AsyncLLM | None = None
@@ -92,6 +77,14 @@ class Service:
         self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
             llm.model.spec.max_positions, llm.engine.pool.eviction.spec
         )
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        for tenant, rule in self._rules.items():
+            try:
+                self.llm.context_tokens(1, rule)
+            except (ConfigError, RequestError) as error:
+                raise ConfigError(f"tenant {tenant!r}, evict: {error}") from None
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -211,6 +204,17 @@ class Service:
         if longest > context:
             return Turn(tenant, None)
         return Turn(tenant, self._max_tokens if evict is None else longest)
+
+    def rule_of(self, body: GenerationBody, tenant: str) -> str | None:
+        """The eviction rule of a request: of its body, else of its tenant; None: the engine's.
+
+        Raises:
+            FieldError: a `kv_budget` without a rule.
+        """
+        rule = body.evict or self._rules.get(tenant)
+        if body.kv_budget is None:
+            return rule
+        return with_budget(rule or self.llm.engine.pool.rules.default.text, body.kv_budget)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None is accepted.

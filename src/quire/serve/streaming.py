@@ -13,6 +13,7 @@ from quire.errors import QuireError
 from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, Usage
 from quire.serve.errors import RequestFailed, error_body
+from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol import StreamOptions
 from quire.serve.rate_limits import Charge
 from quire.serve.responses import Envelope, Writer, token_counts, usage_body
@@ -89,6 +90,7 @@ class GenerationResponse:
         choices_per_prompt: number of choices per prompt.
         options: options of a streamed response.
         charge: tokens charged to the tenant's rate limit.
+        scores_prompt: whether the body of a chat contains the scores of the prompt.
         keep_alive_s: interval of comments in a stream without output, in seconds; 0: none.
     """
 
@@ -99,6 +101,7 @@ class GenerationResponse:
     options: StreamOptions
     charge: Charge
     keep_alive_s: float = 0.0
+    scores_prompt: bool = False
     _usages: dict[str, Usage] = field(default_factory=dict)
     _num_tokens: int = 0
 
@@ -124,7 +127,11 @@ class GenerationResponse:
             for choice in output.choices
         ]
         usage = usage_body([output.usage for output in collected])
-        return JSONResponse(self.envelope.body(choices, usage))
+        body = self.envelope.body(choices, usage)
+        if self.scores_prompt:
+            scores = collected[0].prompt_logprobs or ()
+            body["prompt_logprobs"] = prompt_logprobs(self.writers[0].pieces, scores)
+        return JSONResponse(body)
 
     def streamed(self) -> StreamingResponse:
         """Send server-sent events, beginning with the first delta."""

@@ -1,23 +1,10 @@
-"""API keys and rate limits of tenants, from a TOML file.
-
-# tenants.toml: one key or a list of keys for each tenant, or a table with keys and rate limits
-a = ["sk-a-2f0c77d1", "sk-a-9b2e4410"]
-b = "sha256:9b31c0f2..."   # the SHA-256 digest of a key in hexadecimal digits
-
-[c]
-keys = "sk-c-51d09a3e"
-requests_per_minute = 60
-tokens_per_minute = 40000
-"""
+"""API keys of tenants, and the middleware that checks them."""
 
 import hashlib
 import hmac
 import re
-import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
 
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,7 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.errors import ConfigError, UnknownName
 from quire.serve.errors import Unauthorized, error_response
-from quire.serve.rate_limits import RateLimit
 from quire.tenancy.tenants import TenantSpec, check_tenant_name
 
 LEAST_KEY_CHARACTERS = 8
@@ -129,75 +115,6 @@ def _parsed_digest(tenant: str, text: str) -> bytes:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class TenantFile:
-    """Contents of a file of tenants.
-
-    Attributes:
-        keys: API keys of each tenant.
-        rate_limits: limits of the tenants that have their own.
-    """
-
-    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
-
-
-def read_tenant_keys(path: Path) -> TenantFile:
-    """Read the keys and rate limits of each tenant from a TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not TOML, or has other contents.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read --tenant-keys {path}: {error.strerror}") from None
-    except ValueError as error:  # invalid TOML or UTF-8
-        raise ConfigError(f"--tenant-keys {path} is not a TOML file: {error}") from None
-    entries = {tenant: _entry(tenant, value) for tenant, value in table.items()}
-    return TenantFile(
-        {tenant: keys for tenant, (keys, _) in entries.items()},
-        {tenant: limit for tenant, (_, limit) in entries.items() if limit is not None},
-    )
-
-
-_LIMITS = ("requests_per_minute", "tokens_per_minute")
-
-
-def _entry(tenant: str, value: object) -> tuple[tuple[str, ...], RateLimit | None]:
-    """Keys and rate limit of one tenant."""
-    if not isinstance(value, dict):
-        return _keys_of(tenant, value), None
-    unknown = value.keys() - {"keys", *_LIMITS}
-    if unknown:
-        raise ConfigError(
-            f"tenant {tenant!r}: expected keys, {' and '.join(_LIMITS)}, got {min(unknown)!r}"
-        )
-    limits = {name: value[name] for name in _LIMITS if name in value}
-    try:
-        limit = RateLimit(**limits) if limits else None
-    except ConfigError as error:
-        raise ConfigError(f"tenant {tenant!r}: {error}") from None
-    return _keys_of(tenant, value.get("keys", [])), limit
-
-
-def _keys_of(tenant: str, value: object) -> tuple[str, ...]:
-    keys = [value] if isinstance(value, str) else value
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ConfigError(
-            f"tenant {tenant!r}: expected an API key or a list of API keys, as strings"
-        )
-    return tuple(keys)
-
-
-def with_default_keys(found: TenantFile, keys: tuple[str, ...]) -> TenantFile:
-    """Add API keys of the default tenant, from `--api-key` or the environment."""
-    if not keys:
-        return found
-    own = (*found.keys.get(DEFAULT_TENANT, ()), *keys)
-    return TenantFile({**found.keys, DEFAULT_TENANT: own}, found.rate_limits)
 
 
 # ---- key guard -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from quire.models.tokenizer import (
 )
 from quire.serve.fair_pool import FairPool
 from quire.serve.logprobs import TokenPieces
+from quire.serve.prompt_fields import sequences_of_words
 from quire.serve.protocol import Body, ChatBody, GenerationBody, Message, TokenizeBody
 from quire.serve.text_length import text_length
 from quire.serve.tools.messages import with_read_calls
@@ -148,6 +149,17 @@ class Texts:
         tokenizer = self._model.tokenizer
         return tokenizer is not None and template_reads(tokenizer, variable)
 
+    async def bad_words(self, words: Sequence[str] | None, turn: Turn) -> list[tuple[int, ...]]:
+        """Token sequences of the field `bad_words`; see `sequences_of_words`.
+
+        Raises:
+            RequestError: a word without tokens, or a model without a tokenizer.
+        """
+        if not words:
+            return []
+        tokenizer = self._tokenizer("bad_words", "use `bad_token_ids`")
+        return await self._in_turn(turn, lambda: sequences_of_words(tokenizer, words))
+
     async def decoded(self, token_ids: list[int], turn: Turn) -> str:
         """Decode token ids in a thread; see `decode`.
 
@@ -198,13 +210,13 @@ class Texts:
                 param=param,
             )
 
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def _tokenizer(
+        self,
+        param: str = "prompt",
+        instead: str = "give prompts as token ids to /v1/completions",
+    ) -> PreTrainedTokenizerBase:
         if self._model.tokenizer is None:
-            raise RequestError(
-                f"{self._model.name} has no tokenizer: give prompts as token ids to "
-                "/v1/completions",
-                param="prompt",
-            )
+            raise RequestError(f"{self._model.name} has no tokenizer: {instead}", param=param)
         return self._model.tokenizer
 
     async def in_turn_of(self, tenant: str, work: Callable[[], T]) -> T:

@@ -1,0 +1,97 @@
+"""API keys, rate limits and eviction rules of tenants, from a TOML file.
+
+# tenants.toml: one key or a list of keys for each tenant, or a table with keys and rate limits
+a = ["sk-a-2f0c77d1", "sk-a-9b2e4410"]
+b = "sha256:9b31c0f2..."   # the SHA-256 digest of a key in hexadecimal digits
+
+[c]
+keys = "sk-c-51d09a3e"
+requests_per_minute = 60
+tokens_per_minute = 40000
+evict = "h2o:cap=512"      # default rule of its requests
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from quire.config.generation_request import DEFAULT_TENANT
+from quire.errors import ConfigError
+from quire.serve.rate_limits import RateLimit
+
+
+@dataclass(frozen=True, slots=True)
+class TenantFile:
+    """Contents of a file of tenants.
+
+    Attributes:
+        keys: API keys of each tenant.
+        rate_limits: limits of the tenants that have their own.
+        evict: default eviction rule of the tenants that have their own.
+    """
+
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
+    evict: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_tenant_keys(path: Path) -> TenantFile:
+    """Read the keys, rate limits and eviction rule of each tenant from a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has other contents.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --tenant-keys {path}: {error.strerror}") from None
+    except ValueError as error:  # invalid TOML or UTF-8
+        raise ConfigError(f"--tenant-keys {path} is not a TOML file: {error}") from None
+    entries = {tenant: _entry(tenant, value) for tenant, value in table.items()}
+    return TenantFile(
+        {tenant: keys for tenant, (keys, _, _) in entries.items()},
+        {tenant: limit for tenant, (_, limit, _) in entries.items() if limit is not None},
+        {tenant: rule for tenant, (_, _, rule) in entries.items() if rule is not None},
+    )
+
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute")
+
+
+def _entry(tenant: str, value: object) -> tuple[tuple[str, ...], RateLimit | None, str | None]:
+    """Keys, rate limit and eviction rule of one tenant."""
+    if not isinstance(value, dict):
+        return _keys_of(tenant, value), None, None
+    unknown = value.keys() - {"keys", "evict", *_LIMITS}
+    if unknown:
+        raise ConfigError(
+            f"tenant {tenant!r}: expected keys, evict, {' and '.join(_LIMITS)}, got "
+            f"{min(unknown)!r}"
+        )
+    rule = value.get("evict")
+    if rule is not None and not isinstance(rule, str):
+        raise ConfigError(f"tenant {tenant!r}: expected evict as a string, got {rule!r}")
+    limits = {name: value[name] for name in _LIMITS if name in value}
+    try:
+        limit = RateLimit(**limits) if limits else None
+    except ConfigError as error:
+        raise ConfigError(f"tenant {tenant!r}: {error}") from None
+    return _keys_of(tenant, value.get("keys", [])), limit, rule
+
+
+def _keys_of(tenant: str, value: object) -> tuple[str, ...]:
+    keys = [value] if isinstance(value, str) else value
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ConfigError(
+            f"tenant {tenant!r}: expected an API key or a list of API keys, as strings"
+        )
+    return tuple(keys)
+
+
+def with_default_keys(found: TenantFile, keys: tuple[str, ...]) -> TenantFile:
+    """Add API keys of the default tenant, from `--api-key` or the environment."""
+    if not keys:
+        return found
+    own = (*found.keys.get(DEFAULT_TENANT, ()), *keys)
+    return replace(found, keys={**found.keys, DEFAULT_TENANT: own})

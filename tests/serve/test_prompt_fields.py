@@ -1,0 +1,295 @@
+"""Fields that change the prompt or are tokenized with it, chat templates, rules of tenants."""
+
+import math
+
+import pytest
+
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
+from quire.serve.app import create_app
+from quire.serve.config import ServerConfig
+from quire.serve.errors import FieldError
+from quire.serve.prompt_fields import sequences_of_words, truncated, with_budget
+from quire.serve.tenant_file import TenantFile, read_tenant_keys
+from serve.conftest import PROMPT
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+BODIES = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": [{"role": "user", "content": "Hi"}]}}
+LONG = "<|doc|>Once upon a time there was a king who had three sons and a daughter. " * 8
+
+
+def refused(response, param):
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    return error["message"]
+
+
+# ---- truncate_prompt_tokens ----------------------------------------------------------------------
+
+
+def test_truncated_prompt_is_the_end_of_the_prompt(complete, llm):
+    ids = llm.model.tokenizer.encode(LONG)
+    whole = complete(prompt=ids[-20:], max_tokens=6)
+
+    cut = complete(prompt=LONG, truncate_prompt_tokens=20, max_tokens=6)
+
+    assert cut["usage"]["prompt_tokens"] == 20
+    assert cut["choices"][0]["text"] == whole["choices"][0]["text"]
+
+
+def test_echo_of_a_truncated_prompt_is_its_end(complete, llm):
+    ids = llm.model.tokenizer.encode(PROMPT)
+
+    text = complete(truncate_prompt_tokens=2, echo=True, max_tokens=1)["choices"][0]["text"]
+
+    assert text.startswith(llm.model.tokenizer.decode(ids[-2:]))
+
+
+def test_chat_is_truncated_after_the_template(chat):
+    assert chat(truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
+
+
+def test_prompt_over_the_longest_sequence_is_accepted_with_truncation(post):
+    too_long = LONG * 200
+    assert "characters" in refused(post(COMPLETIONS, prompt=too_long, max_tokens=1), "prompt")
+
+    response = post(COMPLETIONS, prompt=too_long, max_tokens=1, truncate_prompt_tokens=-1)
+
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["prompt_tokens"] > 500
+
+
+@pytest.mark.parametrize("value", [0, -2, "all", 1.5, True])
+def test_wrong_number_of_prompt_tokens_is_refused(post, value):
+    refused(post(COMPLETIONS, prompt="a", truncate_prompt_tokens=value), "truncate_prompt_tokens")
+
+
+def test_truncation_keeps_the_end():
+    assert truncated([1, 2, 3], None, 9) == [1, 2, 3]
+    assert truncated([1, 2, 3], 2, 9) == [2, 3]
+    assert truncated([1, 2, 3], 5, 9) == [1, 2, 3]
+    assert truncated([1, 2, 3], -1, 3) == [2, 3]
+
+
+# ---- bad_words -----------------------------------------------------------------------------------
+
+
+def test_bad_word_is_not_generated(complete):
+    plain = complete(max_tokens=12, temperature=0)["choices"][0]["text"]
+    word = plain.split()[1]
+
+    text = complete(max_tokens=12, temperature=0, bad_words=[word])["choices"][0]["text"]
+
+    assert word in plain
+    assert word not in text.split()
+
+
+def test_bad_words_and_bad_token_ids_add_up(complete, llm):
+    plain = complete(max_tokens=1, temperature=0, logprobs=1)["choices"][0]
+    first = plain["text"]
+    [second_id] = {
+        llm.model.tokenizer.encode(
+            complete(max_tokens=1, bad_words=[first], temperature=0)["choices"][0]["text"]
+        )[-1]
+    }
+
+    both = complete(max_tokens=1, temperature=0, bad_words=[first], bad_token_ids=[[second_id]])[
+        "choices"
+    ][0]["text"]
+
+    assert both != first
+    assert llm.model.tokenizer.encode(both)[-1] != second_id
+
+
+@pytest.mark.parametrize("value", [[""], ["a" * 300], "a", [5], ["a"] * 2000])
+def test_wrong_bad_words_are_refused(post, value):
+    response = post(COMPLETIONS, prompt="a", bad_words=value)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("bad_words")
+
+
+def test_sequences_of_a_word(llm):
+    tokenizer = llm.model.tokenizer
+    found = sequences_of_words(tokenizer, ["king", "king"])
+
+    assert tokenizer.encode("king", add_special_tokens=False) in [list(ids) for ids in found]
+    assert len(set(found)) == len(found)
+    assert {tokenizer.decode(list(ids)).strip() for ids in found} == {"king"}
+    with pytest.raises(FieldError, match="expected words with tokens"):
+        sequences_of_words(tokenizer, [" "])
+
+
+# ---- prompt_logprobs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_scores_of_the_prompt(post, path):
+    response = post(path, **BODIES[path], max_tokens=2, prompt_logprobs=2)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    found = body["choices"][0] if path == COMPLETIONS else body
+
+    first, *scores = found["prompt_logprobs"]
+
+    assert first is None
+    assert len(scores) == body["usage"]["prompt_tokens"] - 1
+    for score in scores:
+        assert 2 <= len(score) <= 3
+        ranks = sorted(entry["rank"] for entry in score.values())
+        assert ranks[:2] == [1, 2]
+        assert all(entry["logprob"] <= 0 for entry in score.values())
+        assert all(isinstance(entry["decoded_token"], str) for entry in score.values())
+
+
+def test_scores_equal_those_of_an_echo(complete):
+    echoed = complete(echo=True, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
+    scored = complete(prompt_logprobs=0, max_tokens=1)["choices"][0]["prompt_logprobs"]
+
+    for expected, entry in zip(echoed["token_logprobs"][1:-1], scored[1:], strict=True):
+        [found] = entry.values()
+        assert math.isclose(found["logprob"], expected, abs_tol=1e-5)
+
+
+def test_body_without_scores_has_no_field_for_them(complete, chat):
+    assert "prompt_logprobs" not in complete()["choices"][0]
+    assert "prompt_logprobs" not in chat()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_scores_of_the_prompt_are_not_streamed(post, path):
+    response = post(path, **BODIES[path], prompt_logprobs=0, stream=True)
+
+    assert "cannot be streamed" in refused(response, "prompt_logprobs")
+
+
+# ---- kv_budget and rules -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def evicting():
+    kv = KVConfig(memory="8MiB", evict_allow="all")
+    return LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
+
+
+def call(llm, body, *, headers=None, **options):
+    import asyncio
+
+    import httpx
+
+    async def main():
+        app = create_app(llm, ServerConfig(), **options)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+                return await client.post(COMPLETIONS, json=body, headers=headers)
+
+    return asyncio.run(main())
+
+
+def test_budget_limits_the_kv_of_a_request(evicting):
+    body = {"prompt": LONG, "max_tokens": 4, "evict": "recent:cap=128,every=8,sinks=2"}
+
+    wide, narrow, share = (
+        call(evicting, body | {"kv_budget": budget}).json()["usage"] for budget in (128, 32, "25%")
+    )
+
+    assert narrow["kv_peak_bytes"] < wide["kv_peak_bytes"]
+    assert narrow["evicted_tokens"] > wide["evicted_tokens"]
+    assert share["evicted_tokens"] > 0
+
+
+def test_budget_without_a_rule_is_refused_with_an_example(post):
+    message = refused(post(COMPLETIONS, prompt="a", kv_budget=64), "kv_budget")
+
+    assert "recent:cap=64" in message
+
+
+@pytest.mark.parametrize("budget", [0, -3, "much", 1.5, "2%%", True])
+def test_wrong_budget_is_refused(evicting, budget):
+    response = call(evicting, {"prompt": "a", "evict": "h2o:cap=64", "kv_budget": budget})
+
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith("kv_budget")
+
+
+def test_budget_keeps_the_other_options_of_a_rule():
+    assert with_budget("h2o:recent=4,cap=64", "25%") == "h2o:recent=4,cap=25%"
+    assert with_budget("recent:cap=64", 0.5) == "recent:cap=0.5"
+
+
+def test_rule_of_a_tenant_is_the_default_of_its_requests(evicting, tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text('[default]\nevict = "recent:cap=32,every=8,sinks=2"\n')
+    body = {"prompt": LONG, "max_tokens": 4}
+
+    own = call(evicting, body, tenants=read_tenant_keys(path)).json()["usage"]
+    full = call(evicting, body | {"evict": "full"}, tenants=read_tenant_keys(path)).json()["usage"]
+
+    assert own["evicted_tokens"] > 0
+    assert full["evicted_tokens"] == 0
+
+
+def test_rule_of_a_tenant_that_the_engine_does_not_allow_is_refused_at_start(llm):
+    with pytest.raises(ConfigError, match=r"tenant 'a', evict: .*h2o"):
+        create_app(llm, tenants=TenantFile(evict={"a": "h2o:cap=64"}))
+
+
+def test_rule_of_a_tenant_is_a_string(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text("[a]\nevict = 5\n")
+
+    with pytest.raises(ConfigError, match="tenant 'a': expected evict as a string, got 5"):
+        read_tenant_keys(path)
+
+
+# ---- chat templates ------------------------------------------------------------------------------
+
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+
+
+def test_chat_template_of_the_option_is_used(serve, llm, tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    own = llm.model.tokenizer.chat_template
+    body = {"messages": [{"role": "user", "content": "Hi"}], "return_token_strs": True}
+
+    async def main(client):
+        return (await client.post("/tokenize", json=body)).json()
+
+    for option in (str(path), TEMPLATE):
+        assert "".join(serve(main, chat_template=option)["token_strs"]) == "[user] Hi\n"
+    assert llm.model.tokenizer.chat_template == own
+
+
+def test_template_that_refuses_a_chat_gets_an_error_of_the_client(serve):
+    template = "{{ raise_exception('no chats today') }}"
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+
+    response = serve(lambda client: client.post(CHATS, json=body), chat_template=template)
+
+    assert "no chats today" in refused(response, "messages")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("no such file.jinja", "cannot read --chat-template"),
+        ("{% for a in b %}", "its text, line 1"),
+        ("{{ a.b( }}", "its text, line 1"),
+    ],
+)
+def test_wrong_template_is_refused_at_start(llm, template, message):
+    with pytest.raises(ConfigError, match=message):
+        create_app(llm, ServerConfig(chat_template=template))
+
+
+def test_template_runs_in_a_sandbox(serve):
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+
+    response = serve(lambda client: client.post(CHATS, json=body), chat_template=template)
+
+    assert response.status_code == 400
