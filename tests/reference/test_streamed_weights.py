@@ -17,7 +17,10 @@ from quire.errors import StorageError, UnsoundCombination
 from quire.models import adapter
 from quire.models.adapter import TransformersDecoder
 from quire.models.weights import weight_bytes
+from quire.offload.kv.prefix_splits import PrefixSplits
+from quire.offload.profiler import Speeds
 from quire.offload.weights.placement import WithinBudget
+from quire.plan.rates import CopyRate
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support import zoo
@@ -32,6 +35,13 @@ PROMPTS = {
     "c": [3 + i * i % 60 for i in range(20)] + [8, 8, 4] * 3,
     "d": [11, 4],
 }
+LONG = {
+    "a": [5, 9, 2, 7] * 12,
+    "b": [3 + i * i % 60 for i in range(70)],
+    "c": [3 + i * i % 60 for i in range(40)] + [8, 8, 4] * 7,
+    "d": [11, 4] * 9,
+}
+OFFLOADED = {"memory": "96KiB", "offload_memory": "4MiB", "offload_recompute": "0.6"}
 STEPS = {"max_num_batched_tokens": 16, "chunk_tokens": 12}
 
 
@@ -77,6 +87,9 @@ class Largest:
 
     def _note(self, module, args):
         self.tokens = max(self.tokens, args[0].shape[-2])
+
+
+LONG = Frozen(LONG)
 
 
 @cache
@@ -305,13 +318,47 @@ def test_throughput_is_rejected_if_the_memory_holds_all_weights():
         run(load_streamed("qwen3", stay=99), objective="throughput")
 
 
-def test_recomputing_keys_is_rejected_with_the_reason():
-    assert "--weights-memory" in load_streamed("opt").decoder.prepare_recomputation()
-    options = {"memory": "1MiB", "offload_memory": "1MiB"}
-    for requested in ({"offload_recompute": "0.5"}, {"offload_activation_codec": "int8"}):
-        with pytest.raises(UnsoundCombination, match="--weights-memory"):
-            Engine(load_streamed("opt"), kv_config(**options, **requested))
-    assert Engine(load_streamed("opt"), kv_config(**options)).pool.offload.splits is None
+@pytest.mark.parametrize("stay", [0, 2])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama_mha"])
+def test_keys_are_recomputed_from_offloaded_weights(name, stay):
+    """Logits equal those with all weights and all KV on the device, up to the order of sums."""
+    engine, logits = run(load_streamed(name, stay=stay), prompts=LONG, **OFFLOADED)
+
+    assert engine.stats().recomputed_tokens > 0
+    assert engine.pool.kv.offload.prefixes.pool.peak_bytes > 0
+    assert engine.stats().offloaded_weight_bytes > 0
+    assert_close(logits, resident(name, prompts=LONG))
+
+
+def test_recompute_prepares_layers_in_any_order():
+    """Keys of a layer that is not on the device wait for its weights."""
+    streamed, plain = (
+        load_streamed("opt").decoder,
+        load("opt", times=3, impl="transformers").decoder,
+    )
+    assert streamed.prepare_recomputation() is plain.prepare_recomputation() is None
+    inputs = torch.randn(5, plain.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(5)
+    for layer in (4, 1, 2, 5, 3):
+        found, expected = (d.keys_and_values(layer, inputs, positions) for d in (streamed, plain))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_auto_split_counts_the_transfer_of_weights(monkeypatch):
+    """Weights take the link's time, so more KV is recomputed than with weights on the device."""
+    link = CopyRate(bytes_per_s=1e6)
+    speeds = Speeds(inward=link, outward=link, project_token_s=5e-4, layer_s=1e-3)
+    monkeypatch.setattr(
+        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: speeds
+    )
+    monkeypatch.setattr(PrefixSplits, "learn", lambda *_: None)
+    shares = {}
+    for kind, model in (("streamed", load_streamed("opt")), ("resident", load("opt", times=3))):
+        engine, _ = run(model, prompts=LONG, **OFFLOADED | {"offload_recompute": "auto"})
+        splits = engine.pool.offload.splits
+        shares[kind] = splits.recomputed_tokens / splits.tokens
+    assert 0 < shares["resident"] < shares["streamed"]
 
 
 @pytest.mark.gpu

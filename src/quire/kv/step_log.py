@@ -89,18 +89,35 @@ class StepLog:
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
-        self._operations: list[tuple[str, int, int, int, object, object]] = []
+        self._operations: list[tuple[str, int, int, int, object, object, float]] = []
 
     def add(
-        self, kind: str, layer: int, tokens: int, num_bytes: int, start: object, end: object
+        self,
+        kind: str,
+        layer: int,
+        tokens: int,
+        num_bytes: int,
+        start: object,
+        end: object,
+        waited_s: float = 0.0,
     ) -> None:
-        """Record an operation that has ended, or that is queued on a stream."""
-        self._operations.append((kind, layer, tokens, num_bytes, start, end))
+        """Record an operation that has ended, or that is queued on a stream.
+
+        Args:
+            kind: see `Timed`.
+            layer: see `Timed`.
+            tokens: see `Timed`.
+            num_bytes: see `Timed`.
+            start: mark of its start.
+            end: mark of its end.
+            waited_s: seconds between the marks that were spent waiting for weights.
+        """
+        self._operations.append((kind, layer, tokens, num_bytes, start, end, waited_s))
 
     def read(self) -> list[Timed]:
         """Return all operations with times in seconds; call after the step has finished."""
         seconds = self.marks.seconds
         return [
-            Timed(kind, layer, tokens, num_bytes, seconds(start), seconds(end))
-            for kind, layer, tokens, num_bytes, start, end in self._operations
+            Timed(kind, layer, tokens, num_bytes, seconds(start), seconds(end) - waited_s)
+            for kind, layer, tokens, num_bytes, start, end, waited_s in self._operations
         ]

@@ -6,7 +6,6 @@ each attention call; see `bridge`. Unsupported architectures are declared in `su
 """
 
 import inspect
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -21,6 +20,7 @@ from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import Batch, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
+from quire.models.forward_lock import ForwardLock
 from quire.models.layer_kv import KeysAndValues
 from quire.models.layer_major import LayerMajor
 from quire.models.layer_source import LayerSource
@@ -71,11 +71,11 @@ class TransformersDecoder:
         self._rope = RopeVariants(model)
         self._bridge = install(model)
         prepare_linears(model, () if weights is None else weights.modules, codec)
-        self._forward_lock = threading.RLock()  # reentrant: `prepare` runs forwards
+        self._forward_lock = ForwardLock()
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
-        self._observing = Observing(model, self._bridge, self._spec, self._probe)
         self._weights = weights
+        self._observing = Observing(model, self._bridge, self._spec, self._probe)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -116,7 +116,7 @@ class TransformersDecoder:
 
     def prepare_fixed_shapes(self, rows: int) -> str | None:
         """See `FixedShapes.prepare_fixed_shapes`."""
-        with self._forward_lock:
+        with self._forward_lock.held():
             make_activations_rowwise(self._model)
             return rows_depend(self, rows)
 
@@ -126,13 +126,8 @@ class TransformersDecoder:
         Returns:
             The reason why this model cannot recompute them, or None if it can.
         """
-        if self._weights is not None:
-            return (
-                "its weights are prefetched for the layer in progress only (--weights-memory), but "
-                "KV recompute needs the weights of the next layer"
-            )
-        with self._forward_lock:
-            why_not = self._observing.prepare_recomputation()
+        with self._forward_lock.held():
+            why_not = self._observing.prepare_recomputation(self._weights)
             if why_not is None:
                 self._observing.watch_inputs()
         return why_not
@@ -169,7 +164,7 @@ class TransformersDecoder:
     @contextmanager
     def _frequencies(self, rope_variant: int) -> Iterator[None]:
         """Select these RoPE frequencies outside of a forward, under the forward lock."""
-        with self._forward_lock:
+        with self._forward_lock.held():
             self._rope.select(rope_variant)
             yield
 
@@ -177,7 +172,7 @@ class TransformersDecoder:
         """Run the model on one token at each of these positions, without computing logits."""
         places = torch.tensor(positions, device=self._device)
         token = torch.full_like(places, self._spec.vocab_size // 2)
-        with self._forward_lock:
+        with self._forward_lock.held():
             self._rope.select(0)
             with self._bridge.attending(attention):
                 self._module_logits(Batch(token, places, places[:0], attention))
@@ -193,7 +188,7 @@ class TransformersDecoder:
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder.forward`."""
         batch = Batch(token_ids, positions, sample_rows, attention)
-        with self._forward_lock:
+        with self._forward_lock.held():
             self._rope.select(rope_variant)
             with self._bridge.attending(attention):
                 return self._logits(batch)
@@ -207,7 +202,7 @@ class TransformersDecoder:
         def enter(number: int) -> None:
             self._bridge.switch(batches[number].attention)
 
-        with self._forward_lock, self._weights.shared_by(len(batches)):
+        with self._forward_lock.held(), self._weights.shared_by(len(batches)):
             self._rope.select(rope_variant)
             with self._bridge.attending(None):
                 return self._layer_major.run([partial(self._logits, b) for b in batches], enter)
@@ -238,7 +233,7 @@ class TransformersDecoder:
         self, token_ids: Int[Tensor, " num_tokens"]
     ) -> Float[Tensor, "num_tokens vocab"]:
         """Logits of one sequence, computed with Transformers' own eager attention and masks."""
-        with self._forward_lock, torch.inference_mode():
+        with self._forward_lock.held(), torch.inference_mode():
             self._rope.select(0)
             self._model.set_attn_implementation("eager")
             try:

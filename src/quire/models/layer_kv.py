@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from quire.errors import InvariantError
 from quire.models.base import AttentionCall
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
+from quire.models.layer_source import LayerSource
 from quire.models.rope import Probe
 from quire.models.rotary import Rotary
 
@@ -101,14 +102,20 @@ class LayerKV:
         bridge: bridge of the model.
         rotaries: RoPE of the keys of each layer.
         probe: runs the model.
+        weights: prefetches offloaded layers; None if all weights are on the device.
     """
 
     def __init__(
-        self, model: nn.Module, bridge: Bridge, rotaries: Mapping[int, Rotary], probe: Probe
+        self,
+        model: nn.Module,
+        bridge: Bridge,
+        rotaries: Mapping[int, Rotary],
+        probe: Probe,
+        weights: LayerSource | None = None,
     ) -> None:
-        self._model, self._bridge = model, bridge
+        self._model, self._bridge, self._weights = model, bridge, weights
         self._layers = {
-            number: self._with_no_query(layer)
+            number: self._with_no_query(number, layer)
             for number, layer in _seen_layers(model, rotaries, probe).items()
         }
 
@@ -133,6 +140,7 @@ class LayerKV:
             positions: logical positions.
         """
         found = self._layers[layer]
+        self._arrive(layer)
         key, value = self._caught(found, inputs[None])
         return found.rotary.rotate_pre_rope(key, positions).to(value.dtype), value
 
@@ -161,11 +169,17 @@ class LayerKV:
         if not caught:
             raise InvariantError("a layer did not call its attention")
 
-    def _with_no_query(self, layer: _Layer) -> _Layer:
+    def _arrive(self, layer: int) -> None:
+        """Wait for a layer's weights; they are there already while the layer itself runs."""
+        if self._weights is not None:
+            self._weights.arrive(layer)
+
+    def _with_no_query(self, number: int, layer: _Layer) -> _Layer:
         """Skip the query projection of the layer if keys and values remain equal without it."""
         query = layer.module._modules.get(QUERY)
         if query is None or "k_proj" not in layer.module._modules:
             return layer
+        self._arrive(number)
         hidden = layer.args[0] if layer.hidden_first else layer.kwargs[HIDDEN]
         expected = self._caught(layer, hidden)
         lighter = _Layer(

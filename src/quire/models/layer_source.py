@@ -40,6 +40,13 @@ class LayerSource(Protocol):
     def num_bytes(self) -> int:
         """Bytes transferred so far."""
 
+    @property
+    def stalled_s(self) -> float:
+        """Time that computation has waited for weights so far in seconds."""
+
+    def arrive(self, layer: int) -> None:
+        """Wait until the next computation can use a layer's weights, in any order of layers."""
+
     def shared_by(self, batches: int) -> AbstractContextManager[None]:
         """Run this many forwards layer by layer; a layer is freed after the last of them."""
 

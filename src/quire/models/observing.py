@@ -18,6 +18,7 @@ from quire.layout.statistics import QueryMoments, ResidualSimilarity, Statistic
 from quire.models.base import AttentionCall
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
 from quire.models.layer_kv import LayerKV, watch_inputs
+from quire.models.layer_source import LayerSource
 from quire.models.rope import PROBED_POSITIONS, Probe, Rotations, find_rotaries
 from quire.models.rotary import Rotary
 
@@ -61,7 +62,7 @@ class Observing:
             )
         return None
 
-    def prepare_recomputation(self) -> str | None:
+    def prepare_recomputation(self, weights: LayerSource | None) -> str | None:
         """See `TransformersDecoder.prepare_recomputation`."""
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
@@ -72,7 +73,7 @@ class Observing:
         if self._recomputation is None:
             with torch.inference_mode():
                 self._recomputation = LayerKV(
-                    self._model, self._bridge, self._rotaries, self._probe
+                    self._model, self._bridge, self._rotaries, self._probe, weights
                 )
         return None
 

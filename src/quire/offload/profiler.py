@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from quire.offload.timeline import Kind, Operation, Span, Timeline
 from quire.plan.fitting import ChangeDetector, RateEstimator
 from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.resident import with_weights
 from quire.plan.rates import CopyRate
 
 # An estimate of 0 would stay 0, so coefficients start at no less than these.
@@ -90,6 +91,20 @@ class Speeds:
     host_call_s: int | float = 0.0
     row_s: int | float = 0.0
     layer_s: int | float = 0.0
+
+    def rates_with_weights(
+        self, sizes: Sizes, *, rows: int, tokens: int, batches: int = 1
+    ) -> OffloadRates:
+        """Rates of a layer of one batch, with its part of the transfer of the layer's weights.
+
+        Args:
+            sizes: bytes that cross the link.
+            rows: number of rows of the batch.
+            tokens: tokens of all rows, which the device attends to.
+            batches: number of batches that share a transferred layer.
+        """
+        weights_s = sizes.weight_bytes / self.inward.bytes_per_s
+        return with_weights(self.rates(sizes, rows=rows, tokens=tokens), weights_s, batches)
 
     def rates(
         self, sizes: Sizes, *, rows: int, tokens: int, half_duplex: bool = False

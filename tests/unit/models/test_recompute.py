@@ -136,9 +136,9 @@ def test_preparing_recomputation_holds_the_forward_lock():
     could_run = []
 
     def try_to_run() -> bool:
-        got = decoder._forward_lock.acquire(blocking=False)
+        got = decoder._forward_lock._lock.acquire(blocking=False)
         if got:
-            decoder._forward_lock.release()
+            decoder._forward_lock._lock.release()
         return got
 
     def try_in_thread(*_) -> None:

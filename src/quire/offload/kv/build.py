@@ -95,7 +95,7 @@ def build_kv_offload(
         choice.transfer_worker(),
         splits=splits,
         kv_recompute=kv_recompute,
-        recomputed_groups=[g.name for g in choice.groups] if kv_recompute is not None else (),
         attention=attention,
+        weights=choice.weights,
     )
     return KVOffloadComponents(prefixes, kv_offload, splits, why, stream_bytes)

@@ -18,18 +18,19 @@ from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
+from quire.models.layer_source import LayerSource
 from quire.models.loader import LoadedModel
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.offload.kv.measured_speeds import measure_offload_speeds
-from quire.offload.kv.offload_memory import OffloadMemory, layer_bytes
+from quire.offload.kv.offload_memory import OffloadMemory, can_recompute, layer_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.row_requests import RowRequests
 from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
-from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
+from quire.offload.recompute.kv_recompute import KVRecompute
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
 from quire.plan.offload.activations import activation_gate, activation_range
 
@@ -76,12 +77,21 @@ class OffloadChoice:
         self._codec = ActivationCodec(
             config.offload.activation_codec, model.spec.hidden_size, model.decoder.dtype
         )
-        self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
+        self._sizes = Sizes(
+            kv_bytes=kv_bytes,
+            x_bytes=self._codec.row_bytes,
+            mlp_weight_bytes=0 if model.weights is None else model.weights.place.mean_layer_bytes,
+        )
         self.memory = OffloadMemory(
             self._staged, config.page_tokens, self._codec.row_bytes, len(self._layers)
         )
         self._profiler: OffloadProfiler | None = None
         self._recomputes = False
+
+    @property
+    def weights(self) -> LayerSource | None:
+        """Offloaded weights of the model; None if all weights are on the device."""
+        return self._model.weights
 
     # ---- refusals ------------------------------------------------------------------------------
 
@@ -170,10 +180,6 @@ class OffloadChoice:
 
     def _no_recompute_by_model(self) -> Obstacle | None:
         """Why this model cannot recompute KV; prepares the model if it can."""
-        if self._model.weights is not None:
-            return Obstacle(
-                "weights are offloaded too (--weights-memory)", "leave out --weights-memory"
-            )
         decoder, other = self._model.decoder, "use another model"
         if not isinstance(decoder, TransformersDecoder):
             return Obstacle("this decoder cannot recompute KV", other)
@@ -215,7 +221,7 @@ class OffloadChoice:
         self._recomputes = True
         if requested is not None:
             return requested, f"{requested:.2g} of it is recomputed from activations, as requested"
-        rates = self._rates().speeds.rates(self._sizes, rows=1, tokens=0)
+        rates = self._rates().speeds.rates_with_weights(self._sizes, rows=1, tokens=0)
         tokens = self._model.spec.max_positions
         fraction = activation_range(rates, tokens, tokens).x_until / tokens
         speed = f"recomputing KV takes {rates.recompute_ratio:.2g}x the time of its transfer"
@@ -243,7 +249,8 @@ class OffloadChoice:
         decoder = self._model.decoder
         assert isinstance(decoder, TransformersDecoder), "checked by fraction_and_reason"
         inputs = ActivationStore(allocator, self._layers, self._codec, decoder.device)
-        return KVRecompute(decoder, inputs, rows, decoder.device)
+        groups = [group.name for group in self.groups]
+        return KVRecompute(decoder, inputs, rows, decoder.device, groups=groups)
 
     def attention(
         self, memory: KVMemory, store: PageStore, coded: CodedLayers, prefixes: OffloadedPrefixes

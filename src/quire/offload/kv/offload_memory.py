@@ -77,3 +77,9 @@ class OffloadMemory:
 def layer_bytes(group: LaneGroup) -> int:
     """Bytes of a token's KV in one layer of a group."""
     return group.page_class.slot_bytes * group.lanes_per_layer
+
+
+def can_recompute(group: LaneGroup) -> bool:
+    """Whether single slots of a group can be recomputed with identical contents."""
+    page_class = group.page_class
+    return group.lanes_per_layer == 1 and not page_class.per_page and page_class.rotated

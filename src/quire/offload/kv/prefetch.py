@@ -38,6 +38,15 @@ class GroupRecompute(Protocol):
         ...
 
 
+@runtime_checkable
+class WeightWaits(Protocol):
+    """Offloaded weights of the model, as `quire.offload.weights.stream` prefetches them."""
+
+    @property
+    def stalled_s(self) -> float:
+        """Time that computation has waited for weights so far in seconds."""
+
+
 class PrefixPrefetch:
     """Prefetch of the offloaded prefixes of one step.
 
@@ -48,6 +57,7 @@ class PrefixPrefetch:
         shares: split of each offloaded prefix of the step, by row.
         log: log of the step.
         recompute: recompute by group; its transfers run before those of KV.
+        weights: offloaded weights, whose waits are no part of a layer's time; None without them.
     """
 
     def __init__(
@@ -58,9 +68,11 @@ class PrefixPrefetch:
         shares: Mapping[int, Share],
         log: StepLog,
         recompute: Mapping[str, GroupRecompute] | None = None,
+        weights: WeightWaits | None = None,
     ) -> None:
         self._pool, self._transfer_worker, self._log = prefixes.pool, transfer_worker, log
-        self._recompute = recompute or {}
+        self._recompute, self._weights = recompute or {}, weights
+        self._stalled_s = 0.0
         self._runs: dict[str, list[_Run]] = {}
         for row, share in shares.items():
             for page_group in prefixes.page_groups(row):
@@ -82,7 +94,8 @@ class PrefixPrefetch:
         """Log the end of a layer's computation, before the layer waits for its prefix."""
         if group.name in self._groups and self._released is not None:
             now = self._log.marks.now()
-            self._log.add(LAYER, group.layers[layer], 1, 0, self._released, now)
+            waited_s = self._weights_stalled_s() - self._stalled_s
+            self._log.add(LAYER, group.layers[layer], 1, 0, self._released, now, waited_s)
 
     def wait_for(self, group: LaneGroup, layer: int) -> None:
         """Wait until the transferred pages of a layer are in their staging slot.
@@ -102,10 +115,13 @@ class PrefixPrefetch:
         for slots in range(1, SLOTS + 1):
             if layer + slots < len(group.layers):
                 self._prefetch(group.name, layer + slots, slots)
-        self._released = self._log.marks.now()
+        self._released, self._stalled_s = self._log.marks.now(), self._weights_stalled_s()
         if self._ready is not None:
             tokens = self._tokens
             self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._released)
+
+    def _weights_stalled_s(self) -> float:
+        return 0.0 if self._weights is None else self._weights.stalled_s
 
     def finalize(self) -> None:
         """Wait until no copy is in flight; called after failed steps too."""

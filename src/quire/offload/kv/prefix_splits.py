@@ -169,7 +169,8 @@ class PrefixSplits:
             self.controller.observe(timeline, rates, self.tokens - self.host_tokens)
 
     def _rates(self) -> OffloadRates:
-        return self.profiler.speeds.rates(self._sizes, rows=self._rows, tokens=self.tokens)
+        speeds = self.profiler.speeds
+        return speeds.rates_with_weights(self._sizes, rows=self._rows, tokens=self.tokens)
 
     def _recompute_tokens(self, rates: OffloadRates, tokens: int) -> int:
         if self._requested.recomputed is None:

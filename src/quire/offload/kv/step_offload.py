@@ -4,7 +4,7 @@ step start   activations of new tokens get blocks; prefixes are split; first lay
 each layer   store its activations, wait for its prefix, attend, free its staging slot
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.offload.kv.prefetch import PrefixPrefetch
+from quire.offload.kv.prefetch import PrefixPrefetch, WeightWaits
 from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, Share
 from quire.offload.recompute.activation_store import Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
@@ -51,8 +51,8 @@ class KVOffload(MemoryListener):
         transfer_worker: runs the copies.
         splits: splits offloaded prefixes; None if all KV is transferred.
         kv_recompute: recomputes keys and values; None if no KV is recomputed.
-        recomputed_groups: names of the groups that can be recomputed.
         attention: CPU attention; None if all attention is on the device.
+        weights: offloaded weights of the model; None if all weights are on the device.
     """
 
     def __init__(
@@ -63,12 +63,14 @@ class KVOffload(MemoryListener):
         *,
         splits: Splits | None = None,
         kv_recompute: KVRecompute | None = None,
-        recomputed_groups: Iterable[str] = (),
         attention: CPUAttention | None = None,
+        weights: WeightWaits | None = None,
     ) -> None:
         self.memory, self.prefixes, self.transfer_worker = memory, prefixes, transfer_worker
         self.splits, self.kv_recompute, self.attention = splits, kv_recompute, attention
-        self.tables = [memory.tables[name] for name in recomputed_groups]
+        self.weights = weights
+        groups = () if kv_recompute is None else kv_recompute.groups
+        self.tables = [memory.tables[name] for name in groups]
         if kv_recompute is not None:
             memory.listeners.subscribe(self)
         self._last: StepKVOffload | None = None
@@ -202,6 +204,7 @@ class StepKVOffload:
             shares,
             self.log,
             self._group_recomputes,
+            kv_offload.weights,
         )
 
     def slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from quire.kv.step_log import PROJECT, X_IN, StepLog
 from quire.kv.tables import LaneTable
 from quire.layout.layout import SLOTS
-from quire.layout.pages import LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import Share
 from quire.offload.recompute.activation_allocator import Segment
@@ -107,18 +106,25 @@ class KVRecompute:
         store: stores the activations.
         tokens: properties of sequences.
         device: device of the model.
+        groups: names of the lane groups that can be recomputed.
 
     Attributes:
+        groups: see above.
         chunk_tokens: least tokens of a chunk of X.
         num_recomputed: tokens recomputed so far, counted in each layer.
     """
 
     def __init__(
-        self, model: RecomputesKV, store: ActivationStore, tokens: Tokens, device: torch.device
+        self,
+        model: RecomputesKV,
+        store: ActivationStore,
+        tokens: Tokens,
+        device: torch.device,
+        *,
+        groups: Sequence[str],
     ) -> None:
         self.model, self.store, self.tokens, self.device = model, store, tokens, device
-        self.chunk_tokens = CHUNK_TOKENS
-        self.num_recomputed = 0
+        self.groups, self.chunk_tokens, self.num_recomputed = groups, CHUNK_TOKENS, 0
         self._staging: dict[str, Tensor] = {}
 
     @property
@@ -292,9 +298,3 @@ def _places(
     if not pages:
         return (empty := np.empty((SLOTS, 0, group.lanes_per_layer), dtype=np.int64)), empty[0]
     return np.concatenate(pages, axis=1), np.concatenate(offsets)
-
-
-def can_recompute(group: LaneGroup) -> bool:
-    """Whether single slots of a group can be recomputed with identical contents."""
-    page_class = group.page_class
-    return group.lanes_per_layer == 1 and not page_class.per_page and page_class.rotated

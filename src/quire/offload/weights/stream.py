@@ -100,6 +100,11 @@ class WeightStream:
         return self.link.copied_s
 
     @property
+    def stalled_s(self) -> float:
+        """Time that computation has waited for copies so far."""
+        return self.link.stalled_s
+
+    @property
     def num_bytes(self) -> int:
         """Bytes transferred so far."""
         return self.link.num_bytes

@@ -154,6 +154,11 @@ class WeightsPlacement:
         return sum(self.layer_bytes[layer] for layer in self.offloaded_layers)
 
     @property
+    def mean_layer_bytes(self) -> int:
+        """Mean bytes that are transferred for a layer of a pass."""
+        return self.host_bytes // len(self.layer_bytes)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of the whole model."""
         return self.other_bytes + sum(self.layer_bytes)

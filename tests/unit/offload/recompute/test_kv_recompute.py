@@ -14,10 +14,11 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import PagedKV, StepAttention
 from quire.layout.layout import SLOTS
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
+from quire.offload.kv.offload_memory import can_recompute
 from quire.offload.kv.prefix_splits import divide_prefixes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
-from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
+from quire.offload.recompute.kv_recompute import KVRecompute
 from quire.offload.swap.transfer import ThreadTransferWorker
 from support.offloaded_kv import (
     CPU,
@@ -100,7 +101,7 @@ def kv_offload(kv, seed, *, blocks=64):
         ActivationCodec(None, HIDDEN, torch.float32),
         CPU,
     )
-    kv_recompute = KVRecompute(Linear(), store, RowTokens(), CPU)
+    kv_recompute = KVRecompute(Linear(), store, RowTokens(), CPU, groups=recomputed_groups)
     kv_recompute.chunk_tokens = 5  # chunks end inside pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
     offload = type(first)(
@@ -109,7 +110,6 @@ def kv_offload(kv, seed, *, blocks=64):
         first.transfer_worker,
         splits=RandomSplits(seed),
         kv_recompute=kv_recompute,
-        recomputed_groups=recomputed_groups,
         attention=CPUAttention(kv.memory, kv.store, kv.coded, first.prefixes, in_parts),
     )
     return PagedKV(kv.memory, kv.store, kv.backend, offload=offload)
