@@ -29,8 +29,12 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
     "prometheus_client": "prometheus-client",
+    "opentelemetry": "opentelemetry-sdk",
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
 }
-"""Distribution of each import name that differs; fastapi depends on starlette."""
+"""Distribution of each import name that differs; fastapi depends on starlette, and the exporter of
+OpenTelemetry on its SDK."""
 EXTRA_OF_PACKAGE = {"serve": ("serve",)}
 """Packages of Quire whose modules import an extra when they are loaded."""
 

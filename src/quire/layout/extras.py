@@ -16,6 +16,7 @@ EXTRAS = MappingProxyType(
         "kmeans": ("scipy",),
         "report": ("matplotlib",),
         "structured": ("llguidance",),
+        "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     }
 )
 """Import names of the packages of each extra in pyproject.toml."""

@@ -146,6 +146,12 @@ class ServerConfig:
         "tenant default",
         group=OBSERVATION,
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        help="URL of a collector of OpenTelemetry (OTLP over HTTP), such as http://localhost:4318, "
+        "that gets a trace of every request; unset: no traces",
+        group=OBSERVATION,
+    )
     chat_template: str | None = option(
         None,
         help="file with a Jinja chat template, or the template itself, instead of the model's",
@@ -229,6 +235,11 @@ class ServerConfig:
                 raise ConfigError(f"expected {name.replace('_', '-')} >= 0 seconds, got {value}")
 
     def _check_security(self) -> None:
+        url = self.otlp_traces_endpoint
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"expected --otlp-traces-endpoint as a URL such as http://localhost:4318, got {url}"
+            )
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError(
                 "expected --ssl-certfile with --ssl-keyfile or --ssl-ca-certs, got none: without a "

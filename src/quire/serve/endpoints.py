@@ -182,10 +182,15 @@ class Endpoints:
         grammar = await service.compile(params, tenant)
         charge = service.charge(tenant, [prompt.token_ids for prompt in prompts], params)
         request.state.response_headers = charge.headers
+        ids = [one.request_id for one in generation if one.request_id is not None]
+        if service.traces is not None:
+            service.traces.begin(ids, request.headers)
         try:
             outputs = await service.submit(generation)
         except BaseException:  # also a client that disconnects
             charge.settle(0)
+            if service.traces is not None:
+                service.traces.forget(ids)
             raise
         finally:
             del grammar  # until now, so that the engine's thread finds it

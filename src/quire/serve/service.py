@@ -29,6 +29,7 @@ from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Texts, Turn
 from quire.serve.tools.detect import ToolParsers
+from quire.serve.tracing import open_traces
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class Service:
         tools: parser of the model's tool calls.
         inspection: cost of the views that `inspect` returned.
         observer: counts for the metrics; None before the start.
+        traces: spans of requests; None without `--otlp-traces-endpoint`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Service:
         self.tools = ToolParsers(config.tool_parser, model.tokenizer)
         self.inspection = InspectionCost()
         self.observer: EngineObserver | None = None
+        self.traces = open_traces(config.otlp_traces_endpoint, self.model_name)
         self._engine: AsyncLLM | None = None
         self._is_draining = False
         self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
@@ -90,7 +93,7 @@ class Service:
         """Start the engine's thread."""
         config = self.config
         queue = QueueLimit(requests=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
-        self.observer = EngineObserver(self.llm.engine)
+        self.observer = EngineObserver(self.llm.engine, self.traces)
         self._engine = AsyncLLM(self.llm.engine, queue_limit=queue, observer=self.observer)
 
     async def stop(self) -> None:
@@ -99,6 +102,8 @@ class Service:
             await asyncio.to_thread(self._engine.close)
         if self.observer is not None:
             self.observer.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self.texts.close()
 
     def drain(self) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
@@ -12,6 +13,7 @@ from quire.sampling.outputs import OutputDelta
 from quire.scheduler.events import KVEvent
 from quire.serve.metrics.definitions import METRICS
 from quire.serve.metrics.distribution import Distribution
+from quire.serve.tracing import RequestTraces
 
 _TRANSFERS = frozenset({"swapped_out", "swapped_in", "offloaded"})
 
@@ -30,6 +32,7 @@ class EngineObserver:
 
     Args:
         engine: the engine; its event log is subscribed to.
+        traces: creates spans of finished requests; None: no spans.
 
     Attributes:
         distributions: histograms by the name of the metric.
@@ -38,8 +41,8 @@ class EngineObserver:
         prompt_tokens: prompt tokens of the requests that have a first token.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, traces: RequestTraces | None = None) -> None:
+        self._engine, self._traces = engine, traces
         self._open: dict[str, _Open] = {}
         self.distributions: Mapping[str, Distribution] = {
             metric.name: Distribution(metric.buckets)
@@ -92,11 +95,13 @@ class EngineObserver:
         opened.last_s[delta.index] = now_s
 
     def _count_finished(self, groups: set[str]) -> None:
-        """Count the numbers of the requests whose last deltas were returned; newest first."""
-        for sequence in reversed(self._engine.request_log.finished):
-            if sequence.group not in groups:
-                return
+        """Count the numbers of the requests whose last deltas were returned."""
+        newest_first = reversed(self._engine.request_log.finished)
+        sequences = list(takewhile(lambda sequence: sequence.group in groups, newest_first))
+        for sequence in sequences:
             self._count_sequence(sequence)
+        if self._traces is not None:
+            self._traces.finish(sequences, self._engine.events.now_s())
 
     def _count_sequence(self, sequence: FinishedRequest) -> None:
         found = self.distributions
