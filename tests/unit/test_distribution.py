@@ -29,6 +29,7 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
     "prometheus_client": "prometheus-client",
+    "fastapi_swagger": "fastapi-swagger",
     "opentelemetry": "opentelemetry-sdk",
     "opentelemetry.sdk": "opentelemetry-sdk",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",

@@ -87,6 +87,11 @@ class AsyncLLM:
         return not self._closing and not self._ended
 
     @property
+    def num_open(self) -> int:
+        """Number of requests that run or wait."""
+        return len(self._streams)
+
+    @property
     def has_failed(self) -> bool:
         """Whether the step loop has ended by an error."""
         return self._error is not None

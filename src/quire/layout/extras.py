@@ -10,7 +10,9 @@ DISTRIBUTION = "quire-llm"
 
 EXTRAS = MappingProxyType(
     {
-        "serve": ("fastapi", "h11", "prometheus_client", "pydantic", "uvicorn"),
+        "serve": (
+            *("fastapi", "fastapi_swagger", "h11", "prometheus_client", "pydantic", "uvicorn"),
+        ),
         "events": ("zmq", "msgpack"),
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),

@@ -17,6 +17,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
 from quire.serve.access import HEADER, AccessLog
+from quire.serve.api_docs import DOCS_PATHS, ApiDocs
 from quire.serve.banner import banner
 from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
 from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
@@ -30,6 +31,7 @@ from quire.serve.logs import configure_logs
 from quire.serve.metrics.endpoint import PATH as METRICS_PATH
 from quire.serve.metrics.endpoint import MetricsEndpoint
 from quire.serve.metrics.http_requests import HttpRequests
+from quire.serve.probes import Probes
 from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
 from quire.serve.tenant_file import TenantFile
@@ -68,12 +70,14 @@ def create_app(
     )
     app.state.service = service
     app.include_router(Endpoints(service).router())
+    app.include_router(Probes(service).router())
     app.include_router(KVEndpoints(service).router())
     app.include_router(KVRequestEndpoints(service).router())
     http_requests = HttpRequests()
     metrics_key = config.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
     app.include_router(MetricsEndpoint(service, http_requests, metrics_key).router())
-    open_paths = OPEN_PATHS | {METRICS_PATH}  # the endpoint checks the key
+    app.include_router(ApiDocs().router())
+    open_paths = OPEN_PATHS | DOCS_PATHS | {METRICS_PATH}  # /metrics checks its key itself
     if service.shows_texts:
         app.include_router(Dashboard().router())
         open_paths |= dashboard_paths()

@@ -31,7 +31,6 @@ from quire.serve.tenant_keys import tenant_of
 from quire.serve.text import Prompt, Turn, template_kwargs, unread_fields, unread_kwargs
 from quire.serve.tools.chat import ChatTools
 from quire.serve.tools.definitions import read_tools
-from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,6 @@ class Endpoints:
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
-        router.add_api_route("/health", self.health, methods=["GET"])
-        router.add_api_route("/ready", self.ready, methods=["GET"])
-        router.add_api_route("/version", self.version, methods=["GET"])
         router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         return router
@@ -264,18 +260,6 @@ class Endpoints:
         """Return the served model by name."""
         self._service.check_model(name)
         return JSONResponse(self._card())
-
-    async def health(self) -> Response:
-        """Return 200 while the engine runs, else 503."""
-        return Response(status_code=200 if self._service.is_alive else 503)
-
-    async def ready(self) -> Response:
-        """Return 200 while new requests are accepted; 503 during shutdown or without engine."""
-        return Response(status_code=200 if self._service.is_ready else 503)
-
-    async def version(self) -> Response:
-        """Return the version of Quire."""
-        return JSONResponse({"version": __version__})
 
     def _card(self) -> dict[str, object]:
         return {

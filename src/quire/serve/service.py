@@ -116,6 +116,11 @@ class Service:
         return self._engine is not None and self._engine.is_alive
 
     @property
+    def num_open(self) -> int:
+        """Number of requests that run or wait."""
+        return 0 if self._engine is None else self._engine.num_open
+
+    @property
     def has_died(self) -> bool:
         """Whether the engine has stopped by an error."""
         return self._engine is not None and self._engine.has_failed

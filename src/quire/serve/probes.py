@@ -1,0 +1,49 @@
+"""Endpoints for load balancers and process managers: health, readiness, load and version."""
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from quire.serve.service import Service
+from quire.version import __version__
+
+
+class Probes:
+    """Handlers of HTTP requests of probes.
+
+    Args:
+        service: the service; it is started before the first request.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def router(self) -> APIRouter:
+        """Create the router with all paths."""
+        router = APIRouter()
+        router.add_api_route("/health", self.health, methods=["GET"])
+        router.add_api_route("/ping", self.ping, methods=["GET"])
+        router.add_api_route("/ping", self.ping, methods=["POST"], operation_id="ping_post")
+        router.add_api_route("/ready", self.ready, methods=["GET"])
+        router.add_api_route("/load", self.load, methods=["GET"])
+        router.add_api_route("/version", self.version, methods=["GET"])
+        return router
+
+    async def health(self) -> Response:
+        """Return 200 while the engine runs, else 503."""
+        return Response(status_code=200 if self._service.is_alive else 503)
+
+    async def ping(self) -> Response:
+        """Return the same as /health, for Amazon SageMaker."""
+        return await self.health()
+
+    async def ready(self) -> Response:
+        """Return 200 while new requests are accepted; 503 during shutdown or without engine."""
+        return Response(status_code=200 if self._service.is_ready else 503)
+
+    async def load(self) -> Response:
+        """Return the number of requests that run or wait."""
+        return JSONResponse({"server_load": self._service.num_open})
+
+    async def version(self) -> Response:
+        """Return the version of Quire."""
+        return JSONResponse({"version": __version__})
