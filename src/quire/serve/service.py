@@ -221,10 +221,11 @@ class Service:
         Raises:
             FieldError: a `kv_budget` without a rule.
         """
-        rule = body.evict or self._rules.get(tenant)
+        rule = self._rules.get(tenant) if body.evict is None else body.evict
         if body.kv_budget is None:
             return rule
-        return with_budget(rule or self.llm.engine.pool.rules.default.text, body.kv_budget)
+        default = self.llm.engine.pool.rules.default.text
+        return with_budget(default if rule is None else rule, body.kv_budget)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None is accepted.
