@@ -98,6 +98,18 @@ def resident(name: str, **options):
     return run(load(name, times=3, impl="transformers"), **options)[1]
 
 
+def most_batches_of(model):
+    """Numbers of batches of the model's passes, filled while it runs."""
+    sizes, shared_by = [1], model.weights.shared_by
+
+    def noted(batches):
+        sizes.append(batches)
+        return shared_by(batches)
+
+    model.weights.shared_by = noted
+    return sizes
+
+
 def assert_equal(logits, expected):
     assert logits.keys() == expected.keys()
     for request, rows in logits.items():
@@ -295,12 +307,6 @@ def test_throughput_is_rejected_without_weight_offload():
         Engine(load("qwen3"), KVConfig(memory="1MiB"), ScheduleConfig(objective="throughput"))
 
 
-def test_throughput_is_rejected_with_kv_offload():
-    config = kv_config(memory="1MiB", offload_memory="1MiB")
-    with pytest.raises(UnsoundCombination, match="use --objective latency or auto"):
-        Engine(load_streamed("qwen3"), config, ScheduleConfig(objective="throughput"))
-
-
 def test_memory_for_all_weights_loads_no_layer():
     model = load_streamed("qwen3", stay=99)
     engine, logits = run(model, objective="auto")
@@ -318,16 +324,36 @@ def test_throughput_is_rejected_if_the_memory_holds_all_weights():
         run(load_streamed("qwen3", stay=99), objective="throughput")
 
 
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
 @pytest.mark.parametrize("stay", [0, 2])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama_mha"])
-def test_keys_are_recomputed_from_offloaded_weights(name, stay):
+def test_keys_are_recomputed_from_offloaded_weights(name, stay, objective):
     """Logits equal those with all weights and all KV on the device, up to the order of sums."""
-    engine, logits = run(load_streamed(name, stay=stay), prompts=LONG, **OFFLOADED)
+    model = load_streamed(name, stay=stay)
+    engine, logits = run(model, prompts=LONG, objective=objective, **OFFLOADED)
 
     assert engine.stats().recomputed_tokens > 0
     assert engine.pool.kv.offload.prefixes.pool.peak_bytes > 0
     assert engine.stats().offloaded_weight_bytes > 0
     assert_close(logits, resident(name, prompts=LONG))
+
+
+@pytest.mark.parametrize("recompute", ["off", "0.5"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama_mha"])
+def test_batches_with_offloaded_kv_share_each_layer(name, recompute):
+    """Column by column: fewer transfers of weights than row by row, and the same logits."""
+    options = OFFLOADED | {"offload_recompute": recompute}
+    steps = {"max_num_batched_tokens": 3, "chunk_tokens": 3}
+    moved = {}
+    for objective in ("latency", "throughput"):
+        model = load_streamed(name)
+        sizes = most_batches_of(model)
+        engine, logits = run(model, prompts=LONG, objective=objective, steps=steps, **options)
+        moved[objective] = model.weights.num_bytes
+        assert (max(sizes) > 1) == (objective == "throughput")
+        assert engine.pool.kv.offload.prefixes.pool.peak_bytes > 0
+        assert_close(logits, resident(name, prompts=LONG, steps=Frozen(steps)))
+    assert moved["throughput"] < moved["latency"]
 
 
 def test_recompute_prepares_layers_in_any_order():

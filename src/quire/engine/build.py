@@ -138,8 +138,7 @@ def _make_scheduler(
     sequence_memory: SequenceMemory,
     swapper: Swapper,
 ) -> Scheduler:
-    offloaded_weights = model.weights if pool.offload is None else None
-    step_size = StepSize(schedule.max_num_batched_tokens, schedule.objective, offloaded_weights)
+    step_size = StepSize(schedule.max_num_batched_tokens, schedule.objective, model.weights)
     evictor, offloader = _evictor(pool, kv, model), sequence_memory.prefix_offloader
     if evictor is not None and offloader is not None:
         evictor = OffloadEvictor(evictor, offloader)

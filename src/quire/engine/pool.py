@@ -178,11 +178,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         ConfigError: invalid or conflicting options.
     """
     refuse_without_effect(config)
-    refuse_nothing_shared(
-        schedule.objective,
-        offloaded_weights=model.weights is not None,
-        offloaded=config.offload.kv_memory > 0,
-    )
+    refuse_nothing_shared(schedule.objective, offloaded_weights=model.weights is not None)
     stored_as = codec_of(config, model)
     if schedule.batch_invariant:
         prepare_batch_invariant(model, config, stored_as.codec)

@@ -16,6 +16,7 @@ from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
 from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
 from quire.kv.step import PagedKV, StepAttention
+from quire.kv.step_part import StepPart
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
 from quire.sampling.logits import StepLogits
@@ -91,7 +92,9 @@ class Runner:
 
     def _run_rope_variant(self, rows: list[tuple[Request, int]], variant: int) -> list[StepLogits]:
         started_s = time.perf_counter()
-        prepared = [self._prepare(part) for part in self._parts(rows)]
+        parts = self._parts(rows)
+        count = min(len(parts), MOST_BATCHES)
+        prepared = [self._prepare(part, StepPart(n, count)) for n, part in enumerate(parts)]
         self._times.prepare_s += time.perf_counter() - started_s
         most = MOST_BATCHES if self._fixed_rows is None or self._step.shares_layers else 1
         results: list[StepLogits] = []
@@ -116,7 +119,7 @@ class Runner:
         ids, positions, samples = one.token_ids, one.positions, one.sample_rows
         return [self._decoder.forward(ids, positions, samples, one.attention, rope_variant=variant)]
 
-    def _prepare(self, rows: list[RowPart]) -> _Prepared:
+    def _prepare(self, rows: list[RowPart], part: StepPart) -> _Prepared:
         rows.sort(key=lambda row: row.tokens != 1)  # decode rows before prefill rows
         token_ids: list[int] = []
         logical: list[int] = []
@@ -132,6 +135,7 @@ class Runner:
             np.array([row.request.memory.row for row in rows], dtype=np.int64),
             np.array([row.tokens for row in rows], dtype=np.int32),
             np.array([row.later for row in rows], dtype=np.int32),
+            part,
         )
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
         wanted_logits = [(request, logical[first], count) for request, first, count in wanted]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, NewSlots
 from quire.kv.flat_batch import FlatBatch
+from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.layout.pages import LaneGroup
 
 
@@ -66,6 +67,6 @@ class EngineOffload(Protocol):
         """Bytes of activation staging buffers on the device, in addition to the arena."""
         ...
 
-    def step(self, batch: FlatBatch) -> StepOffload | None:
-        """Return the offload object of a step; None if no row of the step has offloaded KV."""
+    def step(self, batch: FlatBatch, part: StepPart = WHOLE_STEP) -> StepOffload | None:
+        """Return the offload object of a batch; None if no row of the batch has offloaded KV."""
         ...

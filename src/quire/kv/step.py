@@ -31,6 +31,7 @@ from quire.kv.offload_port import EngineOffload
 from quire.kv.pages import PageNumbers
 from quire.kv.statistics.pages import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
+from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.kv.store import PageStore, store_of
 from quire.kv.stores.base import PlacementMaker
 from quire.kv.stores.paged import Paged
@@ -189,6 +190,7 @@ class StepAttention:
         tokens: [rows] new tokens of each row.
         later: [rows] new tokens of each row in later batches of the same step, whose slots are
             already allocated; None if the step has one batch.
+        part: place of the batch in its step.
 
     Attributes:
         wants_residual_similarity: whether a row uses `ResidualSimilarity`; if so, the model must
@@ -202,12 +204,13 @@ class StepAttention:
         rows: NDArray[np.int64],
         tokens: NDArray[np.int32],
         later: NDArray[np.int32] | None = None,
+        part: StepPart = WHOLE_STEP,
     ) -> None:
         self._kv = kv
         self._later = np.zeros_like(tokens) if later is None else later
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = kv.flat_batch(rows, tokens)
-        self._offload = None if kv.offload is None else kv.offload.step(self._batch)
+        self._offload = None if kv.offload is None else kv.offload.step(self._batch, part)
         self._groups = {
             group.name: self._group_step(group)
             for group in kv.memory.layout.groups

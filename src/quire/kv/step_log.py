@@ -85,10 +85,15 @@ class StepLog:
 
     Args:
         marks: time stamps of the step.
+
+    Attributes:
+        left: end of the last attention of any batch, and the seconds that computation had waited
+            for weights by then; None before the first.
     """
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
+        self.left: tuple[object, float] | None = None
         self._operations: list[tuple[str, int, int, int, object, object, float]] = []
 
     def add(

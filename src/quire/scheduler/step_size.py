@@ -6,8 +6,8 @@
                  hidden states wait between layers (column by column)
     auto         the fewest batches whose computation hides the transfers, by measured times
 
-The size of a batch, and so of its activations, does not change. Without weight offload, and with KV
-offload, a step is one batch.
+The size of a batch, and so of its activations, does not change. Without weight offload a step is
+one batch. With KV offload, each batch waits for its own offloaded pages only.
 """
 
 from typing import Protocol, runtime_checkable
@@ -110,24 +110,16 @@ def most_batches(objective: str, offloaded_weights: WeightTransfers | None) -> i
     return 1 if offloaded_weights is None or objective == "latency" else MOST_BATCHES
 
 
-def refuse_nothing_shared(
-    objective: str, *, offloaded_weights: bool, offloaded: bool = False
-) -> None:
+def refuse_nothing_shared(objective: str, *, offloaded_weights: bool) -> None:
     """Refuse the objective `throughput` if it would have no effect.
 
     Args:
         objective: `ScheduleConfig.objective`.
         offloaded_weights: whether weights are offloaded.
-        offloaded: whether KV of running requests may be offloaded.
 
     Raises:
-        UnsoundCombination: `throughput` without weight offload, or with KV offload.
+        UnsoundCombination: `throughput` without weight offload.
     """
-    if objective == "throughput" and offloaded:
-        raise UnsoundCombination(
-            "--objective throughput needs steps of several batches, and with --kv-offload-memory a "
-            "step is one batch: use --objective latency or auto, or leave out --kv-offload-memory"
-        )
     if objective == "throughput" and not offloaded_weights:
         raise UnsoundCombination(
             "--objective throughput lets batches of a step share prefetched layers, and all "

@@ -72,7 +72,6 @@ class PrefixPrefetch:
     ) -> None:
         self._pool, self._transfer_worker, self._log = prefixes.pool, transfer_worker, log
         self._recompute, self._weights = recompute or {}, weights
-        self._stalled_s = 0.0
         self._runs: dict[str, list[_Run]] = {}
         for row, share in shares.items():
             for page_group in prefixes.page_groups(row):
@@ -84,7 +83,6 @@ class PrefixPrefetch:
             for page_group in prefixes.page_groups(row)
         ) // max(1, len(self._groups))
         self._in_flight: dict[tuple[str, int], list[Transfer]] = {}
-        self._released: object | None = None
         self._ready: object | None = None
         for layer, name in self._in_order():
             for slots in range(layer + 1, SLOTS + 1):
@@ -92,10 +90,11 @@ class PrefixPrefetch:
 
     def begin_wait(self, group: LaneGroup, layer: int) -> None:
         """Log the end of a layer's computation, before the layer waits for its prefix."""
-        if group.name in self._groups and self._released is not None:
+        if group.name in self._groups and self._log.left is not None:
             now = self._log.marks.now()
-            waited_s = self._weights_stalled_s() - self._stalled_s
-            self._log.add(LAYER, group.layers[layer], 1, 0, self._released, now, waited_s)
+            start, before_s = self._log.left
+            waited_s = self._weights_stalled_s() - before_s
+            self._log.add(LAYER, group.layers[layer], 1, 0, start, now, waited_s)
 
     def wait_for(self, group: LaneGroup, layer: int) -> None:
         """Wait until the transferred pages of a layer are in their staging slot.
@@ -115,10 +114,11 @@ class PrefixPrefetch:
         for slots in range(1, SLOTS + 1):
             if layer + slots < len(group.layers):
                 self._prefetch(group.name, layer + slots, slots)
-        self._released, self._stalled_s = self._log.marks.now(), self._weights_stalled_s()
+        end = self._log.marks.now()
+        self._log.left = end, self._weights_stalled_s()
         if self._ready is not None:
             tokens = self._tokens
-            self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._released)
+            self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, end)
 
     def _weights_stalled_s(self) -> float:
         return 0.0 if self._weights is None else self._weights.stalled_s

@@ -132,7 +132,7 @@ class PrefixSplits:
 
     Attributes:
         recomputed_tokens, host_tokens, tokens: recomputed tokens, CPU attention tokens and all
-            tokens of one layer in the last step with offloaded KV.
+            tokens of one layer in the last batch with offloaded KV.
         controller: controls the recompute split.
     """
 
@@ -144,17 +144,18 @@ class PrefixSplits:
         self.recomputed_tokens = self.host_tokens = self.tokens = 0
         self._sizes, self._page_tokens, self._requested = sizes, page_tokens, requested
         self._host_fraction: float | None = None
-        self._rows = 0
+        self._rows, self._batches = 0, 1
 
-    def divide(self, prefixes: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
+    def divide(
+        self, prefixes: Mapping[int, OffloadedPrefix], rows: int, batches: int = 1
+    ) -> dict[int, Share]:
         """See `quire.offload.kv.step_offload.Splits`."""
         tokens = self.tokens = sum(f.columns for f in prefixes.values()) * self._page_tokens
-        self._rows = rows
+        self._rows, self._batches = rows, batches
         rates = self._rates()
         host = self._host_tokens(rates, tokens)
-        recomputed = min(
-            self._recompute_tokens(rates, tokens - host), self._requested.most_recomputed
-        )
+        most = self._requested.most_recomputed // batches  # each batch has its own staging of X
+        recomputed = min(self._recompute_tokens(rates, tokens - host), most)
         shares = divide_prefixes(prefixes, recomputed, host, self._page_tokens)
         self.recomputed_tokens = sum(len(s.recomputed) for s in shares.values()) * self._page_tokens
         self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
@@ -170,7 +171,9 @@ class PrefixSplits:
 
     def _rates(self) -> OffloadRates:
         speeds = self.profiler.speeds
-        return speeds.rates_with_weights(self._sizes, rows=self._rows, tokens=self.tokens)
+        return speeds.rates_with_weights(
+            self._sizes, rows=self._rows, tokens=self.tokens, batches=self._batches
+        )
 
     def _recompute_tokens(self, rates: OffloadRates, tokens: int) -> int:
         if self._requested.recomputed is None:

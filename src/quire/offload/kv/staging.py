@@ -1,8 +1,10 @@
 """Staging: pages shared by the table entries of all layers of an offloaded prefix."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
@@ -52,14 +54,31 @@ def set_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> Non
     table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))
 
 
+def slot_places(
+    table: LaneTable, rows: Mapping[int, range]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pages [slot of the staging, token, lane of a layer] and offsets [token, lane] of slots."""
+    group = table.group
+    lanes = np.arange(SLOTS * group.lanes_per_layer).reshape(SLOTS, 1, -1)
+    pages, offsets = [], []
+    for row, slots in rows.items():
+        column, offset = np.divmod(np.array(slots, dtype=np.int64), group.page_class.tokens)
+        pages.append(table.pages[row, lanes, column[None, :, None]].astype(np.int64))
+        offsets.append(np.repeat(offset[:, None], group.lanes_per_layer, axis=1))
+    if not pages:
+        return (empty := np.empty((SLOTS, 0, group.lanes_per_layer), dtype=np.int64)), empty[0]
+    return np.concatenate(pages, axis=1), np.concatenate(offsets)
+
+
 # ---- staging use ---------------------------------------------------------------------------------
 
-# The step that copies into the staging pages; its copies must end before pages are moved.
+# The batches of the step that copies into the staging pages; their copies must end before pages
+# are moved.
 
 
 @runtime_checkable  # for the type checks in tests
 class Pending(Protocol):
-    """A step whose copies may be in flight."""
+    """A batch whose copies may be in flight."""
 
     def finalize(self) -> None:
         """Wait until no copy is in flight."""
@@ -70,18 +89,18 @@ class StagingUse:
     """The step that copies into the staging pages; bookkeeping waits for its copies."""
 
     def __init__(self) -> None:
-        self._step: Pending | None = None
+        self._batches: list[Pending] = []
 
-    def begin(self, step: Pending) -> None:
-        """Set the step that uses the staging pages from now on."""
-        self._step = step
+    def begin(self, batch: Pending) -> None:
+        """Add a batch of the step that uses the staging pages."""
+        self._batches.append(batch)
 
     def finalize(self) -> None:
         """Wait for the copies of the current step, which continues to use the pages."""
-        if self._step is not None:
-            self._step.finalize()
+        for batch in self._batches:
+            batch.finalize()
 
     def end(self) -> None:
-        """Wait for the copies of the current step and unset it."""
+        """Wait for the copies of the current step and forget its batches."""
         self.finalize()
-        self._step = None
+        self._batches.clear()

@@ -2,6 +2,8 @@
 
 step start   activations of new tokens get blocks; prefixes are split; first layers are prefetched
 each layer   store its activations, wait for its prefix, attend, free its staging slot
+
+Batches of a step that share each layer have an offload of their own each (column by column).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from quire.kv.flat_batch import FlatBatch
 from quire.kv.listeners import MemoryListener, SlotMoves
 from quire.kv.memory import KVMemory
 from quire.kv.step_log import StepLog, Timed
+from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.kv.tables import Rows
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup
@@ -24,7 +27,7 @@ from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefetch import PrefixPrefetch, WeightWaits
 from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, Share
-from quire.offload.recompute.activation_store import Written
+from quire.offload.recompute.activation_store import Writing, Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
 from quire.offload.swap.transfer import TransferWorker
 
@@ -33,8 +36,16 @@ from quire.offload.swap.transfer import TransferWorker
 class Splits(Protocol):
     """Splits offloaded prefixes and learns from the times of steps."""
 
-    def divide(self, prefixes: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
-        """Split of each offloaded prefix of a step with this number of rows, by row."""
+    def divide(
+        self, prefixes: Mapping[int, OffloadedPrefix], rows: int, batches: int = 1
+    ) -> dict[int, Share]:
+        """Split of each offloaded prefix of a batch, by row.
+
+        Args:
+            prefixes: offloaded prefixes by row.
+            rows: rows of the batch.
+            batches: batches of the step, which share each layer.
+        """
         ...
 
     def learn(self, timed: Sequence[Timed]) -> None:
@@ -73,28 +84,35 @@ class KVOffload(MemoryListener):
         self.tables = [memory.tables[name] for name in groups]
         if kv_recompute is not None:
             memory.listeners.subscribe(self)
-        self._last: StepKVOffload | None = None
+        self._log: StepLog | None = None
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of X on the device, in addition to the arena."""
         return 0 if self.kv_recompute is None else self.kv_recompute.staging_bytes
 
-    def step(self, batch: FlatBatch) -> "StepKVOffload | None":
-        """Start the offload of a step; None without offloaded prefixes and activations to store."""
-        self._end()
-        stores = self._store_activations(batch)
+    def step(self, batch: FlatBatch, part: StepPart = WHOLE_STEP) -> "StepKVOffload | None":
+        """Start the offload of a batch; None without offloaded prefixes and activations to store.
+
+        All batches of a step are started before the first of them runs.
+        """
+        if not part.number:
+            self._end()
+        writing = self._store_activations(batch)
         rows = [row for row in batch.rows.tolist() if self.prefixes.page_groups(row)]
         if rows:
             shares = dict.fromkeys(rows, TRANSFERRED)
             if self.splits is not None:
                 decodes = set(batch.rows[: batch.shape.num_decode].tolist())
                 prefixes = {row: self._prefix_of(row, decodes=row in decodes) for row in rows}
-                shares = self.splits.divide(prefixes, len(batch.rows))
-            self._last = StepKVOffload(self, batch, shares)
-            self.prefixes.use.begin(self._last)
-            return self._last
-        return StepKVOffload(self, batch, {}) if stores else None
+                shares = self.splits.divide(prefixes, len(batch.rows), part.count)
+            self._log = self._log or StepLog(self.transfer_worker.marks())
+            started = StepKVOffload(self, batch, shares, self._log, writing, part.number)
+            self.prefixes.use.begin(started)
+            return started
+        if writing is None:
+            return None
+        return StepKVOffload(self, batch, {}, StepLog(self.transfer_worker.marks()), writing)
 
     def released(self, rows: Rows) -> None:
         """Free the activations of sequences."""
@@ -128,10 +146,12 @@ class KVOffload(MemoryListener):
 
     def _end(self) -> None:
         """Learn from the last step, which is over."""
-        last, self._last = self._last, None
+        log, self._log = self._log, None
         self.prefixes.use.end()
-        if last is not None and self.splits is not None:
-            self.splits.learn(last.log.read())
+        if self.kv_recompute is not None:
+            self.kv_recompute.store.finish()
+        if log is not None and self.splits is not None:
+            self.splits.learn(log.read())
 
     def _prefix_of(self, row: int, *, decodes: bool) -> OffloadedPrefix:
         tables = self.memory.tables.values()  # groups may differ in their offloaded pages
@@ -146,10 +166,10 @@ class KVOffload(MemoryListener):
         known = range(first, max(first, min(slots.stop // tokens, most)))
         return OffloadedPrefix(staged, known=known, on_host=on_host)
 
-    def _store_activations(self, batch: FlatBatch) -> bool:
-        """Allocate activation blocks for the batch's new tokens; return whether any are stored."""
+    def _store_activations(self, batch: FlatBatch) -> Writing | None:
+        """Allocate activation blocks for the batch's new tokens; None if none are stored."""
         if self.kv_recompute is None:
-            return False
+            return None
         store, until = self.kv_recompute.store, self.kv_recompute.tokens.inputs_until
         starts = []
         for place, row in enumerate(batch.rows.tolist()):
@@ -161,28 +181,34 @@ class KVOffload(MemoryListener):
             segments = store.allocator.note(row, end - tokens, tokens, until(row))
             if segments:
                 starts.append((int(batch.shape.starts[place]), end - tokens, segments))
-        store.begin(Written.of(starts, store))
-        return bool(starts)
+        return store.begin(Written.of(starts, store)) if starts else None
 
 
 class StepKVOffload:
-    """KV offload of one step.
+    """KV offload of one batch of a step.
 
     Args:
         kv_offload: KV offload of the engine.
-        batch: batch of the step.
+        batch: the batch.
         shares: split of the rows with an offloaded prefix.
+        log: times of the operations of all batches of the step.
+        writing: new tokens whose activations are stored; None if none are.
+        number: index of the batch in the step.
 
     Attributes:
-        log: times of operations.
         wants_inputs: whether activations are stored.
     """
 
     def __init__(
-        self, kv_offload: KVOffload, batch: FlatBatch, shares: Mapping[int, Share]
+        self,
+        kv_offload: KVOffload,
+        batch: FlatBatch,
+        shares: Mapping[int, Share],
+        log: StepLog,
+        writing: Writing | None,
+        number: int = 0,
     ) -> None:
-        self.log = StepLog(kv_offload.transfer_worker.marks())
-        self.wants_inputs = kv_offload.kv_recompute is not None
+        self._writing, self.wants_inputs = writing, writing is not None
         self._kv_recompute, self._group_recomputes = (
             kv_offload.kv_recompute,
             dict[str, StepKVRecompute](),
@@ -190,19 +216,19 @@ class StepKVOffload:
         for table in kv_offload.tables if kv_offload.kv_recompute is not None and shares else ():
             assert kv_offload.kv_recompute is not None, "checked above"
             group_recompute = StepKVRecompute(
-                kv_offload.kv_recompute, kv_offload.prefixes, table, shares, self.log
+                kv_offload.kv_recompute, kv_offload.prefixes, table, shares, log, number
             )
             if group_recompute.tokens:
                 self._group_recomputes[table.group.name] = group_recompute
         self._host = None
         if kv_offload.attention is not None:
-            self._host = StepCPUAttention(kv_offload.attention, batch, shares, self.log)
+            self._host = StepCPUAttention(kv_offload.attention, batch, shares, log)
         self._prefetch = PrefixPrefetch(
             kv_offload.prefixes,
             kv_offload.memory.layout,
             kv_offload.transfer_worker,
             shares,
-            self.log,
+            log,
             self._group_recomputes,
             kv_offload.weights,
         )
@@ -217,8 +243,8 @@ class StepKVOffload:
 
     def note_input(self, layer: int, inputs: Tensor) -> None:
         """Store the inputs of a layer's attention."""
-        if self._kv_recompute is not None:
-            self._kv_recompute.store.note(layer, inputs)
+        if self._kv_recompute is not None and self._writing is not None:
+            self._kv_recompute.store.note(layer, inputs, self._writing)
 
     def wait_for_prefix(
         self,

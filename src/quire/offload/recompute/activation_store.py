@@ -121,6 +121,26 @@ class Written:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A batch whose activations are being stored.
+
+    Attributes:
+        written: its new tokens.
+        short: `written.short` on the device.
+        buffer: pinned bytes for these tokens of all layers; empty without a stream.
+    """
+
+    written: Written
+    short: Tensor
+    buffer: Tensor
+
+    def rows(self, index: int, row_bytes: int) -> Tensor:
+        """Buffered activations of a layer."""
+        size = len(self.written.short) * row_bytes
+        return self.buffer[index * size : (index + 1) * size].view(-1, row_bytes)
+
+
 class ActivationStore:
     """Activations of all sequences of an engine.
 
@@ -150,12 +170,11 @@ class ActivationStore:
             pin_memory(host, self)
         with torch.inference_mode(mode=False):
             self._slots = host.view(-1, codec.row_bytes)  # [block, layer, slot] flattened
-        self._written: Written | None = None
+        self._writings: list[Writing] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._short = torch.empty(0, dtype=torch.int64)
+        self._buffers: list[Tensor] = []  # of the batches of a step
 
     @property
     def total_bytes(self) -> int:
@@ -179,21 +198,21 @@ class ActivationStore:
 
     # ---- writes --------------------------------------------------------------------------------
 
-    def begin(self, written: Written) -> None:
-        """Begin a step with these new tokens; finishes the previous step."""
-        self.finish()
-        self._written = written
+    def begin(self, written: Written) -> Writing:
+        """Begin to store the activations of a batch; `finish` ends all batches of a step."""
+        writing = Writing(written, written.short, torch.empty(0, dtype=torch.uint8))
         if self._stream is not None:
-            self._short = written.short.to(self._device)
-            needed = len(self.index) * len(written.short) * self.codec.row_bytes
-            if self._buffer.numel() < needed:
-                with torch.inference_mode(mode=False):
-                    self._buffer = torch.empty(2 * needed, dtype=torch.uint8, pin_memory=True)
+            buffer = self._buffer(len(self._writings), written)
+            writing = Writing(written, written.short.to(self._device), buffer)
+        self._writings.append(writing)
+        return writing
 
-    def note(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
-        """Store the attention inputs of a layer for the batch of the step."""
-        index, written = self.index.get(layer), self._written
-        if index is None or written is None:
+    def note(
+        self, layer: int, inputs: Float[Tensor, "num_tokens hidden"], writing: Writing
+    ) -> None:
+        """Store the attention inputs of a layer for a batch of the step."""
+        index, written = self.index.get(layer), writing.written
+        if index is None:
             return
         if self._stream is None:
             self._put(index, self.codec.encode(inputs), written)
@@ -204,17 +223,19 @@ class ActivationStore:
             rows = self.codec.encode(inputs)
             self._put_long(index, rows, written)
             if len(written.short):
-                short = rows[self._short]
-                self._buffered(index, written).copy_(short, non_blocking=True)
+                buffered = writing.rows(index, self.codec.row_bytes)
+                buffered.copy_(rows[writing.short], non_blocking=True)
 
     def finish(self) -> None:
         """Wait until the activations of the step are in their places."""
-        written, self._written = self._written, None
-        if written is None or self._stream is None:
+        writings, self._writings = self._writings, []
+        if not writings or self._stream is None:
             return
         self._stream.synchronize()
-        for index in range(len(self.index)) if len(written.short) else ():
-            self._slots[self._places(index, written)] = self._buffered(index, written)
+        for writing in writings:
+            for index in range(len(self.index)) if len(writing.written.short) else ():
+                rows = writing.rows(index, self.codec.row_bytes)
+                self._slots[self._places(index, writing.written)] = rows
 
     def _put(self, index: int, rows: Tensor, written: Written) -> None:
         self._put_long(index, rows, written)
@@ -230,9 +251,15 @@ class ActivationStore:
     def _places(self, index: int, written: Written) -> Tensor:
         return written.places + index * self.allocator.block_tokens
 
-    def _buffered(self, index: int, written: Written) -> Tensor:
-        size = len(written.short) * self.codec.row_bytes
-        return self._buffer[index * size : (index + 1) * size].view(-1, self.codec.row_bytes)
+    def _buffer(self, number: int, written: Written) -> Tensor:
+        """Pinned bytes for the short runs of a batch; kept for later steps."""
+        needed = len(self.index) * len(written.short) * self.codec.row_bytes
+        while len(self._buffers) <= number:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[number].numel() < needed:
+            with torch.inference_mode(mode=False):
+                self._buffers[number] = torch.empty(2 * needed, dtype=torch.uint8, pin_memory=True)
+        return self._buffers[number]
 
     # ---- reads ---------------------------------------------------------------------------------
 

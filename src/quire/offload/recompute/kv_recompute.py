@@ -22,6 +22,7 @@ from quire.kv.tables import LaneTable
 from quire.layout.layout import SLOTS
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import Share
+from quire.offload.kv.staging import slot_places
 from quire.offload.recompute.activation_allocator import Segment
 from quire.offload.recompute.activation_store import ActivationStore
 from quire.offload.swap.transfer import Transfer
@@ -125,21 +126,23 @@ class KVRecompute:
     ) -> None:
         self.model, self.store, self.tokens, self.device = model, store, tokens, device
         self.groups, self.chunk_tokens, self.num_recomputed = groups, CHUNK_TOKENS, 0
-        self._staging: dict[str, Tensor] = {}
+        self._staging: dict[tuple[str, int], Tensor] = {}
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of X on the device."""
         return sum(staging.numel() for staging in self._staging.values())
 
-    def staging(self, group: str, tokens: int) -> UInt8[Tensor, "slot token row_bytes"]:
-        """Staging of X for two layers of a group, encoded; each group has its own."""
+    def staging(
+        self, group: str, tokens: int, batch: int = 0
+    ) -> UInt8[Tensor, "slot token row_bytes"]:
+        """Staging of X for two layers, encoded; each group and batch of a step has its own."""
         needed = SLOTS * tokens * (row_bytes := self.store.codec.row_bytes)
-        if group not in self._staging or self._staging[group].numel() < needed:
+        key = group, batch
+        if key not in self._staging or self._staging[key].numel() < needed:
             with torch.inference_mode(mode=False):
-                fresh = torch.empty(needed, dtype=torch.uint8, device=self.device)
-            self._staging[group] = fresh
-        return self._staging[group][:needed].view(SLOTS, tokens, row_bytes)
+                self._staging[key] = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        return self._staging[key][:needed].view(SLOTS, tokens, row_bytes)
 
 
 class StepKVRecompute:
@@ -151,6 +154,7 @@ class StepKVRecompute:
         table: page table of the lane group.
         shares: splits of the sequences of the step.
         log: log of the step.
+        batch: index of the batch in the step.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class StepKVRecompute:
         table: LaneTable,
         shares: Mapping[int, Share],
         log: StepLog,
+        batch: int = 0,
     ) -> None:
         self._engine, self._log, self._group = kv_recompute, log, table.group
         self._prefixes = prefixes
@@ -167,7 +172,7 @@ class StepKVRecompute:
         self.rows = {row: slots for row, slots in slots.items() if len(slots)}
         self.tokens = sum(map(len, self.rows.values()))
         self._chunks = self._divide(table)
-        self._staging = kv_recompute.staging(self._group.name, self.tokens)
+        self._staging = kv_recompute.staging(self._group.name, self.tokens, batch)
         self._in_flight: dict[tuple[int, int], Transfer] = {}
         self._positions: dict[int, Tensor] = {}
         variants = {kv_recompute.tokens.rope_variant(row) for row in self.rows}
@@ -244,7 +249,7 @@ class StepKVRecompute:
     def _divide(self, table: LaneTable) -> list[_Chunk]:
         """Divide X into chunks, with the staging pages for their keys and values."""
         most = max(self._engine.chunk_tokens, -(-self.tokens // _MOST_CHUNKS))
-        pages, offsets = _places(table, self.rows)
+        pages, offsets = slot_places(table, self.rows)
         chunks: list[_Chunk] = []
         parts = list(self._segments(most))
         for first in range(0, self.tokens, most):
@@ -282,19 +287,3 @@ def _slots(table: LaneTable, shares: Mapping[int, Share]) -> dict[int, range]:
             share.recomputed.start * tokens, max(share.recomputed.start, stop) * tokens
         )
     return found
-
-
-def _places(
-    table: LaneTable, rows: Mapping[int, range]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pages [slot of the staging, token, lane of a layer] and offsets [token, lane] of slots."""
-    group = table.group
-    lanes = np.arange(SLOTS * group.lanes_per_layer).reshape(SLOTS, 1, -1)
-    pages, offsets = [], []
-    for row, slots in rows.items():
-        column, offset = np.divmod(np.array(slots, dtype=np.int64), group.page_class.tokens)
-        pages.append(table.pages[row, lanes, column[None, :, None]].astype(np.int64))
-        offsets.append(np.repeat(offset[:, None], group.lanes_per_layer, axis=1))
-    if not pages:
-        return (empty := np.empty((SLOTS, 0, group.lanes_per_layer), dtype=np.int64)), empty[0]
-    return np.concatenate(pages, axis=1), np.concatenate(offsets)

@@ -78,7 +78,7 @@ class RandomSplits:
     def __init__(self, seed):
         self.rng, self.timed, self.shares = np.random.default_rng(seed), [], {}
 
-    def divide(self, prefixes, rows):
+    def divide(self, prefixes, rows, batches=1):
         total = sum(prefix.columns for prefix in prefixes.values()) * PAGE
         recomputed, host = (int(self.rng.choice([0, total // 3, total])) for _ in range(2))
         self.shares = divide_prefixes(prefixes, recomputed, host, PAGE)
@@ -117,7 +117,7 @@ def kv_offload(kv, seed, *, blocks=64):
 
 def fix_split(kv, recomputed, host):
     """Divide all prefixes with these numbers of recomputed and CPU-attended tokens."""
-    kv.offload.splits.divide = lambda prefixes, rows: divide_prefixes(
+    kv.offload.splits.divide = lambda prefixes, rows, batches: divide_prefixes(
         prefixes, recomputed, host, PAGE
     )
 
