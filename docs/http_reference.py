@@ -22,6 +22,8 @@ BODIES = {
     "CompletionBody": "POST /v1/completions",
     "ChatBody": "POST /v1/chat/completions",
     "StreamOptions": "stream_options",
+    "ResponsesBody": "POST /v1/responses",
+    "MessagesBody": "POST /v1/messages",
     "TokenizeBody": "POST /tokenize",
     "DetokenizeBody": "POST /detokenize",
 }
@@ -81,6 +83,29 @@ MEANINGS = {
     "CompletionBody.logprobs": "number of most likely tokens to report for each output token; 0: "
     "only the output token itself",
     "ChatBody.logprobs": "return the log-probability of each output token. Default: false",
+    "input": "a string, or a list of items: messages with texts, `function_call` and "
+    "`function_call_output`",
+    "instructions": "text of a system message before the input",
+    "max_output_tokens": "maximum tokens to generate. Default: the rest of the context",
+    "text": "`format`: `text`, `json_object`, or `json_schema` with `name` and `schema`",
+    "reasoning": "`effort`: a variable of the chat template if the template uses it",
+    "truncation": "`auto`: the start of a prompt over the longest sequence is dropped; `disabled`: "
+    "it is refused. Default: `disabled`",
+    "metadata": "returned in the response",
+    "store": "ignored: nothing is stored",
+    "background": "only false",
+    "include": "only an empty list",
+    "user": "ignored",
+    "system": "text of a system message, as a string or a list of text blocks",
+    "stop_sequences": "texts that end the output",
+    "thinking": "only `disabled`",
+    "MessagesBody.max_tokens": "maximum tokens to generate; required, except in "
+    "`/v1/messages/count_tokens`",
+    "MessagesBody.messages": "messages of `user` and `assistant`, with a string or a list of "
+    "blocks: `text`, `tool_use`, `tool_result`",
+    "MessagesBody.tools": "tools with `name`, `description` and `input_schema`",
+    "MessagesBody.tool_choice": '`{"type": "auto"}`, `any`, `none`, or `tool` with a `name`',
+    "ResponsesBody.tools": "functions with `name`, `description` and `parameters`",
     "TokenizeBody.prompt": "a string; set either this or `messages`",
 }
 """Meanings that differ from the docstrings of the configs, or are missing, by name or BODY.name."""
@@ -127,13 +152,21 @@ def _openapi() -> JSON:
     """The description of the server's routes; they are not called, so no engine is needed."""
     from fastapi import FastAPI
 
+    from quire.serve.apis.endpoints import OtherApis
     from quire.serve.endpoints import Endpoints
     from quire.serve.kv_endpoints import KVEndpoints
     from quire.serve.kv_requests import KVRequestEndpoints
+    from quire.serve.metrics.endpoint import MetricsEndpoint
+    from quire.serve.metrics.http_requests import HttpRequests
+    from quire.serve.probes import Probes
     from quire.serve.service import Service
 
     app, no_service = FastAPI(), Service.__new__(Service)
-    app.include_router(Endpoints(no_service).router())
+    endpoints = Endpoints(no_service)
+    app.include_router(endpoints.router())
+    app.include_router(OtherApis(endpoints).router())
+    app.include_router(Probes(no_service).router())
+    app.include_router(MetricsEndpoint(no_service, HttpRequests()).router())
     app.include_router(KVEndpoints(no_service).router())
     app.include_router(KVRequestEndpoints(no_service).router())
     return cast("JSON", app.openapi())

@@ -18,6 +18,7 @@ from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
 from quire.serve.access import HEADER, AccessLog
 from quire.serve.api_docs import DOCS_PATHS, ApiDocs
+from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
 from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
 from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
@@ -69,7 +70,9 @@ def create_app(
         title="Quire", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.service = service
-    app.include_router(Endpoints(service).router())
+    endpoints = Endpoints(service)
+    app.include_router(endpoints.router())
+    app.include_router(OtherApis(endpoints).router())
     app.include_router(Probes(service).router())
     app.include_router(KVEndpoints(service).router())
     app.include_router(KVRequestEndpoints(service).router())

@@ -1,7 +1,6 @@
 """The endpoints of the server, one method per path."""
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
 from quire.serve.fields import listed, refusal
+from quire.serve.formats import Format, PlainFormat
 from quire.serve.json_route import JsonRoute
 from quire.serve.params import chat_params, completion_params, naming_fields_of
 from quire.serve.prompt_fields import truncated
@@ -44,15 +44,12 @@ class Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._created = int(time.time())
 
     def router(self) -> APIRouter:
         """Create the router with all paths."""
         router = APIRouter(route_class=JsonRoute)
         router.add_api_route("/v1/completions", self.completions, methods=["POST"])
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
-        router.add_api_route("/v1/models", self.models, methods=["GET"])
-        router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         return router
@@ -67,8 +64,8 @@ class Endpoints:
     async def _completions(self, body: CompletionBody, request: Request) -> Response:
         self._check(body, request)
         service, num_choices = self._service, body.n or 1
-        rule = service.rule_of(body, tenant_of(request))
-        turn = service.turn(tenant_of(request), rule)
+        tenant = tenant_of(request)
+        turn = service.turn(tenant, service.rule_of(body, tenant))
         bad_words = await service.texts.bad_words(body.bad_words, turn)
         params = completion_params(body, service.llm.model.generation.temperature, bad_words)
         requested = body.prompts
@@ -92,7 +89,7 @@ class Endpoints:
             for index in range(len(prompts) * num_choices)
         ]
         envelope = Envelope.of_completion(service.model_name, body.request_options())
-        return await self._respond(body, request, prompts, params, writers, envelope, rule)
+        return await self._respond(body, request, prompts, params, writers, envelope)
 
     async def _truncated(self, prompt: Prompt, body: GenerationBody, turn: Turn) -> Prompt:
         """The end of a prompt, if the request truncates it."""
@@ -104,27 +101,36 @@ class Endpoints:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Generate chat completions."""
-        with naming_fields_of(body):
-            return await self._chat(body, request)
+        return await self.chat_as(PlainFormat(), body, request)
 
-    async def _chat(self, body: ChatBody, request: Request) -> Response:
+    async def chat_as(self, form: Format, body: ChatBody, request: Request) -> Response:
+        """Generate chat completions and write them in the format of another API.
+
+        Args:
+            form: the format.
+            body: the chat.
+            request: the HTTP request.
+
+        Raises:
+            RequestError: an invalid field; its name is that in the body of a chat.
+        """
+        with naming_fields_of(body):
+            return await self._chat(form, body, request)
+
+    async def count_tokens(self, body: ChatBody, request: Request) -> int:
+        """Return the number of tokens of a chat's prompt."""
+        with naming_fields_of(body):
+            self._check(body, request)
+            turn = self._service.turn(tenant_of(request))
+            return len((await self._chat_prompt(body, self._tools(body), turn)).token_ids)
+
+    async def _chat(self, form: Format, body: ChatBody, request: Request) -> Response:
         self._check(body, request)
         service = self._service
-        tools = ChatTools.of(
-            read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls),
-            service.tools,
-            template_reads_tools=service.texts.reads("tools"),
-        )
-        rule = service.rule_of(body, tenant_of(request))
-        turn = service.turn(tenant_of(request), rule)
-        prompt = await service.texts.chat(
-            body.messages,
-            _unlimited(turn) if body.truncate_prompt_tokens else turn,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=template_kwargs(body, service.texts),
-            tools=tools.definitions,
-        )
-        prompt = await self._truncated(prompt, body, turn)
+        tools = self._tools(body)
+        tenant = tenant_of(request)
+        turn = service.turn(tenant, service.rule_of(body, tenant))
+        prompt = await self._truncated(await self._chat_prompt(body, tools, turn), body, turn)
         bad_words = await service.texts.bad_words(body.bad_words, turn)
         available_tokens = service.available_tokens(len(prompt.token_ids))
         temperature = service.llm.model.generation.temperature
@@ -139,7 +145,24 @@ class Endpoints:
             for index in range(body.n or 1)
         ]
         envelope = Envelope.of_chat(service.model_name, body.request_options())
-        return await self._respond(body, request, [prompt], params, writers, envelope, rule)
+        return await self._respond(body, request, [prompt], params, writers, envelope, form)
+
+    def _tools(self, body: ChatBody) -> ChatTools:
+        return ChatTools.of(
+            read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls),
+            self._service.tools,
+            template_reads_tools=self._service.texts.reads("tools"),
+        )
+
+    async def _chat_prompt(self, body: ChatBody, tools: ChatTools, turn: Turn) -> Prompt:
+        texts = self._service.texts
+        return await texts.chat(
+            body.messages,
+            _unlimited(turn) if body.truncate_prompt_tokens else turn,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=template_kwargs(body, texts),
+            tools=tools.definitions,
+        )
 
     def _check(self, body: Body, request: Request) -> None:
         """Refuse another model's name and wrong fields; record the ignored fields."""
@@ -162,7 +185,7 @@ class Endpoints:
         params: SamplingParams,
         writers: Sequence[Writer],
         envelope: Envelope,
-        rule: str | None,
+        form: Format | None = None,
     ) -> Response:
         request.state.response_id = envelope.id
         service, tenant = self._service, tenant_of(request)
@@ -171,7 +194,7 @@ class Endpoints:
                 GenerationRequest(prompt.token_ids, params, **body.request_options()),
                 request_id=f"{envelope.id}-{number}",
                 tenant=tenant,
-                evict=rule,
+                evict=service.rule_of(body, tenant),
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -198,6 +221,7 @@ class Endpoints:
             options=body.stream_options or StreamOptions(),
             charge=charge,
             keep_alive_s=service.config.sse_keep_alive_interval,
+            form=form or PlainFormat(),
             scores_prompt=isinstance(body, ChatBody) and body.prompt_logprobs is not None,
         )
         return response.streamed() if body.stream else await response.whole(request)
@@ -249,29 +273,6 @@ class Endpoints:
         self._check(body, request)
         turn = self._service.turn(tenant_of(request))
         return JSONResponse({"prompt": await self._service.texts.decoded(body.tokens, turn)})
-
-    # ---- the server itself ---------------------------------------------------------------------
-
-    async def models(self) -> Response:
-        """List the served model."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
-
-    async def model(self, name: str) -> Response:
-        """Return the served model by name."""
-        self._service.check_model(name)
-        return JSONResponse(self._card())
-
-    def _card(self) -> dict[str, object]:
-        return {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "quire",
-            "root": self._service.llm.model.name,
-            "parent": None,
-            "max_model_len": self._service.max_tokens,
-            "permission": [],
-        }
 
 
 def _unlimited(turn: Turn) -> Turn:

@@ -168,40 +168,74 @@ def _body(status: HTTPStatus, message: str, param: str | None = None) -> dict[st
     return {"error": error}
 
 
+ANTHROPIC_PATHS = "/v1/messages"
+"""Prefix of the paths whose errors have the format of Anthropic."""
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, object]:
+    """Body of an error in the format of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": bounded(message)}}
+
+
 def error_response(
     status: HTTPStatus,
     message: str,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
+    *,
+    path: str = "",
 ) -> JSONResponse:
-    """Response for an error, with a bounded message."""
+    """Response for an error, with a bounded message.
+
+    Args:
+        status: its status.
+        message: its message.
+        param: name of the invalid field.
+        headers: further headers.
+        path: path of the request, which determines the format.
+    """
+    if path.startswith(ANTHROPIC_PATHS):
+        return JSONResponse(anthropic_error(int(status), message), int(status), headers)
     return JSONResponse(_body(status, message, param), int(status), headers)
 
 
-async def _handle_quire_error(_: Request, error: Exception) -> JSONResponse:
+async def _handle_quire_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, QuireError)
-    return JSONResponse(error_body(error), int(_status(error)), _headers(error))
+    param = getattr(error, "param", None)
+    path = request.url.path
+    return error_response(_status(error), str(error), param, _headers(error), path=path)
 
 
-async def _handle_validation_error(_: Request, error: Exception) -> JSONResponse:
+async def _handle_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return _invalid(error.errors())
+    return _invalid(error.errors(), request.url.path)
 
 
-async def _handle_invalid_body(_: Request, error: Exception) -> JSONResponse:
+async def _handle_invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, InvalidBody)
-    return _invalid(error.errors)
+    return _invalid(error.errors, request.url.path)
 
 
-def _invalid(errors: Sequence[Mapping[str, Any]]) -> JSONResponse:
-    paths = [_field_path(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
+def _invalid(errors: Sequence[Mapping[str, Any]], path: str) -> JSONResponse:
+    fields = [_field_path(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
     parts = [
-        f"{path or 'body'}: {_what_is_wrong(part)}"
-        for path, part in zip(paths, errors, strict=False)
+        f"{field or 'body'}: {_what_is_wrong(part)}"
+        for field, part in zip(fields, errors, strict=False)
     ]
     if len(errors) > len(parts):
         parts.append(f"and {len(errors) - len(parts)} more")
-    return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), paths[0] or None)
+    return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), fields[0] or None, path=path)
 
 
 def _what_is_wrong(part: Mapping[str, Any]) -> str:
@@ -228,11 +262,12 @@ def _field_path(location: tuple[object, ...]) -> str:
     return bounded(".".join(names), 100)
 
 
-async def _handle_http_exception(_: Request, error: Exception) -> JSONResponse:
+async def _handle_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return error_response(HTTPStatus(error.status_code), error.detail, headers=error.headers)
+    status, path = HTTPStatus(error.status_code), request.url.path
+    return error_response(status, error.detail, headers=error.headers, path=path)
 
 
-async def _handle_bug(_: Request, error: Exception) -> JSONResponse:
+async def _handle_bug(request: Request, error: Exception) -> JSONResponse:
     message = f"{type(error).__name__} inside the server; see the server log"
-    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, message)
+    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, message, path=request.url.path)

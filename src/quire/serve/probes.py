@@ -1,4 +1,6 @@
-"""Endpoints for load balancers and process managers: health, readiness, load and version."""
+"""Endpoints about the server: model, health, readiness, load and version."""
+
+import time
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -8,7 +10,7 @@ from quire.version import __version__
 
 
 class Probes:
-    """Handlers of HTTP requests of probes.
+    """Handlers of HTTP requests about the server, of clients and of load balancers.
 
     Args:
         service: the service; it is started before the first request.
@@ -16,10 +18,13 @@ class Probes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._created = int(time.time())
 
     def router(self) -> APIRouter:
         """Create the router with all paths."""
         router = APIRouter()
+        router.add_api_route("/v1/models", self.models, methods=["GET"])
+        router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         router.add_api_route("/health", self.health, methods=["GET"])
         router.add_api_route("/ping", self.ping, methods=["GET"])
         router.add_api_route("/ping", self.ping, methods=["POST"], operation_id="ping_post")
@@ -47,3 +52,24 @@ class Probes:
     async def version(self) -> Response:
         """Return the version of Quire."""
         return JSONResponse({"version": __version__})
+
+    async def models(self) -> Response:
+        """List the served model."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        """Return the served model by name."""
+        self._service.check_model(name)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quire",
+            "root": self._service.llm.model.name,
+            "parent": None,
+            "max_model_len": self._service.max_tokens,
+            "permission": [],
+        }

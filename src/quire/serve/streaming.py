@@ -1,7 +1,6 @@
 """Sends outputs to the client: as one response, or streamed as server-sent events."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,12 +12,12 @@ from quire.errors import QuireError
 from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, Usage
 from quire.serve.errors import RequestFailed, error_body
+from quire.serve.formats import Format, PlainFormat
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol import StreamOptions
 from quire.serve.rate_limits import Charge
 from quire.serve.responses import Envelope, Writer, token_counts, usage_body
 
-DONE = "data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of server-sent events skip."""
 
@@ -91,6 +90,7 @@ class GenerationResponse:
         options: options of a streamed response.
         charge: tokens charged to the tenant's rate limit.
         scores_prompt: whether the body of a chat contains the scores of the prompt.
+        form: format of the response.
         keep_alive_s: interval of comments in a stream without output, in seconds; 0: none.
     """
 
@@ -102,6 +102,7 @@ class GenerationResponse:
     charge: Charge
     keep_alive_s: float = 0.0
     scores_prompt: bool = False
+    form: Format = field(default_factory=PlainFormat)
     _usages: dict[str, Usage] = field(default_factory=dict)
     _num_tokens: int = 0
 
@@ -131,7 +132,7 @@ class GenerationResponse:
         if self.scores_prompt:
             scores = collected[0].prompt_logprobs or ()
             body["prompt_logprobs"] = prompt_logprobs(self.writers[0].pieces, scores)
-        return JSONResponse(body)
+        return JSONResponse(self.form.whole(body))
 
     def streamed(self) -> StreamingResponse:
         """Send server-sent events, beginning with the first delta."""
@@ -149,20 +150,28 @@ class GenerationResponse:
         self.outputs.cancel()
 
     async def _events(self) -> AsyncIterator[str]:
+        form = self.form
+        try:
+            async for chunk in self._chunks():
+                for text in form.chunk(chunk):
+                    yield text
+        except QuireError as error:
+            for text in form.error(error_body(error)):
+                yield text
+        for text in form.end():
+            yield text
+
+    async def _chunks(self) -> AsyncIterator[dict[str, object]]:
         writers = {
             request_id: self._writers_of(number)
             for number, request_id in enumerate(self.outputs.request_ids)
         }
-        try:
-            async for delta in self.outputs:
-                self._count(delta)
-                for choice in writers[delta.request_id][delta.index].chunks(delta):
-                    yield _event(self.envelope.chunk_body([choice], self._usage_so_far()))
-            if self.options.include_usage:
-                yield _event(self.envelope.chunk_body([], self._usage()))
-        except QuireError as error:
-            yield _event(error_body(error))
-        yield DONE
+        async for delta in self.outputs:
+            self._count(delta)
+            for choice in writers[delta.request_id][delta.index].chunks(delta):
+                yield self.envelope.chunk_body([choice], self._usage_so_far())
+        if self.options.include_usage or self.form.needs_usage:
+            yield self.envelope.chunk_body([], self._usage())
 
     def _count(self, delta: OutputDelta) -> None:
         _raise_if_failed(delta.error)
@@ -188,7 +197,3 @@ class GenerationResponse:
 def _raise_if_failed(error: str | None) -> None:
     if error is not None:
         raise RequestFailed(error)
-
-
-def _event(body: dict[str, object]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"

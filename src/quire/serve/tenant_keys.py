@@ -169,8 +169,10 @@ def tenant_of(request: Request) -> str:
 
 
 def _authorization(scope: Scope) -> str | None:
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    return values[0].decode("latin-1") if values else None
+    """The header, or the key of Anthropic's clients as one."""
+    values = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+    own_key = values.get(b"x-api-key")
+    return values.get(b"authorization") or (None if own_key is None else f"Bearer {own_key}")
 
 
 async def _refuse(error: Unauthorized, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,7 +180,9 @@ async def _refuse(error: Unauthorized, scope: Scope, receive: Receive, send: Sen
         await receive()  # the connection request
         await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": str(error)})
         return
-    response = error_response(HTTPStatus.UNAUTHORIZED, str(error), headers=_CHALLENGE)
+    response = error_response(
+        HTTPStatus.UNAUTHORIZED, str(error), headers=_CHALLENGE, path=scope["path"]
+    )
     await response(scope, receive, send)
 
 

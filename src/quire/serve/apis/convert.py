@@ -1,0 +1,94 @@
+"""Parts that both conversions to chats share."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from quire.errors import RequestError
+from quire.serve.errors import FieldError
+from quire.serve.protocol import ChatBody, GenerationBody
+
+JSON = dict[str, Any]
+
+EXTENSIONS = frozenset(
+    {"priority", "deadline_s", "cache_salt", "evict", "kv_budget", "min_tokens", "ignore_eos"}
+    | {"min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    | {"logit_bias", "bad_words", "structured_outputs", "truncate_prompt_tokens"}
+    | {"chat_template_kwargs"}
+)
+"""Fields of chats that the bodies of other APIs accept with the same meaning."""
+
+assert GenerationBody.model_fields.keys() >= EXTENSIONS - {"chat_template_kwargs"}
+
+
+def chat_of(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
+    """Create the body of a chat.
+
+    Args:
+        values: its fields.
+        names: the client's name of a field that has another name in chats.
+
+    Raises:
+        FieldError: an invalid value, with the client's name of the field.
+    """
+    try:
+        return ChatBody(**{name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = [str(part) for part in first["loc"]]
+        path[0] = names.get(path[0], path[0])
+        raise FieldError(".".join(path), f"{'.'.join(path)}: {first['msg']}") from None
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the client's fields in errors of a chat.
+
+    Args:
+        names: the client's name of each field that has another name in chats.
+
+    Raises:
+        RequestError: the same error with other names.
+    """
+    try:
+        yield
+    except RequestError as error:
+        head, dot, rest = (error.param or "").partition(".")
+        if head in names:
+            error.param = names[head] + dot + rest
+            error.args = (re.sub(rf"\b{head}\b", names[head], str(error)),)
+        raise
+
+
+def text_of(content: object, field: str, kinds: tuple[str, ...]) -> str:
+    """The text of a string or of a list of text parts.
+
+    Args:
+        content: the value.
+        field: name of the field, for errors.
+        kinds: values of `type` that text parts may have.
+
+    Raises:
+        FieldError: another value, or a part that is not text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise FieldError(field, f"{field}: expected a string or a list of text parts")
+    return "".join(_part(part, f"{field}.{number}", kinds) for number, part in enumerate(content))
+
+
+def _part(part: object, field: str, kinds: tuple[str, ...]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+    if kind not in kinds or not isinstance(text, str):
+        shown = kind if isinstance(kind, str) else "no type"
+        raise FieldError(
+            field,
+            f"{field}: expected a part of type {' or '.join(kinds)} with a text, got {shown[:40]}; "
+            "images, audio and files are not supported",
+        )
+    return text

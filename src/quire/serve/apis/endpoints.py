@@ -1,0 +1,49 @@
+"""The endpoints /v1/responses, /v1/messages and /v1/messages/count_tokens."""
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from quire.serve.apis import messages_body, responses_body
+from quire.serve.apis.convert import naming
+from quire.serve.apis.messages_body import MessagesBody
+from quire.serve.apis.messages_format import MessagesFormat
+from quire.serve.apis.responses_body import ResponsesBody
+from quire.serve.apis.responses_format import ResponsesFormat
+from quire.serve.endpoints import Endpoints
+from quire.serve.json_route import JsonRoute
+
+
+class OtherApis:
+    """Handlers of HTTP requests of other chat APIs, which run as chats.
+
+    Args:
+        endpoints: handlers of chats.
+    """
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
+
+    def router(self) -> APIRouter:
+        """Create the router with all paths."""
+        router = APIRouter(route_class=JsonRoute)
+        router.add_api_route("/v1/responses", self.responses, methods=["POST"])
+        router.add_api_route("/v1/messages", self.messages, methods=["POST"])
+        router.add_api_route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"])
+        return router
+
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        """Generate a response (OpenAI's Responses API)."""
+        with naming(responses_body.NAMES):
+            return await self._endpoints.chat_as(ResponsesFormat(body), body.chat(), request)
+
+    async def messages(self, body: MessagesBody, request: Request) -> Response:
+        """Generate a message (Anthropic's Messages API)."""
+        form = MessagesFormat(body.stop_sequences or ())
+        with naming(messages_body.NAMES):
+            return await self._endpoints.chat_as(form, body.chat(), request)
+
+    async def count_tokens(self, body: MessagesBody, request: Request) -> Response:
+        """Return the number of tokens of a message's prompt."""
+        with naming(messages_body.NAMES):
+            count = await self._endpoints.count_tokens(body.prompt_chat(), request)
+        return JSONResponse({"input_tokens": count})

@@ -1,0 +1,61 @@
+"""How a chat or completion is written to the client: as itself, or in the format of another API."""
+
+import json
+from typing import Any, Protocol, runtime_checkable
+
+JSON = dict[str, Any]
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(body: JSON, name: str | None = None) -> str:
+    """A server-sent event.
+
+    Args:
+        body: its data.
+        name: its type; None: no type.
+    """
+    first = "" if name is None else f"event: {name}\n"
+    return f"{first}data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+@runtime_checkable
+class Format(Protocol):
+    """Converts the bodies of one response. A stream gets its chunks in order."""
+
+    needs_usage: bool
+    """Whether a stream must contain the usage, for the last events."""
+
+    def whole(self, body: JSON) -> JSON:
+        """Convert the body of a response that is not streamed."""
+
+    def chunk(self, body: JSON) -> list[str]:
+        """Convert a chunk of a stream to events."""
+
+    def error(self, body: JSON) -> list[str]:
+        """Convert an error within a stream to events."""
+
+    def end(self) -> list[str]:
+        """Return the events at the end of a stream."""
+
+
+class PlainFormat:
+    """OpenAI's chats and completions, unchanged."""
+
+    needs_usage = False
+
+    def whole(self, body: JSON) -> JSON:
+        """Return the body."""
+        return body
+
+    def chunk(self, body: JSON) -> list[str]:
+        """Return the chunk as an event."""
+        return [event(body)]
+
+    def error(self, body: JSON) -> list[str]:
+        """Return the error as an event."""
+        return [event(body)]
+
+    def end(self) -> list[str]:
+        """Return the event that ends a stream."""
+        return [DONE]

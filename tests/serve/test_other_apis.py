@@ -1,0 +1,383 @@
+"""/v1/responses and /v1/messages: bodies, streams, tools, errors, and the unmodified clients."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import anthropic
+import openai
+import pytest
+import uvicorn
+from pydantic import BaseModel
+
+from quire.serve.app import create_app
+from quire.serve.tenant_keys import TenantKeys
+from serve.conftest import client_of
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "Once upon a time"}
+TOOL = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",)})
+
+
+def respond(post, **body):
+    response = post(RESPONSES, **{"input": "Once upon a time", "max_output_tokens": 5} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def message(post, **body):
+    response = post(MESSAGES, **{"messages": [USER], "max_tokens": 5} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(response):
+    assert response.status_code == 200, response.text
+    found = []
+    for block in response.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        body = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {body['type']}"
+        found.append(body)
+    return found
+
+
+def chat_text(post, **body):
+    response = post("/v1/chat/completions", messages=[USER], max_tokens=5, **body)
+    return response.json()["choices"][0]["message"]["content"]
+
+
+# ---- responses -----------------------------------------------------------------------------------
+
+
+def test_response_has_the_text_of_the_chat(post):
+    body = respond(post, temperature=0, metadata={"a": "b"})
+
+    [item] = body["output"]
+    assert item["content"][0]["text"] == chat_text(post, temperature=0)
+    assert (body["object"], body["status"]) == ("response", "incomplete")
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["usage"]["output_tokens"] == 5
+    assert body["usage"]["total_tokens"] == body["usage"]["input_tokens"] + 5
+    assert body["metadata"] == {"a": "b"}
+    assert body["id"].startswith("resp_")
+
+
+def test_items_of_input_are_messages(post):
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": []},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Yes"}]},
+        {"role": "user", "content": "Go on"},
+    ]
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "Go on"},
+    ]
+    expected = post("/v1/chat/completions", messages=chat, max_tokens=5, temperature=0).json()
+
+    body = respond(post, input=items, temperature=0)
+
+    assert body["output"][0]["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+    assert body["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+def test_stream_of_a_response(post):
+    whole = respond(post, temperature=0)
+    found = events_of(
+        post(RESPONSES, input="Once upon a time", max_output_tokens=5, temperature=0, stream=True)
+    )
+
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == [
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
+    text = "".join(e["delta"] for e in found if e["type"] == "response.output_text.delta")
+    assert text == whole["output"][0]["content"][0]["text"]
+    last = found[-1]["response"]
+    assert last["output"][0]["content"][0]["text"] == text
+    assert last["usage"]["output_tokens"] == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_function_call_of_a_response(post, stream):
+    body = {
+        "input": "weather?",
+        "tools": [{"type": "function", **TOOL}],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "max_output_tokens": 60,
+        "stream": stream,
+    }
+    response = post(RESPONSES, **body)
+    found = events_of(response)[-1]["response"] if stream else response.json()
+
+    [call] = found["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
+    assert json.loads(call["arguments"])["city"] in ("Rome", "Oslo")
+    if stream:
+        deltas = [
+            e["delta"]
+            for e in events_of(response)
+            if e["type"] == "response.function_call_arguments.delta"
+        ]
+        assert "".join(deltas) == call["arguments"]
+
+
+def test_result_of_a_function_is_part_of_the_prompt(post):
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+    items = [{"role": "user", "content": "Hi"}, call]
+    result = {"type": "function_call_output", "call_id": "c1", "output": "a very long result"}
+
+    without = respond(post, input=items)["usage"]["input_tokens"]
+
+    assert respond(post, input=[*items, result])["usage"]["input_tokens"] > without
+
+
+def test_format_of_a_response(post):
+    schema = TOOL["parameters"]
+    text = {"format": {"type": "json_schema", "name": "city", "schema": schema, "strict": True}}
+
+    body = respond(post, text=text, max_output_tokens=400)
+
+    assert json.loads(body["output"][0]["content"][0]["text"])["city"] in ("Rome", "Oslo")
+    assert body["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"content": "a"}]}, "input.0.role"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"include": ["a"]}, "include"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"truncation": "some"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"text": {"format": 5}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"model": "other"}, "model"),
+        ({"evict": "nothing"}, "evict"),
+    ],
+)
+def test_wrong_body_of_a_response_is_refused(post, body, param):
+    response = post(RESPONSES, **{"input": "a"} | body)
+
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    assert (response.json()["error"]["param"] or "").startswith(param), response.text
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def test_message_has_the_text_of_the_chat(post):
+    body = message(post, temperature=0)
+
+    assert body["content"] == [{"type": "text", "text": chat_text(post, temperature=0)}]
+    assert (body["type"], body["role"], body["stop_reason"]) == (
+        "message",
+        "assistant",
+        "max_tokens",
+    )
+    assert body["usage"]["output_tokens"] == 5
+    assert body["id"].startswith("msg_")
+
+
+def test_system_and_blocks_are_the_messages_of_a_chat(post):
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi there"},
+    ]
+    expected = post("/v1/chat/completions", messages=chat, max_tokens=1).json()["usage"]
+    blocks = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+
+    for system in ("Be kind.", [{"type": "text", "text": "Be kind."}]):
+        user = {"role": "user", "content": blocks}
+        found = message(post, system=system, messages=[user])
+        assert found["usage"]["input_tokens"] == expected["prompt_tokens"]
+
+
+def test_stop_sequence_is_named(post):
+    text = message(post, temperature=0, max_tokens=12)["content"][0]["text"]
+    stop = text.split()[2]
+
+    body = message(post, temperature=0, max_tokens=12, stop_sequences=[stop])
+
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_stream_of_a_message(post):
+    whole = message(post, temperature=0)
+    found = events_of(post(MESSAGES, messages=[USER], max_tokens=5, temperature=0, stream=True))
+
+    kinds = [event["type"] for event in found]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    text = "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta")
+    assert text == whole["content"][0]["text"]
+    assert found[-2]["delta"]["stop_reason"] == "max_tokens"
+    assert found[-2]["usage"]["output_tokens"] == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_use_of_a_message(post, stream):
+    tool = {"name": "weather", "description": "d", "input_schema": TOOL["parameters"]}
+    body = {
+        "messages": [USER],
+        "max_tokens": 60,
+        "tools": [tool],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "stream": stream,
+    }
+    response = post(MESSAGES, **body)
+    if stream:
+        found = events_of(response)
+        parts = [e["delta"]["partial_json"] for e in found if e["type"] == "content_block_delta"]
+        value, reason = json.loads("".join(parts)), found[-2]["delta"]["stop_reason"]
+    else:
+        [block] = response.json()["content"]
+        assert (block["type"], block["name"]) == ("tool_use", "weather")
+        value, reason = block["input"], response.json()["stop_reason"]
+
+    assert value["city"] in ("Rome", "Oslo")
+    assert reason == "tool_use"
+
+
+def test_result_of_a_tool_is_part_of_the_prompt(post):
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "a very long result of it"}
+    messages = [USER, {"role": "assistant", "content": [use]}]
+
+    without = message(post, messages=messages)["usage"]["input_tokens"]
+    found = message(post, messages=[*messages, {"role": "user", "content": [result]}])
+
+    assert found["usage"]["input_tokens"] > without
+
+
+def test_count_of_tokens_is_that_of_the_message(post):
+    counted = post("/v1/messages/count_tokens", messages=[USER], system="Be kind.").json()
+
+    found = message(post, system="Be kind.")["usage"]["input_tokens"]
+    assert counted == {"input_tokens": found}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"max_tokens": None}, "max_tokens: expected a number"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages.0.content.0",
+        ),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
+        ({"tools": [{"name": "a"}], "tool_choice": {"type": "b"}}, "tool_choice.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "`thinking` is not supported"),
+    ],
+)
+def test_wrong_body_of_a_message_is_refused_in_its_format(post, body, text):
+    response = post(MESSAGES, **{"messages": [USER], "max_tokens": 5} | body)
+
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert text in error["error"]["message"]
+
+
+def test_key_of_anthropics_clients(llm):
+    async def main():
+        async with client_of(llm, tenant_keys=KEYS) as client:
+            body = {"messages": [USER], "max_tokens": 1}
+            return [
+                await client.post(MESSAGES, json=body, headers=headers)
+                for headers in ({}, {"x-api-key": "wrong-key"}, {"x-api-key": "sk-a-2f0c77d1"})
+            ]
+
+    answers = asyncio.run(main())
+
+    assert [answer.status_code for answer in answers] == [401, 401, 200]
+    assert answers[0].json()["error"]["type"] == "authentication_error"
+
+
+# ---- clients -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(llm):
+    """A server in a thread; yields its address."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(llm), log_level="critical", ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class City(BaseModel):
+    """A structured output."""
+
+    name: str
+
+
+def test_unmodified_clients(llm):
+    with running(llm) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        found = client.responses.create(
+            model="quire-tiny", input="Once", max_output_tokens=4, temperature=0
+        )
+        streamed = client.responses.create(
+            model="quire-tiny", input="Once", max_output_tokens=4, temperature=0, stream=True
+        )
+        texts = [event.delta for event in streamed if event.type == "response.output_text.delta"]
+        assert "".join(texts) == found.output_text != ""
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            client.responses.create(model="quire-tiny", input="a", previous_response_id="r")
+
+        other = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        options = {"model": "quire-tiny", "max_tokens": 4, "messages": [USER]}
+        greedy = {"extra_body": {"temperature": 0}}
+        whole = other.messages.create(**options, **greedy)
+        with other.messages.stream(**options, **greedy) as stream:
+            assert "".join(stream.text_stream) == whole.content[0].text != ""
+            assert stream.get_final_message().usage.output_tokens == 4
+        counted = other.messages.count_tokens(model="quire-tiny", messages=[USER])
+        assert counted.input_tokens == whole.usage.input_tokens
+        with pytest.raises(anthropic.BadRequestError, match="thinking"):
+            other.messages.create(**options, thinking={"type": "enabled", "budget_tokens": 1024})
