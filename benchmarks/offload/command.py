@@ -23,7 +23,7 @@ def offload(
         str,
         typer.Option(
             help="Comma-separated parts: arms, sweep, host, refit, restore, latency, weights, "
-            "codec, position, engine; default: all."
+            "codec, position, engine, engine_gain; default: all."
         ),
     ] = "",
     rho: Annotated[

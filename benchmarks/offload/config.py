@@ -26,6 +26,9 @@ class OffloadBenchConfig:
         layers: layers of models on the virtual clock; 0: all.
         engine_tokens: prompt length of the part `engine`.
         engine_steps: decode steps of the part `engine`.
+        gain_rounds: rounds of the part `engine_gain`.
+        gain_tokens: prompt length of its sequences.
+        gain_steps: decode steps of its sequences.
     """
 
     shape: LayerShape = field(default_factory=lambda: LayerShape(tokens=4096))
@@ -44,6 +47,9 @@ class OffloadBenchConfig:
     layers: int = 0
     engine_tokens: int = 2048
     engine_steps: int = 24
+    gain_rounds: int = 3
+    gain_tokens: int = 256
+    gain_steps: int = 7
 
 
 QUICK_OFFLOAD = OffloadBenchConfig(
@@ -61,4 +67,7 @@ QUICK_OFFLOAD = OffloadBenchConfig(
     layers=6,
     engine_tokens=512,
     engine_steps=8,
+    gain_rounds=1,
+    gain_tokens=64,
+    gain_steps=5,
 )

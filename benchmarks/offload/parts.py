@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from benchmarks.common.result import PartResult
 from benchmarks.offload.arms_part import run_arms
 from benchmarks.offload.config import OffloadBenchConfig
+from benchmarks.offload.engine_gain_part import run_engine_gain
 from benchmarks.offload.engine_part import run_engine
 from benchmarks.offload.host_part import run_host
 from benchmarks.offload.refit_part import run_refit
@@ -23,4 +24,5 @@ PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
     "codec": run_codec,
     "position": run_position,
     "engine": run_engine,
+    "engine_gain": run_engine_gain,
 }

@@ -15,6 +15,7 @@ from benchmarks.common.target import Target
 from benchmarks.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from benchmarks.offload.arms_part import claims, error_p95, run_arms
 from benchmarks.offload.config import QUICK_OFFLOAD
+from benchmarks.offload.engine_gain_part import run_engine_gain
 from benchmarks.offload.engine_part import run_engine
 from benchmarks.offload.host_part import run_host
 from benchmarks.offload.layer_shape import LayerShape
@@ -187,6 +188,7 @@ PARTS = (
     run_codec,
     run_position,
     run_engine,
+    run_engine_gain,
 )
 CLAIMS = {
     run_arms: {
@@ -203,6 +205,7 @@ CLAIMS = {
     run_refit: {"refit_steps"},
     run_restore: {"restore_gain_vs_load", "restore_gain_vs_load_10gb", "restore_over_alone"},
     run_engine: {"prefill_overhead_fraction", "engine_auto_over_off"},
+    run_engine_gain: {"engine_gain_lB_over_prefetch", "engine_gain_throughput_mode"},
 }
 
 
@@ -229,5 +232,10 @@ def test_every_part_runs_and_round_trips_through_json(run):
         assert result.claims["hiding_over_flexgen"] >= 1
     if run is run_engine:
         assert result.claims["engine_hosted_bytes"]
+    if run is run_engine_gain:
+        assert result.claims["engine_gain_lB_over_prefetch_equal"] == 1
+        assert result.claims["engine_gain_throughput_mode_equal"] == 1
+        assert {row[3] > 0 for row in result.tables[0].rows if row[1] == "lB"} == {True}
+        assert {row[3] for row in result.tables[0].rows if row[1] == "prefetch"} == {0}
     if run is run_arms:
         assert result.claims["output_error"] < 1e-4

@@ -1,0 +1,260 @@
+"""Part `engine_gain`: decode steps of an engine on a slowed link, with the ratios of the paper.
+
+prefetch     all offloaded KV is transferred, one layer ahead
+lB           the split that measured rates select: part of the KV is recomputed from activations
+
+    KV           one batch; weights on the device
+    throughput   weights and KV offloaded; the batches of a step share each layer, column by column
+
+All copies of KV, activations and weights take their turn on one link. Products and copies are real.
+As in the part `arms`, recompute and link are slowed to the ratios: recompute of a token takes `r`,
+a multiple of its measured time, so that other load does not change the ratios; the transfer of its
+KV takes `r / rho`.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from benchmarks.common.models import random_weights
+from benchmarks.common.result import Numbers, PartResult, Table
+from benchmarks.offload.config import OffloadBenchConfig
+from benchmarks.offload.engine_part import multi_head
+from benchmarks.offload.slow_link import SlowLink, SlowTransferWorker, slowed
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.models.adapter import TransformersDecoder
+from quire.models.generation import GenerationDefaults
+from quire.models.loader import LoadedModel
+from quire.models.weights import weight_bytes
+from quire.offload.control import SplitController
+from quire.offload.kv.measured_speeds import measure_offload_speeds
+from quire.offload.kv.offload_choice import OffloadChoice
+from quire.offload.profiler import OffloadProfiler, Speeds
+from quire.offload.weights.links import FileLink
+from quire.offload.weights.placement import WithinBudget
+from quire.offload.weights.stream import WeightStream
+from quire.plan.offload.resident import MOST_BATCHES
+from quire.plan.rates import CopyRate
+from quire.profile.prefill_rates import random_prompt
+from quire.scheduler.schedule_config import ScheduleConfig
+
+_ARMS = {"prefetch": "off", "lB": "auto"}
+_SPEEDS = "quire.offload.kv.offload_choice.measure_offload_speeds"
+_RESIDENT = 0.1  # fraction of a sequence's KV that has room besides its staging
+_LEAST_RESIDENT = 24  # least such tokens
+_ROWS, _BATCH_ROWS = 16, 8
+_PAGE_TOKENS = 16
+_STEP_TOKENS = MOST_BATCHES * _BATCH_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """What is offloaded.
+
+    Attributes:
+        name: prefix of the claims.
+        weights: whether all layers' weights are offloaded.
+    """
+
+    name: str
+    weights: bool
+
+
+_KV = _Mode("lB_over_prefetch", weights=False)
+_THROUGHPUT = _Mode("throughput_mode", weights=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Decode steps of one engine.
+
+    Attributes:
+        step_s: median step time without the first steps, in which rates are learned.
+        outputs: generated token ids by request.
+        recomputed: fraction of the offloaded tokens that the last step recomputed.
+    """
+
+    step_s: float
+    outputs: Mapping[str, tuple[int, ...]]
+    recomputed: float
+
+
+def run_engine_gain(config: OffloadBenchConfig) -> PartResult:
+    """Run the part."""
+    found = {mode: _rounds(config, mode) for mode in (_KV, _THROUGHPUT)}
+    claims: Numbers = {}
+    for mode, arms in found.items():
+        pairs = zip(arms["prefetch"], arms["lB"], strict=True)
+        ratios = [prefetch.step_s / split.step_s for prefetch, split in pairs]
+        claims[f"engine_gain_{mode.name}"] = statistics.median(ratios)
+        outputs = [run.outputs for runs in arms.values() for run in runs]
+        claims[f"engine_gain_{mode.name}_equal"] = int(all(o == outputs[0] for o in outputs))
+    return PartResult(
+        claims=claims,
+        tables=(_table(config, found),),
+        raw={
+            f"{mode.name}_{arm}_s": [run.step_s for run in runs]
+            for mode, arms in found.items()
+            for arm, runs in arms.items()
+        },
+    )
+
+
+def _rounds(config: OffloadBenchConfig, mode: _Mode) -> dict[str, list[_Run]]:
+    model = _model(mode)
+    speeds = _speeds(config, model)
+    found: dict[str, list[_Run]] = {arm: [] for arm in _ARMS}
+    for _ in range(config.gain_rounds):
+        for arm in _ARMS:
+            found[arm].append(_run(config, mode, model, speeds, _ARMS[arm]))
+    return found
+
+
+def _model(mode: _Mode) -> LoadedModel:
+    model = random_weights(multi_head(), dtype=torch.float32)
+    total_bytes, weights = weight_bytes(model), None
+    if mode.weights:
+        layers = sum(p.numel() for p in model.model.layers.parameters()) * 4
+        slots = -(-2 * layers // len(model.model.layers)) + (1 << 16)
+        _, weights = WithinBudget(total_bytes - layers + slots).place(model, torch.device("cpu"))
+    decoder = TransformersDecoder(model, weights)
+    return LoadedModel(
+        decoder=decoder,
+        tokenizer=None,
+        generation=GenerationDefaults(),
+        spec=decoder.spec,
+        name="random llama",
+        weight_bytes=total_bytes,
+        weights=weights,
+    )
+
+
+def _speeds(config: OffloadBenchConfig, model: LoadedModel) -> Speeds:
+    """Speeds with slowed recompute, and with a link that takes r / rho for the KV of a token."""
+    assert isinstance(model.decoder, TransformersDecoder), "made above"
+    model.decoder.prepare_recomputation()
+    real = measure_offload_speeds(model.decoder, model.spec.num_layers - 1, recomputes=True)
+    token_s = config.ratios.headroom * real.project_token_s
+    kv_bytes = model.spec.kv_values_per_layer_token * model.decoder.dtype.itemsize
+    link = CopyRate(bytes_per_s=kv_bytes * config.ratios.recompute / token_s)
+    return Speeds(inward=link, outward=link, project_token_s=token_s)
+
+
+def _run(
+    config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, speeds: Speeds, recompute: str
+) -> _Run:
+    """Generate for all rows, with the link at the rate of `speeds` once prompts are computed."""
+    link = SlowLink(speeds.inward)
+    with _on_link(model, link, speeds):
+        engine = _engine(config, mode, model, recompute)
+        params = SamplingParams(max_tokens=config.gain_steps, ignore_eos=True, temperature=0.0)
+        for row in range(_ROWS):
+            prompt = random_prompt(model, config.gain_tokens, row)
+            engine.submit(GenerationRequest(prompt, params, request_id=str(row)))
+        times, outputs = _steps(engine, link, speeds, config.gain_steps)
+    splits = engine.pool.offload.splits if engine.pool.offload is not None else None
+    share = 0.0 if splits is None else splits.recomputed_tokens / max(1, splits.tokens)
+    return _Run(statistics.median(times[len(times) // 3 :]), outputs, share)
+
+
+def _learn_anew(engine: Engine, speeds: Speeds) -> None:
+    """Forget the rates of the fast link."""
+    splits = None if engine.pool.offload is None else engine.pool.offload.splits
+    if splits is not None:
+        splits.profiler = OffloadProfiler(speeds)
+        splits.controller = SplitController(unit=_PAGE_TOKENS)
+
+
+def _steps(
+    engine: Engine, link: SlowLink, speeds: Speeds, num_steps: int
+) -> tuple[list[float], dict[str, tuple[int, ...]]]:
+    """Run all steps; times of those in which every row decodes.
+
+    The machine slows to `speeds` when the first of them starts.
+    """
+    times, outputs = [], {str(row): list[int]() for row in range(_ROWS)}
+    while engine.has_work:
+        before = [len(ids) for ids in outputs.values()]
+        is_first = not link.is_slow and min(before) > 0
+        link.is_slow = link.is_slow or is_first
+        started_s = time.perf_counter()
+        deltas = engine.step()
+        if is_first:
+            _learn_anew(engine, speeds)  # this step learned from the one before it
+        elif min(before) and max(before) < num_steps:
+            times.append(time.perf_counter() - started_s)
+        for delta in deltas:
+            outputs[delta.request_id] += delta.token_ids
+    return times, {row: tuple(ids) for row, ids in outputs.items()}
+
+
+@contextmanager
+def _on_link(model: LoadedModel, link: SlowLink, speeds: Speeds) -> Iterator[None]:
+    """Let all copies of the engine built inside take turns on one link."""
+    assert isinstance(model.decoder, TransformersDecoder), "made above"
+    if isinstance(model.weights, WeightStream):
+        assert isinstance(model.weights.link, FileLink), "on a CPU"
+        model.weights.link.transfer_worker = SlowTransferWorker(link)
+    with (
+        mock.patch(_SPEEDS, return_value=speeds),
+        mock.patch.object(
+            model.decoder,
+            "keys_and_values",
+            slowed(model.decoder.keys_and_values, link, speeds.project_token_s),
+        ),
+        mock.patch.object(OffloadChoice, "transfer_worker", return_value=SlowTransferWorker(link)),
+    ):
+        yield
+
+
+def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompute: str) -> Engine:
+    tokens = config.gain_tokens + config.gain_steps
+    held = 2 / model.spec.num_layers * tokens + max(_RESIDENT * tokens, _LEAST_RESIDENT)
+    memory = int(_ROWS * held * model.spec.kv_bytes_per_token(4))
+    offload = OffloadConfig(kv_memory="2GiB", recompute=recompute, cpu_attention="off")
+    kv = KVConfig(
+        memory=memory,
+        page_tokens=_PAGE_TOKENS,
+        scratch="1GiB",
+        offload=offload,
+        prefix_cache=PrefixCacheConfig(enabled=False),
+    )
+    schedule = ScheduleConfig(
+        chunk_tokens=_STEP_TOKENS // _ROWS,  # all prompts end in the same step
+        max_num_seqs=_ROWS,
+        max_num_batched_tokens=_BATCH_ROWS if mode.weights else _STEP_TOKENS,
+        objective="throughput" if mode.weights else "latency",
+    )
+    return Engine(model, kv, schedule)
+
+
+def _table(
+    config: OffloadBenchConfig, found: Mapping[_Mode, Mapping[str, Sequence[_Run]]]
+) -> Table:
+    return Table(
+        name="offload-engine-gain",
+        caption=(
+            f"Decode steps of {_ROWS} sequences of {config.gain_tokens:,} tokens in the engine, on "
+            f"a link slowed to rho = {config.ratios.recompute}; xi = 0.5. With offloaded weights, "
+            f"{_ROWS // _BATCH_ROWS} batches of {_BATCH_ROWS} sequences share each layer."
+        ),
+        columns=("offloaded", "arm", "ms", "recomputed"),
+        rows=tuple(
+            (
+                "weights and KV" if mode.weights else "KV",
+                arm,
+                1e3 * statistics.median(run.step_s for run in runs),
+                runs[-1].recomputed,
+            )
+            for mode, arms in found.items()
+            for arm, runs in arms.items()
+        ),
+    )
