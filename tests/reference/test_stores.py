@@ -105,3 +105,15 @@ def test_contiguous_runs_larger_than_the_memory_are_rejected():
         ConfigError, match=r"the runs of one sequence do not fit: .* --kv-store-tokens"
     ):
         Engine(load("llama"), KVConfig(memory="16KiB", store="contiguous_max"))
+
+
+@pytest.mark.parametrize("budget", ["ada", "squeeze"])
+def test_a_contiguous_store_refuses_budgets_that_divide_the_cap_later(budget):
+    when = "prefill_end" if budget == "squeeze" else "prefill_and_decode"
+    evict = f"h2o:recent=3,cap=16,every=4,budget={budget},when={when}"
+    kv = KVConfig(
+        memory="1MiB", swap_space=0, store="contiguous_growing", store_tokens=70, evict=evict
+    )
+
+    with pytest.raises(UnsoundCombination, match="divides the cap later; use --kv-store paged"):
+        Engine(load("llama"), kv)

@@ -230,10 +230,11 @@ def _make_rules(
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:
     """Refuse rules whose lane lengths are unknown to a store that reserves lanes in advance."""
-    if config.store != "paged" and rules.default.budget.needs_prompt:
+    budget = rules.default.budget
+    if config.store != "paged" and (budget.needs_prompt or budget.ragged):
         raise UnsoundCombination(
             f"store {config.store!r} reserves lanes before prefill, and the budget of "
-            f"{config.evict!r} divides the cap after prefill; use --kv-store paged"
+            f"{config.evict!r} divides the cap later; use --kv-store paged, or leave out budget"
         )
     if config.store != "paged" and config.evict_allow.strip() not in ("", "none"):
         raise UnsoundCombination(
