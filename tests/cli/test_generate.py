@@ -361,3 +361,39 @@ def test_model_as_an_option_is_refused_with_the_usage(quire, command, usage, opt
 
     assert_refused(result, f"{option[0][:7]} is not an option: the model is the first argument")
     assert result.stderr.strip().endswith(f"as in {usage}")
+
+
+@pytest.mark.parametrize("command", [("generate", "quire-tiny", "x"), ("chat", "quire-tiny")])
+def test_no_output_tokens_are_refused(quire, command):
+    result = quire(*command, "--max-tokens", "0", "--prompt-logprobs", "1")
+
+    assert result.exit_code == 2
+
+
+def test_kv_cache_dtype_is_a_synonym_of_kv_codec(quire):
+    found = [
+        quire("generate", "quire-tiny", PROMPT, *QUICK, flag, value, "--json")
+        for flag, value in (("--kv-codec", "int8"), ("--kv-cache-dtype", "int8_per_token_head"))
+    ]
+    plain = quire("generate", "quire-tiny", PROMPT, *QUICK, "--kv-cache-dtype", "auto", "--json")
+
+    peaks = [last_json(result)["usage"]["kv_peak_bytes"] for result in (*found, plain)]
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
+def test_max_model_len_limits_prompt_and_output(quire):
+    short = quire("generate", "quire-tiny", "word " * 60, *QUICK, "--max-model-len", "32")
+    result = quire("generate", "quire-tiny", PROMPT, *QUICK, "--max-model-len", "9", "--json")
+    long = quire("generate", "quire-tiny", PROMPT, *QUICK, "--max-model-len", "99999")
+
+    assert "the model's context 32" in short.stderr
+    usage = last_json(result)["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == 9
+    assert "expected max_model_len (--max-model-len) from 1 to 4096" in long.stderr
+
+
+def test_serve_refuses_an_unreadable_certificate_before_the_model_is_loaded(quire, monkeypatch):
+    result = quire("serve", "./no-such-model", "--ssl-certfile", "none.pem")
+
+    assert result.exit_code == 2
+    assert "cannot read --ssl-certfile none.pem: No such file or directory" in result.stderr

@@ -26,6 +26,8 @@ LONG_FILES = {
     "src/quire/kv/step.py": "the attention of one step over all stores",
     "src/quire/api/async_llm.py": "the public asyncio entry: half of it is docstrings",
     "src/quire/api/llm.py": "the public entry: half of it is docstrings",
+    "src/quire/cli/options.py": "the options of models, and how fields become options",
+    "src/quire/serve/service.py": "what all endpoints share",
     "src/quire/policies/eviction.py": "one class, and what its specification says by default",
 }
 PLACES_OF_ONE_MACHINE = re.compile(r"/work/|/root/|/home/|/tmp/|\.\./shared")

@@ -173,7 +173,10 @@ class AsyncLLM:
             return replace(request, prompt=as_token_ids(request.prompt))
         model = self.engine.model
         if model.tokenizer is None:
-            raise RequestError(f"{model.name} has no tokenizer: give prompts as token ids")
+            raise RequestError(
+                f"{model.name} has no tokenizer: add tokenizer.json to its folder, "
+                "or give prompts as token ids"
+            )
         ids = await asyncio.to_thread(encode_prompt, model.tokenizer, request.prompt)
         return replace(request, prompt=ids)
 

@@ -55,6 +55,7 @@ class LLM:
         weights_memory: device memory for weights: bytes, a size, or "all"; see `place_beyond`.
         model_impl: auto, native or transformers; see `load_model`.
         weight_codec: auto, int8 or int4; see `load_model`.
+        max_model_len: maximum tokens of a sequence, prompt and output; None: the model's context.
 
     Raises:
         ConfigError: invalid options; raised before the KV memory is allocated.
@@ -75,6 +76,7 @@ class LLM:
         weights_memory: int | str | None = ALL_WEIGHTS,
         model_impl: str = "auto",
         weight_codec: str = "auto",
+        max_model_len: int | None = None,
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
@@ -98,6 +100,8 @@ class LLM:
                 "weights_memory cannot be set for a loaded model: pass the folder or name of the "
                 "model instead"
             )
+        if max_model_len is not None:
+            model = model.with_max_model_len(max_model_len)
         self.model = model
         self.engine = Engine(model, kv, schedule, return_memory=return_memory)
         self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
@@ -127,7 +131,10 @@ class LLM:
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.model.tokenizer is None:
-            raise RequestError(f"{self.model.name} has no tokenizer: give prompts as token ids")
+            raise RequestError(
+                f"{self.model.name} has no tokenizer: add tokenizer.json to its folder, "
+                "or give prompts as token ids"
+            )
         return self.model.tokenizer
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:

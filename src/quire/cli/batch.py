@@ -182,7 +182,8 @@ def _run(
             run.run()
         except KeyboardInterrupt:
             typer.echo(
-                f"{left - run.tally.completed} requests remaining: run the same command to resume",
+                f"interrupted: {left - run.tally.completed} requests remaining; run the same "
+                "command to resume",
                 err=True,
             )
             raise

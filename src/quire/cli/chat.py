@@ -16,6 +16,8 @@ from quire.errors import ConfigError, RequestError
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from quire.api.llm import LLM
     from quire.sampling.outputs import OutputBuilder, OutputDelta, Usage
 
@@ -40,11 +42,20 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="System message of the conversation.")
     ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template",
+            help="File with a Jinja chat template, or the template itself, instead of the model's.",
+        ),
+    ] = None,
 ) -> None:
     """Chat with a model; the model needs a chat template."""
     if settings.sampling.n > 1:
         raise RequestError(f"a chat needs one response per message, got n={settings.sampling.n}")
-    conversation = Conversation(settings, system)
+    if not settings.sampling.max_tokens:
+        raise RequestError("expected --max-tokens of 1 or more, got 0: a chat needs responses")
+    conversation = Conversation(settings, system, chat_template)
     typer.echo(f"{conversation.llm.model.name}: {_GREETING}", err=True)
     read = message_reader([*_COMMANDS])
     while True:
@@ -77,9 +88,12 @@ class Conversation:
     Args:
         settings: options of the model and of sampling.
         system: system message; None for none.
+        chat_template: a file with a chat template, or the template; None: that of the model.
     """
 
-    def __init__(self, settings: Settings, system: str | None) -> None:
+    def __init__(
+        self, settings: Settings, system: str | None, chat_template: str | None = None
+    ) -> None:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._sampling = settings.sampling
@@ -88,7 +102,7 @@ class Conversation:
         self._prompt_tokens = self._responses = 0
         settings.refuse_other_tenants()
         self.llm: LLM = settings.open_llm()
-        _refuse_without_template(self.llm, settings.model)
+        self._tokenizer = _tokenizer_with(self.llm, chat_template, settings.model)
 
     def clear(self) -> None:
         """Delete all messages except the system message."""
@@ -120,7 +134,9 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": text})
 
     def _stream(self) -> str:
-        token_ids = self.llm.encode_chat(self._messages)
+        from quire.models.tokenizer import encode_chat  # imports transformers
+
+        token_ids = encode_chat(self._tokenizer, self._messages)
         context = self.llm.context_tokens(len(token_ids))
         if len(token_ids) >= context:
             raise RequestError(
@@ -157,15 +173,22 @@ class Conversation:
             self._prompt_tokens += output.usage.completion_tokens
 
 
-def _refuse_without_template(llm: "LLM", model: str) -> None:
-    tokenizer = llm.model.tokenizer
+def _tokenizer_with(llm: "LLM", chat_template: str | None, model: str) -> "PreTrainedTokenizerBase":
+    """Return the model's tokenizer with the chat template to use.
+
+    Raises:
+        ConfigError: the model has no tokenizer or no chat template, or the file is not readable.
+    """
+    from quire.models.chat_template import with_chat_template  # imports torch
+
+    tokenizer = with_chat_template(llm.model, chat_template).tokenizer
     if tokenizer is not None and tokenizer.chat_template:
-        return
+        return tokenizer
     missing = "tokenizer" if tokenizer is None else "chat template"
     raise ConfigError(
         f"{llm.model.name} has no {missing}, which quire chat needs to convert messages to a "
-        f"prompt: use quire generate {shlex.quote(model)} PROMPT, a chat (instruct) version of the "
-        "model, or add a chat_template.jinja to its folder"
+        f"prompt: pass --chat-template FILE, use quire generate {shlex.quote(model)} PROMPT, or "
+        "a chat (instruct) version of the model"
     )
 
 

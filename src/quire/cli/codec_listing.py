@@ -11,9 +11,18 @@ from quire.cli.completion import complete_codec
 from quire.cli.json_output import print_json
 from quire.cli.options import documented_attributes
 from quire.cli.startup import fast_imports, status
-from quire.errors import ConfigError, UnknownName
+from quire.errors import UnknownName
 from quire.layout.codec_names import CODECS, PAIRS
 
+_MODIFIERS = (
+    ("+sinks=N", "The first N tokens stay in full precision."),
+    ("+residual=N", "The newest N tokens stay in full precision."),
+    ("+plain_layers=N", "The first N and the last N layers stay in full precision."),
+    (
+        "+promoted=N:CODEC",
+        "N tokens with the highest scores of a rule are stored in CODEC as well.",
+    ),
+)
 SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS = 128, 32  # head size and page size of the shown vector sizes
 
 CodecName = Annotated[
@@ -30,10 +39,16 @@ CodecName = Annotated[
 def codecs(name: CodecName = None, *, as_json: AsJson = False) -> None:
     """List the KV codecs; with NAME show size, options, defaults and an example."""
     rows = codec_rows()
+    if name is not None and name in PAIRS and not as_json:
+        from quire.cli.listing_views import show_entry
+
+        show_entry(name, "A codec for keys and another one for values.", _pair_facts(name))
+        return
     if name is not None:
-        rows = [row for row in rows if row["name"] == name]
+        keys_and_values = [part.partition(":")[0] for part in PAIRS.get(name, (name,))]
+        rows = [row for row in rows if row["name"] in keys_and_values]
         if not rows:
-            _refuse_codec(name)
+            raise UnknownName("codec", name, [*CODECS, *PAIRS])
     if as_json:
         print_json({"name": "codecs", "codecs": rows})
         return
@@ -47,16 +62,21 @@ def codecs(name: CodecName = None, *, as_json: AsJson = False) -> None:
         "model's dtype)",
         [(str(row["name"]), _codec_line(row)) for row in rows],
     )
+    show_summaries(
+        "\nPairs of codecs", [(pair, f"keys {k}, values {v}.") for pair, (k, v) in PAIRS.items()]
+    )
+    show_summaries("\nModifiers, as in --kv-codec int8+sinks=4+residual=128", _MODIFIERS)
     show_text("\nquire codecs NAME shows size, options, defaults and an example.")
 
 
-def _refuse_codec(name: str) -> None:
-    if name in PAIRS:
-        keys, values = PAIRS[name]
-        raise ConfigError(
-            f"{name} is the pair {keys}/{values}: show the codecs of keys and of values instead"
-        )
-    raise UnknownName("codec", name, [*CODECS])
+def _pair_facts(name: str) -> dict[str, str]:
+    keys, values = PAIRS[name]
+    return {
+        "keys": keys,
+        "values": values,
+        "details": f"quire codecs {keys.partition(':')[0]}, {values.partition(':')[0]}",
+        "example": f"quire generate {PACKAGED_MODEL} PROMPT --kv-codec {name}+sinks=4+residual=128",
+    }
 
 
 def _codec_line(row: Mapping[str, object]) -> str:

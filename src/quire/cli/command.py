@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from quire.cli.common import PACKAGED_MODEL
+from quire.cli.foreign_flags import instead_of
 from quire.cli.json_output import json_only
 from quire.errors import ConfigError, nearest
 
@@ -100,6 +101,9 @@ def usage_error_text(error: Any) -> str:
     see = f"see {error.ctx.command_path} {flag}"
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         known = [name for parameter in error.cmd.params for name in parameter.opts]
+        instead = instead_of(error.option_name)
+        if instead is not None:
+            return f"unknown option {error.option_name!r}: {instead}; {see}"
         near = nearest(error.option_name, known)
         hint = f": did you mean {' or '.join(near)}?" if near else ""
         return f"unknown option {error.option_name!r}{hint}; {see}"

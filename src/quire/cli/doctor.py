@@ -37,11 +37,13 @@ class Finding:
         name: name of the check.
         value: what was found, or the error.
         ok: whether the check passed.
+        mark: of a check that passed; `--`: an optional component is missing.
     """
 
     name: str
     value: str
     ok: bool = True
+    mark: str = "ok"
 
 
 def doctor(
@@ -118,7 +120,8 @@ def _machine() -> Iterator[Finding]:
     cpuinfo = Path("/proc/cpuinfo")
     features = cpu_features(cpuinfo.read_text(errors="replace")) if cpuinfo.is_file() else []
     yield Finding("instructions", ", ".join(features) or "unknown")
-    yield Finding("C extension", instruction_set())
+    text, runs = instruction_set()
+    yield Finding("C extension", text, mark="ok" if runs else "--")
     yield Finding("huge pages", huge_pages())
     memory = psutil.virtual_memory()
     yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}")
@@ -134,7 +137,9 @@ def _torch() -> Iterator[Finding]:
     else:
         device = "cpu (PyTorch finds no CUDA device)"
     yield Finding("device", device)
-    yield Finding("threads", f"{torch.get_num_threads()} (option --threads)")
+    yield Finding(
+        "threads", f"{torch.get_num_threads()} (PyTorch's default; --threads in other commands)"
+    )
 
 
 def _attention() -> Iterator[Finding]:
@@ -276,6 +281,6 @@ def _show(findings: list[Finding]) -> None:
 
     table = Table(show_header=False, box=None)
     for finding in findings:
-        mark = "[green]ok[/]" if finding.ok else "[bold red]FAIL[/]"
+        mark = f"[green]{finding.mark}[/]" if finding.ok else "[bold red]FAIL[/]"
         table.add_row(mark, finding.name, escape(finding.value))
     Console().print(table)

@@ -71,18 +71,18 @@ def why_missing(library: "NativeLibrary | NotLoaded") -> str | None:
     return None
 
 
-def instruction_set() -> str:
-    """Highest instruction set that the C extension uses, and whether it is limited."""
+def instruction_set() -> tuple[str, bool]:
+    """Highest instruction set that the C extension uses, or why it is missing; and if it runs."""
     import os
 
     from quire.kernels.native.library import MAX_CPU_ISA, NotLoaded, load_library
 
     library = load_library()
     if isinstance(library, NotLoaded):
-        return f"the C extension is not used: {library.reason}"
+        return f"the C extension is not used: {library.reason}", False
     limit = os.environ.get(MAX_CPU_ISA)
     limited = f" (limited by {MAX_CPU_ISA}={limit})" if limit else ""
-    return f"{_reason(library.description)}{limited}"
+    return f"{_reason(library.description)}{limited}", True
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> str:

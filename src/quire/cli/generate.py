@@ -46,6 +46,11 @@ def generate(
 
     The text goes to standard output; token counts, times and KV memory to standard error.
     """
+    if not settings.sampling.max_tokens:
+        raise RequestError(
+            "expected --max-tokens of 1 or more, got 0: to score a prompt, use prompt_logprobs in "
+            "Python or in a request to quire serve"
+        )
     text = _prompt(settings, prompt, prompt_option)
     with watching(kv_events) as watch:
         output = _stream(settings, text, watch)

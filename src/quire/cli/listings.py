@@ -155,7 +155,8 @@ def _option_facts(row: PolicyRow | BudgetRow) -> dict[str, str]:
         )
         facts["every="] = f"tokens evicted at once; default: cap / 8, at most {MOST_DEFAULT_EVERY}"
         facts["when=, budget=, granularity="] = (
-            "when to evict, and what is evicted together: see docs/eviction.md"
+            "when to evict (prefill_and_decode, prefill_end, decode, pressure), a budget of "
+            "quire policies, and what is evicted together (token, chunk, page)"
         )
     return facts
 

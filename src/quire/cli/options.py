@@ -64,6 +64,11 @@ class ModelConfig:
     weight_codec: WeightCodec = option(
         "auto", help="quantize linear layers at load: int8 or int4; auto: as stored"
     )
+    max_model_len: int | None = option(
+        None,
+        help="maximum tokens of a sequence, prompt and output; unset: the model's context",
+        unit="tokens",
+    )
     weights_memory: MaybeSize = option(
         "all",
         help="device memory for weights: bytes, a size, or all; further layers are offloaded to "

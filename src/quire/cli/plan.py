@@ -174,6 +174,8 @@ def plan(  # noqa: PLR0913 - one parameter per option
     """Estimate memory use, batch size and longest sequence of a model without loading it."""
     try:
         refuse_no_name(model)
+        if batch is not None and batch < 1:
+            raise ConfigError(f"--batch: expected 1 or more, got {batch}")
         options = PlanOptions(
             memory_bytes=_size("memory", memory),
             kv_memory_bytes=parse_named(parse_size_or("auto"), "kv-memory", kv_memory),

@@ -18,6 +18,7 @@ from rich.progress import (
 from quire.engine.stats import EngineStats
 
 REFRESH_S = 0.2
+_LEAST_BAR_COLUMNS = 120
 
 
 class LiveProgress:
@@ -31,14 +32,15 @@ class LiveProgress:
 
     def __init__(self, title: str, total: int, *, refresh_s: float = REFRESH_S) -> None:
         self._refresh_s = refresh_s
+        console = Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            *([BarColumn(bar_width=24)] if console.width >= _LEAST_BAR_COLUMNS else []),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
             disable=not sys.stderr.isatty(),
             transient=True,
         )
@@ -74,6 +76,6 @@ class LiveProgress:
         self._progress.update(
             self._task,
             completed=done,
-            numbers=f"{speed:,.0f} tokens/s, KV memory {used:.0f}%, "
-            f"{stats.num_running} running, {stats.num_waiting} waiting requests",
+            numbers=f"{speed:,.0f} tokens/s, KV {used:.0f}%, "
+            f"{stats.num_running} running, {stats.num_waiting} waiting",
         )

@@ -6,7 +6,9 @@ from pathlib import Path
 from quire.cli.kv_events import KVEventsEndpoint, KVEventsFile, watching
 from quire.cli.options import KV, MODEL, SCHEDULE, SERVER
 from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
 from quire.layout.extras import require_extra
+from quire.serve.config import ServerConfig
 from quire.tenancy.tenants import parse_tenants
 
 
@@ -19,8 +21,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with an OpenAI-compatible API."""
     require_extra("serve", "quire serve")
-    # imported here: the web framework and torch are not needed for --help
-    from quire.serve.app import run_server
+    # imported here: the web framework is not needed for --help
     from quire.serve.config import KEY_VARIABLE
     from quire.serve.connection import bind
     from quire.serve.tenant_file import TenantFile, read_tenant_keys, with_default_keys
@@ -32,6 +33,7 @@ def serve(
     own_keys = config.api_key or tuple(filter(None, (os.environ.get(KEY_VARIABLE),)))
     found = with_default_keys(found, own_keys)
     keys = TenantKeys(found.keys, parse_tenants(settings.schedule.tenants))
+    _refuse_unreadable(config)
     # the port first: loading a model takes long
     with (
         bind(config.host, config.port) as bound,
@@ -39,4 +41,30 @@ def serve(
     ):
         llm = settings.open_llm()
         watch.follow(llm)
+        from quire.serve.app import run_server  # imports torch
+
         run_server(llm, bound, config, tenant_keys=keys, tenants=found)
+
+
+def _refuse_unreadable(config: ServerConfig) -> None:
+    """Refuse files of options that cannot be read, before the model is loaded.
+
+    Raises:
+        ConfigError: a certificate, key or chat template that cannot be opened.
+    """
+    files = {
+        "--ssl-certfile": config.ssl_certfile,
+        "--ssl-keyfile": config.ssl_keyfile,
+        "--ssl-ca-certs": config.ssl_ca_certs,
+        "--chat-template": None if "{" in (config.chat_template or "") else config.chat_template,
+    }
+    for flag, path in files.items():
+        if path is None:
+            continue
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {flag} {path}: {error.strerror}; expected a file"
+            ) from None

@@ -110,6 +110,7 @@ class Settings:
             schedule=self.schedule,
             trust_remote_code=self.loading.trust_remote_code,
             verify=self.loading.verify,
+            max_model_len=self.loading.max_model_len,
             return_memory=self.loading.return_memory,
             weights_memory=self.loading.weights_memory,
             model_impl=self.loading.model_impl,

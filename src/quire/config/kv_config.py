@@ -46,6 +46,20 @@ def parse_activation_codec(text: object) -> CodecSpec | None:
     return spec
 
 
+_CODECS_OF_VLLM = {"auto": AS_COMPUTED, "fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
+
+
+def parse_kv_codec(name: object) -> str:
+    """Return the name of a KV codec; vLLM's names of the same codecs are accepted.
+
+    Raises:
+        ConfigError: not a text.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"expected the name of a codec, got {name!r}")
+    return _CODECS_OF_VLLM.get(name, name)
+
+
 @no_type_check  # type checks in tests must not replace the errors of `__post_init__`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
@@ -186,6 +200,8 @@ class KVConfig:
         flag="kv-codec",
         group=QUANTIZATION,
         common=True,
+        parse=parse_kv_codec,
+        synonyms=("kv-cache-dtype",),
     )
     constants: str = option(
         "",

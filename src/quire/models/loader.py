@@ -4,7 +4,7 @@ Checks run in order of cost: names, config, the table of refusals, the headers o
 then weights, then the comparison with Transformers. `checkpoint` opens the files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quire.errors import ConfigError, UnknownName, UnsupportedModel
 from quire.layout.model import ModelSpec
+from quire.layout.options import require_type
 from quire.models.base import Decoder
 from quire.models.checkpoint import open_checkpoint
 from quire.models.foreign import foreign_code, held_warnings
@@ -62,6 +63,24 @@ class LoadedModel:
     place: WeightsPlacement | None = None
     weight_codec: str = "auto"
     implementation: Implementation | None = None
+
+    def with_max_model_len(self, tokens: int) -> "LoadedModel":
+        """Return the model with a shorter context; weights are shared.
+
+        Args:
+            tokens: maximum length of a sequence, prompt and output.
+
+        Raises:
+            ConfigError: below 1, or above the model's context.
+        """
+        require_type("max_model_len", tokens, int)
+        context = self.spec.max_positions
+        if not 1 <= tokens <= context:
+            raise ConfigError(
+                f"expected max_model_len (--max-model-len) from 1 to {context}, the context of "
+                f"{self.name}, got {tokens}"
+            )
+        return replace(self, spec=replace(self.spec, max_positions=tokens))
 
 
 @held_warnings()

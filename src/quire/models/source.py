@@ -43,8 +43,9 @@ def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tupl
     if folder is not None:
         return folder, folder.resolve().name
     if isinstance(path, Path) or not _HUB_NAME.fullmatch(path) or path.startswith("."):
+        what = "a file, not a folder" if Path(path).is_file() else "there is no such folder"
         raise ModelError(
-            f"expected a model folder, got {shown(str(path))}: there is no such folder; pass "
+            f"expected a model folder, got {shown(str(path))}: {what}; pass "
             f"a local folder, a hub name such as organisation/model, or {PACKAGED!r}"
         )
     return _download(path, wanted), path

@@ -3,21 +3,15 @@
 They are `truncate_prompt_tokens`, `bad_words` and `kv_budget`, and the option `--chat-template`.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 
-from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from quire.errors import ConfigError
 from quire.layout.eviction import Cap, parse_policy
-from quire.models.loader import LoadedModel
 from quire.serve.errors import FieldError, bounded
 
 FULL = "full"
-_INLINE = ("{{", "{%")
 
 
 def truncated(token_ids: list[int], keep: int | None, longest: int) -> list[int]:
@@ -91,56 +85,3 @@ def with_budget(rule: str, budget: int | float | str) -> str:
         )
     options = {**policy.options, "cap": text.strip()}
     return f"{policy.name}:{','.join(f'{name}={value}' for name, value in options.items())}"
-
-
-def with_chat_template(model: LoadedModel, option: str | None) -> LoadedModel:
-    """The model with the chat template of `--chat-template`.
-
-    Args:
-        model: the model; its tokenizer is not changed.
-        option: a file, or a template on one line; None: the template of the model.
-
-    Raises:
-        ConfigError: no file, a syntax error in the template, or a model without a tokenizer.
-    """
-    if option is None:
-        return model
-    if model.tokenizer is None:
-        raise ConfigError(
-            f"--chat-template has no effect: {model.name} has no tokenizer; leave it out, or use a "
-            "model folder with a tokenizer"
-        )
-    tokenizer = copy.copy(model.tokenizer)
-    tokenizer.chat_template = _read_template(option)
-    _check_syntax(tokenizer, option)
-    return replace(model, tokenizer=tokenizer)
-
-
-def _read_template(option: str) -> str:
-    if any(mark in option for mark in _INLINE):
-        return option
-    try:
-        return Path(option).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise ConfigError(
-            f"cannot read --chat-template {option}: {reason}; expected a file with a Jinja "
-            "template, or a template with {{ }} or {% %}"
-        ) from None
-
-
-def _check_syntax(tokenizer: PreTrainedTokenizerBase, option: str) -> None:
-    """Compile the template, in the sandbox of Transformers.
-
-    Raises:
-        ConfigError: a syntax error, with its line.
-    """
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except TemplateSyntaxError as error:
-        name = "its text" if any(mark in option for mark in _INLINE) else option
-        raise ConfigError(
-            f"--chat-template: {name}, line {error.lineno}: {error.message}"
-        ) from None
-    except TemplateError:  # it refuses this chat; others get the same message as an error
-        return

@@ -14,6 +14,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.errors import ConfigError, EngineDead, RequestError
+from quire.models.chat_template import with_chat_template
 from quire.sampling.grammar import CompiledGrammar
 from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
@@ -22,7 +23,7 @@ from quire.serve.errors import Draining, FieldError, UnknownModel
 from quire.serve.inspection_cost import InspectionCost
 from quire.serve.logprobs import TokenPieces
 from quire.serve.metrics.observer import EngineObserver
-from quire.serve.prompt_fields import with_budget, with_chat_template
+from quire.serve.prompt_fields import with_budget
 from quire.serve.protocol import GenerationBody
 from quire.serve.rate_limits import Charge, RateLimit, RateLimits
 from quire.serve.tenant_file import TenantFile

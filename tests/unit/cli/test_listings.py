@@ -98,6 +98,22 @@ def test_codec_by_name_is_shown_with_size_and_source():
     assert "quire calibrate MODEL --kv-codec kvquant4" in joined(output_of("codecs", "kvquant4"))
 
 
+def test_pair_of_codecs_by_name_is_shown_with_both_codecs():
+    shown = joined(output_of("codecs", "kivi4"))
+    listed = json.loads(output_of("codecs", "kivi4", "--json"))["codecs"]
+
+    assert "keys int4_page values int4:group=32" in shown
+    assert "--kv-codec kivi4+sinks=4+residual=128" in shown
+    assert {row["name"] for row in listed} == {"int4_page", "int4"}
+
+
+def test_list_of_codecs_has_pairs_and_modifiers():
+    shown = joined(output_of("codecs"))
+
+    for name in ("kivi4", "kivi2", "+sinks=N", "+residual=N", "+plain_layers=N", "+promoted=N"):
+        assert f" {name}" in shown
+
+
 def test_json_of_one_entry_has_only_this_entry():
     found = json.loads(output_of("policies", "tova", "--json"))
 
@@ -111,7 +127,7 @@ def test_json_of_one_entry_has_only_this_entry():
     [
         (("policies", "h3o"), "did you mean h2o?"),
         (("codecs", "in4"), "did you mean int4?"),
-        (("codecs", "kivi4"), "the pair int4_page/int4:group=32"),
+        (("codecs", "kivi5"), "did you mean kivi4"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(arguments, hint):

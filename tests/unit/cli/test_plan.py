@@ -214,7 +214,7 @@ def test_default_max_num_batched_tokens_is_that_of_the_engine():
         (("--kv-codec", "int9"), "unknown codec 'int9'"),
         (("--block-size", "0"), "tokens >= 1"),
         (("--sequence-tokens", "0"), "sequence_tokens=0"),
-        (("--batch", "-1"), "=-1"),
+        (("--batch", "-1"), "--batch: expected 1 or more, got -1"),
         (("--max-num-batched-tokens=-1",), "max_num_batched_tokens=-1"),
         (("--max-num-batched-tokens", "0"), "max_num_batched_tokens=0: expected 1 or more"),
         (("--workload", "1,2"), "expected input tokens, output tokens and batch"),

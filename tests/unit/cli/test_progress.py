@@ -34,7 +34,7 @@ def test_terminal_shows_kv_memory_use_and_completed_requests(monkeypatch, stats)
         live.show(2, lambda: stats)
 
     assert "2/9" in screen.getvalue()
-    assert "KV memory 40%, 3 running, 5 waiting requests" in screen.getvalue()
+    assert "KV 40%, 3 running, 5 waiting" in screen.getvalue()
 
 
 def test_without_a_terminal_no_line_is_shown_and_no_stats_are_read(monkeypatch):

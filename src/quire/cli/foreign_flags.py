@@ -1,0 +1,64 @@
+"""Flags of other engines that Quire does not have, and what to use instead."""
+
+_NO_LORA = "Quire does not support LoRA adapters: merge the adapter into the weights first"
+_NO_DRAFT = "Quire does not support speculative decoding"
+_ONE_DEVICE = "Quire runs a model on one device; start one server per device"
+_OFFLOAD = "use --kv-offload-memory for KV or --weights-memory for weights"
+
+FLAGS = {
+    # vLLM and SGLang
+    "gpu-memory-utilization": "use --kv-memory with the bytes of the KV memory, such as 8GiB",
+    "mem-fraction-static": "use --kv-memory with the bytes of the KV memory, such as 8GiB",
+    "kv-cache-memory-bytes": "use --kv-memory",
+    "num-gpu-blocks-override": "use --kv-memory with the bytes of the KV memory",
+    "cpu-offload-gb": "use --weights-memory with the bytes of weights that stay on the device",
+    "kv-offloading-size": "use --kv-offload-memory with a size such as 4GiB",
+    "quantization": "use --weight-codec for weights or --kv-codec for the KV cache; GPTQ, AWQ and "
+    "GGUF files are recognized",
+    "tensor-parallel-size": _ONE_DEVICE,
+    "pipeline-parallel-size": _ONE_DEVICE,
+    "data-parallel-size": _ONE_DEVICE,
+    "tp-size": _ONE_DEVICE,
+    "enable-lora": _NO_LORA,
+    "lora-modules": _NO_LORA,
+    "speculative-config": _NO_DRAFT,
+    "speculative-model": _NO_DRAFT,
+    "enable-auto-tool-choice": "not needed: requests with `tools` use the parser of --tool-parser",
+    "enable-chunked-prefill": "not needed: prompts are always prefilled in chunks of at most "
+    "--max-num-batched-tokens",
+    "scheduling-policy": "use the request field `priority`, or --urgent; see --batcher",
+    "enforce-eager": "not needed: Quire uses no CUDA graphs",
+    "guided-decoding-backend": "not needed: structured outputs use llguidance",
+    "revision": "download the revision to a folder and pass the folder as MODEL",
+    "tokenizer": "put the tokenizer's files into the model folder",
+    "download-dir": "set the environment variable HF_HOME",
+    "max-running-requests": "use --max-num-seqs",
+    "context-length": "use --max-model-len",
+    "disable-radix-cache": "use --no-enable-prefix-caching",
+    # llama.cpp
+    "ctx-size": "use --max-model-len for the longest sequence and --kv-memory for the memory",
+    "n-gpu-layers": "use --weights-memory with the bytes of weights that stay on the device",
+    "cache-type-k": "use --kv-codec KEYS/VALUES, such as int8/int4",
+    "cache-type-v": "use --kv-codec KEYS/VALUES, such as int8/int4",
+    "parallel": "use --max-num-seqs",
+    "n-predict": "use --max-tokens",
+    "temp": "use --temperature",
+    "no-mmap": "not needed: weights are read into memory; see --weights-memory",
+    # Transformers
+    "max-new-tokens": "use --max-tokens",
+    "max-length": "use --max-tokens for the output and --max-model-len for prompt and output",
+    "torch-dtype": "use --dtype",
+    "num-beams": "use --use-beam-search with --beam-width",
+    "do-sample": "use --temperature; 0 is greedy",
+    "attn-implementation": "use --attention",
+}
+"""What to use instead of a flag, by its name without the leading dashes."""
+
+
+def instead_of(flag: str) -> str | None:
+    """Return what to use instead of another engine's flag; None if the flag is not known.
+
+    Args:
+        flag: name as written, with leading dashes; underscores count as dashes.
+    """
+    return FLAGS.get(flag.lstrip("-").replace("_", "-").lower())

@@ -1,0 +1,53 @@
+"""Flags of other engines: the error names what to use instead."""
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from quire.cli import foreign_flags
+from quire.cli.main import app
+from quire.cli.options import SECTIONS, options_of
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("serve quire-tiny --gpu-memory-utilization 0.9", "use --kv-memory"),
+        ("serve quire-tiny --tensor_parallel_size=2", "Quire runs a model on one device"),
+        ("serve quire-tiny --enable-auto-tool-choice", "not needed: requests with `tools`"),
+        ("generate quire-tiny x --quantization awq", "use --weight-codec for weights"),
+        ("generate quire-tiny x --max-new-tokens 5", "use --max-tokens"),
+        ("generate quire-tiny x --ctx-size 512", "use --max-model-len"),
+    ],
+)
+def test_flag_of_another_engine_is_refused_with_the_alternative(command: str, hint: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+
+    assert result.exit_code == 2
+    assert hint in result.stderr
+    assert "did you mean" not in result.stderr
+
+
+def test_every_named_alternative_is_a_flag_of_quire() -> None:
+    known = {found.flag for found in options_of(SECTIONS)} | {"no-enable-prefix-caching"}
+    named = {
+        word.strip(".,:;()").removeprefix("--")
+        for flag in foreign_flags.FLAGS
+        for word in (foreign_flags.instead_of(flag) or "").split()
+        if word.startswith("--")
+    }
+
+    assert named
+    assert named <= known
+
+
+def test_no_listed_flag_exists_in_serve_or_generate() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    declared = {
+        name.removeprefix("--")
+        for command in ("serve", "generate")
+        for parameter in commands[command].params
+        for name in parameter.opts
+    }
+
+    assert declared.isdisjoint(foreign_flags.FLAGS)
