@@ -121,6 +121,15 @@ def test_unknown_fields_are_ignored_with_a_log_line_and_a_header(post, caplog, p
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("name", ["", " ", "zig ", "\t", "x" * 49 + " y"])
+def test_names_of_ignored_fields_are_a_valid_header(post, name):
+    response = post("/tokenize", prompt="a", **{name: 1})
+
+    header = response.headers["x-ignored-fields"]
+    assert header
+    assert header == header.strip()
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -75,6 +75,13 @@ class Load:
 @contextmanager
 def served(*options):
     """Run `quire serve quire-tiny` with a small KV memory; yields its URL."""
+    with server_process(*options) as (_, url):
+        yield url
+
+
+@contextmanager
+def server_process(*options, stderr=subprocess.DEVNULL):
+    """Run `quire serve quire-tiny` with a small KV memory; yields its process and its URL."""
     command = [sys.executable, "-m", "quire", "serve", "quire-tiny", "--port", "0"]
     command += ["--kv-memory", "4MiB", "--swap-space", "3MiB", "--evict-allow", "all", *options]
     source = Path(__file__).parents[2] / "src"
@@ -82,7 +89,7 @@ def served(*options):
         "PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     }
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
     )
     try:
         found = None
@@ -91,7 +98,7 @@ def served(*options):
             if found:
                 break
         assert found, "the server did not start"
-        yield found[1]
+        yield process, found[1]
     finally:
         process.kill()
         process.wait()

@@ -32,7 +32,7 @@ _RESERVED_NAMES = frozenset(
 )
 """Arguments of `apply_chat_template` and of the call that renders a template."""
 
-_TEMPLATE_ERRORS = (
+TEMPLATE_ERRORS = (
     TemplateError,
     ArithmeticError,
     AttributeError,
@@ -135,7 +135,7 @@ def render_chat(
     )
     try:
         return _rendered(render, template_kwargs)
-    except _TEMPLATE_ERRORS as error:
+    except TEMPLATE_ERRORS as error:
         raise _refused_by_template(render, template_kwargs, error) from error
 
 
@@ -184,7 +184,7 @@ def _refused_by_template(
 def _renders(render: Callable[[], object]) -> bool:
     try:
         _rendered(render, NO_KWARGS)
-    except _TEMPLATE_ERRORS:
+    except TEMPLATE_ERRORS:
         return False
     return True
 

@@ -33,6 +33,7 @@ from quire.serve.metrics.endpoint import PATH as METRICS_PATH
 from quire.serve.metrics.endpoint import MetricsEndpoint
 from quire.serve.metrics.http_requests import HttpRequests
 from quire.serve.probes import Probes
+from quire.serve.response_docs import ERRORS
 from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
 from quire.serve.tenant_file import TenantFile
@@ -71,14 +72,17 @@ def create_app(
     )
     app.state.service = service
     endpoints = Endpoints(service)
-    app.include_router(endpoints.router())
-    app.include_router(OtherApis(endpoints).router())
-    app.include_router(Probes(service).router())
-    app.include_router(KVEndpoints(service).router())
-    app.include_router(KVRequestEndpoints(service).router())
     http_requests = HttpRequests()
     metrics_key = config.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
-    app.include_router(MetricsEndpoint(service, http_requests, metrics_key).router())
+    for handlers in (
+        endpoints,
+        OtherApis(endpoints),
+        Probes(service),
+        KVEndpoints(service),
+        KVRequestEndpoints(service),
+        MetricsEndpoint(service, http_requests, metrics_key),
+    ):
+        app.include_router(handlers.router(), responses=ERRORS)
     app.include_router(ApiDocs().router())
     open_paths = OPEN_PATHS | DOCS_PATHS | {METRICS_PATH}  # /metrics checks its key itself
     if service.shows_texts:

@@ -24,6 +24,7 @@ from quire.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
+from quire.serve.response_docs import STREAM
 from quire.serve.responses import ChatWriter, CompletionWriter, Envelope, Writer
 from quire.serve.service import Service
 from quire.serve.streaming import GenerationResponse
@@ -48,8 +49,10 @@ class Endpoints:
     def router(self) -> APIRouter:
         """Create the router with all paths."""
         router = APIRouter(route_class=JsonRoute)
-        router.add_api_route("/v1/completions", self.completions, methods=["POST"])
-        router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        router.add_api_route(
+            "/v1/completions", self.completions, methods=["POST"], responses=STREAM
+        )
+        router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], responses=STREAM)
         router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         return router

@@ -205,10 +205,14 @@ def refusal(name: str) -> RequestError:
 
 
 def shown_name(name: str) -> str:
-    """A field name from a client in printable ASCII, truncated."""
+    """A field name from a client in printable ASCII, truncated; quoted if spaces are at its ends.
+
+    HTTP does not allow spaces at the ends of a header.
+    """
     shown = name[:MOST_NAME_CHARACTERS].encode("ascii", "backslashreplace").decode()
     shown = "".join(letter if letter.isprintable() else "?" for letter in shown)
-    return shown[:MOST_NAME_CHARACTERS]
+    shown = shown[:MOST_NAME_CHARACTERS]
+    return shown if shown and shown == shown.strip() else f"'{shown}'"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from quire.engine.core import Engine
 from quire.engine.inspection.pages import MOST_CELLS, read_page_map
@@ -19,6 +19,7 @@ from quire.serve.errors import FieldError, bounded
 from quire.serve.kv_plan import MOST_BUDGET_BYTES, plan_for
 from quire.serve.kv_scope import event_of, only_tenant, refuse_unknown_parameters
 from quire.serve.kv_stream import EventStreams
+from quire.serve.response_docs import STREAM
 from quire.serve.service import Service
 from quire.serve.tenant_keys import tenant_of
 from quire.version import __version__
@@ -47,7 +48,14 @@ class KVEndpoints:
         router.add_api_route("/tenants", self.tenants, methods=["GET"])
         router.add_api_route("/plan", self.plan, methods=["GET"])
         router.add_api_route("/events", self.events, methods=["GET"], response_model=None)
-        router.add_api_route("/events/stream", self.stream, methods=["GET"], response_model=None)
+        router.add_api_route(
+            "/events/stream",
+            self.stream,
+            methods=["GET"],
+            response_model=None,
+            response_class=StreamingResponse,
+            responses=STREAM,
+        )
         return router
 
     # ---- snapshots -----------------------------------------------------------------------------

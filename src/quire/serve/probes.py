@@ -5,6 +5,7 @@ import time
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
+from quire.serve.response_docs import PROBE
 from quire.serve.service import Service
 from quire.version import __version__
 
@@ -25,10 +26,22 @@ class Probes:
         router = APIRouter()
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
-        router.add_api_route("/health", self.health, methods=["GET"])
-        router.add_api_route("/ping", self.ping, methods=["GET"])
-        router.add_api_route("/ping", self.ping, methods=["POST"], operation_id="ping_post")
-        router.add_api_route("/ready", self.ready, methods=["GET"])
+        for path, handler in (
+            ("/health", self.health),
+            ("/ping", self.ping),
+            ("/ready", self.ready),
+        ):
+            router.add_api_route(
+                path, handler, methods=["GET"], response_class=Response, responses=PROBE
+            )
+        router.add_api_route(
+            "/ping",
+            self.ping,
+            methods=["POST"],
+            response_class=Response,
+            responses=PROBE,
+            operation_id="ping_post",
+        )
         router.add_api_route("/load", self.load, methods=["GET"])
         router.add_api_route("/version", self.version, methods=["GET"])
         return router

@@ -191,7 +191,7 @@ class CompletionBody(GenerationBody):
             )
         return None if value is False else value
 
-    @field_validator("prompt", mode="plain")
+    @field_validator("prompt", mode="plain", json_schema_input_type=Prompts)
     @classmethod
     def _prompt(cls, value: object) -> object:
         """Check the four formats in one pass; a union would report every element four times."""
@@ -270,7 +270,7 @@ class DetokenizeBody(Body):
 
     tokens: list[int]
 
-    @field_validator("tokens", mode="plain")
+    @field_validator("tokens", mode="plain", json_schema_input_type=list[int])
     @classmethod
     def _tokens(cls, value: object) -> object:
         """Check in Python: pydantic would block all threads for a list of millions of ids."""

@@ -11,6 +11,7 @@ from quire.serve.apis.responses_body import ResponsesBody
 from quire.serve.apis.responses_format import ResponsesFormat
 from quire.serve.endpoints import Endpoints
 from quire.serve.json_route import JsonRoute
+from quire.serve.response_docs import MESSAGES_ERRORS, STREAM
 
 
 class OtherApis:
@@ -26,9 +27,15 @@ class OtherApis:
     def router(self) -> APIRouter:
         """Create the router with all paths."""
         router = APIRouter(route_class=JsonRoute)
-        router.add_api_route("/v1/responses", self.responses, methods=["POST"])
-        router.add_api_route("/v1/messages", self.messages, methods=["POST"])
-        router.add_api_route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"])
+        router.add_api_route("/v1/responses", self.responses, methods=["POST"], responses=STREAM)
+        streamed = STREAM | MESSAGES_ERRORS
+        router.add_api_route("/v1/messages", self.messages, methods=["POST"], responses=streamed)
+        router.add_api_route(
+            "/v1/messages/count_tokens",
+            self.count_tokens,
+            methods=["POST"],
+            responses=MESSAGES_ERRORS,
+        )
         return router
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, text_of
 from quire.serve.errors import FieldError
@@ -17,6 +17,15 @@ NAMES: Mapping[str, str] = {
 }
 """Names in this API of the fields of a chat."""
 
+_BLOCKS = {"type": "array", "items": {"type": "object"}}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
+    },
+    "required": ["role", "content"],
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -24,7 +33,8 @@ class MessagesBody(Body):
     """POST /v1/messages: text and tools."""
 
     messages: Annotated[
-        list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     ]
     max_tokens: int | None = None
     system: str | list[dict[str, Any]] | None = None

@@ -1,0 +1,1 @@
+"""Load of `quire serve`: many streaming clients at once, some of which disconnect."""

@@ -1,0 +1,119 @@
+"""Requests that schemathesis generates from /openapi.json: no response is a server error.
+
+`HYPOTHESIS_PROFILE=deep pytest tests/serve/test_openapi_schema.py` sends more than 2,000 requests.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections import Counter
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from support.busy_server import served
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 60.0
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+CASES = 200 if DEEP else 5
+"""Generated requests of each operation."""
+
+ENDLESS = "/v1/kv/events/stream"
+"""A stream without an end."""
+
+REQUIRED = {"model", "prompt", "messages", "input", "tokens", "max_tokens"}
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+)
+
+
+@pytest.fixture
+def url():
+    """A server in a process of its own; afterwards no request is open, and no KV is left."""
+    with served() as url:
+        yield url
+        end_s = time.monotonic() + PATIENCE_S
+        while httpx.get(f"{url}/load").json() != {"server_load": 0}:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        memory = httpx.get(f"{url}/v1/kv/overview").json()["memory"]
+        assert memory["requests_bytes"] == 0
+
+
+KNOWN = {"name": "quire-tiny"}
+"""Values of parameters of paths that exist; the test adds the id of a request."""
+
+
+@schemathesis.hook
+def map_path_parameters(_context, parameters):
+    """Half of the requests name an existing object."""
+    if parameters and zlib.crc32(repr(parameters).encode()) % 2:
+        return {name: KNOWN.get(name, value) for name, value in parameters.items()}
+    return parameters
+
+
+@schemathesis.hook
+def map_body(_context, body):
+    """Let more bodies pass the checks of single fields, of which one refuses the whole body.
+
+    Most bodies name the served model, and half of them have the required fields only, or one more.
+    """
+    if not isinstance(body, dict):
+        return body
+    number = zlib.crc32(repr(body).encode())
+    if isinstance(body.get("model"), str) and number % 8:
+        body = body | {"model": "quire-tiny"}
+    if number % 2:
+        return body
+    optional = sorted(body.keys() - REQUIRED)
+    kept = REQUIRED | set(optional[number % 31 :][:1])
+    return {name: value for name, value in body.items() if name in kept}
+
+
+def finished_request(url):
+    """The id of a request whose timeline the server keeps."""
+    body = {"prompt": "Once upon a time", "max_tokens": 2}
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    return httpx.get(f"{url}/v1/kv/requests").json()["finished"][0]["request_id"]
+
+
+def statuses(operation, checks):
+    """Send generated requests of an operation; return how often each status was returned."""
+    found = Counter()
+
+    @given(operation.as_strategy())
+    @settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
+    def send(case):
+        response = case.call(timeout=PATIENCE_S)
+        found[response.status_code] += 1
+        case.validate_response(response, checks=checks)
+
+    send()
+    return found
+
+
+def test_generated_requests_get_documented_responses_and_no_server_error(url):
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json").exclude(path=ENDLESS)
+    KNOWN["request_id"] = finished_request(url)
+
+    found = {o.label: statuses(o, CHECKS) for o in (o.ok() for o in schema.get_all_operations())}
+
+    print(json.dumps(found))
+    assert len(found) > 25
+    if DEEP:
+        assert all(statuses[200] for statuses in found.values())
+        assert sum(sum(statuses.values()) for statuses in found.values()) >= 2_000
