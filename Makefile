@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check fmt docs screenshots bench peers clean
+.PHONY: setup demo test test-all check fmt docs screenshots bench peers clients clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,11 @@ bench: setup
 PEERS ?= build/peers
 peers: setup
 	$(BIN)/python -m benchmarks.peers.environments --folder $(PEERS)
+
+# unmodified clients against a server; CLIENTS is the folder of their environments (2 GB)
+CLIENTS ?= build/clients
+clients: setup
+	PYTHONPATH=src:. $(BIN)/python -m tests.clients --folder $(CLIENTS)
 
 test-all: setup
 	QUIRE_TYPE_CHECKS=all HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -77,31 +77,6 @@ def test_request_of_a_tenant_is_unknown_to_another_tenant(serve):
     ]
 
 
-def test_views_of_a_tenant_do_not_change_with_the_requests_of_another_tenant(serve):
-    views = ("requests", "prefixes", "tenants", "events", "ledger")
-
-    async def main(client):
-        async def read():
-            responses = [await client.get(f"/v1/kv/{view}", headers=B) for view in views]
-            return [without_clock(response.json()) for response in responses]
-
-        before = await read()
-        for number in range(3):
-            text = f"{number} {LONG}"
-            await client.post("/v1/completions", json=body_of("completions", text), headers=A)
-        return before, await read()
-
-    before, after = serve(main, tenant_keys=KEYS)
-
-    assert before == after
-
-
-def without_clock(found):
-    """A view without times and the numbers of the whole server that it shows to everyone."""
-    whole = ("time_s", "unix_time_s", "next", "last", "free_bytes", "inspection")
-    return {name: value for name, value in found.items() if name not in whole}
-
-
 # ---- keys in logs --------------------------------------------------------------------------------
 
 

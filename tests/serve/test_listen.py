@@ -1,10 +1,12 @@
 """Invalid listen addresses are refused with one line."""
 
+import resource
+
 import pytest
 
 from quire.errors import ConfigError
 from quire.serve.config import ServerConfig
-from quire.serve.connection import bind
+from quire.serve.connection import bind, raise_file_limit
 
 
 @pytest.mark.parametrize("host", ["x..y", "x\0y", "a" * 300, "\u00e9" * 80, "256.1.1.1"])
@@ -16,3 +18,14 @@ def test_invalid_host_is_refused(host):
 def test_empty_host_is_refused():
     with pytest.raises(ConfigError, match=r"expected a host address, got an empty string"):
         ServerConfig(host="")
+
+
+def test_limit_of_open_files_is_raised_to_the_hard_limit():
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 100, hard))
+    try:
+        raise_file_limit()
+
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65_536), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -21,7 +21,13 @@ from quire.serve.api_docs import DOCS_PATHS, ApiDocs
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
 from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
-from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
+from quire.serve.connection import (
+    MAX_HEADER_BYTES,
+    BodyLimit,
+    TimedConnection,
+    listen,
+    raise_file_limit,
+)
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
@@ -135,6 +141,7 @@ def run_server(
         EngineDead: the engine has stopped by an error.
     """
     configure_logs(config.log_format, config.log_level)
+    raise_file_limit()
     app = create_app(llm, config, tenant_keys=tenant_keys, tenants=tenants)
     server = uvicorn_config(app, config)
     # the model's objects are never freed: a collection after a large body must not traverse them

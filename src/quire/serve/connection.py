@@ -7,6 +7,7 @@ memory as long as it is open.
 import asyncio
 import os
 import socket
+import sys
 from http import HTTPStatus
 
 import h11
@@ -18,6 +19,11 @@ from quire.engine.host_memory import return_freed_memory
 from quire.errors import ConfigError
 from quire.layout.sizes import format_size
 from quire.serve.errors import error_response
+
+if sys.platform == "win32":
+    resource = None
+else:
+    import resource
 
 MAX_HEADER_BYTES = 1 << 16
 """Limit of the request line and headers of one request."""
@@ -204,6 +210,10 @@ def _announced_bytes(scope: Scope) -> int:
 # The server's socket: bound before the model is loaded, so that a port in use is reported at once.
 
 
+MOST_FILES = 1 << 16
+"""Open files that the server asks for, if the system allows more."""
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Create a socket that is bound but does not accept connections yet.
 
@@ -226,6 +236,19 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise _cannot_listen(host, port, error) from error
     return bound
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one: every connection needs a file.
+
+    Many systems start a process with 1,024, fewer than the streams of a busy server.
+    """
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(bound: socket.socket, *, scheme: str = "http") -> str:
