@@ -20,9 +20,7 @@ from quire.errors import ConfigError
 from quire.layout.sizes import format_size
 from quire.serve.errors import error_response
 
-if sys.platform == "win32":
-    resource = None
-else:
+if sys.platform != "win32":
     import resource
 
 MAX_HEADER_BYTES = 1 << 16
@@ -243,7 +241,7 @@ def raise_file_limit() -> None:
 
     Many systems start a process with 1,024, fewer than the streams of a busy server.
     """
-    if resource is None:
+    if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
