@@ -124,6 +124,7 @@ def test_keys_are_not_in_the_output_of_the_process(tmp_path):
     assert [*secrets_in(written), *(t for t in ("sk-wrong", "4711") if t in written)] == []
 
 
+@pytest.mark.slow
 def test_keys_of_a_refused_key_file_are_not_in_the_message(tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text(f'a = "{KEY_A}"\nb = "{KEY_A}"\n')
