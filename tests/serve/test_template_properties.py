@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, RequestError
+from quire.models.chat_template import with_chat_template
 from quire.models.tokenizer import encode_chat
-from quire.serve.prompt_fields import with_chat_template
 from serve.conftest import client_of
 
 VALUES = st.recursive(

@@ -4,11 +4,12 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from quire.errors import ConfigError
 from quire.models.loader import LoadedModel
+from quire.models.tokenizer import TEMPLATE_ERRORS
 
 _INLINE = ("{{", "{%")
 
@@ -62,5 +63,5 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, option: str) -> None:
         raise ConfigError(
             f"--chat-template: {name}, line {error.lineno}: {error.message}"
         ) from None
-    except TemplateError:  # it refuses this chat; others get the same message as an error
+    except TEMPLATE_ERRORS:  # it refuses this chat; others get the same message as an error
         return
