@@ -36,7 +36,7 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
 from quire.policies.base import EvictionPolicy, ScorePolicy
-from quire.policies.crushed import SelectionContext
+from quire.policies.signatures.context import SelectionContext
 from quire.policies.kmeans import KMeans
 from quire.policies.kvcrush import KVCrush
 from quire.profile.prefill_rates import random_prompt

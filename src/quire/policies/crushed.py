@@ -4,29 +4,33 @@
     important                       the B_imp best by the mean over query heads
     grouped                         the rest, of which B_rep tokens are retained as representatives
 
-A signature spans the heads of a layer, so each layer has one retained set.
+A signature spans the query heads of a layer. With `sets=layer`, each layer has one retained set;
+important tokens are ranked by the mean over all query heads of the layer. With `sets=head`, each KV
+head has its own: its important tokens are ranked by the mean over its own query heads, and its
+representatives are selected from its own tokens with its own anchor.
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownName
 from quire.layout.statistics import Statistic
-from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
-from quire.policies.best import Floats, best_slots
+from quire.policies.base import LANE, LAYER, EvictionPolicy, ScorePolicy
+from quire.policies.best import Floats
 from quire.policies.h2o import H2O
-from quire.policies.signatures.anchors import Signatures
+from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.query_heads import apart, by_query_head, first_heads
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
+
+OF_LAYER, OF_HEAD = "layer", "head"
+SETS = (OF_LAYER, OF_HEAD)
 
 _SEARCH_LIMIT = 1 << 20
 """Limit of the search for the least cap; no useful cap is larger."""
@@ -39,12 +43,16 @@ class Crushed(ScorePolicy):
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.
         seed: seed of random choices.
+        sets: layer (one retained set for all heads of a layer) or head (one for each KV head).
     """
 
     base: EvictionPolicy = H2O()  # noqa: RUF009 - frozen
     seed: int = 0
+    sets: str = OF_LAYER
 
     def __post_init__(self) -> None:
+        if self.sets not in SETS:
+            raise UnknownName("scope of retained sets (sets)", self.sets, SETS)
         if not isinstance(self.base, ScorePolicy) or not self.base.scores_heads:
             raise ConfigError(
                 f"{type(self).__name__} needs a base whose scores differ between query heads, got "
@@ -53,11 +61,11 @@ class Crushed(ScorePolicy):
 
     @property
     def scope(self) -> str:
-        return LAYER
+        return LAYER if self.sets == OF_LAYER else LANE
 
     @property
     def scores_heads(self) -> bool:
-        return False  # one set per layer: cannot be the base of another such rule
+        return False  # signatures need the scores of query heads: not a base of such a rule
 
     @property
     def rerotates_keys(self) -> bool:
@@ -77,23 +85,23 @@ class Crushed(ScorePolicy):
 
     @abstractmethod
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
-        """Return how many of the retained free units of each layer are representatives, [layer].
+        """Return how many of the retained free units of each row are representatives, [row].
 
         Args:
-            units: units of some layers.
-            sums: [layer, unit] scores of the units.
+            units: units of some rows.
+            sums: [row, unit] scores of the units.
         """
 
     @abstractmethod
     def represent(
-        self, context: "SelectionContext", grouped: Marks, count: NDArray[np.int64]
+        self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
     ) -> Marks:
-        """Select `count` of the grouped units of each layer, or all if there are fewer.
+        """Select `count` of the grouped units of each row, or all if there are fewer.
 
         Args:
             context: scores and bits of the base rule.
-            grouped: [layer, unit] units that are not important.
-            count: [layer] number of units to select.
+            grouped: [row, unit] units that are not important.
+            count: [row] number of units to select.
         """
 
     def least_retained(self, piece_tokens: int = 1) -> int:
@@ -111,10 +119,12 @@ class Crushed(ScorePolicy):
     # ---- selection -----------------------------------------------------------------------------
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        """Return the mean of the base rule's scores over the layer's query heads."""
+        """Return the mean of the base rule's scores over the query heads of a retained set."""
         heads = by_query_head(view, self._base.statistics)
-        mean = _mean_over_layer(self._base.checked_score(heads), heads)
-        return mean.repeat_interleave(view.heads_per_layer, dim=0)
+        score = torch.where(heads.live, self._base.checked_score(heads), 0.0)
+        repeats = view.heads_per_layer if self.scope == LAYER else 1
+        mean = self._by_row(score, view).mean(dim=1)
+        return mean.repeat_interleave(repeats, dim=0)
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         return self._base.protected(view, keep)
@@ -126,15 +136,17 @@ class Crushed(ScorePolicy):
 
     def selection_context(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
-    ) -> "SelectionContext":
+    ) -> SelectionContext:
         """Run the base rule, and return its scores and protected slots."""
         base, heads = self._base, by_query_head(view, self._base.statistics)
-        score = heads.by_layer(base.checked_score(heads))
-        layers, keep = first_heads(view), view.first_heads(keep)
-        protected = base.checked_protected(layers, keep, piece_tokens)
-        return SelectionContext(base, view, layers, heads, score, protected, keep, piece_tokens)
+        score = self._by_row(base.checked_score(heads), view)
+        rows = view
+        if self.scope == LAYER:
+            rows, keep = first_heads(view), view.first_heads(keep)
+        protected = base.checked_protected(rows, keep, piece_tokens)
+        return SelectionContext(base, view, rows, heads, score, protected, keep, piece_tokens)
 
-    def retained_slots(self, context: "SelectionContext") -> Bool[Tensor, "lane slot"]:
+    def retained_slots(self, context: SelectionContext) -> Bool[Tensor, "lane slot"]:
         """Mark the important slots and the representatives of the rest."""
         units = context.units
         sums = units.sums(context.mean_score)
@@ -142,122 +154,17 @@ class Crushed(ScorePolicy):
         retained = units.best(sums, units.num_retained - count)
         if count.any():
             retained |= self.represent(context, units.free & ~retained, count)
-        kept = units.spread(retained, context.view.heads_per_layer)
+        kept = units.spread(retained, context.heads_per_row)
         return kept.to(context.score.device)
+
+    def _by_row(
+        self, numbers: Shaped[Tensor, "query_head slot"], view: KVView
+    ) -> Shaped[Tensor, "row head slot"]:
+        """Group the query heads of each retained set."""
+        heads = view.group * (view.heads_per_layer if self.scope == LAYER else 1)
+        return numbers.view(-1, heads, numbers.shape[1])
 
     @property
     def _base(self) -> ScorePolicy:
         assert isinstance(self.base, ScorePolicy), "checked in __post_init__"
         return self.base
-
-
-@dataclass(frozen=True)
-class SelectionContext:
-    """Scores and protected slots of some layers, from which representatives are selected.
-
-    Attributes:
-        base: the rule.
-        view: the sequence.
-        layers: the same sequence with one lane per layer.
-        heads: the same sequence with one lane per query head.
-        score: the base rule's score for every query head.
-        protected: slots that are always retained, the same for all heads of a layer.
-        keep: number of slots to retain in each layer.
-        piece_tokens: neighbouring slots that are evicted together.
-        known: stored signature bits, and a mask of the slots that have them; None if none are
-            stored.
-    """
-
-    base: ScorePolicy
-    view: KVView
-    layers: KVView
-    heads: KVView
-    score: Float[Tensor, "layer head slot"]
-    protected: Bool[Tensor, "layer slot"]
-    keep: Int[Tensor, " layer"]
-    piece_tokens: int = 1
-    known: tuple[Bool[Tensor, "layer head slot"], Bool[Tensor, "layer head slot"]] | None = None
-
-    @cached_property
-    def units(self) -> Units:
-        """The units that are evicted whole."""
-        live, protected, keep = map(on_host, (self.layers.live, self.protected, self.keep))
-        return Units.of(live, protected & live, keep, self.piece_tokens)
-
-    @property
-    def may_leave(self) -> Bool[Tensor, "layer slot"]:
-        """Slots that are not protected, in layers that evict."""
-        loses = self.keep < self.layers.num_slots[:, 0]
-        return self.layers.live & ~self.protected & loses[:, None]
-
-    @cached_property
-    def mean_score(self) -> Floats:
-        """[layer, column] mean of the scores over the query heads of a layer."""
-        return self._mean(self.score)
-
-    @property
-    def mean_accumulated(self) -> Floats:
-        """[layer, column] mean score before division by the number of queries seen."""
-        flat = self.base.accumulated(self.heads, self.score.flatten(0, 1))
-        return self._mean(self.heads.by_layer(flat))
-
-    def _mean(self, numbers: Float[Tensor, "layer head slot"]) -> Floats:
-        mean: Floats = on_host(numbers[:, :, self.units.columns].mean(dim=1))
-        return mean
-
-    @cached_property
-    def bits(self) -> Bool[Tensor, "layer head column"]:
-        """Whether each query head alone, with the whole budget, retains each evictable token."""
-        columns = self.units.columns
-        if type(self.base).choose is ScorePolicy.choose:
-            fresh = self._best_of_heads()
-        else:
-            fresh = self._chosen_by_heads()[:, :, columns]
-        if self.known is None:
-            return fresh
-        bits, signed = self.known
-        return torch.where(signed[:, :, columns], bits[:, :, columns], fresh)
-
-    @property
-    def all_bits(self) -> Bool[Tensor, "layer head slot"]:
-        """Signature bits of all slots; the bits of protected slots are 1."""
-        must = self.protected & self.layers.live
-        bits = must[:, None].repeat(1, self.score.shape[1], 1)
-        bits[:, :, self.units.columns] |= self.bits
-        return bits if self.known is None else torch.where(self.known[1], self.known[0], bits)
-
-    def _best_of_heads(self) -> Bool[Tensor, "layer head column"]:
-        """Select the best evictable slots of each head, in addition to the protected ones."""
-        units = self.units
-        shared = (units.free_slots[:, None], units.wanted_slots[:, None])
-        free, wanted = (torch.from_numpy(part).to(self.score.device) for part in shared)
-        return best_slots(self.score[:, :, units.columns], free, wanted)
-
-    def _chosen_by_heads(self) -> Bool[Tensor, "layer head slot"]:
-        """Select the slots of each head with a base rule that overrides `choose`."""
-        heads = self.score.shape[1]
-        protected = self.protected.repeat_interleave(heads, dim=0)
-        keep = self.keep.repeat_interleave(heads)
-        chosen = self.base.choose(self.heads, self.score.flatten(0, 1), protected, keep)
-        return self.heads.by_layer(chosen)
-
-    def signatures(self, grouped: Marks) -> Signatures:
-        """Return the bits of a layer's query heads for each unit."""
-        return Signatures(self.units.side_by_side(on_host(self.bits)), grouped, self.numbers)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Numbers of the layers in the model; counted from 0 if the view names no layers."""
-        return self.view.layers or tuple(range(len(self.score)))
-
-
-def on_host(numbers: Tensor) -> NDArray[Any]:
-    """Convert a tensor to a NumPy array; on CPUs the array shares its memory."""
-    array: NDArray[Any] = numbers.cpu().numpy()
-    return array
-
-
-def _mean_over_layer(
-    score: Float[Tensor, "head slot"], heads: KVView
-) -> Float[Tensor, "layer slot"]:
-    return heads.by_layer(torch.where(heads.live, score, 0.0)).mean(dim=1)

@@ -33,6 +33,7 @@ class CrushedShare(Crushed, ABC):
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.
         seed: seed of random choices.
+        sets: layer (one retained set for all heads of a layer) or head (one for each KV head).
         share: fraction of the budget left after protection that representatives get; 0: none.
         representatives: inside (part of the cap) or additive (in addition to the cap).
     """

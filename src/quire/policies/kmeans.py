@@ -2,7 +2,7 @@
 
 Important tokens are selected as in `kvcrush`. Lloyd's algorithm clusters the rest into as many
 clusters as there are representatives, and the token nearest to the mean of each cluster is
-retained. The features are signatures or the layer's keys. Each of `rounds` rounds computes S * B
+retained. The features are signatures, or the keys of the heads that share a retained set. Each of `rounds` rounds computes S * B
 distances; `kvcrush` computes S in all. The paper measured three times the run time.
 
 Differs from the paper: it specifies neither the initial means nor the number of rounds. Here
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
 from quire.layout.extras import require_extra
-from quire.policies.crushed import SelectionContext, on_host
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.registry import register
+from quire.policies.signatures.context import SelectionContext, on_host
 from quire.policies.signatures.units import Marks
 
 SIGNATURES, KEYS = "signatures", "keys"
@@ -38,6 +38,7 @@ class KMeans(CrushedShare):
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.
         seed: no effect; nothing is random.
+        sets: layer (one retained set for all heads of a layer) or head (one for each KV head).
         share: fraction of the budget left after protection that representatives get; 0: none.
         representatives: inside (part of the cap) or additive (in addition to the cap).
         on: features to cluster, signatures or keys.
@@ -71,7 +72,8 @@ class KMeans(CrushedShare):
         """Return the features to cluster, [layer, feature, unit]."""
         if self.on == SIGNATURES:
             return context.signatures(grouped).bits
-        keys = context.view.by_layer(context.view.keys.transpose(1, 2)).flatten(1, 2)
+        keys = context.view.keys.transpose(1, 2).unflatten(0, (-1, context.heads_per_row))
+        keys = keys.flatten(1, 2)  # of all heads of a retained set
         return context.units.side_by_side(on_host(keys[:, :, context.units.columns]))
 
 

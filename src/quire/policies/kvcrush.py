@@ -48,10 +48,10 @@ from quire.errors import UnknownName
 from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
 from quire.policies.base import Decision
 from quire.policies.best import Floats, count_of
-from quire.policies.crushed import SelectionContext
 from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
+from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.query_heads import apart
 from quire.policies.signatures.representatives import (
     MIDDLE,
@@ -75,6 +75,7 @@ class KVCrush(CrushedShare):
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.
         seed: seed of random choices.
+        sets: layer (one retained set for all heads of a layer) or head (one for each KV head).
         share: fraction of the budget left after protection that representatives get; 0: none.
         representatives: inside (part of the cap) or additive (in addition to the cap).
         anchor: random, alternating, mean, zeros, ones; with several anchors random, mean or
@@ -113,14 +114,17 @@ class KVCrush(CrushedShare):
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
     ) -> SelectionContext:
         context = CrushedShare.selection_context(self, view, keep, piece_tokens)
-        return replace(context, known=stored_bits(view)) if self.writes_statistics else context
+        if not self.writes_statistics:
+            return context
+        bits, signed = stored_bits(view)
+        return replace(context, known=(self._by_row(bits, view), self._by_row(signed, view)))
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
         context = self.selection_context(view, keep, piece_tokens)
         retained = self.retained_slots(context)
         if not self.writes_statistics:
             return Decision(retained)
-        return Decision(retained, statistics_to_store(view, context.all_bits, context.may_leave))
+        return Decision(retained, statistics_to_store(context))
 
     def represent(
         self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
@@ -162,9 +166,7 @@ def _spread(units: Units, sums: Floats) -> NDArray[np.float64]:
 BITS, UNTIL = SignatureBits(), SignedUntil()
 
 
-def stored_bits(
-    view: KVView,
-) -> tuple[Bool[Tensor, "layer head slot"], Bool[Tensor, "layer head slot"]]:
+def stored_bits(view: KVView) -> tuple[Bool[Tensor, "head slot"], Bool[Tensor, "head slot"]]:
     """Return the stored bits of each query head, and a mask of the slots that have them.
 
     Raises:
@@ -175,28 +177,18 @@ def stored_bits(
     numbers = torch.where(view.live, view.statistic(BITS), 0.0).nan_to_num(0, 0, 0).long()
     heads = torch.arange(view.group, device=numbers.device)
     bits = (numbers[:, None] >> heads[:, None]) & 1
-    return _by_layer(view, bits.bool()), _by_layer(view, signed)
+    return bits.bool().flatten(0, 1), signed
 
 
-def statistics_to_store(
-    view: KVView, bits: Bool[Tensor, "layer head slot"], may_leave: Bool[Tensor, "layer slot"]
-) -> Mapping[Statistic, Float[Tensor, "..."]]:
-    """Return the statistics to store for the bits of each query head.
+def statistics_to_store(context: SelectionContext) -> Mapping[Statistic, Float[Tensor, "..."]]:
+    """Return the statistics to store: bits of each query head for all evictable slots.
 
     Args:
-        view: view with the bits stored before.
-        bits: bits of each query head.
-        may_leave: evictable slots, whose bits are stored.
+        context: context with the bits stored before.
     """
+    view, bits = context.view, context.all_bits
     heads = torch.arange(view.group, device=bits.device)
     numbers = (bits.view(-1, view.group, bits.shape[2]).long() << heads[:, None]).sum(dim=1)
-    behind = torch.where(may_leave, view.first_heads(view.positions) + 1, 0).amax(dim=1)
-    behind = behind.repeat_interleave(view.heads_per_layer)[:, None, None]
+    behind = torch.where(context.may_leave, context.rows.positions + 1, 0).amax(dim=1)
+    behind = behind.repeat_interleave(context.heads_per_row)[:, None, None]
     return {BITS: numbers.float(), UNTIL: torch.maximum(view.statistic(UNTIL), behind.float())}
-
-
-def _by_layer(
-    view: KVView, bits: Bool[Tensor, "lanes_or_heads ..."]
-) -> Bool[Tensor, "layer head slot"]:
-    """Reshape to one row per query head, by layer."""
-    return bits.view(-1, view.heads_per_layer * view.group, bits.shape[-1])

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.policies.best import Floats, best_of, count_of
-from quire.policies.crushed import Crushed, SelectionContext
+from quire.policies.crushed import Crushed
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import (
@@ -33,6 +33,7 @@ from quire.policies.signatures.anchors import (
     check_anchor,
     nearest_anchor,
 )
+from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.units import Marks, Units
 
 
@@ -44,6 +45,7 @@ class KVCrushOpenVINO(Crushed):
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.
         seed: seed of a random anchor.
+        sets: layer (one retained set for all heads of a layer) or head (one for each KV head).
         blocks: number of pages retained in addition to the cap.
         anchor: random, alternating, mean, zeros or ones.
     """

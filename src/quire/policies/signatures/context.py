@@ -1,0 +1,155 @@
+"""Scores, protected slots and signature bits of retained sets, from which representatives are
+selected.
+
+A row is one retained set: a layer (`sets=layer`), whose KV heads hold the same tokens, or one KV
+head (`sets=head`). The signature of a token has one bit for every query head of its layer in both
+cases. With `sets=head`, the KV heads of a layer may hold different tokens: the bits of a head that
+has evicted the token are 0, as that head would not retain it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.policies.base import ScorePolicy
+from quire.policies.best import Floats, best_slots
+from quire.policies.signatures.alignment import aligned_bits
+from quire.policies.signatures.anchors import Signatures
+from quire.policies.signatures.units import Marks, Units
+from quire.policies.view import KVView
+
+
+@dataclass(frozen=True)
+class SelectionContext:
+    """Scores and protected slots of some retained sets.
+
+    Attributes:
+        base: the rule.
+        view: the sequence.
+        rows: the same sequence with one lane per retained set.
+        heads: the same sequence with one lane per query head.
+        score: the base rule's score for every query head of a row.
+        protected: slots that are always retained.
+        keep: number of slots to retain in each row.
+        piece_tokens: neighbouring slots that are evicted together.
+        known: stored signature bits, and a mask of the slots that have them; None if none are
+            stored.
+    """
+
+    base: ScorePolicy
+    view: KVView
+    rows: KVView
+    heads: KVView
+    score: Float[Tensor, "row head slot"]
+    protected: Bool[Tensor, "row slot"]
+    keep: Int[Tensor, " row"]
+    piece_tokens: int = 1
+    known: tuple[Bool[Tensor, "row head slot"], Bool[Tensor, "row head slot"]] | None = None
+
+    @property
+    def heads_per_row(self) -> int:
+        """KV heads that share a retained set."""
+        return len(self.view.positions) // len(self.score)
+
+    @property
+    def rows_per_layer(self) -> int:
+        """Retained sets of a layer."""
+        return self.view.heads_per_layer // self.heads_per_row
+
+    @cached_property
+    def units(self) -> Units:
+        """The units that are evicted whole."""
+        live, protected, keep = map(on_host, (self.rows.live, self.protected, self.keep))
+        return Units.of(live, protected & live, keep, self.piece_tokens)
+
+    @property
+    def may_leave(self) -> Bool[Tensor, "row slot"]:
+        """Slots that are not protected, in rows that evict."""
+        loses = self.keep < self.rows.num_slots[:, 0]
+        return self.rows.live & ~self.protected & loses[:, None]
+
+    @cached_property
+    def mean_score(self) -> Floats:
+        """[row, column] mean of the scores over the query heads of a row."""
+        return self._mean(self.score)
+
+    @property
+    def mean_accumulated(self) -> Floats:
+        """[row, column] mean score before division by the number of queries seen."""
+        flat = self.base.accumulated(self.heads, self.score.flatten(0, 1))
+        return self._mean(flat.view(self.score.shape))
+
+    def _mean(self, numbers: Float[Tensor, "row head slot"]) -> Floats:
+        mean: Floats = on_host(numbers[:, :, self.units.columns].mean(dim=1))
+        return mean
+
+    @cached_property
+    def own_bits(self) -> Bool[Tensor, "row head column"]:
+        """Whether each query head of a row, with the whole budget, retains an evictable token."""
+        columns = self.units.columns
+        if type(self.base).choose is ScorePolicy.choose:
+            fresh = self._best_of_heads()
+        else:
+            fresh = self._chosen_by_heads()[:, :, columns]
+        if self.known is None:
+            return fresh
+        bits, signed = self.known
+        return torch.where(signed[:, :, columns], bits[:, :, columns], fresh)
+
+    @property
+    def all_bits(self) -> Bool[Tensor, "row head slot"]:
+        """Signature bits of a row's own heads for all slots; 1 for protected slots."""
+        must = self.protected & self.rows.live
+        bits = must[:, None].repeat(1, self.score.shape[1], 1)
+        bits[:, :, self.units.columns] |= self.own_bits
+        return bits if self.known is None else torch.where(self.known[1], self.known[0], bits)
+
+    def _best_of_heads(self) -> Bool[Tensor, "row head column"]:
+        """Select the best evictable slots of each head, in addition to the protected ones."""
+        units = self.units
+        shared = (units.free_slots[:, None], units.wanted_slots[:, None])
+        free, wanted = (torch.from_numpy(part).to(self.score.device) for part in shared)
+        return best_slots(self.score[:, :, units.columns], free, wanted)
+
+    def _chosen_by_heads(self) -> Bool[Tensor, "row head slot"]:
+        """Select the slots of each head with a base rule that overrides `choose`."""
+        heads = self.score.shape[1]
+        protected = self.protected.repeat_interleave(heads, dim=0)
+        keep = self.keep.repeat_interleave(heads)
+        chosen = self.base.choose(self.heads, self.score.flatten(0, 1), protected, keep)
+        return chosen.view(self.score.shape)
+
+    @cached_property
+    def bits(self) -> Marks:
+        """[row, bit, column] one bit for every query head of a row's layer."""
+        if self.rows_per_layer == 1:
+            bits: Marks = on_host(self.own_bits)
+            return bits
+        positions, columns = on_host(self.rows.positions), self.units.columns
+        return aligned_bits(on_host(self.all_bits), positions, self.rows_per_layer)[:, :, columns]
+
+    def signatures(self, grouped: Marks) -> Signatures:
+        """Return the bits of a layer's query heads for each unit.
+
+        Args:
+            grouped: [row, unit] units that representatives may replace.
+        """
+        return Signatures(self.units.side_by_side(self.bits), grouped, self.numbers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Number of each row in the model, from which random choices are drawn."""
+        layers = self.view.layers or range(len(self.score) // self.rows_per_layer)
+        each = self.rows_per_layer
+        return tuple(layer * each + row for layer in layers for row in range(each))
+
+
+def on_host(numbers: Tensor) -> NDArray[Any]:
+    """Convert a tensor to a NumPy array; on CPUs the array shares its memory."""
+    array: NDArray[Any] = numbers.cpu().numpy()
+    return array
