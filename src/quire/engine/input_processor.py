@@ -140,7 +140,7 @@ class InputProcessor:
             logger.info("%r: %d tokens never exceed the cap", rule.text, final_tokens)
             return _Policy(rule.text, memory=RequestMemory(statistics=none))
         # re-rotated positions never exceed the lane's capacity, which selects the RoPE variant
-        rerotates = rule.policy is not None and rule.policy.rerotates_keys
+        rerotates = rule.policy is not None and rule.policy.rerotates_keys and not spec.divided
         return _Policy(
             rule.text,
             spec.peak_tokens(final_tokens, prompt_tokens) if rerotates else None,

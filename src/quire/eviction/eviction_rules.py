@@ -178,7 +178,7 @@ class EvictionRules:
         if policy is None or not policy.rerotates_keys:
             return context
         spec = self.resolve(rule, prompt_tokens).spec
-        if spec.when == PRESSURE or spec.ragged:  # lanes may exceed their cap
+        if spec.when == PRESSURE or spec.ragged or spec.divided:  # lanes may exceed their cap
             return context
         peaks = (
             spec.lane_peak_tokens(cap, UNLIMITED, prompt_tokens)

@@ -21,11 +21,13 @@ from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.registry import FULL
 from quire.scheduler.lane_slots import (
     Slots,
+    division_is_due,
     evicting_table,
     free_tokens,
     has_atomic_chunk,
     held_slots,
     lookahead,
+    note_division,
     over_cap,
     slots_to_keep,
 )
@@ -71,9 +73,8 @@ class Evicting:
         """
         if self._table is None or self._evictor is None or row.eviction.spec.cap is None:
             return
-        if row.eviction.pending and row.progress.num_computed >= len(row.prompt_token_ids):
-            self._evictor.finalize(row)
-            row.eviction.pending = False
+        if division_is_due(row, self._table, lookahead(row)):
+            self._divide(row)
         self._evict(row, slots_to_keep(row, self._table, lookahead(row)))
 
     def evict_after_prompt(self, row: Request) -> None:
@@ -94,7 +95,15 @@ class Evicting:
         for row in sorted(waiting, key=self._held, reverse=True):
             if enough():
                 return
+            if row.eviction.pending and over_cap(row, self._table, tokens=1) is not None:
+                self._divide(row)
             self._evict(row, over_cap(row, self._table, tokens=1))
+
+    def _divide(self, row: Request) -> None:
+        """Set the caps of a row's lanes by its cache."""
+        assert self._evictor is not None, "only called if the rule evicts"
+        self._evictor.finalize(row)
+        note_division(row)
 
     def _held(self, row: Request) -> int:
         assert self._table is not None, "only called if the rule evicts"

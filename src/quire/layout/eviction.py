@@ -119,6 +119,8 @@ class EvictionSpec:
         lane_capacities: cap of each lane (layer-major, then KV head) if a budget splits the total
             unequally and the split is known before prefill; None: `cap` for every lane.
         ragged: whether a budget may move slots between the heads of a layer during generation.
+        divided: whether a budget divides the cap over the lanes again at evictions, as the prompt
+            is computed; `lane_capacities` is then the last division, whose mean is at most `cap`.
         statistics: attention statistics that the policy uses.
     """
 
@@ -127,6 +129,7 @@ class EvictionSpec:
     when: str = PREFILL_AND_DECODE
     lane_capacities: tuple[int, ...] | None = None
     ragged: bool = False
+    divided: bool = False
     statistics: tuple[Statistic, ...] = ()
 
     def __post_init__(self) -> None:

@@ -148,8 +148,7 @@ class Crushed(ScorePolicy):
 
     def retained_slots(self, context: SelectionContext) -> Bool[Tensor, "lane slot"]:
         """Mark the important slots and the representatives of the rest."""
-        units = context.units
-        sums = units.sums(context.mean_score)
+        units, sums = context.units, context.sums
         count = self.num_representatives(units, sums)
         retained = units.best(sums, units.num_retained - count)
         if count.any():

@@ -16,6 +16,7 @@ from quire.layout.eviction import (
     MOST_DEFAULT_EVERY,
     PREFILL_AND_DECODE,
     PREFILL_END,
+    PRESSURE,
     SCHEDULES,
     Cap,
     EvictionSpec,
@@ -153,6 +154,8 @@ class EvictionRule:
             cap += self.policy.added_tokens(cap - leaving, pieces)
         shape = self._shape(cap, leaving, prompt_tokens, lanes, pieces)
         lane_capacities = self.budget.lane_capacities(shape)
+        if self.divides_again:
+            lane_capacities = None  # equal caps until the first eviction
         least_cap = min(cap, *lane_capacities) if lane_capacities else cap
         _check_leaving(self, least_cap, leaving)
         if least_cap < shape.least:
@@ -170,6 +173,7 @@ class EvictionRule:
                 when=self.when,
                 lane_capacities=lane_capacities,
                 ragged=self.budget.ragged,
+                divided=self.divides_again,
                 statistics=self.statistics,
             ),
             piece_tokens=pieces,
@@ -207,6 +211,7 @@ class EvictionRule:
             prompt_tokens=prompt_tokens,
             least=self.policy.least_retained(pieces) + leaving,
             piece_tokens=pieces,
+            bounded=self.divides_again,
         )
 
     def every_under(self, cap: int) -> int:
@@ -218,6 +223,11 @@ class EvictionRule:
         return 0 if self.when == PREFILL_END else self.every_under(cap)
 
     @property
+    def divides_again(self) -> bool:
+        """Whether the budget divides the cap at each eviction until the prompt is computed."""
+        return self.budget.needs_prompt and self.when in (PREFILL_AND_DECODE, PRESSURE)
+
+    @property
     def most_every(self) -> int:
         """The most tokens evicted at a time in any request."""
         if self.every is None and self.cap is not None and self.cap.tokens is not None:
@@ -225,7 +235,7 @@ class EvictionRule:
         return MOST_DEFAULT_EVERY if self.every is None else self.every
 
     def finalize(self, eviction: Eviction, view: KVView, lanes: LaneShape) -> Eviction:
-        """Divide the cap of a request whose whole prompt is in the cache.
+        """Divide the cap of a request by its cache, which holds its prompt as far as computed.
 
         Raises:
             PolicyError: the rule broke its contract.

@@ -54,9 +54,11 @@ from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
 from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.query_heads import apart
 from quire.policies.signatures.representatives import (
+    BEST,
     MIDDLE,
     RANDOM,
     check_pick,
+    choose_best,
     choose_representatives,
     of_each_anchor,
 )
@@ -136,7 +138,10 @@ class KVCrush(CrushedShare):
         chosen = np.zeros_like(grouped)
         for number in range(self.anchors):
             near = grouped & (which == number) if self.anchors > 1 else grouped
-            chosen |= choose_representatives(distance, near, counts[:, number], seeds)
+            if self.pick == BEST:
+                chosen |= choose_best(distance, near, counts[:, number], context.sums)
+            else:
+                chosen |= choose_representatives(distance, near, counts[:, number], seeds)
         return chosen
 
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import UnsoundCombination
-from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.layout.statistics import QueryMoments, QueryRing
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget
@@ -53,16 +52,6 @@ class Unsound:
 
 UNSOUND: tuple[Unsound, ...] = (
     Unsound(
-        one="a budget that reads the prompt's cache once (squeeze, lazy, fastgen)",
-        other="`when=prefill_and_decode`, `when=pressure`",
-        meets=lambda parts: (
-            parts.budget.needs_prompt and parts.when in (PREFILL_AND_DECODE, PRESSURE)
-        ),
-        reason="{budget} reads the whole prompt's cache, which is never complete with when={when}",
-        instead="when=prefill_end or when=decode, or a budget that does not read the cache, such "
-        "as pyramid",
-    ),
-    Unsound(
         one="a budget that reads the cache (squeeze, lazy, fastgen, ada)",
         other="a rule that returns a retained set and no scores",
         meets=lambda parts: (
@@ -74,11 +63,12 @@ UNSOUND: tuple[Unsound, ...] = (
     ),
     Unsound(
         one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
-        other="a rule with one set per layer (recent, sinks, random, tova, kvcrush and variants)",
+        other="a rule with one set per layer (recent, sinks, random, tova; kvcrush and its variants with "
+        "`sets=layer`)",
         meets=lambda parts: parts.budget.by_head and parts.policy.scope == LAYER,
         reason="{budget} divides a layer over its heads, and this rule retains one set for all "
         "heads of a layer",
-        instead="a rule with one set per head, such as h2o",
+        instead="a rule with one set per head, such as h2o, or sets=head of kvcrush",
     ),
     Unsound(
         one="a rule that re-rotates positions (streaming)",

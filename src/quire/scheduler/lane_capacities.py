@@ -1,6 +1,7 @@
 """Keeps lanes at or below their capacity: evicts before the next tokens are computed."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -11,10 +12,12 @@ from quire.layout.eviction import PRESSURE
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lane_slots import (
     Slots,
+    division_is_due,
     evicting_table,
     held_slots,
     lookahead,
     needs_page,
+    note_division,
     over_cap,
     slots_to_keep,
 )
@@ -73,7 +76,10 @@ class Evictor(Protocol):
         ...
 
     def finalize(self, request: Request) -> None:
-        """Distribute the cap of a request over its lanes, once its prompt has been computed.
+        """Distribute the cap of a request over its lanes by its cache.
+
+        Called once its prompt has been computed, or with `EvictionSpec.divided` at each eviction
+        until then.
 
         Raises:
             PolicyError: the policy broke its contract.
@@ -200,25 +206,30 @@ class LaneCapacities:
         return int(held_slots(self._table, request).sum())
 
     def _evict_pages(self, request: Request) -> bool:
-        assert self._table is not None
-        return self._evict_private(request, over_cap(request, self._table), least_gain=1)
+        return self._evict_private(request, tokens=0, least_gain=1)
 
     def _reuse_slots(self, request: Request) -> bool:
         assert self._table is not None
         if not needs_page(request, self._table):
             return False
-        keep = over_cap(request, self._table, tokens=1)
-        return self._evict_private(request, keep, least_gain=None)
+        return self._evict_private(request, tokens=1, least_gain=None)
 
-    def _evict_private(
-        self, request: Request, keep: Slots | None, *, least_gain: int | None
-    ) -> bool:
-        """Evict down to `keep` slots per lane if no group member shares the pages.
+    def _evict_private(self, request: Request, *, tokens: int, least_gain: int | None) -> bool:
+        """Evict lanes above their cap if no group member shares the pages.
+
+        Args:
+            request: a running request.
+            tokens: number of next tokens; with 1, lanes at their cap count as above it.
+            least_gain: see `Evictor.evict`.
 
         Returns:
             Whether slots were evicted, or the request failed and was freed.
         """
-        if keep is None or self._sequence_memory.sharing.shares_unwritten(request):
+        assert self._table is not None
+        # while every lane is within its cap, their sum is bounded: no division is needed
+        if over_cap(request, self._table, tokens) is None:
+            return False
+        if self._sequence_memory.sharing.shares_unwritten(request):
             return False
         if self._shares_with_group(request):
             return False
@@ -226,12 +237,23 @@ class LaneCapacities:
         self._sequence_memory.sharing.stop_sharing(request)
         self._sequence_memory.sharing.drop_cached()
         try:
-            return self._evict(request, keep, PRESSURE, least_gain=least_gain)
+            with _undone_without_eviction(request):
+                if request.eviction.pending:
+                    self._divide(request)
+                keep = over_cap(request, self._table, tokens)
+                return keep is not None and self._evict(
+                    request, keep, PRESSURE, least_gain=least_gain
+                )
         except OutOfPages:
             return False
         except PolicyError as error:
             self._lifecycle.fail(request, error)
             return True
+
+    def _divide(self, request: Request) -> None:
+        """Set the caps of a request's lanes by its cache."""
+        self._evictor.finalize(request)
+        note_division(request)
 
     def _shares_with_group(self, request: Request) -> bool:
         """Whether other members of its group share pages of a request.
@@ -266,14 +288,18 @@ class LaneCapacities:
             if entry.num_computed != request.progress.num_computed:
                 return True
             self._repeat(request, entry)
-        if request.eviction.pending and request.progress.num_computed >= len(
-            request.prompt_token_ids
-        ):
-            self._evictor.finalize(request)
-            request.eviction.pending = False
-        keep = slots_to_keep(request, self._table, lookahead(request))
-        if keep is not None and np.any(keep < held_slots(self._table, request)):
-            self._evict(request, keep, CAP)
+        if request.progress.num_computed < request.eviction.divided_tokens:
+            return True  # recomputed: no eviction was due between the last one and the division
+        try:
+            division = request.eviction.division
+            if division_is_due(request, self._table, lookahead(request)):
+                self._divide(request)
+            keep = slots_to_keep(request, self._table, lookahead(request))
+            if keep is not None and np.any(keep < held_slots(self._table, request)):
+                self._evict(request, keep, CAP)
+        except OutOfPages:
+            request.eviction.division = division
+            raise
         return True
 
     def _is_due(self, request: Request) -> bool:
@@ -281,7 +307,11 @@ class LaneCapacities:
         if entry is not None:
             return entry.num_computed == request.progress.num_computed
         assert self._table is not None
-        return slots_to_keep(request, self._table, lookahead(request)) is not None
+        tokens = lookahead(request)
+        return (
+            division_is_due(request, self._table, tokens)
+            or slots_to_keep(request, self._table, tokens) is not None
+        )
 
     def _evict(
         self, request: Request, keep: Slots, reason: str, *, least_gain: int | None = None
@@ -345,3 +375,14 @@ class LaneCapacities:
             length=request.progress.num_computed,
             **extra,
         )
+
+
+@contextmanager
+def _undone_without_eviction(request: Request) -> Iterator[None]:
+    """Restore the caps of a request's lanes if no token is evicted in the block."""
+    division, entries = request.eviction.division, request.eviction.num_evictions
+    try:
+        yield
+    finally:
+        if request.eviction.num_evictions == entries:
+            request.eviction.division = division

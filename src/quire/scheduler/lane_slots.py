@@ -79,6 +79,26 @@ def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | No
     return _at_capacity(spec, table, held_slots(table, request), tokens)
 
 
+def division_is_due(request: Request, table: LaneTable, tokens: int) -> bool:
+    """Whether the caps of a request's lanes are to be set before `tokens` more are computed.
+
+    With `when=pressure` they are set when the request evicts: see `over_cap`.
+    """
+    spec = request.eviction.spec
+    if not request.eviction.pending or spec.when == PRESSURE:
+        return False
+    if request.progress.num_computed >= len(request.prompt_token_ids):
+        return True
+    return spec.divided and slots_to_keep(request, table, tokens) is not None
+
+
+def note_division(request: Request) -> None:
+    """Record that the caps of a request's lanes were set from the tokens computed so far."""
+    done = request.progress.num_computed
+    request.eviction.divided_tokens = done
+    request.eviction.pending = done < len(request.prompt_token_ids)
+
+
 def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | None:
     """Slots [lanes] to retain under memory pressure; None if no lane is above its cap.
 

@@ -149,7 +149,8 @@ class RequestEviction:
         spec: how many tokens are retained, and when evictions happen; resolved for its prompt.
         selection: the policy that selects tokens, a `quire.policies.eviction.Eviction`; not used by
             the scheduler.
-        pending: whether the caps of its lanes are still to be set, after its prompt is computed.
+        pending: whether the caps of its lanes are still to be set, until its prompt is computed.
+        divided_tokens: number of computed tokens when the caps of its lanes were set last.
         trace: the evictions of all its runs; a recomputation replays them.
         replayed: number of trace entries that were replayed or recorded in this run.
         num_evictions: number of evictions, without replays.
@@ -160,11 +161,21 @@ class RequestEviction:
     spec: EvictionSpec = KEEP_ALL
     selection: object | None = None
     pending: bool = False
+    divided_tokens: int = 0
     trace: list[EvictionEntry] = field(default_factory=list)
     replayed: int = 0
     num_evictions: int = 0
     evicted_tokens: float = 0.0
     exact: bool = True
+
+    @property
+    def division(self) -> tuple[EvictionSpec, object | None, bool, int]:
+        """The caps of its lanes, and from which tokens they were set."""
+        return self.spec, self.selection, self.pending, self.divided_tokens
+
+    @division.setter
+    def division(self, found: tuple[EvictionSpec, object | None, bool, int]) -> None:
+        self.spec, self.selection, self.pending, self.divided_tokens = found
 
     @property
     def next_replay(self) -> EvictionEntry | None:

@@ -204,8 +204,7 @@ def share_evictions(parent: Request, child: Request) -> None:
     own.trace[: inherited.replayed] = inherited.trace[: inherited.replayed]
     own.replayed = inherited.replayed
     if own.pending or not inherited.pending:
-        own.spec, own.selection = inherited.spec, inherited.selection
-        own.pending = inherited.pending
+        own.division = inherited.division
     if len(own.trace) == own.replayed:  # the child has no evictions of its own
         own.num_evictions, own.evicted_tokens = inherited.num_evictions, inherited.evicted_tokens
 

@@ -1,10 +1,16 @@
 """Interface of a budget: a frozen dataclass that divides `cap` tokens per lane.
 
     fixed before prefill            lane_capacities   pyramid, scissors, by_layer
-    set once, after prefill         finalize    squeeze, lazy, fastgen
+    set from the prompt's cache     finalize    squeeze, lazy, fastgen
     set at every eviction           divide      ada: moves slots between the heads of a layer
 
-The caps of all lanes add up to lanes * cap, unless `keeps_total` is False.
+`finalize` runs once, after prefill, if no token is evicted during prefill. With
+`when=prefill_and_decode` and `when=pressure` it runs at each eviction until the prompt is computed:
+the first division is an estimate from the first blocks, and later ones refine it. A lane that
+retains few tokens is then measured on these tokens only.
+
+The caps of all lanes add up to lanes * cap, unless `keeps_total` is False. With `Shape.bounded` they
+never add up to more.
 """
 
 from collections.abc import Sequence
@@ -42,6 +48,7 @@ class Shape:
         prompt_tokens: tokens of the prompt.
         least: minimum cap of a lane, in tokens.
         piece_tokens: neighbouring slots that are evicted together.
+        bounded: whether the caps of all lanes may add up to at most lanes * cap.
     """
 
     cap: int
@@ -51,6 +58,7 @@ class Shape:
     prompt_tokens: int
     least: int
     piece_tokens: int = 1
+    bounded: bool = False
 
     @property
     def num_lanes(self) -> int:
@@ -66,12 +74,24 @@ class Shape:
         """Expand caps of layers to caps of lanes."""
         return tuple(cap for cap in caps for _ in range(self.heads))
 
+    def within_total(self, caps: Sequence[int]) -> tuple[int, ...]:
+        """Replace UNBOUNDED caps by equal shares of what the other lanes leave of lanes * cap.
+
+        Args:
+            caps: caps of all lanes, each at most `cap` or UNBOUNDED.
+        """
+        others = [cap for cap in caps if cap != UNBOUNDED]
+        unbounded = len(caps) - len(others)
+        left = len(caps) * self.cap - sum(others)
+        shares = iter(share_out(left, [1] * unbounded) if unbounded else ())
+        return tuple(next(shares) if cap == UNBOUNDED else cap for cap in caps)
+
 
 class Budget:
     """Divides a cap. Subclasses are frozen dataclasses; their fields are options."""
 
     needs_prompt: ClassVar[bool] = False
-    """Whether it reads the whole prompt's cache (`finalize`): no eviction during prefill."""
+    """Whether it reads the prompt's cache (`finalize`)."""
     ragged: ClassVar[bool] = False
     """Whether slots move between the heads of a layer at each eviction (`divide`)."""
     by_head: ClassVar[bool] = False
@@ -88,7 +108,7 @@ class Budget:
         """Return the caps of all lanes, layer-major, before prefill; None: equal caps.
 
         A budget with `needs_prompt` returns the maximum each lane may get; this is reserved until
-        `finalize`.
+        `finalize`. It is not reserved if `shape.bounded`: lanes are equal until the first eviction.
 
         Raises:
             ConfigError: the cap cannot be divided; the message states the reason.
@@ -98,6 +118,9 @@ class Budget:
 
     def finalize(self, view: "KVView", rule: "ScorePolicy", shape: Shape) -> tuple[int, ...]:
         """Return the caps of all lanes after prefill; UNBOUNDED disables eviction in a lane.
+
+        With `shape.bounded`, part of the prompt may not be computed, lanes may hold different
+        numbers of tokens, and no cap is UNBOUNDED.
 
         Args:
             view: all lanes, with the statistics of the rule and the budget.

@@ -7,6 +7,10 @@ attention that the prompt's queries gave to the head's slots:
     the rule's best slots, up to the cap
     all slots                                      so memory is not bounded by the cap
 
+With `when=prefill_and_decode` and `when=pressure` the cap bounds the sum over all heads: the heads of
+the third kind divide equally what the others leave. Heads are then measured on the slots that they
+hold.
+
 Differs from the paper: its sets are special tokens, punctuation, frequent tokens, local tokens and
 all tokens, with frequent and local sizes as ratios of the prompt; here the rule and the cap define
 the sets. Recovery is the fraction of the attention mass, summed over the prompt's queries.
@@ -56,17 +60,19 @@ class FastGen(Budget):
 
     def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         least, cap = (self._recovers(view, rule, shape, cap) for cap in (shape.least, shape.cap))
-        return tuple(
+        caps = tuple(
             shape.least if enough else shape.cap if at_cap else UNBOUNDED
             for enough, at_cap in zip(least.tolist(), cap.tolist(), strict=True)
         )
+        return shape.within_total(caps) if shape.bounded else caps
 
     def _recovers(
         self, view: KVView, rule: ScorePolicy, shape: Shape, cap: int
     ) -> Bool[Tensor, " lane"]:
         """Return whether a lane of this cap retains the required fraction of its attention."""
-        keep = torch.full_like(view.num_slots[:, 0], cap - shape.leaving)
-        if bool((view.num_slots[:, 0] <= keep).all()):
+        held = view.num_slots[:, 0]
+        keep = held.clamp_max(cap - shape.leaving)
+        if bool((held <= keep).all()):
             return torch.ones_like(keep, dtype=torch.bool)
         received = view.statistic(_ATTENTION)
         kept = (received * rule.select(view, keep, shape.piece_tokens)).sum(dim=1)

@@ -5,12 +5,21 @@ sinks` is averaged over queries and heads. A layer above `threshold` is lazy and
 tokens; other layers never evict, so memory is not bounded by the cap. With the rule `sinks` a lazy
 layer retains exactly the measured tokens.
 
+With `when=prefill_and_decode` and `when=pressure` the cap bounds the sum over all layers. A lazy
+layer then retains as many tokens as the first `sinks` and the fewest newest ones whose attention is
+above `threshold`. The other layers divide equally what the lazy layers leave. If every layer is
+lazy, each retains the cap.
+
 Differs from the paper: it classifies layers with the last prompt tokens or the first generated
 token; here always with the last `last` prompt tokens. Its thresholds differ by model, from 0.65 to
 0.9. The rule selects the tokens that a lazy layer retains, and the cap sets their number.
 """
 
 from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.layout.statistics import QueryRing, Statistic
@@ -60,14 +69,33 @@ class Lazy(Budget):
 
     def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         del rule
-        newest = view.newest(shape.cap - shape.leaving - self.sinks)
-        near = view.oldest_positions(self.sinks) | newest
+        mass = self._mass_of_newest(view)
+        most = shape.cap - shape.leaving - self.sinks
+        if not shape.bounded:
+            near = mass[:, min(most, mass.shape[1]) - 1].tolist()
+            return shape.of_layers(
+                [shape.cap if mass > self.threshold else UNBOUNDED for mass in near]
+            )
+        caps = []
+        for above in (mass[:, :most] > self.threshold).int():
+            newest = int(above.argmax()) + 1  # the first of equal numbers
+            wanted = max(shape.least, self.sinks + newest + shape.leaving)
+            caps.append(wanted if bool(above.any()) else UNBOUNDED)
+        if UNBOUNDED not in caps:
+            return (shape.cap,) * shape.num_lanes
+        return shape.within_total(shape.of_layers(caps))
+
+    def _mass_of_newest(self, view: KVView) -> Float[Tensor, "layer newest"]:
+        """Return the attention mass of the sinks and the newest 1, 2, ... tokens of each layer."""
         received = column_sums(view, self._ring())
-        mass = (received * near[:, None]).sum(dim=2) / received.sum(dim=2)
-        by_layer = view.by_layer(mass.mean(dim=1)).mean(dim=1).tolist()
-        return shape.of_layers(
-            [shape.cap if mass > self.threshold else UNBOUNDED for mass in by_layer]
-        )
+        mass = (received / received.sum(dim=2, keepdim=True)).mean(dim=1)
+        sinks = view.oldest_positions(self.sinks)
+        slots = torch.arange(mass.shape[1], device=mass.device)
+        backwards = view.num_slots - 1 - slots
+        others = torch.where(sinks, 0.0, mass).gather(1, backwards.clamp_min(0))
+        newest = torch.where(backwards >= 0, others, 0.0).cumsum(dim=1)
+        of_lane = newest + torch.where(sinks, mass, 0.0).sum(dim=1, keepdim=True)
+        return view.by_layer(of_lane).mean(dim=1)
 
     def _ring(self) -> QueryRing:
         return QueryRing(window=self.last)

@@ -78,6 +78,11 @@ class SelectionContext:
         """[row, column] mean of the scores over the query heads of a row."""
         return self._mean(self.score)
 
+    @cached_property
+    def sums(self) -> Floats:
+        """[row, unit] sum of the mean scores of each unit's slots."""
+        return self.units.sums(self.mean_score)
+
     @property
     def mean_accumulated(self) -> Floats:
         """[row, column] mean score before division by the number of queries seen."""

@@ -2,6 +2,8 @@
 
 distance   0 1 1 1 | 2 2 2 3 | 3 4 4 4       12 tokens, 3 representatives, one per slice
                 ^         ^        ^         `middle`: the second of four, the lower of the two
+score      5 1 9 2 | 4 4 1 3 | 2 0 7 1
+               ^     ^               ^       `best`: the highest score, ties to the lower position
 """
 
 import numpy as np
@@ -9,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from quire.errors import UnknownName
-from quire.policies.best import best_of, count_of
+from quire.policies.best import Floats, best_of, count_of
 from quire.policies.lots import lots_of
 
-MIDDLE, RANDOM = "middle", "random"
-PICKS = (MIDDLE, RANDOM)
+MIDDLE, RANDOM, BEST = "middle", "random", "best"
+PICKS = (MIDDLE, RANDOM, BEST)
 
 
 def check_pick(pick: str) -> None:
@@ -55,6 +57,49 @@ def choose_representatives(
     layer, number = np.nonzero(np.arange(slices.max()) < slices)
     chosen[layer, places[layer, number]] = True
     return chosen
+
+
+def choose_best(
+    distance: NDArray[np.int64],
+    grouped: NDArray[np.bool_],
+    count: NDArray[np.int64],
+    score: Floats,
+) -> NDArray[np.bool_]:
+    """Cut the same slices as `choose_representatives`, select the best score of each.
+
+    Args:
+        distance: [row, unit] of each token or piece; units in the order of positions.
+        grouped: [row, unit] units to sort.
+        count: [row] number of representatives; all units if there are fewer.
+        score: [row, unit] score of each unit.
+    """
+    chosen = np.zeros(grouped.shape, dtype=bool)
+    which = slices_of(distance, grouped, count)
+    row, unit = np.nonzero(which >= 0)
+    of_slice = row * grouped.shape[1] + which[row, unit]
+    order = np.lexsort((unit, -score[row, unit], of_slice))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = np.diff(of_slice[order]) > 0
+    chosen[row[order[first]], unit[order[first]]] = True
+    return chosen
+
+
+def slices_of(
+    distance: NDArray[np.int64], grouped: NDArray[np.bool_], count: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """[row, unit] number of the slice of each grouped unit; -1 for others, and without slices."""
+    units = grouped.shape[1]
+    which = np.full(grouped.shape, -1, dtype=np.int64)
+    if not units:
+        return which
+    total = count_of(grouped)[:, None]
+    slices = np.minimum(count[:, None], total)
+    place = np.arange(units)
+    # slice i starts at i * total // slices, so rank r is in slice ((r + 1) * slices - 1) // total
+    of_rank = ((place + 1) * slices - 1) // np.maximum(total, 1)
+    row, rank = np.nonzero((place < total) & (slices > 0))
+    which[row, _ranked(distance, grouped)[row, rank] % units] = of_rank[row, rank]
+    return which
 
 
 def _ranked(distance: NDArray[np.int64], grouped: NDArray[np.bool_]) -> NDArray[np.int64]:

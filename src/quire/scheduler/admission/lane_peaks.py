@@ -24,10 +24,10 @@ UNBOUNDED = 1 << 60
 def evicting_pages(placement: Placement, group: LaneGroup, sequences: NeedGroup) -> Tokens:
     """Peak pages [n] of a group of evicting lanes, or of the statistics of such lanes.
 
-    If a budget moves slots between heads, each lane may need one more, partly filled page.
+    If a budget moves slots between lanes, each lane may need one more, partly filled page.
     """
     pages: Tokens | int = 0
-    ragged = sequences.eviction.ragged
+    ragged = sequences.eviction.ragged or sequences.eviction.divided
     for cap, num_lanes in lanes_by_cap(group, sequences.eviction):
         slots = np.stack(list(_peak_slots(sequences, cap)))
         of_lane = placement.peak_pages(group, slots, UNBOUNDED)
@@ -56,9 +56,10 @@ def _peak_slots(sequences: NeedGroup, cap: int | None) -> Iterator[Tokens]:
 def lanes_by_cap(group: LaneGroup, eviction: EvictionSpec) -> tuple[tuple[int | None, int], ...]:
     """Return the distinct caps of a group's lanes and the number of lanes with each cap.
 
-    The cap of a lane with several heads is the lowest cap of its heads.
+    The cap of a lane with several heads is the lowest cap of its heads. Caps that are divided again
+    are counted as equal: their sum does not change.
     """
-    if eviction.cap is None or eviction.lane_capacities is None:
+    if eviction.cap is None or eviction.lane_capacities is None or eviction.divided:
         return ((eviction.cap, group.num_lanes),)
     caps = (
         np.array(eviction.lane_capacities, dtype=np.int64).reshape(group.num_lanes, -1).min(axis=1)
