@@ -36,9 +36,10 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
 from quire.policies.base import EvictionPolicy, ScorePolicy
-from quire.policies.signatures.context import SelectionContext
+from quire.policies.crushed import Crushed
 from quire.policies.kmeans import KMeans
 from quire.policies.kvcrush import KVCrush
+from quire.policies.signatures.context import SelectionContext
 from quire.profile.prefill_rates import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -52,7 +53,7 @@ _WATCHED: tuple[tuple[type, str, str], ...] = (
     (PolicyEvictor, "evict", COMPACTION),
     (ScorePolicy, "checked_score", SCORING),
     (EvictionPolicy, "decide", SELECTION),
-    (KVCrush, "decide", SELECTION),
+    (Crushed, "decide", SELECTION),
     (SelectionContext, "signatures", SIGNATURES),
     (KVCrush, "represent", REPRESENTATIVES),
     (KMeans, "represent", REPRESENTATIVES),

@@ -13,6 +13,7 @@ from quire.errors import PolicyError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
 from quire.kv.compaction import (
+    CompactionPlan,
     Kind,
     commit_compaction,
     plan_compaction,
@@ -21,6 +22,7 @@ from quire.kv.compaction import (
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 from quire.layout.statistics import Statistic
+from quire.policies.base import MergedValues
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
@@ -68,19 +70,15 @@ class PolicyEvictor:
         eviction, done = _eviction_of(request), request.progress.num_computed
         parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
         mask = _stacked([part.stored_mask for part in parts])
-        memory, group = self._kv.memory, self._table.group
-        plan = plan_compaction(memory, group.name, request.memory.row, mask, _kind_of(eviction))
+        plan = self._plan(request, mask, parts)
         if least_gain is not None and plan.gain_bytes < least_gain:
             return None
         entry = EvictionEntry.joined(done, [part.entry for part in parts])
-        if _writes_statistics(eviction):
+        if _selects_again(eviction):
             entry = replace(entry, wanted=keep.astype(np.int32))
-        require_private_copies(memory, plan)
-        for part in parts:
-            part.store_statistics()
-        commit_compaction(memory, plan)
+        self._commit(request, plan, parts)
         self._store_promoted(request.memory.row, parts)
-        return Evicted(entry.num_slots, group.num_lanes, entry)
+        return Evicted(entry.num_slots, self._table.group.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of a recorded entry again."""
@@ -88,24 +86,53 @@ class PolicyEvictor:
         heads = self._table.group.page_class.heads
         retained = entry.retained(reader.lane_positions)
         mask = reader.unsort(torch.from_numpy(retained).repeat_interleave(heads, dim=0))
-        memory, kind = self._kv.memory, _kind_of(_eviction_of(request))
-        plan = plan_compaction(memory, self._table.group.name, request.memory.row, mask, kind)
-        require_private_copies(memory, plan)
-        self._repeat_statistics(request, entry)
-        commit_compaction(memory, plan)
+        parts = self._select_again(request, entry, retained)
+        self._commit(request, self._plan(request, mask, parts), parts)
         if entry.promoted is not None:
             assert self._promotion is not None, "promoted in a memory with records"
             positions = reader.lane_positions
             promoted = (positions >= 0) & ~entry.promoted.retained(positions)
             self._promotion.put(reader, request.memory.row, retained, promoted)
 
-    def _repeat_statistics(self, request: Request, entry: EvictionEntry) -> None:
-        """Run the rule of a recorded eviction again and store the statistics that it returns."""
+    def _plan(
+        self, request: Request, mask: NDArray[np.bool_], parts: "Sequence[_Selected]"
+    ) -> CompactionPlan:
+        merged = [part.stored_merged for part in parts]
+        return plan_compaction(
+            self._kv.memory,
+            self._table.group.name,
+            request.memory.row,
+            mask,
+            _kind_of(_eviction_of(request)),
+            written=_stacked(merged) if any(marks.any() for marks in merged) else None,
+        )
+
+    def _commit(
+        self, request: Request, plan: CompactionPlan, parts: "Sequence[_Selected]"
+    ) -> None:
+        """Store statistics, compact the lanes, then overwrite merged values."""
+        require_private_copies(self._kv.memory, plan)
+        for part in parts:
+            part.store_statistics()
+        commit_compaction(self._kv.memory, plan)
+        for part in parts:
+            if part.merged is not None:
+                part.overwrite(self._reader(request, part.layers))
+
+    def _select_again(
+        self, request: Request, entry: EvictionEntry, retained: NDArray[np.bool_]
+    ) -> "list[_Selected]":
+        """Run the rule of a recorded eviction again, for the data that it returns."""
         if entry.wanted is None:
-            return
+            return []
         eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
-        for part in self._parts(request):
-            self._select(request, eviction, keep, part).store_statistics()
+        found, first = [], 0
+        for layers in self._parts(request):
+            part = self._select(request, eviction, keep, layers)
+            of_part = retained[first : first + len(part.kept), : part.kept.shape[1]]
+            found.append(replace(part, kept=of_part))
+            first += len(part.kept)
+        return found
 
     def finalize(self, request: Request) -> None:
         """Divide the cap of a request after its prefill."""
@@ -171,7 +198,12 @@ class PolicyEvictor:
             with _named(eviction):
                 promoted = self._promotion.choose(eviction, view, reader, kept, done)
             entry = replace(entry, promoted=promoted_entry(done, positions, promoted))
-        return _Selected(stored_mask, entry, reader, decision.statistics, kept, promoted)
+        merged = decision.merged
+        if merged is not None:  # a rule may only change what it retains
+            merged = MergedValues(merged.slots & mask, merged.values[mask[merged.slots]])
+        return _Selected(
+            layers, stored_mask, entry, reader, decision.statistics, kept, promoted, merged
+        )
 
     def _store_promoted(self, row: int, parts: "Sequence[_Selected]") -> None:
         """Write the promoted tokens to records of a finer codec."""
@@ -185,6 +217,7 @@ class _Selected:
     """Result of an eviction decision for some layers.
 
     Attributes:
+        layers: indices of the layers in the lane group.
         stored_mask: [lanes, slots] True for each retained slot, in storage order.
         entry: the evicted tokens.
         reader: reader of the layers.
@@ -192,14 +225,40 @@ class _Selected:
         kept: [lanes, slots] retained slots, in the order of positions.
         promoted: [lanes, slots] slots that get a record in a finer codec, in the order of
             positions; None without promotion.
+        merged: new values of retained slots; None for none.
     """
 
+    layers: range
     stored_mask: NDArray[np.bool_]
     entry: EvictionEntry
     reader: LaneReader
     statistics: Mapping[Statistic, Tensor]
     kept: NDArray[np.bool_]
     promoted: NDArray[np.bool_] | None
+    merged: MergedValues | None
+
+    @property
+    def stored_merged(self) -> NDArray[np.bool_]:
+        """[lanes, slots] True for each slot with a new value, in storage order."""
+        if self.merged is None:
+            return np.zeros_like(self.stored_mask)
+        return self.reader.unsort(self.merged.slots)
+
+    def overwrite(self, compacted: LaneReader) -> None:
+        """Write the merged values into slots that are still retained.
+
+        Args:
+            compacted: reader of the same layers, built after the eviction.
+        """
+        assert self.merged is not None, "only called for a rule that merges"
+        heads = len(self.merged.slots) // len(self.kept)
+        kept = torch.from_numpy(self.kept).to(self.merged.slots.device)
+        kept = kept.repeat_interleave(heads, dim=0)
+        lane, slot = (self.merged.slots & kept).nonzero(as_tuple=True)
+        place = (kept.cumsum(dim=1) - 1)[lane, slot]  # its slot after the eviction, by position
+        slots = torch.zeros_like(compacted.positions, dtype=torch.bool)
+        slots[lane, place] = True
+        compacted.overwrite_values(slots, self.merged.values[kept[self.merged.slots]])
 
     def store_statistics(self) -> None:
         """Store the statistics that the policy returned."""
@@ -218,8 +277,10 @@ def _eviction_of(request: Request) -> Eviction:
     return eviction
 
 
-def _writes_statistics(eviction: Eviction) -> bool:
-    return eviction.policy is not None and eviction.policy.writes_statistics
+def _selects_again(eviction: Eviction) -> bool:
+    """Whether a repeated eviction runs the rule again: the rule returns data to store."""
+    policy = eviction.policy
+    return policy is not None and (policy.writes_statistics or policy.merges_values)
 
 
 def _kind_of(eviction: Eviction) -> Kind:

@@ -195,6 +195,7 @@ class EvictionRules:
             by_page=rule.granularity == PAGE,
             scores=isinstance(rule.policy, ScorePolicy),
             every=0 if rule.when == PREFILL_END else rule.most_every,
+            merges=rule.policy is not None and rule.policy.merges_values,
         )
 
     def _require_storing(self, rule: EvictionRule) -> None:

@@ -56,6 +56,8 @@ class CompactionPlan:
         held_slots: [lanes] slots of each lane when the plan was computed.
         keep: [lanes, slots] True for retained slots; False after the last slot of a lane.
         moves: slot moves, one source to one target.
+        written: [lanes, slots] retained slots whose data will be overwritten after the commit; None
+            for none.
         kept_columns: [lanes, columns] retained pages if whole pages are dropped, else None.
         statistics: names of the groups that mirror this one and that the row uses.
         needed_pages: private page copies needed before slots move, by page class.
@@ -67,6 +69,7 @@ class CompactionPlan:
     held_slots: NDArray[np.int32]
     keep: Mask
     moves: SlotMoves
+    written: Mask | None
     kept_columns: Mask | None
     statistics: tuple[str, ...]
     needed_pages: Pages
@@ -89,7 +92,13 @@ class CompactionPlan:
 
 
 def plan_compaction(
-    memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind = Kind.FILL_HOLES
+    memory: KVMemory,
+    group: str,
+    row: int,
+    keep: Mask,
+    kind: Kind = Kind.FILL_HOLES,
+    *,
+    written: Mask | None = None,
 ) -> CompactionPlan:
     """Compute the compaction plan for a keep mask.
 
@@ -102,6 +111,8 @@ def plan_compaction(
         row: the sequence.
         keep: [lanes, slots] True for retained slots; columns past a lane's slots are ignored.
         kind: how pages are freed. Stores whose lanes have no holes always move slots.
+        written: [lanes, slots] slots whose data will be overwritten after the commit: their pages
+            become private. None for none.
 
     Raises:
         ConfigError: the group is ordered and slots would move, or the group holds statistics; the
@@ -134,9 +145,10 @@ def plan_compaction(
         held_slots=table.num_slots[row].copy(),
         keep=keep,
         moves=moves,
+        written=written,
         kept_columns=kept_columns,
         statistics=statistics,
-        needed_pages={table.group.page_class: _count_needed(memory, table, row, moves)},
+        needed_pages={table.group.page_class: _count_needed(memory, table, row, moves, written)},
         freed_pages=_freed_pages(memory, tables, row, keep, kept_columns),
     )
 
@@ -150,24 +162,29 @@ def _live(table: LaneTable, row: int, keep: Mask) -> Mask:
     return live
 
 
-def _count_needed(memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves) -> int:
-    lane, column = _shared_targets(memory, table, row, moves)
+def _count_needed(
+    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, written: Mask | None
+) -> int:
+    lane, column = _shared_targets(memory, table, row, moves, written)
     shared = table.pages[row, lane, column]
     if len(shared) and memory.listeners.unpublish(table.group.page_class, shared).any():
-        lane, _ = _shared_targets(memory, table, row, moves)
+        lane, _ = _shared_targets(memory, table, row, moves, written)
     return len(lane)
 
 
 def _shared_targets(
-    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves
+    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, written: Mask | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the table entries (lanes, columns) of shared pages that moves would write."""
+    """Return the table entries (lanes, columns) of shared pages that would be written."""
     pool = memory.pools[table.group.page_class]
     if not pool.num_shared:
         return moves.lane[:0], moves.lane[:0]
-    written = np.zeros(table.pages.shape[1:], dtype=bool)
-    written[moves.lane, moves.target // table.group.page_class.tokens] = True
-    lane, column = np.nonzero(written)
+    targets = np.zeros(table.pages.shape[1:], dtype=bool)
+    targets[moves.lane, moves.target // table.group.page_class.tokens] = True
+    if written is not None:  # a slot that moves is in the targets already
+        lane, slot = np.nonzero(written)
+        targets[lane, slot // table.group.page_class.tokens] = True
+    lane, column = np.nonzero(targets)
     shared = pool.ref_counts[table.pages[row, lane, column]] > 1
     return lane[shared], column[shared]
 
@@ -221,7 +238,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
         if __debug__ and plan.kept_columns is None:
             prove_one_to_one(plan.keep, plan.moves)
         # computed again: the row may have been forked or its pages cached since the plan
-        shared.append(_shared_targets(memory, table, plan.row, plan.moves))
+        shared.append(_shared_targets(memory, table, plan.row, plan.moves, plan.written))
         needed[table.group.page_class] += len(shared[-1][0])
     _require_pages(memory, needed)
     for plan, (lane, column) in zip(plans, shared, strict=True):

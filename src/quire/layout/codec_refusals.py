@@ -20,6 +20,7 @@ class Storing:
             freeing pages.
         scores: whether all eviction rules score tokens.
         every: maximum number of tokens between two evictions.
+        merges: whether an eviction rule merges values of evicted tokens into retained ones.
     """
 
     form: KVFormat
@@ -28,6 +29,7 @@ class Storing:
     in_runs: bool = False
     scores: bool = True
     every: int = 0
+    merges: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,20 @@ EXCLUDED: tuple[Excluded, ...] = (
         meets=lambda requested: requested.form.per_page and requested.evicts and requested.in_runs,
         reason="eviction in a run moves single slots, and the slots of a page share scales",
         instead="--kv-store paged, or a codec that encodes single tokens, such as int4_outliers",
+    ),
+    Excluded(
+        codecs=_OF_PAGES,
+        other="rules that merge values (`kvcrush:merge=values`)",
+        meets=lambda requested: requested.form.per_page and requested.merges,
+        reason="the tokens of a page share scales, so the value of one token cannot be replaced",
+        instead="merge=none, or a codec that encodes single tokens, such as int8",
+    ),
+    Excluded(
+        codecs="`sinks`, `residual` and `promoted`",
+        other="rules that merge values (`kvcrush:merge=values`)",
+        meets=lambda requested: requested.merges and requested.form.has_copies,
+        reason="a token has a second copy in another precision, which merging does not replace",
+        instead="merge=none, or a codec without these options",
     ),
     Excluded(
         codecs="`plain_layers`",

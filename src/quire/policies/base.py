@@ -7,7 +7,7 @@ a score. Ties retain the lower position.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,25 +17,43 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.layout.statistics import Statistic
-from quire.policies.choose import choose_pieces, choose_slots
+from quire.policies.choose import choose_pieces, choose_slots, in_whole_pieces
 from quire.policies.options import check_at_least
 from quire.policies.view import KVView
 
 LANE, LAYER = "lane", "layer"
+Division = Callable[[Tensor, Tensor], Tensor]
+"""Slots to retain in each lane, from scores [lane, slot] and protected slots [lane, slot]."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedValues:
+    """Values that replace those of retained slots, because evicted tokens are merged into them.
+
+    Attributes:
+        slots: bool [lane, slot], True for each slot with a new value; the same slots for all lanes
+            that have one retained set.
+        values: float32 [slot with a new value, head_dim], in the order of `slots`.
+    """
+
+    slots: Bool[Tensor, "lane slot"]
+    values: Float[Tensor, "merged head_dim"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Slots to retain, and statistics to store.
+    """Slots to retain, statistics to store, and values to overwrite.
 
     Attributes:
         retained: bool [lane, slot], True for each retained slot; the caller checks it.
         statistics: new values of declared statistics, written before any slot moves: per slot
             [lane, slot], else [lane, record, number].
+        merged: new values of retained slots; None: all values stay.
     """
 
     retained: Any
     statistics: Mapping[Statistic, Float[Tensor, "..."]] = field(default_factory=dict)
+    merged: MergedValues | None = None
 
 
 class EvictionPolicy(ABC):
@@ -112,8 +130,13 @@ class EvictionPolicy(ABC):
         """Whether `decide` may return statistics to store."""
         return False
 
+    @property
+    def merges_values(self) -> bool:
+        """Whether `decide` may return new values of retained slots."""
+        return False
+
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
-        """Select the slots to retain, as `select` does, and return the statistics to store."""
+        """Select the slots to retain, as `select` does, and return the data to store."""
         return Decision(self.select(view, keep, piece_tokens))
 
 
@@ -151,6 +174,26 @@ class ScorePolicy(EvictionPolicy):
     ) -> Bool[Tensor, "lane slot"]:
         protected = self.checked_protected(view, keep, piece_tokens)
         return self.choose(view, self.checked_score(view), protected, keep, piece_tokens)
+
+    def decide_divided(
+        self,
+        view: KVView,
+        keep: Int[Tensor, " lane"],
+        piece_tokens: int,
+        divide: Division,
+    ) -> Decision:
+        """Select the slots to retain, of which a budget moves some between the heads of a layer.
+
+        Args:
+            view: one sequence.
+            keep: slots to retain in each lane before slots move; sets the protected slots.
+            piece_tokens: neighbouring slots that are evicted together.
+            divide: returns the slots to retain from scores and protected slots.
+        """
+        score = self.checked_score(view)
+        protected = self.checked_protected(view, keep, piece_tokens)
+        must = in_whole_pieces(protected, view.live, piece_tokens)
+        return Decision(self.choose(view, score, must, divide(score, must), piece_tokens))
 
     def choose(
         self,

@@ -11,7 +11,7 @@ representatives are selected from its own tokens with its own anchor.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,8 +21,17 @@ from torch import Tensor
 
 from quire.errors import ConfigError, UnknownName
 from quire.layout.statistics import Statistic
-from quire.policies.base import LANE, LAYER, EvictionPolicy, ScorePolicy
+from quire.policies.base import (
+    LANE,
+    LAYER,
+    Decision,
+    Division,
+    EvictionPolicy,
+    MergedValues,
+    ScorePolicy,
+)
 from quire.policies.best import Floats
+from quire.policies.choose import in_whole_pieces
 from quire.policies.h2o import H2O
 from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.query_heads import apart, by_query_head, first_heads
@@ -104,6 +113,19 @@ class Crushed(ScorePolicy):
             count: [row] number of units to select.
         """
 
+    def merged(
+        self, context: SelectionContext, grouped: Marks, chosen: Marks
+    ) -> MergedValues | None:
+        """Return new values of the representatives; None drops the tokens that they represent.
+
+        Args:
+            context: scores, bits and values of the tokens.
+            grouped: [row, unit] units that are not important.
+            chosen: [row, unit] the representatives.
+        """
+        del context, grouped, chosen
+        return None
+
     def least_retained(self, piece_tokens: int = 1) -> int:
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
         free = self.least_free(piece_tokens)
@@ -132,7 +154,19 @@ class Crushed(ScorePolicy):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        return self.retained_slots(self.selection_context(view, keep, piece_tokens))
+        retained: Bool[Tensor, "lane slot"] = self.decide(view, keep, piece_tokens).retained
+        return retained
+
+    def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
+        return self.decision_of(self.selection_context(view, keep, piece_tokens))
+
+    def decide_divided(
+        self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int, divide: Division
+    ) -> Decision:
+        context = self.selection_context(view, keep, piece_tokens)
+        must = in_whole_pieces(context.protected, view.live, piece_tokens)
+        keep = divide(context.score.mean(dim=1), must)
+        return self.decision_of(replace(context, protected=must, keep=keep))
 
     def selection_context(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
@@ -146,15 +180,17 @@ class Crushed(ScorePolicy):
         protected = base.checked_protected(rows, keep, piece_tokens)
         return SelectionContext(base, view, rows, heads, score, protected, keep, piece_tokens)
 
-    def retained_slots(self, context: SelectionContext) -> Bool[Tensor, "lane slot"]:
-        """Mark the important slots and the representatives of the rest."""
+    def decision_of(self, context: SelectionContext) -> Decision:
+        """Retain the important slots and the representatives of the rest."""
         units, sums = context.units, context.sums
         count = self.num_representatives(units, sums)
-        retained = units.best(sums, units.num_retained - count)
+        important = units.best(sums, units.num_retained - count)
+        grouped = units.free & ~important
+        chosen = np.zeros_like(grouped)
         if count.any():
-            retained |= self.represent(context, units.free & ~retained, count)
-        kept = units.spread(retained, context.heads_per_row)
-        return kept.to(context.score.device)
+            chosen = self.represent(context, grouped, count)
+        kept = units.spread(important | chosen, context.heads_per_row).to(context.score.device)
+        return Decision(kept, merged=self.merged(context, grouped, chosen))
 
     def _by_row(
         self, numbers: Shaped[Tensor, "query_head slot"], view: KVView

@@ -27,7 +27,6 @@ from quire.layout.statistics import Statistic
 from quire.policies.base import Decision, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.uniform import Uniform
-from quire.policies.choose import in_whole_pieces
 from quire.policies.lane_shape import LaneShape
 from quire.policies.options import without_parentheses
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
@@ -97,11 +96,11 @@ class Eviction:
             raise PolicyError("full retains all tokens and has no rule to select with")
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
             return policy.decide(view, keep, self.piece_tokens)
-        score = policy.checked_score(view)
-        protected = policy.checked_protected(view, keep, self.piece_tokens)
-        must = in_whole_pieces(protected, view.live, self.piece_tokens)
-        keep = self.budget.divide(view, score, must, keep)
-        return Decision(policy.choose(view, score, must, keep, self.piece_tokens))
+
+        def divide(score: Tensor, must: Tensor) -> Tensor:
+            return self.budget.divide(view, score, must, keep)
+
+        return policy.decide_divided(view, keep, self.piece_tokens, divide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 Important tokens are selected as in `kvcrush`. Lloyd's algorithm clusters the rest into as many
 clusters as there are representatives, and the token nearest to the mean of each cluster is
-retained. The features are signatures, or the keys of the heads that share a retained set. Each of `rounds` rounds computes S * B
-distances; `kvcrush` computes S in all. The paper measured three times the run time.
+retained. The features are signatures, or the keys of the heads that share a retained set. Each of
+`rounds` rounds computes S * B distances; `kvcrush` computes S in all. The paper measured three
+times the run time.
 
 Differs from the paper: it specifies neither the initial means nor the number of rounds. Here
 clusters start at the tokens where `kvcrush` would cut slices (evenly over positions), so nothing is
@@ -72,8 +73,8 @@ class KMeans(CrushedShare):
         """Return the features to cluster, [layer, feature, unit]."""
         if self.on == SIGNATURES:
             return context.signatures(grouped).bits
-        keys = context.view.keys.transpose(1, 2).unflatten(0, (-1, context.heads_per_row))
-        keys = keys.flatten(1, 2)  # of all heads of a retained set
+        keys = context.view.keys.transpose(1, 2)
+        keys = keys.reshape(len(context.score), -1, keys.shape[2])  # of all heads of a set
         return context.units.side_by_side(on_host(keys[:, :, context.units.columns]))
 
 

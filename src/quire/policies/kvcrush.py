@@ -27,15 +27,18 @@ evicted, are grouped. The paper does not specify signatures at later evictions: 
 or (`signatures=stored`) stored when a token first becomes evictable. A rule that overrides `choose`
 (RoCo) sets bits by its own selection; important tokens are ranked by its scores. `anchors` above 1
 assigns each token to the nearest of several anchors, and divides representatives in proportion.
-`dynamic` scales the share per layer. The paper leaves both for future work.
+`dynamic` scales the share per retained set. The paper leaves both for future work. The paper has
+neither `pick=best`, which takes the token of a bucket with the highest score, nor `merge`: it drops
+the other tokens of a bucket. `merge=values` replaces the value of a representative by the mean over
+its slice, weighted by the scores of each KV head; its key and its position stay.
 
-`dynamic`: let p be the layer's scores minus the smallest score, normalized to sum 1 over the n
+`dynamic`: let p be the set's scores minus the smallest score, normalized to sum 1 over the n
 evictable tokens; m the sum of p over the R best; and R / n that sum if all scores were equal:
 
-    representatives of the layer = floor(B_rep * (1 - m) / (1 - R / n))
+    representatives of the set = floor(B_rep * (1 - m) / (1 - R / n))
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,12 +49,13 @@ from torch import Tensor
 
 from quire.errors import UnknownName
 from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
-from quire.policies.base import Decision
+from quire.policies.base import Decision, MergedValues
 from quire.policies.best import Floats, count_of
 from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
 from quire.policies.signatures.context import SelectionContext
+from quire.policies.signatures.merging import merged_values
 from quire.policies.signatures.query_heads import apart
 from quire.policies.signatures.representatives import (
     BEST,
@@ -61,12 +65,15 @@ from quire.policies.signatures.representatives import (
     choose_best,
     choose_representatives,
     of_each_anchor,
+    slices_of,
 )
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 
 RECOMPUTED, STORED = "recomputed", "stored"
 SIGNATURES = (RECOMPUTED, STORED)
+NONE, VALUES = "none", "values"
+MERGES = (NONE, VALUES)
 
 
 @register("kvcrush")
@@ -83,8 +90,10 @@ class KVCrush(CrushedShare):
         anchor: random, alternating, mean, zeros, ones; with several anchors random, mean or
             farthest.
         anchors: number of anchors.
-        pick: token of a slice to retain, middle or random.
-        dynamic: scale the share per layer, lower if few tokens have most of the score.
+        pick: token of a slice to retain, middle, random or best (the highest score).
+        merge: none drops the other tokens of a slice; values merges their values into the
+            retained one's, as a mean weighted by scores.
+        dynamic: scale the share per retained set, lower if few tokens have most of the score.
         signatures: recomputed at each eviction, or stored when a token first becomes evictable.
     """
 
@@ -93,6 +102,7 @@ class KVCrush(CrushedShare):
     anchor: str = MEAN
     anchors: int = 1
     pick: str = MIDDLE
+    merge: str = NONE
     dynamic: bool = False
     signatures: str = RECOMPUTED
 
@@ -100,6 +110,8 @@ class KVCrush(CrushedShare):
         CrushedShare.__post_init__(self)
         check_anchor(self.anchor, self.anchors)
         check_pick(self.pick)
+        if self.merge not in MERGES:
+            raise UnknownName("merging (merge)", self.merge, MERGES)
         if self.signatures not in SIGNATURES:
             raise UnknownName("kind of signatures", self.signatures, SIGNATURES)
 
@@ -112,6 +124,10 @@ class KVCrush(CrushedShare):
     def writes_statistics(self) -> bool:
         return self.signatures == STORED
 
+    @property
+    def merges_values(self) -> bool:
+        return self.merge == VALUES
+
     def selection_context(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
     ) -> SelectionContext:
@@ -121,28 +137,46 @@ class KVCrush(CrushedShare):
         bits, signed = stored_bits(view)
         return replace(context, known=(self._by_row(bits, view), self._by_row(signed, view)))
 
-    def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
-        context = self.selection_context(view, keep, piece_tokens)
-        retained = self.retained_slots(context)
+    def decision_of(self, context: SelectionContext) -> Decision:
+        decision = CrushedShare.decision_of(self, context)
         if not self.writes_statistics:
-            return Decision(retained)
-        return Decision(retained, statistics_to_store(context))
+            return decision
+        return replace(decision, statistics=statistics_to_store(context))
 
     def represent(
         self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
     ) -> Marks:
+        chosen = np.zeros_like(grouped)
+        seeds = (self.seed, context.numbers) if self.pick == RANDOM else None
+        for distance, near, counts in self._near_anchors(context, grouped, count):
+            if self.pick == BEST:
+                chosen |= choose_best(distance, near, counts, context.sums)
+            else:
+                chosen |= choose_representatives(distance, near, counts, seeds)
+        return chosen
+
+    def merged(
+        self, context: SelectionContext, grouped: Marks, chosen: Marks
+    ) -> MergedValues | None:
+        if not self.merges_values or not chosen.any():
+            return None
+        slices, first = np.full(grouped.shape, -1, dtype=np.int64), 0
+        for distance, near, counts in self._near_anchors(context, grouped, count_of(chosen)):
+            own = slices_of(distance, near, counts)
+            np.copyto(slices, own + first, where=own >= 0)
+            first += int(counts.max(initial=0))
+        return merged_values(context, slices, chosen)
+
+    def _near_anchors(
+        self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], Marks, NDArray[np.int64]]]:
+        """Yield, for each anchor, distances, the units nearest to it and their representatives."""
         signatures = context.signatures(grouped)
         distance, which = nearest_anchor(signatures, self.anchor, self.anchors, self.seed)
-        seeds = (self.seed, context.numbers) if self.pick == RANDOM else None
         counts = of_each_anchor(which, grouped, count, self.anchors)
-        chosen = np.zeros_like(grouped)
         for number in range(self.anchors):
             near = grouped & (which == number) if self.anchors > 1 else grouped
-            if self.pick == BEST:
-                chosen |= choose_best(distance, near, counts[:, number], context.sums)
-            else:
-                chosen |= choose_representatives(distance, near, counts[:, number], seeds)
-        return chosen
+            yield distance, near, counts[:, number]
 
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
         count = CrushedShare.num_representatives(self, units, sums)

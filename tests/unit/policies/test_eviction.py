@@ -165,13 +165,6 @@ def test_invalid_policy_text_is_refused(text, error, message) -> None:
     ("text", "message"),
     [
         (
-            "h2o:cap=99,budget=squeeze",
-            "budget squeeze reads the whole prompt's cache, which is never complete with "
-            "when=prefill_and_decode; use when=prefill_end or when=decode, or a budget that does "
-            "not read the cache",
-        ),
-        ("h2o:cap=99,budget=fastgen,when=pressure", "which is never complete with when=pressure"),
-        (
             "everything:cap=99,budget=ada",
             "budget ada compares scores, and this rule returns none; use budget=uniform",
         ),
@@ -200,6 +193,10 @@ def test_unsound_combinations_are_refused_with_an_alternative(text, message) -> 
     "text",
     [
         "recent:cap=99,budget=lazy,when=decode",
+        "h2o:cap=99,budget=squeeze",
+        "h2o:cap=99,budget=fastgen,when=pressure",
+        "kvcrush:cap=99,sets=head,budget=ada",
+        "kvcrush:cap=99,sets=head,budget=fastgen",
         "tova:cap=99,budget=pyramid",
         "streaming:cap=99,budget=squeeze,when=decode",
         "tova:cap=99,scope=lane,budget=ada",

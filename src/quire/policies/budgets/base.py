@@ -9,8 +9,8 @@
 the first division is an estimate from the first blocks, and later ones refine it. A lane that
 retains few tokens is then measured on these tokens only.
 
-The caps of all lanes add up to lanes * cap, unless `keeps_total` is False. With `Shape.bounded` they
-never add up to more.
+The caps of all lanes add up to lanes * cap, unless `keeps_total` is False. With `Shape.bounded`
+they never add up to more.
 """
 
 from collections.abc import Sequence
@@ -75,10 +75,10 @@ class Shape:
         return tuple(cap for cap in caps for _ in range(self.heads))
 
     def within_total(self, caps: Sequence[int]) -> tuple[int, ...]:
-        """Replace UNBOUNDED caps by equal shares of what the other lanes leave of lanes * cap.
+        """Replace UNBOUNDED caps by equal shares of what the others leave of the total cap.
 
         Args:
-            caps: caps of all lanes, each at most `cap` or UNBOUNDED.
+            caps: caps of all lanes, or of all layers; each is at most `cap` or UNBOUNDED.
         """
         others = [cap for cap in caps if cap != UNBOUNDED]
         unbounded = len(caps) - len(others)

@@ -7,9 +7,9 @@ attention that the prompt's queries gave to the head's slots:
     the rule's best slots, up to the cap
     all slots                                      so memory is not bounded by the cap
 
-With `when=prefill_and_decode` and `when=pressure` the cap bounds the sum over all heads: the heads of
-the third kind divide equally what the others leave. Heads are then measured on the slots that they
-hold.
+With `when=prefill_and_decode` and `when=pressure` the cap bounds the sum over all heads: the heads
+of the third kind divide equally what the others leave. Heads are then measured on the slots that
+they hold.
 
 Differs from the paper: its sets are special tokens, punctuation, frequent tokens, local tokens and
 all tokens, with frequent and local sizes as ratios of the prompt; here the rule and the cap define

@@ -83,7 +83,7 @@ class Lazy(Budget):
             caps.append(wanted if bool(above.any()) else UNBOUNDED)
         if UNBOUNDED not in caps:
             return (shape.cap,) * shape.num_lanes
-        return shape.within_total(shape.of_layers(caps))
+        return shape.of_layers(shape.within_total(caps))
 
     def _mass_of_newest(self, view: KVView) -> Float[Tensor, "layer newest"]:
         """Return the attention mass of the sinks and the newest 1, 2, ... tokens of each layer."""

@@ -23,7 +23,7 @@ def aligned_bits(bits: Marks, positions: NDArray[np.integer], per_layer: int) ->
     Returns:
         [lane, head of the layer, slot]; undefined for empty slots.
     """
-    lanes, heads, slots = bits.shape
+    _, heads, slots = bits.shape
     of_layer = positions.reshape(-1, per_layer, slots)
     own = bits.reshape(-1, per_layer * heads, slots)
     if (of_layer == of_layer[:, :1]).all():

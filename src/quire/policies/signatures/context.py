@@ -1,5 +1,4 @@
-"""Scores, protected slots and signature bits of retained sets, from which representatives are
-selected.
+"""Scores, protected slots and signature bits, from which representatives are selected.
 
 A row is one retained set: a layer (`sets=layer`), whose KV heads hold the same tokens, or one KV
 head (`sets=head`). The signature of a token has one bit for every query head of its layer in both
