@@ -25,11 +25,12 @@ from benchmarks.kvcrush.arms import (
     crushed,
     full_key,
     key_of,
+    of_heads,
     one_set,
     paper_rows,
     with_options,
 )
-from benchmarks.kvcrush.config import QualityConfig
+from benchmarks.kvcrush.config import HEADS, QualityConfig
 from quire.policies.signatures.anchors import ALTERNATING, MEAN, RANDOM
 
 
@@ -239,10 +240,27 @@ def _budgets(config: QualityConfig) -> ArmTable:
     return ArmTable(name="budgets", caption="Other budgets", rows=tuple(rows))
 
 
+def _heads(config: QualityConfig) -> ArmTable:
+    rows: list[Row] = []
+    for one in of_heads(config):
+        label = f"{one.alone.rule.text}, {one.percent:g} %"
+        rows.append(Row(label=label, arm=one.alone))
+        rows += [
+            Row(label=f"{label} + KVCrush, {form}", arm=arm, against=one.alone)
+            for form, arm in one.forms.items()
+        ]
+    return ArmTable(
+        name=HEADS,
+        caption=f"One retained set per KV head, share {config.share:g}, at equal caps",
+        rows=tuple(rows),
+    )
+
+
 TABLES: Mapping[str, Callable[[QualityConfig], ArmTable]] = MappingProxyType(
     {
         "bases": _bases,
         "pages": _pages,
+        HEADS: _heads,
         "paper": _paper,
         "shares": _shares,
         "additive": _additive,

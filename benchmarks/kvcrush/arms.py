@@ -1,7 +1,8 @@
 """Arms of the KVCrush benchmark: eviction rules with and without KVCrush."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from benchmarks.eviction.cells import FULL, CellKey
 from benchmarks.eviction.rules import Rule
@@ -146,6 +147,63 @@ def by_page(config: QualityConfig) -> tuple[Compared, ...]:
         )
         for base in config.bases
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfHeads:
+    """A base policy and KVCrush with a retained set per KV head, at a budget.
+
+    Attributes:
+        name: name of the base policy.
+        percent: budget in percent.
+        alone: the base policy.
+        forms: KVCrush with other options, by the label of the form.
+    """
+
+    name: str
+    percent: float
+    alone: Arm
+    forms: Mapping[str, Arm]
+
+
+BEST, MIDDLE, FEWER, MERGED = "best", "middle", "best, share 0.1", "best, merged"
+HEAD_FORMS: Mapping[str, str] = MappingProxyType(
+    {
+        BEST: "pick=best",
+        MIDDLE: "",
+        FEWER: "pick=best",
+        MERGED: "pick=best,merge=values",
+    }
+)
+"""Options of KVCrush with a retained set per KV head, by the label of the form."""
+_FEWER_SHARE = 0.1
+
+
+def of_heads(config: QualityConfig) -> tuple[OfHeads, ...]:
+    """Base policies and KVCrush with a retained set per KV head, at all budgets."""
+    bases = [(base, "") for base in config.bases] + [(config.pyramid, "budget=pyramid")]
+    return tuple(
+        OfHeads(
+            name=with_options(base, budget_option).name,
+            percent=100 * budget,
+            alone=_at(config, with_options(base, budget_option), budget),
+            forms={
+                form: _at(config, _crushed_heads(config, base, form, budget_option), budget)
+                for form in HEAD_FORMS
+            },
+        )
+        for budget in (config.budget, *config.other_budgets)
+        for base, budget_option in bases
+    )
+
+
+def _crushed_heads(config: QualityConfig, base: Rule, form: str, budget_option: str) -> Rule:
+    share = _FEWER_SHARE if form == FEWER else config.share
+    return crushed(base, share, "sets=head", HEAD_FORMS[form], budget_option)
+
+
+def _at(config: QualityConfig, rule: Rule, budget: float) -> Arm:
+    return replace(base_arm(config, rule), cap=config.cap(budget))
 
 
 def paper_base(paper: PaperConfig) -> Rule:

@@ -31,8 +31,8 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     parts: Annotated[
         str,
         typer.Option(
-            help="Comma-separated parts: quality, sweeps, fidelity, long, prompts, overhead, "
-            "bytes. Default: all parts that have data."
+            help="Comma-separated parts: quality, heads, sweeps, fidelity, long, prompts, "
+            "overhead, bytes. Default: all parts that have data."
         ),
     ] = "",
     bases: Annotated[
@@ -93,10 +93,12 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
 
     files = files_of_tasks(data or ())
     config = _config(settings.model, quick=quick)
-    quality, sweeps = (
-        _quality(part, tasks, budget, tokens, prompts) for part in (config.quality, config.sweeps)
+    quality, heads, sweeps = (
+        _quality(part, tasks, budget, tokens, prompts)
+        for part in (config.quality, config.heads, config.sweeps)
     )
-    config = _with_bases(replace(config, quality=quality, sweeps=sweeps), bases)
+    config = replace(config, quality=quality, heads=heads, sweeps=sweeps)
+    config = _with_bases(config, bases)
     if settings.loading.dtype != "auto":
         overhead = replace(config.overhead, dtype=settings.loading.dtype)
         config = replace(config, overhead=overhead)
@@ -166,6 +168,7 @@ def _with_bases(config: "KVCrushBenchConfig", bases: str) -> "KVCrushBenchConfig
     return replace(
         config,
         quality=replace(config.quality, bases=selected, swept=(first,), pyramid=first),
+        heads=replace(config.heads, bases=selected, swept=(first,), pyramid=first),
         sweeps=replace(config.sweeps, bases=selected, swept=(first,), pyramid=first),
         fidelity=replace(config.fidelity, bases=selected),
         long=replace(config.long, bases=selected, pyramid=first),

@@ -14,6 +14,7 @@ SWEPT_TASKS = ("lines", "kv", "niah", "facts")
 """Tasks of `TASKS` on which rules differ: all rules do well on `labels` and badly on `copy`."""
 
 CLAIMED = ("bases", "pages")
+HEADS = "heads"
 SWEEPS = (
     *("paper", "shares", "additive", "anchors", "granularity", "forms", "schedule", "budgets"),
 )
@@ -235,17 +236,25 @@ class OverheadConfig:
             raise ConfigError(f"expected one of {', '.join(SHAPES)}, got {self.model!r}")
 
 
+def heads_of(config: QualityConfig) -> QualityConfig:
+    """The part `heads`: a retained set per KV head, at the budget and at the first other one."""
+    return replace(
+        config, tables=(HEADS,), tasks=SWEPT_TASKS, other_budgets=config.other_budgets[:1]
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCrushBenchConfig:
     """Configuration of all parts.
 
     Attributes:
         model: evaluated model: a folder, a hub name or quire-tiny.
-        quality, sweeps, fidelity, long, prompts, overhead: configurations of the parts.
+        quality, heads, sweeps, fidelity, long, prompts, overhead: configurations of the parts.
     """
 
     model: str = "quire-tiny"
     quality: QualityConfig = field(default_factory=QualityConfig)
+    heads: QualityConfig = field(default_factory=lambda: heads_of(QualityConfig()))
     sweeps: QualityConfig = field(
         default_factory=lambda: QualityConfig(tables=SWEEPS, tasks=SWEPT_TASKS, prompts=50)
     )
@@ -273,6 +282,7 @@ _QUICK_QUALITY = QualityConfig(
 )
 QUICK_KVCRUSH = KVCrushBenchConfig(
     quality=_QUICK_QUALITY,
+    heads=replace(heads_of(_QUICK_QUALITY), tasks=_QUICK_QUALITY.tasks),
     sweeps=replace(_QUICK_QUALITY, tables=SWEEPS),
     fidelity=FidelityConfig(
         bases=_QUICK_BASES, tokens=256, texts=2, new_tokens=16, cap=64, every=16, page_tokens=4

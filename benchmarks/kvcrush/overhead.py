@@ -2,6 +2,7 @@
 
 alone      the base rule
 kvcrush    KVCrush with this base rule
+heads      KVCrush with a retained set per KV head and the best pick
 kmeans     the same with k-means clusters of signatures
 
 Overhead is the selection without the base rule's scores: signatures, distances, buckets, and the
@@ -25,7 +26,7 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
-from benchmarks.kvcrush.arms import around, crushed
+from benchmarks.kvcrush.arms import BEST, HEAD_FORMS, around, crushed
 from benchmarks.kvcrush.config import OverheadConfig
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
@@ -119,7 +120,7 @@ def _wrapped(owner: type, method: str, phase: str, watch: Stopwatch) -> Iterator
         setattr(owner, method, original)
 
 
-ALONE, KVCRUSH, KMEANS = "alone", "kvcrush", "kmeans"
+ALONE, KVCRUSH, OF_HEADS, KMEANS = "alone", "kvcrush", "heads", "kmeans"
 COUNTED = (SELECTION, SIGNATURES, REPRESENTATIVES)
 
 
@@ -153,6 +154,7 @@ def arms(config: OverheadConfig) -> dict[str, str]:
     rules = {
         ALONE: config.base,
         KVCRUSH: crushed(config.base, config.share),
+        OF_HEADS: crushed(config.base, config.share, "sets=head", HEAD_FORMS[BEST]),
         KMEANS: around("kmeans", config.base, share),
     }
     return {
@@ -206,15 +208,19 @@ def run_overhead(config: OverheadConfig) -> PartResult:
 def claims(runs: Mapping[str, Run]) -> Numbers:
     """Fractions of the runs' times.
 
-    overhead_fraction, kmeans_overhead_fraction: signatures, distances, buckets (or clusters) and
-    selection. kmeans_overhead_over_rest: over the other time of the run, as in the paper.
+    overhead_fraction, heads_overhead_fraction, kmeans_overhead_fraction: signatures, distances,
+    buckets (or clusters) and selection. heads_added_overhead_fraction: without the selection time
+    of the base rule alone, which also has a retained set per KV head. kmeans_overhead_over_rest:
+    over the other time of the run, as in the paper.
     alone_selection_fraction: selection with the base rule alone.
     base_scoring_fraction, compaction_fraction: in the run with KVCrush.
 
     """
-    crush, kmeans = runs[KVCRUSH], runs[KMEANS]
+    crush, kmeans, heads = runs[KVCRUSH], runs[KMEANS], runs[OF_HEADS]
     return {
         "overhead_fraction": crush.fraction(*COUNTED),
+        "heads_overhead_fraction": heads.fraction(*COUNTED),
+        "heads_added_overhead_fraction": (heads.overhead_s - runs[ALONE].overhead_s) / heads.run_s,
         "signatures_fraction": crush.fraction(SIGNATURES),
         "representatives_fraction": crush.fraction(REPRESENTATIVES),
         "selection_fraction": crush.fraction(SELECTION),

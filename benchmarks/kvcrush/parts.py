@@ -83,6 +83,7 @@ def make_parts(material: Material) -> Mapping[str, Part]:
 
     return {
         "quality": lambda c: quality(c, c.quality),
+        "heads": lambda c: quality(c, c.heads),
         "sweeps": lambda c: quality(c, c.sweeps),
         "fidelity": lambda c: fidelity(c.fidelity),
         "long": lambda c: fidelity(c.long),

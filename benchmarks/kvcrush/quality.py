@@ -1,9 +1,11 @@
-"""Parts `quality` and `sweeps`: correct outputs with and without KVCrush.
+"""Parts `quality`, `heads` and `sweeps`: correct outputs with and without KVCrush.
 
 quality   every base rule, by token and by page, and OpenVINO's form: the claims
+heads     every base rule, with a retained set per KV head, at two budgets
 sweeps    some of these, with one change at a time
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -12,8 +14,17 @@ from benchmarks.eviction.cells import Cell, CellFile, CellKey
 from benchmarks.eviction.quality import mean_share, measure_cells
 from benchmarks.kvcrush import arms
 from benchmarks.kvcrush.arm_tables import DYNAMIC, KMEANS, keys, tables
-from benchmarks.kvcrush.arms import Arm, ArmTable, Row, by_page, by_token
-from benchmarks.kvcrush.config import CLAIMED, QualityConfig
+from benchmarks.kvcrush.arms import (
+    BEST,
+    MERGED,
+    Arm,
+    ArmTable,
+    Row,
+    by_page,
+    by_token,
+    of_heads,
+)
+from benchmarks.kvcrush.config import CLAIMED, HEADS, QualityConfig
 from benchmarks.kvcrush.gains import ByTask, Gain, gain_of
 
 Groups = dict[str, list[tuple[Arm, Arm]]]
@@ -100,6 +111,8 @@ def gains(results: Results) -> dict[str, Gain]:
         groups |= _claimed(results.config)
     if "forms" in results.config.tables:
         groups |= _of_forms(results.config)
+    if HEADS in results.config.tables:
+        groups |= _of_heads(results.config)
     return {name: results.gain(pairs) for name, pairs in groups.items()}
 
 
@@ -121,6 +134,37 @@ def _claimed(config: QualityConfig) -> Groups:
         groups[f"quality_gain_{one.alone.rule.name}"] = [(one.alone, one.crushing)]
         groups[f"quality_gain_one_set_{one.alone.rule.name}"] = [(one.one_set, one.crushing)]
     return groups
+
+
+def _of_heads(config: QualityConfig) -> Groups:
+    """Pairs by form and budget, over all base rules and for each of them."""
+    groups: Groups = {}
+    for one in of_heads(config):
+        for form, arm in one.forms.items():
+            name = _heads_claim(form, one.percent)
+            groups.setdefault(name, []).append((one.alone, arm))
+            if form == BEST:
+                groups[f"{name}_{one.name}"] = [(one.alone, arm)]
+        merging = groups.setdefault(f"merge_gain_{one.percent:g}", [])
+        merging.append((one.forms[BEST], one.forms[MERGED]))
+    return groups
+
+
+def _heads_claim(form: str, percent: float) -> str:
+    """Name of a claim; the form that counts has no suffix."""
+    kind = "" if form == BEST else "_" + re.sub(r"\W+", "_", form)
+    return f"heads{kind}_quality_gain_{percent:g}"
+
+
+def _rules_not_below(results: Results) -> Numbers:
+    """Number of base rules whose accuracy does not fall, by form and budget."""
+    made: Numbers = {}
+    for one in of_heads(results.config):
+        for form, arm in one.forms.items():
+            name = _heads_claim(form, one.percent).replace("quality_gain", "rules_not_below")
+            gained = results.gain([(one.alone, arm)]).mean >= 0
+            made[name] = made.get(name, 0) + int(gained)
+    return made
 
 
 def _of_forms(config: QualityConfig) -> Groups:
@@ -145,10 +189,16 @@ def claims(results: Results) -> Numbers:
     representatives. one_set_gain: one retained set over a set per head; this is the cost of
     sharing. With a policy's name: the gain for that policy. dynamic_share_gain, kmeans_gain: over
     KVCrush with a static share.
+
+    heads_quality_gain: KVCrush with a retained set per KV head over the base policies, at a budget
+    in percent; the name has the form if it is not `best`. heads_rules_not_below: base rules with a
+    gain of at least 0. merge_gain: merging values over dropping tokens.
     """
     made: Numbers = {}
     for name, gain in gains(results).items():
         made |= gain.claims(name)
+    if HEADS in results.config.tables:
+        made |= _rules_not_below(results)
     if not set(CLAIMED) <= set(results.config.tables):
         return made
     over = {

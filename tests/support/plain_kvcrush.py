@@ -1,6 +1,7 @@
 """A plain KVCrush: lists, sets and sums, token by token."""
 
 from copy import deepcopy
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from math import floor
@@ -11,7 +12,7 @@ import torch
 from quire.policies.lots import lots_of
 from quire.policies.signatures import anchors
 from quire.policies.signatures.query_heads import by_query_head
-from quire.policies.signatures.representatives import RANDOM
+from quire.policies.signatures.representatives import BEST, RANDOM
 from support.histories import best, make_history
 
 
@@ -20,8 +21,13 @@ def history_of(tokens=60, group=3, seed=0, layers=(0, 2)):
 
 
 @cache
-def _drawn(tokens, group, seed, layers):
-    return make_history(tokens=tokens, group=group, seed=seed, layers=layers, ragged=False)
+def _drawn(tokens, group, seed, layers, ragged=False):
+    return make_history(tokens=tokens, group=group, seed=seed, layers=layers, ragged=ragged)
+
+
+def ragged_history(tokens=60, group=3, seed=0, layers=(0, 2)):
+    """KV heads that hold different tokens."""
+    return deepcopy(_drawn(tokens, group, seed, layers, ragged=True))
 
 
 def of_layers(history, policy, keep, piece):
@@ -95,31 +101,35 @@ def in_proportion(count, sizes):
     return parts
 
 
-def plain_slices(ordered, count, policy, layer):
+def plain_slices(ordered, count, policy, number, score):
+    """By retained one: the members of its slice."""
     count, total = min(count, len(ordered)), len(ordered)
     cuts = [(i * total // count, (i + 1) * total // count) for i in range(count)]
-    chosen = set()
+    chosen = {}
     for first, end in cuts:
+        members = ordered[first:end]
         offset = (end - first - 1) // 2
         if policy.pick == RANDOM:
-            value = lots_of(policy.seed, torch.tensor(layer), torch.tensor(first))
+            value = lots_of(policy.seed, torch.tensor(number), torch.tensor(first))
             offset = int(value) % (end - first)
-        chosen.add(ordered[first + offset])
+        elif policy.pick == BEST:
+            offset = max(range(len(members)), key=lambda i: (score[members[i]], -i))
+        chosen[members[offset]] = members
     return chosen
 
 
-def plain_representatives(signature, count, policy, layer):
-    """The retained ones of numbered signatures."""
-    plain = plain_anchors(policy, list(signature.values()), layer)
+def plain_representatives(signature, count, policy, number, score):
+    """By retained one of numbered signatures: those that it represents."""
+    plain = plain_anchors(policy, list(signature.values()), number)
     distances = {n: [plain_distance(s, anchor) for anchor in plain] for n, s in signature.items()}
     near = {n: found.index(min(found)) for n, found in distances.items()}
-    heads_of_layer = [[n for n in near if near[n] == i] for i in range(len(plain))]
-    chosen = set()
+    of_anchors = [[n for n in near if near[n] == i] for i in range(len(plain))]
+    chosen = {}
     for numbers, share in zip(
-        heads_of_layer, in_proportion(count, list(map(len, heads_of_layer))), strict=True
+        of_anchors, in_proportion(count, list(map(len, of_anchors))), strict=True
     ):
         ordered = sorted(numbers, key=lambda n: (min(distances[n]), n))
-        chosen |= plain_slices(ordered, share, policy, layer)
+        chosen |= plain_slices(ordered, share, policy, number, score)
     return chosen
 
 
@@ -137,24 +147,111 @@ def pieces_of(tokens, piece):
     return [tokens[i : i + piece] for i in range(0, len(tokens), piece)]
 
 
-def plain_kvcrush(history, policy, keep, piece=1):
-    """Retained tokens by layer."""
-    retained = []
-    for layer, tokens, of_head, protected_tokens, wanted in of_layers(history, policy, keep, piece):
-        pieces = pieces_of(tokens, piece)
-        protected_pieces = [p for p in pieces if protected_tokens & set(p) or len(p) < piece]
-        free = [p for p in pieces if p not in protected_pieces]
-        num_units = min((keep - sum(map(len, protected_pieces))) // piece, len(free))
-        mean = {t: np.mean([scores[t] for scores in of_head]) for t in tokens}
-        score = {number: sum(mean[t] for t in p) for number, p in enumerate(free)}
-        count = plain_count(policy, num_units, score)
-        promoted = best(score, [], num_units - count)
-        grouped = [number for number in range(len(free)) if number not in promoted]
-        signature = {n: [t in head for t in free[n] for head in wanted] for n in grouped}
-        selected = set(promoted)
-        if count:
-            selected |= plain_representatives(signature, count, policy, layer)
-        retained.append(
-            sorted(t for p in [*protected_pieces, *(free[n] for n in selected)] for t in p)
+@dataclass
+class PlainSet:
+    """A retained set, and the pieces that each retained piece represents."""
+
+    retained: list[int]
+    slices: dict[int, list[int]]
+    free: list[list[int]]
+
+
+def plain_set(policy, number, tokens, of_head, protected_tokens, signature_of, keep, piece):
+    """Select the tokens of one retained set.
+
+    Args:
+        number: of the set, for random choices.
+        of_head: scores of the set's query heads, by token.
+        signature_of: bits of a token.
+    """
+    pieces = pieces_of(tokens, piece)
+    protected_pieces = [p for p in pieces if protected_tokens & set(p) or len(p) < piece]
+    free = [p for p in pieces if p not in protected_pieces]
+    num_units = min((keep - sum(map(len, protected_pieces))) // piece, len(free))
+    mean = {t: np.mean([scores[t] for scores in of_head]) for t in tokens}
+    score = {number: sum(mean[t] for t in p) for number, p in enumerate(free)}
+    count = plain_count(policy, num_units, score)
+    promoted = best(score, [], num_units - count)
+    grouped = [n for n in range(len(free)) if n not in promoted]
+    signature = {n: [bit for t in free[n] for bit in signature_of(t)] for n in grouped}
+    slices = {}
+    if count and grouped:
+        slices = plain_representatives(signature, count, policy, number, score)
+    selected = {*promoted, *slices}
+    retained = sorted(t for p in [*protected_pieces, *(free[n] for n in selected)] for t in p)
+    return PlainSet(retained, slices, free)
+
+
+def plain_sets(history, policy, keep, piece=1):
+    """The retained sets of all layers, or of all KV heads."""
+    if policy.sets == "head":
+        return _sets_of_heads(history, policy, keep, piece)
+    return [
+        plain_set(
+            *(policy, layer, tokens, of_head, protected),
+            lambda t, wanted=wanted: [t in head for head in wanted],
+            *(keep, piece),
         )
-    return [layer for layer in retained for _ in range(history.heads)]
+        for layer, tokens, of_head, protected, wanted in of_layers(history, policy, keep, piece)
+    ]
+
+
+def _sets_of_heads(history, policy, keep, piece):
+    view = history.view(policy.statistics)
+    keeps = keep if isinstance(keep, list) else [keep] * len(history.cached)
+    scores = policy.base.score(by_query_head(view, policy.base.statistics))
+    edges = 2 * (piece - 1)
+    wanted_keep = torch.tensor(
+        [k - edges if k < len(c) else k for k, c in zip(keeps, history.cached, strict=True)]
+    )
+    is_protected = policy.protected(view, wanted_keep)
+    lanes = []
+    for lane, tokens in enumerate(history.cached):
+        rows = scores[lane * view.group : (lane + 1) * view.group]
+        of_head = [dict(zip(tokens, row.tolist(), strict=False)) for row in rows]
+        pairs = zip(tokens, is_protected[lane], strict=False)
+        protected = {t for t, is_one in pairs if is_one}
+        wanted = [set(best(s, protected, keeps[lane])) for s in of_head]
+        lanes.append((tokens, of_head, protected, wanted))
+    found = []
+    for lane, (tokens, of_head, protected, _) in enumerate(lanes):
+        layer, head = divmod(lane, history.heads)
+        of_layer = lanes[layer * history.heads : (layer + 1) * history.heads]
+        bits = [wanted for *_, heads in of_layer for wanted in heads]
+        number = history.layers[layer] * history.heads + head
+        found.append(
+            plain_set(
+                *(policy, number, tokens, of_head, protected),
+                lambda t, bits=bits: [t in wanted for wanted in bits],
+                *(keeps[lane], piece),
+            )
+        )
+    return found
+
+
+def plain_kvcrush(history, policy, keep, piece=1):
+    """Retained tokens by lane."""
+    repeats = 1 if policy.sets == "head" else history.heads
+    sets = plain_sets(history, policy, keep, piece)
+    return [found.retained for found in sets for _ in range(repeats)]
+
+
+def plain_merged(history, policy, keep, piece=1):
+    """New values of retained tokens, by lane and token."""
+    view = history.view(policy.statistics)
+    scores = policy.base.score(by_query_head(view, policy.base.statistics))
+    repeats = 1 if policy.sets == "head" else history.heads
+    merged = []
+    for number, found in enumerate(plain_sets(history, policy, keep, piece)):
+        for lane in range(number * repeats, (number + 1) * repeats):
+            tokens, rows = history.cached[lane], scores[lane * view.group : (lane + 1) * view.group]
+            weight = dict(zip(tokens, rows.mean(dim=0).tolist(), strict=False))
+            new = {}
+            for kept, members in found.slices.items():
+                for place, token in enumerate(found.free[kept]):
+                    others = [found.free[n][place] for n in members]
+                    total = sum(weight[t] for t in others)
+                    values = sum(weight[t] * history.values[lane, t] for t in others)
+                    new[token] = values / total if total else history.values[lane, token]
+            merged.append(new)
+    return merged

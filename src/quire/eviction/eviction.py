@@ -107,9 +107,7 @@ class PolicyEvictor:
             written=_stacked(merged) if any(marks.any() for marks in merged) else None,
         )
 
-    def _commit(
-        self, request: Request, plan: CompactionPlan, parts: "Sequence[_Selected]"
-    ) -> None:
+    def _commit(self, request: Request, plan: CompactionPlan, parts: "Sequence[_Selected]") -> None:
         """Store statistics, compact the lanes, then overwrite merged values."""
         require_private_copies(self._kv.memory, plan)
         for part in parts:

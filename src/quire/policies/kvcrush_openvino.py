@@ -32,6 +32,7 @@ from quire.policies.signatures.anchors import (
     Signatures,
     check_anchor,
     nearest_anchor,
+    pack,
 )
 from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.units import Marks, Units
@@ -85,9 +86,8 @@ class KVCrushOpenVINO(Crushed):
         units = context.units
         bits = units.side_by_side(_better_half(context)[:, None])
         # anchor=mean is the majority over all evictable pages
-        distance, _ = nearest_anchor(
-            Signatures(bits, units.free, context.numbers), self.anchor, 1, self.seed
-        )
+        signatures = Signatures(pack(bits), bits.shape[1], units.free, context.numbers)
+        distance, _ = nearest_anchor(signatures, self.anchor, 1, self.seed)
         return _evenly_spaced(distance, grouped, count)
 
 

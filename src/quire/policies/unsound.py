@@ -63,8 +63,8 @@ UNSOUND: tuple[Unsound, ...] = (
     ),
     Unsound(
         one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
-        other="a rule with one set per layer (recent, sinks, random, tova; kvcrush and variants with "
-        "`sets=layer`)",
+        other="a rule with one set per layer (recent, sinks, random, tova; kvcrush and variants "
+        "with `sets=layer`)",
         meets=lambda parts: parts.budget.by_head and parts.policy.scope == LAYER,
         reason="{budget} divides a layer over its heads, and this rule retains one set for all "
         "heads of a layer",

@@ -10,7 +10,6 @@ Source: KVCrush (Jha et al. 2025), section III-B and table II; `zeros` and `ones
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,7 +27,16 @@ WORD_BITS = 64
 _PART_BITS = 16
 _POWERS = (1 << np.arange(_PART_BITS)).astype(np.uint16)
 
+_BITS_OF_BYTES = np.unpackbits(
+    np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
+).astype(np.float64)  # a product of floats is faster, and exact
+
 Words = NDArray[np.uint64]
+
+
+def num_words(bits: int) -> int:
+    """Return the words that hold this number of bits."""
+    return -(-bits // WORD_BITS)
 
 
 def pack(bits: NDArray[np.bool_]) -> Words:
@@ -38,7 +46,7 @@ def pack(bits: NDArray[np.bool_]) -> Words:
         bits: [layer, bit, unit].
     """
     layers, count, units = bits.shape
-    words = np.zeros((layers, units, -(-count // WORD_BITS) * WORD_BITS // _PART_BITS), np.uint16)
+    words = np.zeros((layers, units, num_words(count) * WORD_BITS // _PART_BITS), np.uint16)
     numbers = bits.view(np.uint8)
     for part, first in enumerate(range(0, count, _PART_BITS)):
         own = numbers[:, first : first + _PART_BITS]
@@ -61,8 +69,13 @@ def hamming(words: Words, anchor: Words) -> NDArray[np.int64]:
         words: [..., word] packed signatures.
         anchor: the same number of words; shapes broadcast.
     """
-    differ: NDArray[np.int64] = np.bitwise_count(words ^ anchor).sum(axis=-1, dtype=np.int64)
-    return differ
+    differ = np.bitwise_count(words ^ anchor)
+    distance: NDArray[np.int64]
+    if words.shape[-1] == 1:  # a copy is faster than a sum
+        distance = differ[..., 0].astype(np.int64)
+    else:
+        distance = differ.sum(axis=-1, dtype=np.int64)
+    return distance
 
 
 # ---- anchors -------------------------------------------------------------------------------------
@@ -98,36 +111,75 @@ def check_anchor(kind: str, count: int) -> None:
 
 @dataclass(frozen=True)
 class Signatures:
-    """Signatures of the tokens, or pieces, of some layers.
+    """Signatures of the tokens, or pieces, of some retained sets.
 
     Attributes:
-        bits: [layer, bit, unit] the signatures.
-        grouped: [layer, unit] units that representatives may replace.
-        layers: numbers of the layers.
+        words: [row, unit, word] packed bits; each token of a piece has words of its own.
+        width: bits of a token.
+        grouped: [row, unit] units that representatives may replace.
+        numbers: numbers of the rows, from which random bits are drawn.
     """
 
-    bits: NDArray[np.bool_]
+    words: Words
+    width: int
     grouped: NDArray[np.bool_]
-    layers: tuple[int, ...]
+    numbers: tuple[int, ...]
 
-    @cached_property
-    def words(self) -> Words:
-        """[layer, unit, word] packed signatures."""
-        return pack(self.bits)
+    @property
+    def tokens(self) -> int:
+        """Tokens of a unit."""
+        return int(self.words.shape[2]) // num_words(self.width)
 
-    def majority(self, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return the majority bits of some signatures, [layer, bit].
+    @property
+    def bits(self) -> NDArray[np.bool_]:
+        """[row, bit, unit] the signatures, token by token."""
+        by_token = self.words.reshape(*self.words.shape[:2], self.tokens, -1)
+        bits = unpack(by_token, self.width)
+        return bits.reshape(*self.words.shape[:2], -1).transpose(0, 2, 1)
+
+    def packed(self, bits: NDArray[np.bool_]) -> Words:
+        """Pack one signature for each row, [row, 1, word].
 
         Args:
-            among: [layer, unit] signatures to count.
+            bits: [row, bit] token by token.
         """
-        return 2 * count_of(self.bits & among[:, None]) > count_of(among)[:, None]
+        return pack(bits.reshape(-1, self.width, 1)).reshape(len(bits), 1, -1)
+
+    def majority(self, among: NDArray[np.bool_]) -> Words:
+        """Return the majority bits of some signatures, [row, 1, word].
+
+        Args:
+            among: [row, unit] signatures to count.
+        """
+        count = self._counts_of_tokens if self.tokens == 1 else self._counts_of_pieces
+        more: NDArray[np.bool_] = 2 * count(among) > count_of(among)[:, None]
+        parts = more.reshape(len(more), -1, WORD_BITS).reshape(-1, WORD_BITS, 1)
+        return pack(parts).reshape(len(more), 1, -1)
+
+    def _counts_of_tokens(self, among: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """[row, bit of all words] by tables of bytes, which are many times fewer than tokens."""
+        rows, first = len(among), np.arange(len(among))[:, None] * 256
+        counts = np.zeros((rows, self.words.shape[2] * WORD_BITS), dtype=np.int64)
+        numbers = self.words.view(np.uint8)
+        for place in range(-(-self.width // 8)):
+            table = np.bincount((first + numbers[:, :, place])[among], minlength=rows * 256)
+            counts[:, 8 * place : 8 * place + 8] = table.reshape(rows, 256) @ _BITS_OF_BYTES
+        return counts
+
+    def _counts_of_pieces(self, among: NDArray[np.bool_]) -> NDArray[np.int64]:
+        row, unit = np.nonzero(among)
+        counts = np.zeros((len(among), self.words.shape[2] * WORD_BITS), dtype=np.int64)
+        if len(row):
+            bits = np.unpackbits(self.words[row, unit].view(np.uint8), axis=1, bitorder="little")
+            first = np.flatnonzero(np.diff(row, prepend=-1))
+            counts[row[first]] = np.add.reduceat(bits, first, axis=0, dtype=np.int64)
+        return counts
 
 
 def nearest_anchor(
     signatures: Signatures, kind: str, count: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the distance to the nearest of `count` anchors, and its index, [layer, unit] each.
+    """Return the distance to the nearest of `count` anchors, and its index, [row, unit] each.
 
     Computes one distance per token and anchor. Ties prefer the first anchor.
     """
@@ -149,30 +201,28 @@ def _anchor(
     seed: int,
     nearest: NDArray[np.int64] | None = None,
 ) -> Words:
-    """Return one packed anchor of each layer, [layer, 1, word]."""
+    """Return one packed anchor of each row, [row, 1, word]."""
     if kind == FARTHEST and number:
         assert nearest is not None, "the first anchor is the mean"
         far = np.where(signatures.grouped, nearest, -1).argmax(axis=1)
         return np.take_along_axis(signatures.words, far[:, None, None], axis=1)
-    bits = _anchor_bits(signatures, kind, number, 1 if kind == FARTHEST else count, seed)
-    return pack(bits[:, :, None])
-
-
-def _anchor_bits(
-    signatures: Signatures, kind: str, number: int, count: int, seed: int
-) -> NDArray[np.bool_]:
-    """Return the bits of an anchor, [layer, bit]."""
-    layers, width, _ = signatures.bits.shape
-    places = np.arange(width)
     if kind in (MEAN, FARTHEST):
-        return signatures.majority(_slice_of(signatures.grouped, number, count))
+        parts = 1 if kind == FARTHEST else count
+        return signatures.majority(_slice_of(signatures.grouped, number, parts))
+    return signatures.packed(_pattern(signatures, kind, number, seed))
+
+
+def _pattern(signatures: Signatures, kind: str, number: int, seed: int) -> NDArray[np.bool_]:
+    """Return the bits of an anchor that does not depend on the signatures, [row, bit]."""
+    width = signatures.width * signatures.tokens
+    places = np.arange(width)
     if kind == RANDOM:
-        numbers = torch.tensor(signatures.layers)[:, None]
+        numbers = torch.tensor(signatures.numbers)[:, None]
         lots = lots_of(seed, numbers, torch.from_numpy(number * width + places))
         drawn: NDArray[np.bool_] = (lots % 2 == 1).numpy()
         return drawn
     patterns = {ALTERNATING: places % 2 == 1, ZEROS: places < 0, ONES: places >= 0}
-    same: NDArray[np.bool_] = patterns[kind][None].repeat(layers, axis=0)
+    same: NDArray[np.bool_] = patterns[kind][None].repeat(len(signatures.words), axis=0)
     return same
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from quire.policies.base import ScorePolicy
 from quire.policies.best import Floats, best_slots
-from quire.policies.signatures.alignment import aligned_bits
-from quire.policies.signatures.anchors import Signatures
+from quire.policies.signatures.alignment import aligned_words
+from quire.policies.signatures.anchors import Signatures, Words, pack
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 
@@ -129,13 +130,13 @@ class SelectionContext:
         return chosen.view(self.score.shape)
 
     @cached_property
-    def bits(self) -> Marks:
-        """[row, bit, column] one bit for every query head of a row's layer."""
+    def words(self) -> Words:
+        """[row, column, word] one bit for every query head of a row's layer, packed."""
         if self.rows_per_layer == 1:
-            bits: Marks = on_host(self.own_bits)
-            return bits
-        positions, columns = on_host(self.rows.positions), self.units.columns
-        return aligned_bits(on_host(self.all_bits), positions, self.rows_per_layer)[:, :, columns]
+            return pack(on_host(self.own_bits))
+        must, positions = map(on_host, (self.protected & self.rows.live, self.rows.positions))
+        bits, columns = on_host(self.own_bits), self.units.columns
+        return aligned_words(bits, must, positions, self.rows_per_layer, columns)
 
     def signatures(self, grouped: Marks) -> Signatures:
         """Return the bits of a layer's query heads for each unit.
@@ -143,7 +144,9 @@ class SelectionContext:
         Args:
             grouped: [row, unit] units that representatives may replace.
         """
-        return Signatures(self.units.side_by_side(self.bits), grouped, self.numbers)
+        words = self.units.side_by_side(self.words.transpose(0, 2, 1)).transpose(0, 2, 1)
+        width = self.score.shape[1] * self.rows_per_layer
+        return Signatures(np.ascontiguousarray(words), width, grouped, self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ is retained. Every KV head has its own weights. Keys and positions stay.
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -69,7 +69,9 @@ def _of_slots(into: NDArray[np.int64], piece_tokens: int, slots: int) -> NDArray
     if piece_tokens == 1:
         return into
     column = np.arange(slots)
-    found: NDArray[np.int64] = into[:, column // piece_tokens] * piece_tokens + column % piece_tokens
+    found: NDArray[np.int64] = (
+        into[:, column // piece_tokens] * piece_tokens + column % piece_tokens
+    )
     return found.clip(max=slots - 1)
 
 

@@ -3,7 +3,7 @@
 distance   0 1 1 1 | 2 2 2 3 | 3 4 4 4       12 tokens, 3 representatives, one per slice
                 ^         ^        ^         `middle`: the second of four, the lower of the two
 score      5 1 9 2 | 4 4 1 3 | 2 0 7 1
-               ^     ^               ^       `best`: the highest score, ties to the lower position
+               ^     ^               ^       `best`: the highest score, ties to the first
 """
 
 import numpy as np
@@ -74,13 +74,23 @@ def choose_best(
         score: [row, unit] score of each unit.
     """
     chosen = np.zeros(grouped.shape, dtype=bool)
-    which = slices_of(distance, grouped, count)
-    row, unit = np.nonzero(which >= 0)
-    of_slice = row * grouped.shape[1] + which[row, unit]
-    order = np.lexsort((unit, -score[row, unit], of_slice))
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = np.diff(of_slice[order]) > 0
-    chosen[row[order[first]], unit[order[first]]] = True
+    units, total = grouped.shape[1], count_of(grouped)
+    slices = np.minimum(count, total)
+    if not slices.any():
+        return chosen
+    order = _ranked(distance, grouped) % units
+    ranked = np.take_along_axis(score, order, axis=1).ravel()
+    number = np.arange(slices.max() + 1)
+    cuts = number * total[:, None] // np.maximum(slices, 1)[:, None]
+    # the last cut of a row starts the units that belong to no slice
+    real = (number <= slices[:, None]) & (cuts < units)
+    starts = (cuts + np.arange(len(grouped))[:, None] * units)[real]
+    lengths = np.diff(starts, append=len(ranked))
+    best = np.maximum.reduceat(ranked, starts).repeat(lengths)
+    places = np.where(ranked == best, np.arange(len(ranked)), len(ranked))
+    picked = np.minimum.reduceat(places, starts)[(number < slices[:, None])[real]]
+    row, rank = np.divmod(picked, units)
+    chosen[row, order[row, rank]] = True
     return chosen
 
 
@@ -105,8 +115,12 @@ def slices_of(
 def _ranked(distance: NDArray[np.int64], grouped: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Sort (distance, index) as one number in each layer; ungrouped units come last."""
     units = distance.shape[1]
-    numbers = np.where(grouped, distance * units + np.arange(units), np.iinfo(np.int64).max)
-    return np.sort(numbers, axis=1)
+    past_end = (int(distance.max(initial=0)) + 1) * units
+    kind = np.int32 if past_end <= np.iinfo(np.int32).max else np.int64
+    numbers = np.where(grouped, distance * units + np.arange(units), past_end).astype(kind)
+    numbers.sort(axis=1)
+    ranked: NDArray[np.int64] = numbers.astype(np.int64)
+    return ranked
 
 
 def _inside(

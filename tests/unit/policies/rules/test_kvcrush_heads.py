@@ -1,0 +1,229 @@
+"""KVCrush with one retained set per KV head, best picks and merged values."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import ConfigError, PolicyError, UnknownName
+from quire.policies.average import Average
+from quire.policies.base import LANE, LAYER
+from quire.policies.budgets.ada import Ada
+from quire.policies.eviction import Eviction, make_eviction
+from quire.policies.expected_attention import ExpectedAttention
+from quire.policies.h2o import H2O
+from quire.policies.keydiff import KeyDiff
+from quire.policies.kmeans import KMeans
+from quire.policies.kvcrush import KVCrush
+from quire.policies.kvcrush_openvino import KVCrushOpenVINO
+from quire.policies.roco import RoCo
+from quire.policies.signatures import alignment, anchors
+from quire.policies.signatures.alignment import aligned_words
+from quire.policies.snapkv import SnapKV
+from support.histories import changed, retained_positions
+from support.plain_kvcrush import history_of, plain_kvcrush, plain_merged, ragged_history
+
+BASES = [H2O(recent=4, sinks=2), SnapKV(window=4), RoCo(sinks=1, recent=2)]
+BASE = BASES[0]
+ANCHORS = [anchors.RANDOM, anchors.ALTERNATING, anchors.MEAN, anchors.ZEROS, anchors.ONES]
+
+
+def check(history, policy, keep, piece=1):
+    view = history.view(policy.statistics)
+    keep_counts = torch.tensor(keep if isinstance(keep, list) else [keep] * len(view.positions))
+
+    retained = retained_positions(view, policy.select(view, keep_counts, piece))
+
+    assert retained == plain_kvcrush(history, policy, keep, piece)
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+@pytest.mark.parametrize("base", BASES[:2], ids=lambda base: type(base).__name__)
+@pytest.mark.parametrize("group", [1, 3])
+def test_sets_of_heads_equal_the_plain_version(base, anchor, group):
+    for seed in range(3):
+        policy = KVCrush(base=base, anchor=anchor, share=0.5, seed=seed, sets="head")
+        check(history_of(group=group, seed=seed), policy, 30)
+        check(ragged_history(group=group, seed=seed), policy, 26)
+
+
+@pytest.mark.parametrize("piece", [2, 5])
+def test_sets_of_heads_with_pieces_equal_the_plain_version(piece):
+    for seed in range(3):
+        policy = KVCrush(base=BASE, share=0.5, sets="head")
+        check(history_of(tokens=90, seed=seed), policy, 50, piece)
+        check(ragged_history(tokens=90, seed=seed), policy, 50, piece)
+
+
+def test_heads_retain_their_own_number_of_tokens():
+    check(ragged_history(), KVCrush(base=BASE, share=0.5, sets="head"), [20, 26, 31, 24])
+
+
+def test_heads_of_a_layer_retain_different_tokens():
+    view = history_of().view(KVCrush(base=BASE, sets="head").statistics)
+    retained = KVCrush(base=BASE, sets="head").select(view, torch.full((4,), 30))
+
+    assert not torch.equal(retained[0], retained[1])
+
+
+@pytest.mark.parametrize("base", [H2O(recent=4), SnapKV(window=4), Average(), ExpectedAttention()])
+def test_heads_without_representatives_retain_what_the_base_rule_retains(base):
+    policy = KVCrush(base=base, share=0.0, sets="head")
+    history = history_of()
+    view = history.view((*policy.statistics, *base.statistics))
+    keep = torch.full((4,), 30)
+
+    assert torch.equal(policy.select(view, keep), base.select(view, keep))
+
+
+@pytest.mark.parametrize("form", [KMeans, KVCrushOpenVINO])
+def test_variants_have_sets_of_heads(form):
+    policy = form(base=BASE, sets="head")
+    view = ragged_history(tokens=90).view(policy.statistics)
+    retained = policy.select(view, torch.full((4,), 52), 4)
+
+    assert policy.scope == LANE
+    assert form(base=BASE).scope == LAYER
+    assert not torch.equal(view.positions[0][retained[0]], view.positions[1][retained[1]])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("sets", ["layer", "head"])
+@pytest.mark.parametrize("piece", [1, 3])
+def test_best_pick_is_the_highest_score_of_a_slice(sets, piece, count):
+    for seed in range(3):
+        policy = KVCrush(base=BASE, share=0.5, sets=sets, pick="best", anchors=count)
+        check(history_of(tokens=90, seed=seed), policy, 50, piece)
+
+
+def test_layers_that_evict_nothing_pick_nothing():
+    history = history_of(tokens=60)
+    policy = KVCrush(base=BASE, share=0.5, sets="head", pick="best")
+    view = history.view(policy.statistics)
+    held = view.num_slots[:, 0]
+    keep = torch.where(torch.arange(len(held)) < history.heads, held, 30)
+
+    assert policy.select(view, keep).sum(dim=1).tolist() == keep.tolist()
+
+
+def test_stored_signatures_of_heads_are_read_back():
+    history = ragged_history()
+    policy = KVCrush(base=BASE, share=0.5, sets="head", signatures="stored")
+    view = history.view(policy.statistics)
+    keep = torch.full((4,), 26)
+    decision = policy.decide(view, keep)
+    notes = {s.name: n for s, n in decision.statistics.items()}
+
+    again = policy.decide(changed(view, statistics={**view.statistics, **notes}), keep)
+
+    recomputed = KVCrush(base=BASE, share=0.5, sets="head").select(view, keep)
+    assert torch.equal(decision.retained, recomputed)
+    assert torch.equal(again.retained, decision.retained)
+    for statistic, numbers in decision.statistics.items():
+        assert torch.equal(again.statistics[statistic], numbers)
+
+
+# ---- alignment ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most_spread", [0, 99])
+@pytest.mark.parametrize("group", [1, 3, 40])
+def test_aligned_words_are_the_bits_of_all_heads_by_token(monkeypatch, group, most_spread):
+    monkeypatch.setattr(alignment, "_MOST_SPREAD", most_spread)
+    history = ragged_history(group=1)
+    positions = history.view().positions.numpy()
+    rng = np.random.default_rng(0)
+    bits = rng.random((4, group, positions.shape[1])) < 0.5
+    must = (positions >= 0) & (rng.random(positions.shape) < 0.2)
+    columns = slice(3, 21)
+
+    found = aligned_words(bits[:, :, columns], must, positions, 2, columns)
+
+    unpacked = anchors.unpack(found, 2 * group)
+    inside = (np.arange(positions.shape[1]) >= 3) & (np.arange(positions.shape[1]) < 21)
+    every = (bits & inside) | must[:, None]
+    for lane in range(4):
+        for column in range(18):
+            position = positions[lane, 3 + column]
+            for other in (lane // 2 * 2, lane // 2 * 2 + 1):
+                at = np.flatnonzero(positions[other] == position)
+                expected = every[other, :, at[0]] if len(at) else np.zeros(group, dtype=bool)
+                first = other % 2 * group
+                part = unpacked[lane, column, first : first + group]
+                assert position < 0 or (part == expected).all()
+
+
+# ---- budgets over heads --------------------------------------------------------------------------
+
+
+def test_ada_divides_a_layer_over_the_sets_of_heads():
+    """Heads retain unequal numbers, the same total, and as many representatives as their number."""
+    history = history_of()
+    policy = KVCrush(base=BASE, share=0.5, sets="head")
+    view = history.view(policy.statistics)
+    keep = torch.full((4,), 30)
+    eviction = Eviction(policy=policy, budget=Ada(floor=0.0))
+
+    retained = eviction.select(view, keep)
+    counts = retained.sum(dim=1)
+
+    assert view.by_layer(counts).sum(dim=1).tolist() == [60, 60]
+    assert len(set(counts.tolist())) > 1
+    assert retained_positions(view, retained) == plain_kvcrush(history, policy, counts.tolist())
+
+
+# ---- merged values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pick", ["middle", "best"])
+@pytest.mark.parametrize("sets", ["layer", "head"])
+@pytest.mark.parametrize(("piece", "count"), [(1, 1), (3, 1), (1, 3)])
+def test_merged_values_equal_the_plain_means(sets, pick, piece, count):
+    history = history_of(tokens=90)
+    policy = KVCrush(base=BASE, share=0.5, sets=sets, pick=pick, anchors=count, merge="values")
+    view = history.view(policy.statistics)
+    keep = torch.full((4,), 50)
+
+    decision = policy.decide(view, keep, piece)
+
+    expected = plain_merged(history, policy, 50, piece)
+    found = decision.merged
+    assert not bool((found.slots & ~decision.retained).any())
+    rows = iter(found.values)
+    for lane, new in enumerate(expected):
+        tokens = view.positions[lane][found.slots[lane]].tolist()
+        assert tokens == sorted(new)
+        for token in tokens:
+            value = torch.tensor(new[token]).float()
+            torch.testing.assert_close(next(rows), value)
+
+
+def test_merging_changes_no_retained_token():
+    history = history_of()
+    view = history.view(KVCrush(base=BASE).statistics)
+    keep = torch.full((4,), 30)
+    merging = KVCrush(base=BASE, merge="values").decide(view, keep)
+
+    assert torch.equal(merging.retained, KVCrush(base=BASE).select(view, keep))
+    assert KVCrush(base=BASE).decide(view, keep).merged is None
+    assert KVCrush(base=BASE, share=0.0, merge="values").decide(view, keep).merged is None
+
+
+def test_merging_with_negative_scores_is_refused():
+    policy = KVCrush(base=KeyDiff(), merge="values")
+    view = history_of().view(policy.statistics)
+
+    with pytest.raises(PolicyError, match="KeyDiff returned negative ones; use a base"):
+        policy.decide(view, torch.full((4,), 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("kvcrush:cap=99,sets=lane", UnknownName, "layer"),
+        ("kvcrush:cap=99,merge=keys", UnknownName, "values"),
+        ("kvcrush:cap=99,budget=ada", ConfigError, "sets=head of kvcrush"),
+    ],
+)
+def test_invalid_options_are_refused_with_a_suggestion(text, error, message):
+    with pytest.raises(error, match=message):
+        make_eviction(text)
