@@ -5,8 +5,10 @@ from dataclasses import fields
 
 from quire.errors import ConfigError
 from quire.layout.eviction import SCHEDULES
+from quire.policies.crushed import Crushed
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.eviction import make_eviction
+from quire.policies.kvcrush import KVCrush
 from quire.policies.registry import registered, registered_budgets
 
 SMALL = {
@@ -95,6 +97,10 @@ def _own_options(rng: random.Random, name: str) -> list[str]:
         options.append(f"base=({rng.choice(['h2o:recent=3', 'average', 'h2o:recent=2,sinks=1'])})")
     if issubclass(made, CrushedShare):
         options.append("share=0.5")
+    if issubclass(made, Crushed) and rng.random() < 0.4:
+        options.append("sets=head")
+    if made is KVCrush:
+        options += rng.choice(([], ["pick=best"], ["pick=best", "merge=values"]))
     return options
 
 

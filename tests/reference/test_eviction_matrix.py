@@ -64,6 +64,7 @@ class Case:
     Attributes:
         base: of KVCrush and its relatives; "" for others, and for their default.
         piece: tokens of a chunk.
+        options: further options of the policy.
     """
 
     policy: str
@@ -72,6 +73,7 @@ class Case:
     budget: str = "uniform"
     base: str = ""
     piece: int = PIECE
+    options: str = ""
 
     @property
     def text(self) -> str:
@@ -102,7 +104,8 @@ class Case:
         budget = self.budget if cap == CAP else self.budget.replace(HIGH_AND_LOW, f"{cap}/{cap}")
         every = f"cap={cap},every={EVERY},when={self.when},budget={budget}"
         pieces = f"granularity={self.granularity},chunk_tokens={self.piece}"
-        return f"{self.policy}:{','.join(filter(None, (*own, option, every, pieces)))}"
+        written = filter(None, (*own, self.options, option, every, pieces))
+        return f"{self.policy}:{','.join(written)}"
 
     @property
     def is_sound(self) -> bool:
@@ -115,7 +118,8 @@ class Case:
     def __str__(self) -> str:
         budget = self.budget.strip("()").partition(":")[0]
         last = f"around {self.base}" if self.base else budget
-        return f"{self.policy}-{self.granularity}-{self.when}-{last}"
+        options = f"-{self.options}" if self.options else ""
+        return f"{self.policy}-{self.granularity}-{self.when}-{last}{options}"
 
 
 def _small(made: type) -> list[str]:
@@ -145,13 +149,29 @@ def _around() -> list[Case]:
     return made
 
 
+def _of_heads() -> list[Case]:
+    """KVCrush with a retained set per KV head, with budgets over heads, and with merged values."""
+    made = [
+        Case("kvcrush", granularity, when, options=options)
+        for granularity in GRANULARITIES
+        for when in SCHEDULES
+        for options in ("sets=head,pick=best", "sets=head,merge=values")
+    ]
+    for when in SCHEDULES:
+        made.append(Case("kvcrush", TOKEN, when, options="merge=values,pick=best"))
+        made.append(Case("kvcrush_openvino", PAGE, when, options="sets=head"))
+        made.append(Case("kmeans", CHUNK, when, options="sets=head"))
+        made += [Case("kvcrush", TOKEN, when, b, options="sets=head") for b in ("ada", "fastgen")]
+    return made
+
+
 def _cases() -> list[Case]:
     split = [_with_options(name, made) for name, made in registered_budgets().items()]
     made = [
         *(Case(p, g, w) for p in registered() for g in GRANULARITIES for w in SCHEDULES),
         *(Case("h2o", g, w, b) for b in split for g in GRANULARITIES for w in SCHEDULES),
     ]
-    return [*(case for case in dict.fromkeys(made) if case.is_sound), *_around()]
+    return [*(case for case in dict.fromkeys(made) if case.is_sound), *_around(), *_of_heads()]
 
 
 CASES = _cases()
