@@ -181,8 +181,10 @@ def _shared_targets(
         return moves.lane[:0], moves.lane[:0]
     targets = np.zeros(table.pages.shape[1:], dtype=bool)
     targets[moves.lane, moves.target // table.group.page_class.tokens] = True
-    if written is not None:  # a slot that moves is in the targets already
-        lane, slot = np.nonzero(written)
+    if written is not None:
+        stays = written.copy()
+        stays[moves.lane, moves.source] = False  # the target of a move is written anyway
+        lane, slot = np.nonzero(stays)
         targets[lane, slot // table.group.page_class.tokens] = True
     lane, column = np.nonzero(targets)
     shared = pool.ref_counts[table.pages[row, lane, column]] > 1

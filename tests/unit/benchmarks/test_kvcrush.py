@@ -34,8 +34,6 @@ from benchmarks.kvcrush.gains import gain_of
 from benchmarks.kvcrush.judging import ManyRules
 from benchmarks.kvcrush.overhead import (
     COMPACTION,
-    KMEANS,
-    KVCRUSH,
     PHASES,
     REPRESENTATIVES,
     SCORING,
@@ -171,7 +169,7 @@ def test_full_size_config_matches_the_claims():
     }
     assert (sweeps.shares[0], sweeps.shares[-1], sweeps.share) == (0.0, 0.9, 0.25)
     assert (sweeps.several, sweeps.chunk_tokens, sweeps.budget) == ((2, 4, 8), 8, 0.25)
-    assert set(quality.tables) | set(sweeps.tables) == set(TABLES)
+    assert {*quality.tables, *config.heads.tables, *sweeps.tables} == set(TABLES)
     assert (config.long.cap, config.long.share, config.long.pyramid) == (2048, 0.25, Rule("snapkv"))
     assert [one.crushing.rule.text for one in compared(config.long)] == [
         "kvcrush:base=(h2o),share=0.25",
@@ -510,7 +508,7 @@ def test_each_phase_takes_time_and_their_sum_is_below_the_run():
 
     for name, run in runs.items():
         there = {phase for phase in PHASES if run.seconds[phase] > 0}
-        representing = {SIGNATURES, REPRESENTATIVES} if name in (KVCRUSH, KMEANS) else set()
+        representing = {SIGNATURES, REPRESENTATIVES} if name != overhead.ALONE else set()
         assert there == {SCORING, SELECTION, COMPACTION} | representing
         assert 0 < run.fraction(*PHASES) < 1
     assert overhead.run_overhead(config).tables[0].rows[1][0] == "kvcrush"
@@ -523,11 +521,18 @@ def test_overhead_claims_match_hand_computation():
         return Run(evict="", run_s=100.0, seconds=by_phase)
 
     found = overhead.claims(
-        {"alone": run(1, 2, 0, 0, 3), "kvcrush": run(4, 2, 3, 5, 6), "kmeans": run(4, 2, 3, 45, 6)}
+        {
+            "alone": run(1, 2, 0, 0, 3),
+            "kvcrush": run(4, 2, 3, 5, 6),
+            "heads": run(4, 2, 3, 7, 6),
+            "kmeans": run(4, 2, 3, 45, 6),
+        }
     )
 
     assert found == {
         "overhead_fraction": 0.1,
+        "heads_overhead_fraction": 0.12,
+        "heads_added_overhead_fraction": 0.1,
         "signatures_fraction": 0.03,
         "representatives_fraction": 0.05,
         "selection_fraction": 0.02,

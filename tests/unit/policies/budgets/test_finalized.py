@@ -1,4 +1,4 @@
-"""Budgets finalized once from the cache of the whole prompt: squeeze, lazy, fastgen."""
+"""Budgets finalized from the cache of the prompt: squeeze, lazy, fastgen."""
 
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -40,10 +40,37 @@ class ByAttention(SinksAndRecent):
         return view.statistic(AttentionSum())
 
 
-def shape_of(cap: int, layers: int, *, heads: int = 1, least: int = 1, leaving: int = 0) -> Shape:
+def shape_of(
+    cap: int,
+    layers: int,
+    *,
+    heads: int = 1,
+    least: int = 1,
+    leaving: int = 0,
+    bounded: bool = False,
+) -> Shape:
     return Shape(
-        cap=cap, leaving=leaving, num_layers=layers, heads=heads, prompt_tokens=99, least=least
+        cap=cap,
+        leaving=leaving,
+        num_layers=layers,
+        heads=heads,
+        prompt_tokens=99,
+        least=least,
+        bounded=bounded,
     )
+
+
+# ---- within the total cap ------------------------------------------------------------------------
+
+
+def test_unbounded_caps_share_what_the_others_leave() -> None:
+    """Four lanes of cap 10: 4 and 8 leave 28, for two lanes; three lanes leave 40 - 5 for three."""
+    shape = shape_of(10, 4)
+
+    assert shape.within_total([4, UNBOUNDED, 8, UNBOUNDED]) == (4, 14, 8, 14)
+    assert shape.within_total([UNBOUNDED, 5, UNBOUNDED, UNBOUNDED]) == (12, 5, 12, 11)
+    assert shape.within_total([4, 10, 8, 10]) == (4, 10, 8, 10)
+    assert shape.within_total([UNBOUNDED] * 4) == (10,) * 4
 
 
 # ---- groups of layers ----------------------------------------------------------------------------
@@ -203,6 +230,41 @@ def test_higher_lazy_threshold_caps_no_more_layers(
     assert all(a <= b for a, b in zip(low, high, strict=True))
 
 
+def test_bounded_lazy_layers_retain_the_fewest_tokens_above_the_threshold() -> None:
+    """Ten tokens. Layer 0: position 3 has 0.05, each other 0.106; six have 0.633: a sink, 5 to 9.
+
+    Layer 1: position 3 has 0.5, each other 0.056; a sink and 4 to 9 have 0.389, below 0.6. Of 14
+    tokens layer 0 retains 6 and layer 1 the others. If an eviction removes 2, layer 0 holds 8.
+    """
+    view, budget = view_with_masses([0.05, 0.5]), Lazy(threshold=0.6, sinks=1, last=1)
+
+    assert budget.finalize(view, ByAttention(), shape_of(7, 2, bounded=True)) == (6, 8)
+    shape = shape_of(9, 2, leaving=2, bounded=True)
+    assert budget.finalize(view, ByAttention(), shape) == (8, 10)
+    shape = shape_of(7, 2, least=7, bounded=True)
+    assert budget.finalize(view, ByAttention(), shape) == (7, 7)
+    all_lazy = Lazy(threshold=0.3, sinks=1, last=1)
+    assert all_lazy.finalize(view, ByAttention(), shape_of(7, 2, bounded=True)) == (7, 7)
+
+
+@given(
+    st.lists(st.floats(0.01, 0.9), min_size=1, max_size=6),
+    st.floats(0, 1),
+    st.integers(3, 12),
+    st.integers(1, 2),
+)
+def test_bounded_lazy_caps_are_within_the_total(
+    far: list[float], threshold: float, cap: int, least: int
+) -> None:
+    shape = shape_of(cap, len(far), least=least, bounded=True)
+    budget = Lazy(threshold=threshold, sinks=1, last=1)
+
+    caps = budget.finalize(view_with_masses(far), ByAttention(), shape)
+
+    assert sum(caps) <= cap * len(far)
+    assert min(caps) >= least
+
+
 def test_lazy_needs_a_cap_above_its_sinks() -> None:
     with pytest.raises(
         ConfigError, match="needs more than its 4 sinks in a lane after an eviction, got 4 tokens"
@@ -239,6 +301,38 @@ def test_fastgen_selects_the_smallest_cap_that_recovers_attention() -> None:
     caps = FastGen(share=0.9).finalize(view, rule, shape_of(6, 1, heads=3, least=4))
 
     assert caps == (4, 6, UNBOUNDED)
+
+
+def test_bounded_fastgen_heads_share_what_the_others_leave() -> None:
+    """The heads of the example above: 4, 6, and of 3 * 6 tokens the other 8."""
+    received = torch.tensor([[60.0, 1, 1, 1, 1, 1, 0, 0, 20, 15], [10.0] * 10])
+    view = KVView(
+        torch.arange(10).expand(2, 10),
+        next_position=10,
+        heads_per_layer=2,
+        statistics={AttentionSum().name: received},
+    )
+    rule = ByAttention(sinks=1, recent=2)
+    shape = shape_of(6, 1, heads=2, least=4, bounded=True)
+
+    assert FastGen(share=0.9).finalize(view, rule, shape) == (4, 8)
+
+
+def test_fastgen_measures_heads_of_unequal_length_on_their_own_slots() -> None:
+    """Head 1 holds four tokens, as many as the least cap: they have all of its attention."""
+    positions = torch.tensor([list(range(10)), [0, 7, 8, 9, *[-1] * 6]])
+    received = torch.tensor([[10.0] * 10, [5.0, 5, 5, 5, *[0.0] * 6]])
+    view = KVView(
+        positions,
+        next_position=10,
+        heads_per_layer=2,
+        statistics={AttentionSum().name: received},
+    )
+    shape = shape_of(6, 1, heads=2, least=4, bounded=True)
+
+    caps = FastGen(share=0.9).finalize(view, ByAttention(sinks=1, recent=2), shape)
+
+    assert caps == (8, 4)
 
 
 @given(
