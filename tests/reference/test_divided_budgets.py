@@ -62,6 +62,7 @@ def test_lanes_hold_at_most_the_cap_on_average_at_every_step(rule, budget, piece
     if budget != "ada":
         assert all(divisions.values())
         assert during_prefill == set(PROMPTS)
+    if "squeeze" in budget:  # the others compare attention, which a random model spreads evenly
         assert any(len(set(caps)) > 1 for found in divisions.values() for caps in found)
 
 
