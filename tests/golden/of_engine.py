@@ -94,7 +94,7 @@ def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
     kv = SMALL_PAGES | {"disk_memory": "16MiB", "disk_path": str(folder)} | options
     engine = workshop.engine(**kv)
     prefix_loader = engine.prefix_loader
-    prefix_loader.costs = prefix_loader.tier.rate = _SlowPrefill()
+    prefix_loader.costs = prefix_loader.tier.levels.rates[0] = _SlowPrefill()
     engine.submit(GenerationRequest(PROMPT, greedy(2)))
     return engine
 

@@ -91,7 +91,7 @@ _SMALLEST = {"page_tokens": 4, "codec": "int2", "disk_memory": "8MiB"}
 def _read_prefixes(workshop: Workshop, folder: Path) -> object:
     """A new engine finds the blocks; their records begin with their tokens."""
     engine = workshop.engine(**_SMALLEST, disk_path=str(folder))
-    store = engine.prefix_loader.tier.store
+    store = engine.prefix_loader.tier.levels.stores[0]
     found = engine.stats().tier
     assert found.found_blocks, "the nature or the keys of stored prefixes have changed"
     [(key, entry)] = [item for item in store._tier.stored().items() if "keys" in item[1].facts]

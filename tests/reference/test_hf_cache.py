@@ -99,12 +99,15 @@ def test_retained_sets_and_tokens_equal_those_of_the_engine(name, rule, when) ->
     assert any(len(head) < CAP + NEW_TOKENS for row in kept for layer in row for head in layer)
 
 
-def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[list[int], object]]:
+def engine_kept(
+    name: str, evict: str, prompts: list[list[int]], codec: str = "none"
+) -> list[tuple[list[int], object]]:
     """Tokens of an engine, and the retained positions of each request after its last token."""
-    if ":" not in evict:
+    if "," in evict and ":" not in evict:
         evict = evict.replace(",", ":", 1)
     model = load(name)
-    engine = Engine(model, kv_config(memory="16MiB", evict=evict, enable_prefix_caching=False))
+    options = {"evict": evict, "codec": codec, "enable_prefix_caching": False}
+    engine = Engine(model, kv_config(memory="16MiB", **options))
     for i, prompt in enumerate(prompts):
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS + 1), request_id=str(i)))
     kept: dict[str, object] = {}

@@ -90,8 +90,10 @@ def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
     prefix_loader = engine.prefix_loader
     if prefix_loader is not None and prefill is not None:
         prefix_loader.costs = Rates(prefill)
-        prefix_loader.tier.rate = Rates(None)
-        prefix_loader.tier.rate.coefficients = (0.0, token_s / prefix_loader._token_bytes)
+        rates = prefix_loader.tier.levels.rates
+        for level in range(len(rates)):
+            rates[level] = Rates(None)
+            rates[level].coefficients = (0.0, token_s / prefix_loader._token_bytes)
     return engine
 
 
@@ -538,7 +540,7 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
     [
         ({"disk_memory": "8MiB"}, ConfigError, "--disk-kv-path FOLDER too"),
         ({"disk_path": "x"}, ConfigError, "--disk-kv-memory SIZE too"),
-        ({"disk_memory": "8MiB", "disk_path": "x", "remote": "a:1"}, ConfigError, "not in both"),
+        ({"cpu_memory": "900TiB"}, ConfigError, "lower --cpu-kv-memory"),
         ({"remote": "nowhere"}, ConfigError, "HOST:PORT"),
         ({"remote": "127.0.0.1:1"}, ConfigError, "quire kv-store"),
         (
@@ -550,16 +552,6 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
             {"remote": "a:1", "store": "contiguous_growing"},
             UnsoundCombination,
             "no pre",
-        ),
-        (
-            {"remote": "a:1", "codec": "int8+sinks=2+residual=6"},
-            UnsoundCombination,
-            "use a codec such as int8",
-        ),
-        (
-            {"disk_memory": "8MiB", "disk_path": "x", "codec": "int4_page/int8"},
-            UnsoundCombination,
-            "use a codec such as int8",
         ),
         ({"disk_memory": "9B", "disk_path": "x"}, ConfigError, "1,048,576 B or more"),
         ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),

@@ -405,12 +405,23 @@ def test_attention_that_needs_keys_after_rope_is_rejected(llama, attention):
         engine_of(llama, kv={"attention": attention})
 
 
-def test_a_stream_shares_no_prefix_and_the_engine_says_why(llama):
-    engine = engine_of(llama)
-    run(engine, [list(range(2, 22))] * 2, new_tokens=4)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_streams_share_a_prefix_up_to_their_first_eviction(name):
+    """A prompt longer than the cap shares its tokens below the cap; later tokens are recomputed."""
+    model = load(name)
+    shared = [3 + i * i % 60 for i in range(20)]
+    prompts = [[*shared, 7, 9], [*shared, 11], [*shared, *range(4, 40)]]
+    without = engine_of(model, kv={"enable_prefix_caching": False})
+    expected = [run(without, [prompt], new_tokens=40)["r0"] for prompt in prompts]
+    engine = engine_of(model)
+    got = [run(engine, [prompt], new_tokens=40)["r0"] for prompt in prompts]
 
-    assert engine.scheduler.sequence_memory.sharing.prefix is None
-    assert "prefix cache off: keys are stored before RoPE" in engine.pool.explanation
+    assert engine.stats().cached_tokens >= 2 * 16
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-4
+    again = run(engine, [prompts[0]], new_tokens=40)["r0"]  # no later token was published
+    assert (again - expected[0]).abs().max() <= 1e-4
+    engine.check()
 
 
 @pytest.mark.gpu

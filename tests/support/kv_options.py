@@ -15,6 +15,7 @@ _OFFLOAD = {
 }
 _PREFIX_CACHE = {
     "enable_prefix_caching": "enabled",
+    "cpu_memory": "cpu_memory",
     "disk_memory": "disk_memory",
     "disk_path": "disk_path",
     "remote": "remote",

@@ -115,7 +115,7 @@ class OffloadConfig:
 @no_type_check  # type checks in tests must not replace the errors of `__post_init__`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheConfig:
-    """Prefix caching: options for cached prefixes and for their tier outside of the KV memory.
+    """Prefix caching: options for cached prefixes and for their tiers outside of the KV memory.
 
     Attributes are options; see their help.
 
@@ -129,10 +129,18 @@ class PrefixCacheConfig:
         flag="enable-prefix-caching",
         common=True,
     )
+    cpu_memory: Size = option(
+        "0",
+        help="CPU memory for cached prefixes evicted from the KV memory (bytes or a size such as "
+        "16GiB); full, it evicts them to the disk or the remote store",
+        unit="bytes",
+        flag="cpu-kv-memory",
+        parse=parse_size,
+    )
     disk_memory: Size = option(
         "0",
-        help="disk space for cached prefixes evicted from the KV memory (bytes or a size such as "
-        "64GiB); they survive a restart",
+        help="disk space for cached prefixes evicted from the KV memory and from --cpu-kv-memory "
+        "(bytes or a size such as 64GiB); they survive a restart",
         unit="bytes",
         flag="disk-kv-memory",
         parse=parse_size,
@@ -144,7 +152,8 @@ class PrefixCacheConfig:
     )
     remote: str = option(
         "",
-        help="HOST:PORT of a remote store for cached prefixes (quire kv-store), instead of a disk",
+        help="HOST:PORT of a remote store for cached prefixes (quire kv-store), below "
+        "--cpu-kv-memory and --disk-kv-memory",
         flag="remote-kv",
     )
 

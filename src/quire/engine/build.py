@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from quire.config.kv_config import KVConfig
-from quire.engine.open_tier import OpenedTier, open_tier
+from quire.engine.open_tier import OpenedTiers, open_tiers
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
@@ -50,7 +50,7 @@ class EngineParts:
         pool: the KV memory.
         scheduler: plans steps.
         runner: runs steps.
-        prefix_loader: loads prefixes from a disk or network tier; None without a tier.
+        prefix_loader: loads prefixes from the tiers outside the KV memory; None without tiers.
         times: time per phase of the steps.
     """
 
@@ -86,9 +86,9 @@ def build(
     with joining(member) as attach, ExitStack() as undo:
         state = SchedulerState.empty(parse_tenants(schedule.tenants))
         pool = build_pool(model, kv, schedule, member, state.running)
-        opened = open_tier(kv, pool, model)
+        opened = open_tiers(kv, pool, model)
         if opened is not None:
-            undo.callback(opened.tier.close)
+            undo.callback(opened.close)
         swapper = _swapper(pool, schedule, model)
         sharing = _make_sharing(pool, kv, model, opened, events, listener)
         if sharing.prefix is not None:
@@ -97,7 +97,7 @@ def build(
         if opened is not None and sharing.prefix is not None:
             tier = opened.attach(sharing.prefix)
             undo.pop_all()
-            undo.callback(tier.close)  # closes the opened tier too
+            undo.callback(tier.close)  # closes the opened tiers too
             prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events)
         sequence_memory = SequenceMemory(
             sharing,
@@ -153,7 +153,7 @@ def _make_sharing(
     pool: KVPool,
     kv: KVConfig,
     model: LoadedModel,
-    opened: OpenedTier | None,
+    opened: OpenedTiers | None,
     events: EventLog,
     listener: PrefixBroadcast,
 ) -> PrefixSharing:

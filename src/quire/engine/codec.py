@@ -10,6 +10,8 @@ from quire.kv.coded_layers import MeasuredConstants, read_constants, sides_of
 from quire.kv.store import plain_codec
 from quire.layout.codec_refusals import stored_codec
 from quire.layout.kv_format import read_format
+from quire.layout.model import ModelSpec
+from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
 
 
@@ -35,30 +37,50 @@ class StoredAs:
 
 
 def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
-    """Resolve the KV codec and read its calibration constants.
+    """Resolve the KV codec of an engine and read its calibration constants; see `stored_as`."""
+    return stored_as(
+        config.codec, model.decoder, model.spec, constants=config.constants, folder=model.folder
+    )
+
+
+def stored_as(
+    codec: str,
+    decoder: Decoder,
+    spec: ModelSpec,
+    *,
+    constants: str = "",
+    folder: Path | None = None,
+) -> StoredAs:
+    """Resolve a KV codec and read its calibration constants.
+
+    Args:
+        codec: KV codec, as in `--kv-codec`.
+        decoder: the model.
+        spec: its shape.
+        constants: folder with calibration constants; empty: `folder`.
+        folder: folder of the model's files; None if it has none.
 
     Raises:
         ConfigError: the codec is unknown, cannot store this model's vectors on this device, or
             needs calibration constants that do not exist.
     """
-    decoder, head_dim = model.decoder, model.spec.head_dim
     dtype = plain_codec(decoder.dtype)
-    written = stored_codec(config.codec, dtype)
+    written = stored_codec(codec, dtype)
     form = read_format(written)
     records = (form.promoted.key, form.promoted.value) if form.promoted else ()
-    for codec in (form.key, form.value, *records):
-        why_not = type(make_codec(codec, head_dim)).why_not(decoder.device)
+    for part in (form.key, form.value, *records):
+        why_not = type(make_codec(part, spec.head_dim)).why_not(decoder.device)
         if why_not is not None:
             raise ConfigError(
-                f"KV codec {config.codec!r} cannot run on {decoder.device}: {why_not}; use int8"
+                f"KV codec {codec!r} cannot run on {decoder.device}: {why_not}; use int8"
             )
     if not sides_of(form):
-        if config.constants:
+        if constants:
             raise ConfigError(
-                f"--kv-constants {config.constants} has no effect: codec {config.codec!r} needs no "
+                f"--kv-constants {constants} has no effect: codec {codec!r} needs no "
                 "measured constants; use --kv-codec with one that does, such as int8_channel or "
                 "kvquant4, or leave out --kv-constants"
             )
         return StoredAs(written, dtype)
-    folder = Path(config.constants).expanduser() if config.constants else model.folder
-    return StoredAs(written, dtype, read_constants(folder, form, model.spec))
+    found = Path(constants).expanduser() if constants else folder
+    return StoredAs(written, dtype, read_constants(found, form, spec))

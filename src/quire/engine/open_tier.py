@@ -1,4 +1,4 @@
-"""Opens the disk or network tier for cached prefixes of an engine, as configured."""
+"""Opens the tiers for cached prefixes of an engine, as configured: CPU memory, disk, remote."""
 
 import contextlib
 import hashlib
@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +18,17 @@ from quire.engine.pool import KVPool
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, UnsoundCombination
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
-from quire.layout.layout import layout_fingerprint, statistics_used
+from quire.layout.layout import layout_fingerprint
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
+from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_tier import PrefixTier
-from quire.offload.prefix_store.store import PrefixStore
+from quire.offload.prefix_store.store import CPU, DISK, REMOTE, PrefixStore, TierKind
 from quire.offload.tiers.base import Tier
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.disk_files import BLOCK_BYTES
+from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.network import NetworkTier
 from quire.plan.fitting import RateEstimator
 from quire.scheduler.prefix_sharing import SECRET_BYTES
@@ -38,41 +41,48 @@ _TIMEOUT_S, _TRIES = 5.0, 2
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedTier:
-    """An open tier and the identity of the blocks that may be read from it.
+class OpenedTiers:
+    """Open tiers, fastest first, and the identity of the blocks that may be read from them.
 
     Attributes:
-        tier: key-value storage of bytes.
+        tiers: at least one tier, with its kind.
         nature: digest of model, precision, codec and layout of readable blocks.
         secret: secret that salts are derived from; None if the prefixes of tenants are not reused
             after the engine ends.
-        evicts_when_full: evict least recently used blocks if the tier is full; else the store does.
     """
 
-    tier: Tier
+    tiers: tuple[tuple[TierKind, Tier], ...]
     nature: str
     secret: bytes | None
-    evicts_when_full: bool
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
-        """Store the blocks of a prefix index in this tier; on failure the caller closes the tier.
+        """Store the blocks of a prefix index in the tiers; on failure the caller closes them.
 
         Raises:
-            ConfigError: the tier is smaller than one block, or cannot be reached.
+            ConfigError: a tier is smaller than one block, or cannot be reached.
         """
+        record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
+        stores: list[PrefixStore] = []
         try:
-            byte_s = _seconds_per_byte(self.tier)
-            record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
-            store = PrefixStore(
-                self.tier, self.nature, record_bytes, evicts_when_full=self.evicts_when_full
-            )
+            rates = [RateEstimator((_CALL_S, _seconds_per_byte(tier))) for _, tier in self.tiers]
+            for level in range(len(self.tiers) - 1, -1, -1):
+                stores.insert(0, self._store(level, record_bytes, stores[0] if stores else None))
         except StorageError as error:
             raise ConfigError(f"prefixes cannot be stored: {error}") from error
-        return PrefixTier(index, store, RateEstimator((_CALL_S, byte_s)))
+        return PrefixTier(index, PrefixLevels(stores, rates))
+
+    def _store(self, level: int, record_bytes: int, below: PrefixStore | None) -> PrefixStore:
+        kind, tier = self.tiers[level]
+        return PrefixStore(tier, self.nature, record_bytes, kind=kind, level=level, below=below)
+
+    def close(self) -> None:
+        """Close the tiers."""
+        for _, tier in self.tiers:
+            tier.close()
 
 
-def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier | None:
-    """Open the configured tier; None if no tier is configured.
+def open_tiers(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTiers | None:
+    """Open the configured tiers; None if no tier is configured.
 
     Raises:
         ConfigError: conflicting options, a folder that cannot be written or is in use, a full
@@ -80,53 +90,61 @@ def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier 
         UnsoundCombination: prompts share no KV, so there are no prefixes to store.
     """
     options = config.prefix_cache
-    disk_bytes = options.disk_memory
     _check(options, pool)
-    if not (disk_bytes or options.remote):
+    if not _has_tier(options):
         return None
-    nature = _nature(pool, model)
-    if options.remote:
-        host, port = _address(options.remote)
-        tier = NetworkTier(host, port, timeout_s=_TIMEOUT_S, tries=_TRIES)
-        _require_reachable(tier)
-        return OpenedTier(tier, nature, None, evicts_when_full=False)
-    folder = Path(options.disk_path).expanduser()
-    disk = DiskTier(folder, disk_bytes)
-    try:
-        secret = _secret(folder / "secret")
-    except ConfigError:
-        disk.close()
-        raise
-    return OpenedTier(disk, nature, secret, evicts_when_full=True)
+    nature, secret = _nature(pool, model), None
+    with ExitStack() as undo:
+        tiers: list[tuple[TierKind, Tier]] = []
+        for kind, opens in ((CPU, _open_cpu), (DISK, _open_disk), (REMOTE, _open_remote)):
+            tier = opens(options)
+            if tier is not None:
+                tiers.append((kind, tier))
+                undo.callback(tier.close)
+        if options.disk_memory:
+            secret = _secret(Path(options.disk_path).expanduser() / "secret")
+        undo.pop_all()
+    return OpenedTiers(tuple(tiers), nature, secret)
+
+
+def _has_tier(options: PrefixCacheConfig) -> bool:
+    return bool(options.cpu_memory or options.disk_memory or options.remote)
+
+
+def _open_cpu(options: PrefixCacheConfig) -> Tier | None:
+    memory = options.cpu_memory
+    return HostTier(memory, flag="--cpu-kv-memory") if memory else None
+
+
+def _open_disk(options: PrefixCacheConfig) -> Tier | None:
+    memory = options.disk_memory
+    return DiskTier(Path(options.disk_path).expanduser(), memory) if memory else None
+
+
+def _open_remote(options: PrefixCacheConfig) -> Tier | None:
+    if not options.remote:
+        return None
+    host, port = _address(options.remote)
+    tier = NetworkTier(host, port, timeout_s=_TIMEOUT_S, tries=_TRIES)
+    _require_reachable(tier)
+    return tier
 
 
 def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
-    disk_bytes = config.disk_memory
-    if disk_bytes and config.remote:
-        raise ConfigError(
-            "prefixes are stored on disk or in a remote store, not in both: leave out "
-            "--disk-kv-memory or --remote-kv"
-        )
-    if bool(disk_bytes) != bool(config.disk_path):
+    if bool(config.disk_memory) != bool(config.disk_path):
         given, missing = "--disk-kv-memory", "--disk-kv-path FOLDER"
         if config.disk_path:
             given, missing = "--disk-kv-path", "--disk-kv-memory SIZE"
         raise ConfigError(f"{given} has no effect alone: give {missing} too")
-    if not (disk_bytes or config.remote):
+    if not _has_tier(config):
         return
     if not config.enabled:
         raise ConfigError(
-            "--disk-kv-memory and --remote-kv store cached prefixes, and the prefix cache is off: "
-            "leave out --no-enable-prefix-caching"
+            "--cpu-kv-memory, --disk-kv-memory and --remote-kv store cached prefixes, and the "
+            "prefix cache is off: leave out --no-enable-prefix-caching"
         )
     if pool.why_no_prefix is not None:
         raise UnsoundCombination(f"no prefixes to store: {pool.why_no_prefix}")
-    if statistics_used(pool.kv.memory.layout, ()):
-        raise UnsoundCombination(
-            f"codec {pool.codec!r} keeps recent tokens of a sequence outside its pages; they are "
-            "not stored with a prefix, so no prefix could be loaded: use a codec such as int8 or "
-            "none, or leave out --disk-kv-memory and --remote-kv"
-        )
 
 
 def _address(written: str) -> tuple[str, int]:

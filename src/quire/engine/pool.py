@@ -24,9 +24,7 @@ from quire.kv.memory import KVMemory, MakeStore
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore, store_of
 from quire.kv.stores.registry import (
-    PRE_ROPE,
     PREFIX_CACHE,
-    UNSOUND_TOGETHER,
     features_of,
     placement_maker,
     refuse_unsound,
@@ -37,6 +35,7 @@ from quire.kv.tables import refuse_too_many_rows
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout
+from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
@@ -100,8 +99,7 @@ class KVPool:
     @property
     def why_no_prefix(self) -> str | None:
         """Reason why prompts cannot share the KV of a common prefix; None if they can."""
-        together = UNSOUND_TOGETHER[PRE_ROPE, PREFIX_CACHE] if self.rules.rerotates_keys else None
-        why = together or unsound(self.store, PREFIX_CACHE)
+        why = unsound(self.store, PREFIX_CACHE)
         return None if why is None else str(why)
 
 
@@ -194,7 +192,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         statistics=rules.statistics,
     )
     _check_store(config, rules)
-    _check_pre_rope(model, rules)
+    check_pre_rope(model.decoder, rules)
     refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     choice = select_backend(
         config.attention,
@@ -244,9 +242,13 @@ def _check_store(config: KVConfig, rules: EvictionRules) -> None:
         )
 
 
-def _check_pre_rope(model: LoadedModel, rules: EvictionRules) -> None:
-    """Refuse pre-RoPE keys for models whose RoPE cannot be applied separately."""
-    why = model.decoder.prepare_pre_rope() if rules.rerotates_keys else None
+def check_pre_rope(decoder: Decoder, rules: EvictionRules) -> None:
+    """Refuse pre-RoPE keys for models whose RoPE cannot be applied separately.
+
+    Raises:
+        UnsoundCombination: states the reason and an alternative.
+    """
+    why = decoder.prepare_pre_rope() if rules.rerotates_keys else None
     if why is not None:
         raise UnsoundCombination(
             f"'streaming' stores pre-RoPE keys and rotates them in attention, but {why}; use "

@@ -101,6 +101,26 @@ def check_positions(
         )
 
 
+def without_cached(
+    token_ids: Int[Tensor, "batch columns"], position_ids: object, past_columns: int
+) -> tuple[Tensor, object]:
+    """Drop tokens that are cached already from the first forward of assisted decoding.
+
+    Transformers 5.23 passes the whole sequence again if its cache already holds a part of it, as in
+    the second turn of a conversation.
+
+    Args:
+        token_ids: [1, columns].
+        position_ids: their positions, from 0 on if cached tokens are passed again.
+        past_columns: columns of earlier forwards.
+    """
+    again = isinstance(position_ids, Tensor) and past_columns and int(position_ids[0, 0]) == 0
+    if not again or token_ids.shape[0] != 1 or token_ids.shape[1] <= past_columns:
+        return token_ids, position_ids
+    assert isinstance(position_ids, Tensor), "checked above"
+    return token_ids[:, past_columns:], position_ids[:, past_columns:]
+
+
 def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
     """Columns whose logits are requested, by Transformers' definition of `logits_to_keep`.
 

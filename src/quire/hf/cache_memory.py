@@ -1,15 +1,17 @@
 """The KV memory of a cache: the engine's components for the rows of one batch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
+from quire.engine.codec import StoredAs
 from quire.engine.kv_size import most_kv_bytes
 from quire.errors import ConfigError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.kernels.select import select_backend
 from quire.kv.step import PagedKV, allocate_kv
-from quire.kv.store import plain_codec
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
@@ -42,16 +44,28 @@ class MemoryOptions:
     attention: str
 
 
-def make_layout(
-    spec: ModelSpec, dtype: torch.dtype, rules: EvictionRules, page_tokens: int
-) -> CacheLayout:
-    """Lane groups of a sequence under a rule."""
+def folder_of(model: PreTrainedModel) -> Path | None:
+    """The folder that a model was loaded from; None if it was not loaded from a folder."""
+    folder = Path(model.name_or_path or "") if model.name_or_path else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def make_layout(spec: ModelSpec, codec: str, rules: EvictionRules, page_tokens: int) -> CacheLayout:
+    """Lane groups of a sequence under a rule.
+
+    Args:
+        spec: shape of the model.
+        codec: KV codec with all defaults resolved.
+        rules: the rule of the cache.
+        page_tokens: slots of a page.
+    """
     return layout_for(
         spec,
-        codec=plain_codec(dtype),
+        codec=codec,
         page_tokens=page_tokens,
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,
+        rotated=not rules.rerotates_keys,
         statistics=rules.statistics,
     )
 
@@ -59,6 +73,7 @@ def make_layout(
 def make_memory(
     decoder: Decoder,
     layout: CacheLayout,
+    stored: StoredAs,
     rows: int,
     eviction: EvictionSpec,
     options: MemoryOptions,
@@ -68,6 +83,7 @@ def make_memory(
     Args:
         decoder: the model.
         layout: layout of each sequence.
+        stored: storage format of keys and values.
         rows: number of rows of the batch.
         eviction: eviction parameters of the row with the largest limit.
         options: see `MemoryOptions`.
@@ -82,6 +98,8 @@ def make_memory(
         dtype=decoder.dtype,
         head_dim=decoder.spec.head_dim,
         scratch_bytes=SCRATCH_BYTES,
+        rotated=all(group.page_class.rotated for group in layout.groups),
+        codec=stored.codec,
     ).backend
     with torch.inference_mode(mode=False):  # the arena outlives the caller's inference mode
         return allocate_kv(
@@ -90,6 +108,7 @@ def make_memory(
             max(_LEAST_ROWS, 2 * rows),  # beams are forked before the old ones are closed
             device=device,
             backend=backend,
+            measured=stored.measured,
         )
 
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from quire.errors import ConfigError, UnsoundCombination
+from quire.errors import ConfigError
 from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import EvictionRules
 from quire.hf.cache_memory import SCRATCH_BYTES
@@ -192,17 +192,3 @@ def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) ->
         return make_eviction(FULL)
     retained = f"{100 * (1 - ratio):.9f}".rstrip("0").rstrip(".")
     return make_rule(policy, f"{retained}%", when, every)
-
-
-def refuse_rerotation(rule: EvictionRule) -> None:
-    """Refuse rules that store pre-RoPE keys: `model.generate` passes keys after RoPE.
-
-    Raises:
-        UnsoundCombination: names an alternative.
-    """
-    if rule.policy is not None and rule.policy.rerotates_keys:
-        raise UnsoundCombination(
-            f"{rule.text!r} needs keys before RoPE, but model.generate passes keys after RoPE, at "
-            "its own positions; use quire.LLM, or 'sinks', which retains the same tokens at their "
-            "original positions"
-        )

@@ -45,23 +45,6 @@ class CacheWithoutLayers(Cache):
             "created for; it was passed to another model or to a submodule"
         )
 
-    @property
-    def is_croppable(self) -> bool:
-        """False: evicted tokens cannot be recovered."""
-        return False
-
-    def activate_past_recording(self) -> NoReturn:
-        """Refused: assisted decoding removes rejected tokens."""
-        self.crop()
-
-    def crop(self, *arguments: object, **options: object) -> NoReturn:
-        """Refused: tokens evicted since then cannot be recovered."""
-        del arguments, options
-        raise UnsoundCombination(
-            "assisted decoding and crop remove tokens, but evicted tokens cannot be recovered; "
-            "generate without an assistant, or use a DynamicCache"
-        )
-
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refused: two caches cannot own one memory."""
         raise UnsoundCombination(

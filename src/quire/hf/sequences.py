@@ -70,13 +70,20 @@ class Sequences:
         decoder: the model.
         kv: the paged KV of the cache; its memory has at least twice as many rows as the batch.
         evicting: evicts tokens from the rows.
+        rule: eviction rule of all rows.
         rows: state of each row; no token is processed yet.
     """
 
     def __init__(
-        self, decoder: Decoder, kv: PagedKV, evicting: Evicting, rows: Sequence[Request]
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        evicting: Evicting,
+        rule: EvictionRule,
+        rows: Sequence[Request],
     ) -> None:
         self._decoder, self._kv, self._evicting = decoder, kv, evicting
+        self._needs_prompt = rule.budget.needs_prompt
         self.rows = list(rows)
 
     @property
@@ -105,9 +112,67 @@ class Sequences:
         self._kv.memory.release([r.memory.row for i, r in enumerate(self.rows) if i not in indices])
         self.rows = chosen
 
+    # ---- turns and rollback --------------------------------------------------------------------
+
+    def begin_turn(self, evictions: Sequence[Eviction], counts: Counts) -> None:
+        """The next tokens of each row are a prompt, such as the next message of a conversation.
+
+        Args:
+            evictions: parameters of the rule for each row, with the new prompt.
+            counts: tokens of the prompt of each row.
+        """
+        turns = []
+        for row, eviction, tokens in zip(self.rows, evictions, counts.tolist(), strict=True):
+            prompt = [0] * (row.progress.num_computed + tokens)  # only the count is used
+            state = replace(
+                row.eviction,
+                spec=eviction.spec,
+                selection=eviction,
+                pending=self._needs_prompt and not eviction.keeps_all(len(prompt), UNLIMITED),
+            )
+            spec = replace(row.spec, prompt_token_ids=prompt)
+            turns.append(Request(spec, row.progress, row.memory, state))
+        self.rows = turns
+
+    def fork_rows(self) -> list[Request]:
+        """Fork all rows; the forks share their pages.
+
+        Raises:
+            OutOfPages: no free rows, or no memory for the forks' statistics; nothing was changed.
+        """
+        forks: list[Request] = []
+        try:
+            for row in self.rows:
+                number = fork(self._kv.memory, row.memory.row)
+                forks.append(_fork_of(row, number))
+        except OutOfPages:
+            self.free(forks)
+            raise
+        return forks
+
+    def roll_back(self, forks: Sequence[Request]) -> None:
+        """Free the rows and continue with their forks."""
+        self.free(self.rows)
+        self.rows = list(forks)
+
+    def free(self, rows: Sequence[Request]) -> None:
+        """Free the pages of some rows."""
+        self._kv.memory.release([row.memory.row for row in rows])
+
+    def truncate(self, tokens: int) -> None:
+        """Remove the last tokens of every row.
+
+        Raises:
+            ConfigError: a lane no longer has the state that it had before these tokens.
+        """
+        for row in self.rows:
+            length = row.progress.num_computed - tokens
+            self._kv.memory.truncate(row.memory.row, length)
+            row.progress.num_computed = length
+
     def close(self) -> None:
         """Free all pages."""
-        self._kv.memory.release([row.memory.row for row in self.rows])
+        self.free(self.rows)
         self.rows = []
 
     # ---- processing ----------------------------------------------------------------------------
@@ -201,6 +266,8 @@ class Sequences:
         offset = np.arange(len(owner)) - starts[owner]
         index, column = self._tensor(order[owner]), self._tensor(first[order][owner] + offset)
         position = np.array([row.progress.num_computed for row in rows])[owner] + offset
+        if not self._kv.rotated:  # RoPE is the identity at position 0: pages store pre-RoPE keys
+            position[:] = 0
         into = columns - first[order][:, None]  # [rows of this batch, wanted]
         owned, which = np.nonzero((into >= 0) & (into < tokens[:, None]))
         numbers = np.array([row.memory.row for row in rows], dtype=np.int64)

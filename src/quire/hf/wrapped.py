@@ -107,8 +107,8 @@ class WrappedModel:
         return self._observing.prepare(statistic)
 
     def prepare_pre_rope(self) -> str | None:
-        """See `Decoder.prepare_pre_rope`: unsupported, since the model's caller sets positions."""
-        return "the caller of the model sets the positions of the keys"
+        """See `Decoder.prepare_pre_rope`."""
+        return self._observing.prepare_pre_rope()
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""

@@ -1,16 +1,20 @@
 """Prefix cache blocks as byte records for storage outside the arena: tokens first, then pages.
 
-record   tokens (8 B each) | group 0: lane 0 page 0, lane 0 page 1, lane 1 ... | group 1: ...
+record     tokens (8 B each) | group 0: lane 0 page 0, lane 0 page 1, lane 1 ... | group 1: ...
+snapshot   tokens of a block | the pages of each private group at the block's end
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory, shared_groups
 from quire.kv.pages import PageNumbers
-from quire.kv.prefix_key import Block
+from quire.kv.prefix_key import KEY_BYTES, Block
+from quire.kv.sharing import CachedReference
+from quire.layout.pages import LaneGroup
 
 Records = NDArray[np.uint8]
 _TOKEN_BYTES = 8
@@ -68,3 +72,79 @@ def _by_block(pages: PageNumbers, blocks: int) -> PageNumbers:
     lanes = len(pages)
     by_block: PageNumbers = pages.reshape(lanes, blocks, -1).transpose(1, 0, 2).reshape(-1)
     return by_block
+
+
+class SnapshotRecords:
+    """Reads and writes snapshots of attention statistics at the ends of blocks.
+
+    A snapshot holds the private groups that a sequence uses, except those of promoted tokens.
+
+    Args:
+        memory: the KV memory that holds the pages.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, memory: KVMemory, block_tokens: int) -> None:
+        self._memory, self._token_bytes = memory, _TOKEN_BYTES * block_tokens
+
+    def key(self, block: Block, used: Collection[str]) -> bytes:
+        """Key of the snapshot at the end of a block.
+
+        Args:
+            block: the last block of the prefix.
+            used: names of the private groups of the sequence.
+        """
+        groups = "\0".join(map(_identity, statistics_groups(self._memory, used)))
+        return hashlib.blake2b(block.key + groups.encode(), digest_size=KEY_BYTES).digest()
+
+    def num_bytes(self, end: int, used: Collection[str]) -> int:
+        """Bytes of the record of a snapshot at position `end`."""
+        groups = statistics_groups(self._memory, used)
+        pages = (_page_count(group, end) * group.page_class.page_bytes for group in groups)
+        return self._token_bytes + sum(pages)
+
+    def gather(self, block: Block, snapshot: CachedReference) -> Records:
+        """Read the record [bytes] of a snapshot at the end of a block."""
+        record = np.empty(self.num_bytes(block.end, snapshot.pages), dtype=np.uint8)
+        record[: self._token_bytes] = np.frombuffer(block.tokens, dtype=np.uint8)
+        start = self._token_bytes
+        for group in statistics_groups(self._memory, snapshot.pages):
+            numbers = snapshot.pages[group.name].reshape(-1)
+            found = np.asarray(self._memory.store.read_pages(group.page_class, numbers))
+            record[start : start + found.nbytes] = found.reshape(-1)
+            start += found.nbytes
+        return record
+
+    def scatter(self, record: Records, pages: Mapping[str, PageNumbers]) -> None:
+        """Write a record into pages [lanes, pages of a lane] of each private group."""
+        start = self._token_bytes
+        for group in statistics_groups(self._memory, pages):
+            numbers = pages[group.name].reshape(-1)
+            end = start + numbers.size * group.page_class.page_bytes
+            payload = record[start:end].reshape(len(numbers), -1)
+            self._memory.store.write_pages(group.page_class, numbers, payload)
+            start = end
+
+
+def statistics_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup]:
+    """The private groups of a snapshot, in the order of the layout.
+
+    Args:
+        memory: the KV memory.
+        used: names of the private groups of a sequence.
+    """
+    groups = memory.layout.groups
+    return [g for g in groups if g.private and g.promoted is None and g.name in used]
+
+
+def _page_count(group: LaneGroup, end: int) -> int:
+    return group.page_class.pages_for(group.slots_of(end)) * group.num_lanes
+
+
+def _identity(group: LaneGroup) -> str:
+    """Identity of the bytes of a private group."""
+    page, layers = group.page_class, ",".join(map(str, group.layers))
+    return (
+        f"{group.name} layers={layers} lanes_per_layer={group.lanes_per_layer} "
+        f"slots={group.fixed_slots} page={page.tokens}x{page.page_bytes}"
+    )

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
+from quire.kv.appending import extend_from_references
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
@@ -135,12 +136,7 @@ class PrefixIndex(MemoryListener):
         statistics: frozenset[str] = frozenset(),
     ) -> PrefixLease:
         """Find and lease the longest published prefix of some blocks; see `match`."""
-        nodes: list[PrefixNode] = []
-        for block in blocks:
-            node = self._nodes.get(block.key)
-            if node is None or not node.continues(nodes[-1] if nodes else None, block):
-                break
-            nodes.append(node)
+        nodes = self._nodes_after(PrefixLease(identity), blocks)
         known_tokens = nodes[-1].block.end if nodes else 0
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
@@ -165,6 +161,46 @@ class PrefixIndex(MemoryListener):
         snapshot = lease.nodes[-1].statistics[statistics] if statistics else None
         cached_references = [node.cached_reference for node in lease.nodes]
         return start_from_references(self.memory, cached_references, snapshot, used=statistics)
+
+    def extend(
+        self,
+        lease: PrefixLease,
+        row: int,
+        blocks: Iterable[Block],
+        *,
+        statistics: frozenset[str] = frozenset(),
+    ) -> int:
+        """Append published blocks to a running row that ends with its lease; return its tokens.
+
+        Args:
+            lease: lease of the row.
+            row: the sequence; it holds exactly the tokens of the lease.
+            blocks: blocks of the sequence after the lease's last one.
+            statistics: names of its private groups; the row is extended up to a block with their
+                snapshot.
+        """
+        nodes = self._nodes_after(lease, blocks)
+        while statistics and nodes and statistics not in nodes[-1].statistics:
+            nodes.pop()
+        if nodes and lease.publishes and lease.tokens == int(self.memory.lengths[row]):
+            snapshot = nodes[-1].statistics[statistics] if statistics else None
+            references = [node.cached_reference for node in nodes]
+            if extend_from_references(self.memory, row, references, snapshot):
+                self._use(nodes)
+                lease.nodes += nodes
+        return lease.tokens
+
+    def _nodes_after(self, lease: PrefixLease, blocks: Iterable[Block]) -> list[PrefixNode]:
+        """The published nodes of consecutive blocks after a lease's last one."""
+        nodes: list[PrefixNode] = []
+        parent = lease.nodes[-1] if lease.nodes else None
+        for block in blocks:
+            node = self._nodes.get(block.key)
+            if node is None or not node.continues(parent, block):
+                break
+            nodes.append(node)
+            parent = node
+        return nodes
 
     def share(self, lease: PrefixLease) -> PrefixLease:
         """Create a second lease on the same nodes, for a fork of the lease's sequence."""

@@ -143,7 +143,10 @@ def reference_statistics(memory: KVMemory, row: int) -> CachedReference | None:
     length = int(memory.lengths[row])
     if any((t.num_slots[row] != t.group.slots_of(length)).any() for t in private):
         raise ConfigError(f"row {row} has evicted some of its {length} tokens and their statistics")
-    pages = {table.group.name: _copied(memory, table, table.row_pages(row)) for table in private}
+    pages = {
+        table.group.name: copy_private_pages(memory, table, table.row_pages(row))
+        for table in private
+    }
     return _registered(memory, 0, length, pages)
 
 
@@ -173,7 +176,8 @@ def _referenced_tables(memory: KVMemory) -> list[LaneTable]:
     return [table for table in _private_tables(memory) if table.group.promoted is None]
 
 
-def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbers:
+def copy_private_pages(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbers:
+    """Copy pages of a private group; return the copies [lanes, pages of a lane]."""
     page_class = table.group.page_class
     copies = memory.pools[page_class].allocate(len(pages))
     memory.store.copy_pages(page_class, pages, copies)
@@ -199,7 +203,7 @@ def start_from_references(
         OutOfPages: no row, or no pages for the private groups; nothing changed.
         InvariantError: a reference was released, or the references are not consecutive.
     """
-    _require_chain(memory, cached_references, statistics)
+    require_chain(memory, cached_references, statistics)
     length = cached_references[-1].end
     needed: dict[PageClass, int] = {}
     for group in (table.group for table in _private_tables(memory)):
@@ -223,26 +227,31 @@ def start_from_references(
                 axis=1,
             )
             memory.pools[table.group.page_class].retain(lanes.reshape(-1))
-        _begin_lanes(table, row, length, lanes)
+        begin_lanes(table, row, length, lanes)
     memory.lengths[row] = length
     memory.note_peaks(np.array([row]))
     return row
 
 
-def _require_chain(
+def require_chain(
     memory: KVMemory,
     cached_references: Sequence[CachedReference],
     statistics: CachedReference | None,
+    start: int = 0,
 ) -> None:
+    """Check that references are held and consecutive from `start` on.
+
+    Raises:
+        InvariantError: a reference was released, or they do not follow `start`.
+    """
     for cached_reference in (*cached_references, *filter(None, [statistics])):
         _require_referenced(memory, cached_reference)
-    starts = [0, *(cached_reference.end for cached_reference in cached_references[:-1])]
+    starts = [start, *(cached_reference.end for cached_reference in cached_references[:-1])]
     if not cached_references or starts != [
         cached_reference.start for cached_reference in cached_references
     ]:
-        raise InvariantError(
-            f"cached references {[(x.start, x.end) for x in cached_references]} are not a prefix"
-        )
+        spans = [(found.start, found.end) for found in cached_references]
+        raise InvariantError(f"cached references {spans} do not follow token {start}")
     if statistics is not None and statistics.end != cached_references[-1].end:
         raise InvariantError(
             f"statistics at {statistics.end} for a prefix of {cached_references[-1].end} tokens"
@@ -254,13 +263,13 @@ def _private_pages(
 ) -> PageNumbers:
     group, pool = table.group, memory.pools[table.group.page_class]
     if statistics is not None and group.name in statistics.pages:
-        return _copied(memory, table, statistics.pages[group.name].reshape(-1))
+        return copy_private_pages(memory, table, statistics.pages[group.name].reshape(-1))
     pages = pool.allocate(group.page_class.pages_for(group.slots_of(length)) * group.num_lanes)
     memory.store.clear_pages(group.page_class, pages)
     return pages.reshape(group.num_lanes, -1)
 
 
-def _begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) -> None:
+def begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) -> None:
     """Enter pages [lanes, pages of a lane] in the table of an empty row."""
     lanes, columns = pages.shape
     counts = np.full((1, lanes), columns, dtype=np.int32)

@@ -165,6 +165,12 @@ class PrefixSharing:
         if lease is not None and lease.publishes and not offloaded:
             self.prefix.publish(lease, request.memory.row, request.token_ids(lease.tokens, length))
 
+    def snapshot(self, request: Request) -> None:
+        """Save the statistics of a request at the end of its published blocks."""
+        lease = request.memory.lease
+        if self.prefix is not None and lease is not None and request.memory.statistics:
+            self.prefix.snapshot(lease, request.memory.row)
+
     def _is_offloaded(self, row: int, token: int) -> bool:
         """Whether the page of a token is offloaded, so that it cannot be shared."""
         tables = self.memory.tables.values()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.errors import ConfigError, UnknownName, UnsoundCombination
-from quire.hf.evicting import make_rule, refuse_rerotation
+from quire.errors import ConfigError, UnknownName
+from quire.hf.evicting import make_rule
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,3 @@ def test_full_needs_no_budget() -> None:
 def test_invalid_options_are_refused_by_name(given, error, message) -> None:
     with pytest.raises(error, match=message):
         make_rule(*given)
-
-
-def test_rerotating_policy_is_refused_because_transformers_caches_rotated_keys() -> None:
-    refuse_rerotation(make_rule("sinks", 100, None, None))
-    refuse_rerotation(make_rule("full", None, None, None))
-    with pytest.raises(UnsoundCombination, match=r"keys before RoPE.*quire.LLM, or 'sinks'"):
-        refuse_rerotation(make_rule("streaming", 100, None, None))

@@ -1,4 +1,4 @@
-"""Prefixes in a disk tier, under random load, restarts, crashes and damage.
+"""Prefixes in a disk tier, also below CPU memory, under random load, restarts, crashes and damage.
 
 Every byte of a page encodes its token and position; free pages are poison. A row assembled from
 cached, loaded and prefilled blocks must have the bytes of its own tokens.
@@ -21,10 +21,12 @@ from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of, private_salt, root_key
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.in_flight_pages import InFlightPages
+from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
-from quire.offload.prefix_store.store import PrefixStore
+from quire.offload.prefix_store.store import CPU, PrefixStore
 from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.host import HostTier
 from quire.plan.fitting import RateEstimator
 from support.disk_blocks import disk_blocks
 from support.prefix_index import Listener
@@ -44,9 +46,13 @@ PICK = st.integers(0, 1 << 20)
 
 class PrefixTierMachine(RuleBasedStateMachine):
     @initialize(
-        window=st.booleans(), pages=st.integers(150, 400), disk_mib=st.sampled_from([2, 16])
+        window=st.booleans(),
+        pages=st.integers(150, 400),
+        disk_mib=st.sampled_from([2, 16]),
+        cpu_kib=st.sampled_from([0, 16, 4096]),
     )
-    def build(self, window, pages, disk_mib):
+    def build(self, window, pages, disk_mib, cpu_kib):
+        self.cpu_kib = cpu_kib
         self.groups = (FULL, WINDOW) if window else (FULL,)
         self.block = BLOCK if window else PAGE
         self.total_bytes = pages * FULL.page_class.page_bytes
@@ -62,9 +68,15 @@ class PrefixTierMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(self.memory, self.listener)
         self.disk = DiskTier(self.folder, self.disk_mib * MIB, direct=False)
         records = BlockRecords(self.memory, self.index.block_tokens)
-        self.store = PrefixStore(self.disk, "nature", records.record_bytes)
-        self.store.run_blocks = 3
-        self.tier = PrefixTier(self.index, self.store, RateEstimator((1e-4, 1e-9)))
+        record_bytes, level = records.record_bytes, int(self.cpu_kib > 0)
+        self.store = PrefixStore(self.disk, "nature", record_bytes, level=level)
+        stores = [self.store]
+        if self.cpu_kib:
+            cpu = HostTier(self.cpu_kib << 10)
+            stores.insert(0, PrefixStore(cpu, "nature", record_bytes, kind=CPU, below=self.store))
+        stores[0].run_blocks = 3
+        self.levels = PrefixLevels(stores, [RateEstimator((1e-4, 1e-9)) for _ in stores])
+        self.tier = PrefixTier(self.index, self.levels)
         self.opened = True
 
     # ---- rules ---------------------------------------------------------------------------------
@@ -84,7 +96,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         at = lease.tokens
         self.tier.transfer_worker.drain()
         blocks = list(blocks_of(identity, tokens[: len(tokens) - 1], self.index.block_tokens))
-        found = self.store.find(block for block in blocks if block.end > at)
+        found = self.levels.find(block for block in blocks if block.end > at)
         if found:
             at = self.restore(row, tokens, at, found, pick, late=late)
         self.grow(row, tokens, at, len(tokens))
@@ -104,7 +116,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
             pages = InFlightPages(self.memory, min(first + size, end), end, size)
         except OutOfPages:
             return at
-        load = PrefixLoad(self.store, self.tier.records, pages, found)
+        load = PrefixLoad(self.tier, pages, found)
         with contextlib.suppress(OutOfPages):
             load.extend_down(first)
         moves = random.Random(pick)

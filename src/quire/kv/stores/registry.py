@@ -91,11 +91,6 @@ UNSOUND: Mapping[tuple[str, str], Unsound] = MappingProxyType(
 
 UNSOUND_TOGETHER: Mapping[tuple[str, str], Unsound] = MappingProxyType(
     {
-        (PRE_ROPE, PREFIX_CACHE): Unsound(
-            "keys are stored before RoPE for streams, and the KV of streams differs after their "
-            "first eviction, so no prefix longer than the cap could be shared",
-            "to share prefixes use 'sinks'",
-        ),
         (PRE_ROPE, LOSSY_CODEC): Unsound(
             "keys before RoPE are rotated unquantized in every attention, and codes would have to "
             "be decoded and rotated each time",

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from quire.errors import InvariantError
+from quire.kv.appending import append_pages, can_append
 from quire.kv.memory import KVMemory, shared_groups
 from quire.kv.pages import PageNumbers
-from quire.layout.pages import LaneGroup, PageClass
+from quire.layout.pages import PageClass
 
 
 class InFlightPages:
@@ -98,22 +99,12 @@ class InFlightPages:
         at = int(self._memory.lengths[row])
         if not self.first <= at < self.end or at % self.block_tokens:
             raise InvariantError(f"tokens {self.first} to {self.end} do not follow the first {at}")
-        tables = [self._memory.tables[name] for name in self.pages]
-        if any(t.staged[row] or not _is_dense(t.group, t.num_slots[row], at) for t in tables):
+        if not can_append(self._memory, row):
             return False
         after, before = self.block_pages(at, self.end), self.block_pages(self.first, at)
-        for table in tables:
-            numbers, held = after[table.group.name], int(table.num_pages[row, 0])
-            lanes, columns = numbers.shape
-            counts = np.full((1, lanes), columns, dtype=np.int32)
-            table.append(np.array([row]), counts, numbers.reshape(-1))
-            positions = at + np.arange(columns) * table.group.page_class.tokens
-            table.page_positions[row, :, held : held + columns] = positions
-            table.num_slots[row] += self.end - at
+        append_pages(self._memory, row, after, self.end)
         del self._memory.cached_references[self._key]
         self._free(before)
-        self._memory.lengths[row] = self.end
-        self._memory.note_peaks(np.array([row]))
         return True
 
     def release(self) -> None:
@@ -139,11 +130,3 @@ def pages_needed(memory: KVMemory, tokens: int) -> dict[PageClass, int]:
         count = tokens // page_class.tokens * group.num_lanes
         needed[page_class] = needed.get(page_class, 0) + count
     return needed
-
-
-def _is_dense(group: LaneGroup, num_slots: PageNumbers, length: int) -> bool:
-    """Whether every lane ends with the last token and all its pages are full."""
-    least = 0 if group.window is not None else length
-    held = int(num_slots[0])
-    equal = bool((num_slots == held).all())
-    return equal and held >= least and held % group.page_class.tokens == 0

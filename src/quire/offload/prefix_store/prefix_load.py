@@ -12,31 +12,50 @@ after `stop` has taken the lock.
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.errors import OffloadError
-from quire.kv.block_records import BlockRecords
 from quire.kv.prefix_key import Block
 from quire.offload.kv.in_flight_pages import InFlightPages
+from quire.offload.kv.in_flight_snapshot import InFlightSnapshot
+from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.prefix_tier import PrefixTier
-from quire.offload.prefix_store.store import Place, PrefixStore
 from quire.plan.offload.restore import Loading
 
+Segments = deque[tuple[int, int, float]]
 _SHARE = 4  # a segment is 1 / _SHARE of the remaining blocks: small segments near the meeting point
 _LEAST_BYTES = 256 << 10  # of a segment, which limits the number of calls
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotLoad:
+    """Load of the statistics at the end of a prefix.
+
+    Attributes:
+        pages: pages of the arena.
+        key: key of the snapshot.
+        place: location of the snapshot.
+        num_bytes: bytes of its record.
+    """
+
+    pages: InFlightSnapshot
+    key: bytes
+    place: Place
+    num_bytes: int
 
 
 class PrefixLoad:
     """Load of one prefix.
 
     Args:
-        store: holds the prefix.
-        records: converts records to pages.
+        tier: holds the prefix.
         pages: pages of the arena, for the end of the prefix.
         found: consecutive blocks up to the end of the pages, and the location of each.
+        snapshot: statistics at the end of the prefix, loaded before it; None without statistics.
         clock: seconds.
 
     Attributes:
@@ -46,15 +65,15 @@ class PrefixLoad:
         loaded_from: the pages hold all tokens from this one to the end.
         failed: whether the load has ended with an error.
         moved_s: time of the last submission or arrival.
-        segments: (bytes, seconds) of loaded segments, for rate estimates.
+        segments: (tier, bytes, seconds) of loaded segments, for rate estimates.
     """
 
     def __init__(
         self,
-        store: PrefixStore,
-        records: BlockRecords,
+        tier: PrefixTier,
         pages: InFlightPages,
         found: Sequence[tuple[Block, Place]],
+        snapshot: SnapshotLoad | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pages = pages
@@ -62,8 +81,9 @@ class PrefixLoad:
         self.wanted_from = pages.first
         self.failed = False
         self.moved_s = clock()
-        self.segments: deque[tuple[int, float]] = deque()
-        self._store, self._records, self._found, self._clock = store, records, found, clock
+        self.segments = Segments()
+        self._tier, self._found, self._clock = tier, found, clock
+        self._snapshot, self._needs_snapshot = snapshot, snapshot is not None
         self._block_tokens = pages.block_tokens
         self._first = found[-1][0].end - len(found) * self._block_tokens
         self._cancelled = False
@@ -85,10 +105,30 @@ class PrefixLoad:
                 self.pages.extend_down(first)
             self.wanted_from = first
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages of the load."""
+        snapshot = self._snapshot
+        return self.pages.num_bytes + (0 if snapshot is None else snapshot.pages.num_bytes)
+
     def stop(self) -> None:
         """Stop writing to pages: after this returns they may be freed."""
         with self._lock:
             self._cancelled = True
+
+    def attach(self, row: int) -> bool:
+        """Append the loaded pages to a row, and replace its statistics; see `InFlightPages`."""
+        if not self.pages.attach(row):
+            return False
+        if self._snapshot is not None:
+            self._snapshot.pages.attach(row)
+        return True
+
+    def release(self) -> None:
+        """Free all pages that no row has taken."""
+        self.pages.release()
+        if self._snapshot is not None:
+            self._snapshot.pages.release()
 
     def load_segment(self) -> bool:
         """Load the next segment; return whether another one is to be loaded."""
@@ -97,6 +137,7 @@ class PrefixLoad:
             return False
         first, blocks, place = claimed
         try:
+            self._load_snapshot()
             self._load(first, blocks, place)
         except OffloadError:
             self._fail()
@@ -113,7 +154,9 @@ class PrefixLoad:
             size = self._block_tokens
             last = (self.loaded_from - self._first) // size
             first, wanted_from = last - 1, (self.wanted_from - self._first) // size
-            most = max((last - wanted_from) // _SHARE, _LEAST_BYTES // self._records.record_bytes)
+            most = max(
+                (last - wanted_from) // _SHARE, _LEAST_BYTES // self._tier.records.record_bytes
+            )
             lowest = max(wanted_from, last - max(1, most))
             while first > lowest and self._follows(first):
                 first -= 1
@@ -125,20 +168,36 @@ class PrefixLoad:
     def _follows(self, number: int) -> bool:
         """Whether a block directly follows the previous block in the same entry."""
         before, place = self._found[number - 1][1], self._found[number][1]
-        return before.entry == place.entry and before.index + 1 == place.index
+        return (before.level, before.entry, before.index + 1) == (
+            place.level,
+            place.entry,
+            place.index,
+        )
+
+    def _load_snapshot(self) -> None:
+        """Load the statistics, once."""
+        snapshot = self._snapshot
+        if snapshot is None or not self._needs_snapshot:
+            return
+        record = np.empty(snapshot.num_bytes, dtype=np.uint8)
+        self._tier.read_snapshot(snapshot.key, self._found[-1][0], snapshot.place, record)
+        with self._lock:
+            if not self._cancelled:
+                self._tier.snapshots.scatter(record, snapshot.pages.pages)
+                self._needs_snapshot = False
 
     def _load(self, first: int, blocks: list[Block], place: Place) -> None:
         started_s = self._clock()
-        records = np.empty((len(blocks), self._records.record_bytes), dtype=np.uint8)
-        self._store.read(blocks, place, records)
+        records = np.empty((len(blocks), self._tier.records.record_bytes), dtype=np.uint8)
+        self._tier.read(blocks, place, records)
         with self._lock:
             if self._cancelled:
                 return
             end = first + len(blocks) * self._block_tokens
-            self._records.scatter(records, self.pages.block_pages(first, end))
+            self._tier.records.scatter(records, self.pages.block_pages(first, end))
             self.loaded_from = first
             self.moved_s = self._clock()
-            self.segments.append((records.nbytes, self.moved_s - started_s))
+            self.segments.append((place.level, records.nbytes, self.moved_s - started_s))
 
     def _fail(self) -> None:
         with self._lock:
@@ -148,17 +207,16 @@ class PrefixLoad:
 
 # ---- load rate -----------------------------------------------------------------------------------
 
-# Load time of a tier: measured when the tier is opened, updated from every segment.
+# Load time of each tier: measured when the tier is opened, updated from every segment.
 
 PROBE_INTERVAL_S = 10.0
-Segments = deque[tuple[int, float]]
 
 
 class LoadRate:
     """Estimates the load time of tokens.
 
     Args:
-        tier: the tier to load from.
+        tier: the tiers to load from.
         token_bytes: bytes of a token in all layers.
         clock: seconds.
     """
@@ -167,35 +225,36 @@ class LoadRate:
         self, tier: PrefixTier, token_bytes: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._tier, self._token_bytes, self._clock = tier, token_bytes, clock
-        self._probes: Segments = deque()
+        self._probes = Segments()
         self._probed_s, self._refreshed_s = -PROBE_INTERVAL_S, clock()
 
-    @property
-    def token_s(self) -> float:
-        """Seconds to load a token while no other load runs."""
-        return self._tier.rate.coefficients[1] * self._token_bytes
-
-    def loading(self, token_s: float) -> Loading:
-        """Load cost at this time per token."""
-        return Loading(token_s=token_s, call_s=self._tier.rate.coefficients[0])
+    def loading(self, found: Sequence[tuple[Block, Place]]) -> Loading:
+        """Mean load cost per token of some blocks, while no other load runs."""
+        counts = Counter(place.level for _, place in found)
+        byte_s = call_s = 0.0
+        for level, count in counts.items():
+            per_call, per_byte = self._tier.levels.rates[level].coefficients
+            byte_s += per_byte * count / len(found)
+            call_s = max(call_s, per_call)
+        return Loading(token_s=byte_s * self._token_bytes, call_s=call_s)
 
     def learn(self, segments: Segments | None = None) -> None:
-        """Learn from loaded segments (bytes, seconds) and from finished probes."""
+        """Learn from loaded segments and from finished probes."""
         for found in (self._probes, Segments() if segments is None else segments):
             while found:
-                num_bytes, seconds = found.popleft()
-                self._tier.rate.add((1, num_bytes), seconds)
+                level, num_bytes, seconds = found.popleft()
+                self._tier.levels.rates[level].add((1, num_bytes), seconds)
 
     def refresh(self) -> None:
         """Refresh the index of a shared store at most every `PROBE_INTERVAL_S` seconds."""
-        store = self._tier.store
-        if not store.is_shared or self._clock() - self._refreshed_s < PROBE_INTERVAL_S:
+        levels = self._tier.levels
+        if not levels.is_shared or self._clock() - self._refreshed_s < PROBE_INTERVAL_S:
             return
         self._refreshed_s = self._clock()
 
         def refresh() -> None:
             with contextlib.suppress(OffloadError):
-                store.refresh()
+                levels.refresh()
 
         self._tier.transfer_worker.later(refresh)
 
@@ -209,7 +268,7 @@ class LoadRate:
             records = np.empty((1, self._tier.records.record_bytes), dtype=np.uint8)
             started_s = self._clock()
             with contextlib.suppress(OffloadError):
-                self._tier.store.read([block], place, records)
-                self._probes.append((records.nbytes, self._clock() - started_s))
+                self._tier.levels.stores[place.level].read([block], place, records)
+                self._probes.append((place.level, records.nbytes, self._clock() - started_s))
 
         self._tier.transfer_worker.urgent(read_block)

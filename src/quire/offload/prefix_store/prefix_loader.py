@@ -5,25 +5,27 @@
 
 The meeting point is the root of a quadratic (`plan.offload.restore`). It is recomputed before each
 chunk from observed copy and prefill times: less is loaded over a slow or stalled link, more over a
-fast one. A request that waits for its pages does not delay other requests.
+fast one. A request that waits for its pages does not delay other requests. A second request for a
+prefix that is being loaded waits for the first one and shares its pages.
 """
 
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import OutOfPages
 from quire.kv.prefix_blocks import PrefixLease
-from quire.kv.prefix_key import Block
+from quire.kv.prefix_key import Block, BlockChain
 from quire.layout.pages import PageClass
 from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
-from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad
+from quire.offload.kv.in_flight_snapshot import InFlightSnapshot, snapshot_pages_needed
+from quire.offload.prefix_store.entries import Place
+from quire.offload.prefix_store.joined_loads import JoinedLoads, RequestPrefixLoad
+from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad, SnapshotLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
-from quire.offload.prefix_store.store import Place
-from quire.plan.offload.restore import restore_split
+from quire.plan.offload.restore import Loading, restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
@@ -35,23 +37,6 @@ WAIT_S = 0.02
 """Longest wait for pages in a step without other work, after which the caller gets control."""
 _GRACE_S = 0.05  # a segment may be this late before the link counts as stalled
 _LATE = 2  # multiple of a segment's predicted time after which the link counts as stalled
-
-
-@dataclass(slots=True, eq=False)
-class RequestPrefixLoad:
-    """The prefix load of one request.
-
-    Attributes:
-        load: load of the end of the prefix.
-        began_at: computed tokens of the request when the load began.
-        started_s: clock reading when the load began.
-        busy: whether the load is in the queue of the transfer worker.
-    """
-
-    load: PrefixLoad
-    began_at: int
-    started_s: float
-    busy: bool = False
 
 
 class PrefixLoader:
@@ -86,6 +71,7 @@ class PrefixLoader:
         self._token_bytes = tier.records.record_bytes / self._block_tokens
         self._rate = LoadRate(tier, self._token_bytes, clock)
         self._open: dict[Request, RequestPrefixLoad] = {}
+        self._joined = JoinedLoads(sharing)
         self._arrived = threading.Condition()
         self._num_arrived = self._num_seen = 0
         self._num_loads = self._num_declined = self._loaded_tokens = 0
@@ -93,24 +79,27 @@ class PrefixLoader:
     @property
     def stats(self) -> TierStats:
         """Contents and counters of the tier."""
-        store = self.tier.store
+        levels = self.tier.levels.stats
         return TierStats(
-            stored_bytes=store.num_bytes,
-            found_blocks=store.num_found,
-            stored_blocks=store.num_stored,
+            stored_bytes=sum(level.stored_bytes for level in levels),
+            found_blocks=sum(level.found_blocks for level in levels),
+            stored_blocks=sum(level.stored_blocks for level in levels),
             skipped_blocks=self.tier.num_skipped,
             loaded_tokens=self._loaded_tokens,
             num_loads=self._num_loads,
+            num_joined=self._joined.num_joined,
             num_declined=self._num_declined,
-            num_discarded=store.num_discarded,
-            num_failed=store.num_failed,
+            promoted_blocks=self.tier.num_promoted,
+            num_discarded=sum(level.num_discarded for level in levels),
+            num_failed=sum(level.num_failed for level in levels),
             loading_bytes=self.loading_bytes,
+            levels=levels,
         )
 
     @property
     def loading_bytes(self) -> int:
         """Bytes of KV pages with loads in flight."""
-        return sum(found.load.pages.num_bytes for found in self._open.values())
+        return sum(found.load.num_bytes for found in self._open.values())
 
     def pages_in_flight(self, request: Request) -> dict[PageClass, int]:
         """Pages allocated for a request's load, in addition to those of its row."""
@@ -122,44 +111,88 @@ class PrefixLoader:
     # ---- a request -----------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """Start to load the stored tokens after a request's cached prefix, if that saves time."""
-        found = self._find(request)
-        if not found:
+        """Start to load the stored tokens after a request's cached prefix, if that saves time.
+
+        If another request is loading the same tokens, the request waits for these.
+        """
+        self._begin(request, request.memory.chain)
+
+    def _begin(self, request: Request, chain: BlockChain | None) -> None:
+        found = self._find(request, chain)
+        if not found or chain is None:
             self._rate.refresh()
+            return
+        if self._joined.join(request, chain, found):
             return
         self._rate.learn()
         at, end = request.progress.num_computed, found[-1][0].end
-        first = at + self._recompute_tokens(at, end - at, self._rate.token_s)
+        first = at + self._recompute_tokens(at, end - at, self._rate.loading(found))
         if first >= end:
             self._num_declined += 1
             self._rate.probe(*found[-1])
             return
-        if not self._sharing.free_pages(pages_needed(self._memory, end - at)):
-            return
+        load = self._allocate(request, first, end, found)
+        if load is not None:
+            self._open[request] = opened = RequestPrefixLoad(load, found, at, self._clock())
+            self._joined.offer(request, opened)
+            self._submit(opened)
+
+    def _allocate(
+        self, request: Request, first: int, end: int, found: list[tuple[Block, Place]]
+    ) -> PrefixLoad | None:
+        """Allocate the pages of a load; None if there are too few."""
+        used = request.memory.statistics
+        needed = pages_needed(self._memory, end - request.progress.num_computed)
+        for page_class, count in snapshot_pages_needed(self._memory, used, end).items():
+            needed[page_class] = needed.get(page_class, 0) + count
+        if not self._sharing.free_pages(needed):
+            return None
         try:
             pages = InFlightPages(self._memory, first, end, self._block_tokens)
         except OutOfPages:
-            return
-        load = PrefixLoad(self.tier.store, self.tier.records, pages, found, self._clock)
-        self._open[request] = found_one = RequestPrefixLoad(load, at, self._clock())
-        self._submit(found_one)
+            return None
+        try:
+            snapshot = self._snapshot_load(found[-1][0], used)
+        except OutOfPages:
+            pages.release()
+            return None
+        return PrefixLoad(self.tier, pages, found, snapshot, self._clock)
 
-    def _find(self, request: Request) -> list[tuple[Block, Place]]:
-        lease, chain = request.memory.lease, request.memory.chain
+    def _snapshot_load(self, block: Block, used: frozenset[str]) -> SnapshotLoad | None:
+        """Load of the statistics at the end of a block; None without statistics."""
+        if not used:
+            return None
+        key = self.tier.snapshots.key(block, used)
+        place = self.tier.levels.place_of(key)
+        if place is None:
+            raise OutOfPages("the statistics were evicted meanwhile")
+        pages = InFlightSnapshot(self._memory, used, block.end)
+        return SnapshotLoad(pages, key, place, self.tier.snapshots.num_bytes(block.end, used))
+
+    def _find(self, request: Request, chain: BlockChain | None) -> list[tuple[Block, Place]]:
+        """The stored blocks after a request's cached prefix, up to one with its statistics."""
+        lease, used = request.memory.lease, request.memory.statistics
         if not isinstance(lease, PrefixLease) or chain is None or request.scores_prompt:
             return []
-        if request.memory.statistics or request.memory.swapped is not None or self.tier.is_closed:
-            return []  # tiers store no statistics; a swapped tail follows the recomputed head
+        if request.memory.swapped is not None or self.tier.is_closed:
+            return []  # a swapped tail follows the recomputed head
         at = request.progress.num_computed
         most = min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
-        return self.tier.store.find(block for block in chain.blocks(most) if block.end > at)
+        found = self.tier.levels.find(block for block in chain.blocks(most) if block.end > at)
+        while used and found and not self._has_snapshot(found[-1][0], used):
+            found.pop()
+        return found
+
+    def _has_snapshot(self, block: Block, used: frozenset[str]) -> bool:
+        return self.tier.levels.place_of(self.tier.snapshots.key(block, used)) is not None
 
     def forget(self, request: Request) -> None:
         """Cancel the load of a request that ends or is preempted, and free its pages."""
         found = self._open.pop(request, None)
+        self._joined.forget(request)
         if found is not None:
             found.load.stop()
-            found.load.pages.release()
+            found.load.release()
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -179,13 +212,23 @@ class PrefixLoader:
 
     def is_waiting(self, request: Request) -> bool:
         """Whether a request can only wait for its pages."""
-        return self.waits and request in self._open
+        return self.waits and (request in self._open or request in self._joined)
 
     def may_read(self, request: Request, budget: int) -> int:
         """Tokens of a budget that a request may prefill now: 0 while it waits for its pages."""
+        if not budget:
+            return 0
+        joined = self._joined.of(request)
+        if joined is not None:
+            if not self._joined.follow(request):
+                self.waits |= joined.load.waits
+                return 0
+            if joined.load.is_attached:  # then more may be stored
+                self._begin(request, joined.chain)
         found = self._open.get(request)
-        if found is None or not budget:
+        if found is None:
             return budget
+        found.waits = False
         self._rate.learn(found.load.segments)
         at, load = request.progress.num_computed, found.load
         into_block = at % self._block_tokens
@@ -202,7 +245,8 @@ class PrefixLoader:
             self._num_declined += not load.failed
             self.forget(request)
             return budget
-        self.waits |= not tokens
+        found.waits = not tokens
+        self.waits |= found.waits
         return min(budget, tokens)
 
     def _prefill_tokens(self, found: RequestPrefixLoad, at: int) -> int:
@@ -211,13 +255,14 @@ class PrefixLoader:
         gap = load.loaded_from - at
         if load.failed:
             return gap
-        token_s = self._rate.token_s * len(self._open)
+        loading = self._rate.loading(found.found)
+        token_s = loading.token_s * len(self._open)
         in_flight = max(load.loaded_from - load.claimed_from, self._block_tokens)
         late_s = self._clock() - load.moved_s
         stalled = found.busy and late_s > _LATE * in_flight * token_s + _GRACE_S
         if stalled:
             token_s = max(token_s, late_s / in_flight)
-        recompute = self._recompute_tokens(at, gap, token_s)
+        recompute = self._recompute_tokens(at, gap, Loading(token_s=token_s, call_s=loading.call_s))
         try:
             load.extend_down(at + recompute)
         except OutOfPages:
@@ -229,13 +274,15 @@ class PrefixLoader:
         """Attach the loaded pages: the prefill has reached them."""
         load, at = found.load, request.progress.num_computed
         load.stop()
-        if load.pages.attach(request.memory.row):
+        if load.attach(request.memory.row):
             tokens = load.end - at
             request.progress.num_computed = load.end
             request.count_cached(at, load.end)
             self._num_loads += 1
             self._loaded_tokens += tokens
             self._sharing.publish(request, load.end)
+            self._sharing.snapshot(request)
+            found.is_attached = True
             self._events.emit(
                 "prefix_loaded",
                 request,
@@ -248,7 +295,7 @@ class PrefixLoader:
 
     # ---- rates ---------------------------------------------------------------------------------
 
-    def _recompute_tokens(self, at: int, tokens: int, token_s: float) -> int:
+    def _recompute_tokens(self, at: int, tokens: int, loading: Loading) -> int:
         """Number of the tokens after `at` to recompute while the others are loaded."""
         prefill = self.costs.costs.prefill
         after = PrefillRates(
@@ -256,7 +303,7 @@ class PrefixLoader:
             token_s=prefill.token_s + 2 * at * prefill.square_s,
             square_s=prefill.square_s,
         )
-        return restore_split(after, self._rate.loading(token_s), tokens, self._block_tokens)
+        return restore_split(after, loading, tokens, self._block_tokens)
 
     # ---- transfer ------------------------------------------------------------------------------
 

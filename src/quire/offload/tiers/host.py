@@ -24,18 +24,22 @@ class HostTier:
     Args:
         total_bytes: capacity, rounded down to a multiple of the page alignment.
         pinned: whether to pin the memory for a CUDA device.
+        flag: option that sets the size, for errors.
 
     Raises:
         ConfigError: the size exceeds free memory, or the system cannot pin it.
     """
 
-    def __init__(self, total_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, total_bytes: int, *, pinned: bool = False, flag: str = "--swap-space"
+    ) -> None:
         self.total_bytes = total_bytes // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES
+        self._flag = flag
         free_bytes = free_host_bytes()
         if self.total_bytes > free_bytes:
             raise ConfigError(
                 f"expected a host pool of at most {free_bytes:,} B (CPU memory that is free on "
-                f"this machine or in its container), got {total_bytes:,} B; lower --swap-space"
+                f"this machine or in its container), got {total_bytes:,} B; lower {flag}"
             )
         self._bytes = zero_bytes(self.total_bytes, torch.device("cpu"))
         self._view = self._bytes.numpy().data
@@ -69,7 +73,7 @@ class HostTier:
             if taken is None:
                 raise TierFull(
                     f"{key!r} needs {num_bytes:,} contiguous B, and {self._map.free_bytes:,} of "
-                    f"{self.total_bytes:,} B of the host pool are free; raise --swap-space"
+                    f"{self.total_bytes:,} B of the host pool are free; raise {self._flag}"
                 )
             self.drop(key)
             extent = taken[0] if taken else Extent(0, 0)

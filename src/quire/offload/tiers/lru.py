@@ -14,12 +14,12 @@ class LRUTier:
 
     Args:
         tier: stores the bytes; its existing entries are ordered as it lists them.
-        dropped: called with the key of each evicted entry.
+        evicting: called with the key of each entry before it is evicted.
     """
 
-    def __init__(self, tier: Tier, dropped: Callable[[str], None] = lambda key: None) -> None:
+    def __init__(self, tier: Tier, evicting: Callable[[str], None] = lambda key: None) -> None:
         self.tier = tier
-        self._dropped = dropped
+        self._evicting = evicting
         self._used: OrderedDict[str, None] = OrderedDict.fromkeys(tier.stored())
         self._turn = threading.RLock()
 
@@ -80,5 +80,5 @@ class LRUTier:
 
     def _drop_oldest(self) -> None:
         key, _ = self._used.popitem(last=False)
+        self._evicting(key)
         self.tier.drop(key)
-        self._dropped(key)

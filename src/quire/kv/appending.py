@@ -1,0 +1,130 @@
+"""Pages appended to a running row: those of a prefix that was loaded, or that another row computed.
+
+row      [0 ............ length)            whole pages of its own tokens
+append                  [length .. end)     pages that the row takes over or shares
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.kv.sharing import CachedReference, begin_lanes, copy_private_pages, require_chain
+from quire.kv.tables import LaneTable
+from quire.layout.pages import PageClass
+
+
+def can_append(memory: KVMemory, row: int) -> bool:
+    """Whether whole pages can be appended to a row: its lanes hold all tokens, in full pages."""
+    length = int(memory.lengths[row])
+    return all(
+        not table.staged[row] and _is_dense(table, row, length)
+        for table in memory.tables.values()
+        if not table.group.private
+    )
+
+
+def _is_dense(table: LaneTable, row: int, length: int) -> bool:
+    """Whether every lane ends with the last token and all its pages are full."""
+    num_slots, group = table.num_slots[row], table.group
+    least, held = 0 if group.window is not None else length, int(num_slots[0])
+    equal = bool((num_slots == held).all())
+    return equal and held >= least and held % group.page_class.tokens == 0
+
+
+def append_pages(memory: KVMemory, row: int, pages: Mapping[str, PageNumbers], end: int) -> None:
+    """Append whole pages to a row for which `can_append` holds; the row takes the references.
+
+    Args:
+        memory: the KV memory that holds the pages.
+        row: the sequence.
+        pages: pages [lanes, pages of a lane] of each shared group, for the tokens up to `end`.
+        end: new length of the row.
+    """
+    length = int(memory.lengths[row])
+    for name, numbers in pages.items():
+        table = memory.tables[name]
+        (lanes, columns), held = numbers.shape, int(table.num_pages[row, 0])
+        counts = np.full((1, lanes), columns, dtype=np.int32)
+        table.append(np.array([row]), counts, numbers.reshape(-1))
+        positions = length + np.arange(columns) * table.group.page_class.tokens
+        table.page_positions[row, :, held : held + columns] = positions
+        table.num_slots[row] += end - length
+    memory.lengths[row] = end
+    memory.note_peaks(np.array([row]))
+
+
+def replace_statistics(
+    memory: KVMemory, row: int, pages: Mapping[str, PageNumbers], end: int
+) -> None:
+    """Replace the pages of private groups of a row; the row takes the references.
+
+    Args:
+        memory: the KV memory that holds the pages.
+        row: the sequence; it has no evicted tokens.
+        pages: pages [lanes, pages of a lane] of each group.
+        end: length of the row.
+    """
+    for name, numbers in pages.items():
+        table = memory.tables[name]
+        old = table.cut(row, np.zeros(table.group.num_lanes, dtype=np.int32))
+        memory.pools[table.group.page_class].release(old)
+        begin_lanes(table, row, end, numbers)
+    memory.note_peaks(np.array([row]))
+
+
+def extend_from_references(
+    memory: KVMemory,
+    row: int,
+    cached_references: Sequence[CachedReference],
+    statistics: CachedReference | None = None,
+) -> bool:
+    """Append cached references to a row that ends where they begin; see `start_from_references`.
+
+    Args:
+        memory: the KV memory that holds the pages.
+        row: the sequence.
+        cached_references: one or more consecutive references.
+        statistics: statistics at the end of the last one, for a row with statistics.
+
+    Returns:
+        False if the row cannot share them (see `can_append`), or if the copies of the statistics
+        do not fit; nothing was changed.
+
+    Raises:
+        InvariantError: a reference was released, or the references do not follow the row.
+    """
+    length = int(memory.lengths[row])
+    require_chain(memory, cached_references, statistics, start=length)
+    if not can_append(memory, row):
+        return False
+    copied = _copies_of(memory, statistics)
+    if copied is None:
+        return False
+    pages = {
+        name: np.concatenate([found.pages[name] for found in cached_references], axis=1)
+        for name in cached_references[0].pages
+    }
+    for name, numbers in pages.items():
+        memory.pools[memory.tables[name].group.page_class].retain(numbers.reshape(-1))
+    append_pages(memory, row, pages, cached_references[-1].end)
+    replace_statistics(memory, row, copied, cached_references[-1].end)
+    return True
+
+
+def _copies_of(
+    memory: KVMemory, statistics: CachedReference | None
+) -> dict[str, PageNumbers] | None:
+    """Private copies of a snapshot; None if they do not fit."""
+    pages = {} if statistics is None else statistics.pages
+    needed: dict[PageClass, int] = {}
+    for name, numbers in pages.items():
+        page_class = memory.tables[name].group.page_class
+        needed[page_class] = needed.get(page_class, 0) + numbers.size
+    if not memory.fits(needed):
+        return None
+    return {
+        n: copy_private_pages(memory, memory.tables[n], numbers.reshape(-1))
+        for n, numbers in pages.items()
+    }
