@@ -49,8 +49,8 @@ def generate(model: PreTrainedModel, inputs: dict[str, Tensor], **options: objec
 
 
 def memory_of(cache: QuireCache) -> KVMemory:
-    assert cache._kv is not None
-    return cache._kv.memory
+    assert cache._rows.kv is not None
+    return cache._rows.kv.memory
 
 
 def all_kept(cache: QuireCache, row: int) -> list[list[list[int]]]:

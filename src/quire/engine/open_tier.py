@@ -24,7 +24,8 @@ from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_tier import PrefixTier
-from quire.offload.prefix_store.store import CPU, DISK, REMOTE, PrefixStore, TierKind
+from quire.offload.prefix_store.store import PrefixStore
+from quire.offload.prefix_store.tier_kinds import CPU, DISK, REMOTE, TierKind
 from quire.offload.tiers.base import Tier
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.disk_files import BLOCK_BYTES

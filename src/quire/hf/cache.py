@@ -4,10 +4,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -17,18 +14,11 @@ from quire.engine.pool import check_pre_rope
 from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.rule_requirements import NONE
-from quire.hf.arguments import (
-    check_positions,
-    count_new_tokens,
-    refuse_unread,
-    wanted_columns,
-    without_cached,
-)
-from quire.hf.cache_memory import MemoryOptions, folder_of, make_layout, make_memory
-from quire.hf.evicting import Evicting, make_rule
+from quire.hf.arguments import refuse_unread
+from quire.hf.cache_memory import MemoryOptions, folder_of, make_layout
+from quire.hf.cache_rows import CachePlan, CacheRows, rope_variant
+from quire.hf.evicting import make_rule
 from quire.hf.layerless import CacheWithoutLayers
-from quire.hf.rollback import Rollback
-from quire.hf.sequences import Sequences, start_rows
 from quire.hf.wrapped import ForwardingCache, wrap_model
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
@@ -100,82 +90,67 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         self._closing.atexit = False
         try:
             spec = self._decoder.spec
-            self._options = MemoryOptions(
+            options = MemoryOptions(
                 memory=memory,
                 max_tokens=max_tokens or spec.max_positions,
                 page_tokens=page_tokens,
                 attention=attention,
             )
-            self._stored = stored_as(
-                codec,
-                self._decoder,
-                spec,
-                constants=constants or "",
-                folder=folder_of(model),
-            )
-            self._rules = EvictionRules(
+            folder = folder_of(model)
+            stored = stored_as(codec, self._decoder, spec, constants=constants or "", folder=folder)
+            rules = EvictionRules(
                 self._rule.text,
                 NONE,
                 model=spec,
                 page_tokens=page_tokens,
-                codec=self._stored.codec,
+                codec=stored.codec,
                 why_not=self._decoder.prepare,
             )
-            check_pre_rope(self._decoder, self._rules)
-            self._layout = make_layout(spec, self._stored.codec, self._rules, page_tokens)
-            self._rope_variant = self._variant_for(max_tokens)
+            check_pre_rope(self._decoder, rules)
+            layout = make_layout(spec, stored.codec, rules, page_tokens)
+            variant = rope_variant(self._decoder, rules, self._rule, options, max_tokens)
         except BaseException:
             self._closing()
             raise
-        self._limit = max_tokens
-        self._kv: PagedKV | None = None
-        self._sequences: Sequences | None = None
-        self._rollback = Rollback(self._layout)
-        self._columns = self._max_rows = 0
-
-    def _variant_for(self, max_tokens: int | None) -> int:
-        if self._decoder.num_rope_variants > 1 and max_tokens is None:
-            raise ConfigError(
-                f"{self._decoder.spec.architecture} has different rotary frequencies for long and "
-                "short sequences: pass max_tokens=, the maximum length of prompt and output, which "
-                "selects them for all sequences"
-            )
-        longest = self._options.max_tokens
-        if self._rules.rerotates_keys:  # no position reaches the lane's capacity
-            lanes = self._rules.lanes_of(self._rule)
-            longest = self._rule.for_request(longest, lanes).spec.peak_tokens(longest, longest)
-        return self._decoder.rope_variant(longest)
+        plan = CachePlan(
+            decoder=self._decoder,
+            rule=self._rule,
+            rules=rules,
+            layout=layout,
+            stored=stored,
+            options=options,
+            rope_variant=variant,
+            limit=max_tokens,
+        )
+        self._rows = CacheRows(plan)
 
     # ---- contents ------------------------------------------------------------------------------
 
     @property
     def kv_used_bytes(self) -> int:
         """Bytes of pages in use, statistics included."""
-        pools = self._kv.memory.pools.values() if self._kv else ()
+        kv = self._rows.kv
+        pools = kv.memory.pools.values() if kv else ()
         return sum(pool.used_bytes for pool in pools)
 
     @property
     def kv_peak_bytes(self) -> int:
         """Peak bytes in use since the last `reset`."""
-        return self._kv.memory.arena_peak_bytes if self._kv else 0
+        kv = self._rows.kv
+        return kv.memory.arena_peak_bytes if kv else 0
 
     @property
     def batch_size(self) -> int:
         """Number of rows; -1 before the first forward."""
-        return len(self._sequences.rows) if self._sequences else -1
+        return self._rows.batch_size
 
     def retained_positions(self, row: int, layer: int) -> list[list[int]]:
         """Positions in the row's sequence that are still cached, ascending, for each KV head.
 
         Position 0 is a row's first token; pads have no position.
         """
-        kv, sequences = self._open_rows()
+        kv, sequences = self._rows.opened()
         return retained_positions(kv, sequences.rows[row].memory.row, layer)
-
-    def _open_rows(self) -> tuple[PagedKV, Sequences]:
-        if self._kv is None or self._sequences is None:
-            raise RequestError("this cache is empty: no forward has used it yet")
-        return self._kv, self._sequences
 
     # ---- a forward -----------------------------------------------------------------------------
 
@@ -197,131 +172,27 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         token_ids = arguments.get("input_ids")
         if not isinstance(token_ids, Tensor) or token_ids.ndim != 2:
             raise RequestError("expected input_ids [rows, columns]")
-        held = self._lengths(token_ids.shape[0])
-        position_ids = arguments.get("position_ids")
-        if self._rollback.active:
-            token_ids, position_ids = without_cached(token_ids, position_ids, self._columns)
-        columns = token_ids.shape[1]
-        counts = count_new_tokens(arguments.get("attention_mask"), columns, self._columns, held)
-        if isinstance(position_ids, Tensor):
-            check_positions(position_ids, counts, held)
-        kept = arguments.get("logits_to_keep", 0)
-        wanted = wanted_columns(kept, columns)
-        self._check_length(int((np.array(held) + counts).max()))
-        candidates = self._num_candidates(kept, columns)
-        sequences = self._sequences or self._begin((counts - candidates).tolist())
-        try:
-            logits = self._process(sequences, token_ids, counts, wanted, candidates)
-        except BaseException:
-            self.reset()  # rows may have processed different numbers of tokens
-            raise
-        self._columns += columns
+        logits = self._rows.forward(token_ids, arguments)
         output = CausalLMOutputWithPast(logits=logits, past_key_values=self)
         return output.to_tuple() if arguments.get("return_dict") is False else output
-
-    def _num_candidates(self, kept: object, columns: int) -> int:
-        """Number of last columns that may be removed again: assisted decoding's candidates."""
-        if not self._rollback.active or not isinstance(kept, int):
-            return 0
-        return (kept or columns) - 1
-
-    def _process(
-        self,
-        sequences: Sequences,
-        token_ids: Int[Tensor, "batch columns"],
-        counts: NDArray[np.int32],
-        wanted: NDArray[np.int64],
-        candidates: int,
-    ) -> Float[Tensor, "batch wanted vocab"]:
-        """Process new tokens and those pending; see `Sequences.process`.
-
-        Args:
-            sequences: the rows.
-            token_ids: the last `counts` tokens of each row are new.
-            counts: new tokens of each row.
-            wanted: columns whose logits are returned.
-            candidates: last columns that may be removed again.
-        """
-        firm = token_ids.shape[1] - candidates  # columns that stay
-        pending = self._rollback.num_pending
-        ids = self._rollback.take_pending(token_ids)
-        whole, columns = counts + np.int32(pending), wanted + pending
-        if self._columns and firm > 1:
-            if pending:
-                sequences.process(ids[:, :pending], whole * 0 + pending, columns[:0])
-            self._begin_turn(sequences, counts - candidates)
-            ids, whole, columns = token_ids, counts, wanted
-        split = ids.shape[1] - candidates
-        first = sequences.process(ids[:, :split], whole - candidates, columns[columns < split])
-        self._rollback.save(sequences, ids[:, split:])
-        if not candidates:
-            return first
-        rest = columns[columns >= split] - split
-        last = sequences.process(ids[:, split:], whole * 0 + candidates, rest)
-        return torch.cat([first, last], dim=1)
-
-    def _begin_turn(self, sequences: Sequences, counts: NDArray[np.int32]) -> None:
-        """The next tokens are a prompt: the next message of a conversation."""
-        lanes = self._rules.lanes_of(self._rule)
-        totals = np.array(sequences.lengths) + counts
-        evictions = [self._rule.for_request(int(tokens), lanes) for tokens in totals]
-        sequences.begin_turn(evictions, counts)
 
     def require_open(self) -> None:
         """Raise ConfigError for a cache that was closed."""
         if not self._closing.alive:
             raise ConfigError("this QuireCache is closed; create a new one")
 
-    def _lengths(self, rows: int) -> list[int]:
-        if self._sequences is None:
-            return [0] * rows
-        if rows != self.batch_size:
-            raise RequestError(
-                f"this cache holds {self.batch_size} rows, the batch has {rows}; call "
-                "cache.reset() before another batch"
-            )
-        return [length + self._rollback.num_pending for length in self._sequences.lengths]
-
-    def _check_length(self, longest: int) -> None:
-        if self._limit is not None and longest > self._limit:
-            raise RequestError(
-                f"a sequence of {longest} tokens exceeds max_tokens={self._limit}; create the "
-                "cache with a larger value"
-            )
-
-    def _begin(self, prompts: list[int]) -> Sequences:
-        lanes = self._rules.lanes_of(self._rule)
-        evictions = [self._rule.for_request(tokens, lanes) for tokens in prompts]
-        if self._kv is None or len(prompts) > self._max_rows:
-            self._max_rows = len(prompts)
-            largest = max((eviction.spec for eviction in evictions), key=lambda spec: spec.cap or 0)
-            rows_held = len(prompts) * (1 + self._rollback.forks_rows)
-            self._kv = make_memory(
-                self._decoder, self._layout, self._stored, rows_held, largest, self._options
-            )
-        rows = start_rows(self._kv.memory, self._rule, evictions, prompts, self._rope_variant)
-        evicting = Evicting(self._decoder, self._kv, self._rules)
-        self._sequences = Sequences(self._decoder, self._kv, evicting, self._rule, rows)
-        return self._sequences
-
     # ---- Transformers' cache interface ---------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch so far, pads and evicted tokens included."""
         del layer_idx
-        return self._columns
+        return self._rows.columns
 
     # ---- rows ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Free all rows; the memory is retained for the next batch of equal size."""
-        if self._kv is None or self._sequences is None:
-            return
-        self._rollback.forget(self._sequences)
-        self._rollback.pending = None
-        self._sequences.close()
-        self._sequences, self._columns = None, 0
-        self._kv.memory.arena_peak_bytes = 0
+        self._rows.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows for beam search; copies of a row share its pages."""
@@ -329,13 +200,11 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows in this order."""
-        _, sequences = self._open_rows()
-        sequences.select([int(index) for index in indices.tolist()])
+        self._rows.select([int(index) for index in indices.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row; the copies share its pages."""
-        _, sequences = self._open_rows()
-        sequences.select([i for i in range(len(sequences.rows)) for _ in range(repeats)])
+        self._rows.select([i for i in range(self.batch_size) for _ in range(repeats)])
 
     @property
     def is_croppable(self) -> bool:
@@ -348,9 +217,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         The last `logits_to_keep - 1` tokens of a forward are its candidates.
         """
         self.require_open()
-        if self._kv is not None and self._sequences is None and not self._rollback.forks_rows:
-            self._kv = None  # the forks need more memory
-        self._rollback.active = True
+        self._rows.activate_rollback()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of every row.
@@ -363,26 +230,13 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
             RequestError: a positive number, or more tokens than a row holds.
             UnsoundCombination: the state before these tokens is not available; states the reason.
         """
-        if tokens_to_remove > 0:
-            raise RequestError(
-                f"expected the negative number of tokens to remove, got {tokens_to_remove}"
-            )
-        if self._sequences is None:
-            return
-        if -tokens_to_remove > min(self._lengths(self.batch_size)):
-            raise RequestError(
-                f"expected at most {min(self._lengths(self.batch_size))} tokens to remove, the "
-                f"length of the shortest row, got {-tokens_to_remove}"
-            )
-        self._rollback.crop(self._sequences, -tokens_to_remove)
-        self._columns += tokens_to_remove
+        self._rows.crop(tokens_to_remove)
 
     # ---- close ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the memory; closing a model's last cache restores the model."""
-        self._sequences = self._kv = None
-        self._columns = 0
+        self._rows.close()
         self._closing()
 
     def __enter__(self) -> "QuireCache":

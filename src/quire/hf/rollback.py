@@ -85,6 +85,17 @@ class Rollback:
         if checkpoint is not None:
             sequences.free(checkpoint.rows)
 
+    def select(self, sequences: Sequences, indices: list[int]) -> None:
+        """Select rows of the pending tokens; the candidates of the last forward are accepted."""
+        self.forget(sequences)
+        if self.pending is not None:
+            self.pending = self.pending[indices]
+
+    def reset(self, sequences: Sequences) -> None:
+        """Free the forks and the pending tokens."""
+        self.forget(sequences)
+        self.pending = None
+
     def crop(self, sequences: Sequences, tokens: int) -> None:
         """Remove the last tokens of every row.
 

@@ -219,13 +219,8 @@ def start_from_references(
         if table.group.private:
             lanes = _private_pages(memory, table, length, statistics)
         else:
-            lanes = np.concatenate(
-                [
-                    cached_reference.pages[table.group.name]
-                    for cached_reference in cached_references
-                ],
-                axis=1,
-            )
+            name = table.group.name
+            lanes = np.concatenate([found.pages[name] for found in cached_references], axis=1)
             memory.pools[table.group.page_class].retain(lanes.reshape(-1))
         begin_lanes(table, row, length, lanes)
     memory.lengths[row] = length
@@ -239,11 +234,7 @@ def require_chain(
     statistics: CachedReference | None,
     start: int = 0,
 ) -> None:
-    """Check that references are held and consecutive from `start` on.
-
-    Raises:
-        InvariantError: a reference was released, or they do not follow `start`.
-    """
+    """Raise InvariantError unless references are held and consecutive from `start` on."""
     for cached_reference in (*cached_references, *filter(None, [statistics])):
         _require_referenced(memory, cached_reference)
     starts = [start, *(cached_reference.end for cached_reference in cached_references[:-1])]

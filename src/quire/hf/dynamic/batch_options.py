@@ -6,14 +6,20 @@ from dataclasses import dataclass, replace
 from math import isnan
 from typing import no_type_check
 
+from transformers import PreTrainedTokenizerBase
+
 from quire.config.generation_request import checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, NeverFits, RequestError
 from quire.hf.dynamic.query import Query
+from quire.layout.codec_names import AS_COMPUTED
 from quire.layout.options import MaybeSize, option
 from quire.layout.sizes import parse_size
 from quire.models.generation import GenerationDefaults
+from quire.policies.registry import FULL
+from quire.scheduler.schedule_config import CONTINUOUS
 
+AUTO, DENSE, PAGED = "auto", "dense", "paged"
 SYNC, ASYNC = "sync", "async"
 DEVICE, HOST = "device", "host"
 
@@ -38,6 +44,13 @@ class BatchOptions:
         group_tokens: maximum tokens, pads counted, that are prefilled together.
         queue: device or host: memory of the KV of prefilled queries, for the same two batchers.
         clock: returns seconds; the clock of deadlines and times.
+        tokenizer: for stop texts and the text of outputs; None: token ids only.
+        rows: dense (a slab with a row for each query), paged (Quire's pages), auto: paged with a
+            policy, a codec or the batcher `continuous`.
+        policy: eviction rule of all queries in paged rows, as in `--evict`, such as
+            "h2o:cap=512"; full: no eviction.
+        codec: codec of keys and values in paged rows, as in `--kv-codec`.
+        page_tokens: slots of a page.
     """
 
     batch_size: int = 8
@@ -50,6 +63,11 @@ class BatchOptions:
     group_tokens: int = 256
     queue: str = DEVICE
     clock: Callable[[], float] = time.monotonic
+    tokenizer: PreTrainedTokenizerBase | None = None
+    rows: str = AUTO
+    policy: str = FULL
+    codec: str = AS_COMPUTED
+    page_tokens: int = 16
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prefill_tokens", "group_tokens"):
@@ -57,7 +75,12 @@ class BatchOptions:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         if self.capacity_tokens is not None and self.capacity_tokens < 2:
             raise ConfigError(f"expected capacity_tokens >= 2, got {self.capacity_tokens}")
-        for name, known in (("prefill", (SYNC, ASYNC)), ("queue", (DEVICE, HOST))):
+        known_names = {
+            "prefill": (SYNC, ASYNC),
+            "queue": (DEVICE, HOST),
+            "rows": (AUTO, DENSE, PAGED),
+        }
+        for name, known in known_names.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"expected {name} to be {' or '.join(known)}, got {getattr(self, name)!r}"
@@ -65,6 +88,21 @@ class BatchOptions:
         for name in ("swap_space", "scale_at"):
             size = getattr(self, name)
             object.__setattr__(self, name, None if size is None else parse_size(size))
+        if self.rows == DENSE and self._needs_pages:
+            raise ConfigError(
+                f"dense rows store every token as computed: policy={self.policy!r} and "
+                f"codec={self.codec!r} need rows='paged'"
+            )
+
+    @property
+    def _needs_pages(self) -> bool:
+        return (self.policy.strip(), self.codec.strip()) != (FULL, AS_COMPUTED)
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether the rows are in pages."""
+        continuous = self.batcher.partition(":")[0] == CONTINUOUS
+        return self.rows == PAGED or (self.rows == AUTO and (self._needs_pages or continuous))
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -72,33 +110,44 @@ class BatchOptions:
 # Checks of a dynamic batch before it allocates memory.
 
 
-def read_params(params: SamplingParams | None, max_new_tokens: int | None) -> SamplingParams:
-    """Resolve the sampling parameters of a query; default: greedy.
+def read_params(
+    params: SamplingParams | None, max_new_tokens: int | None, options: BatchOptions
+) -> SamplingParams:
+    """The sampling parameters of a query; default: greedy.
 
     Raises:
-        RequestError: options that need text, several completions, or more output than tokens.
+        RequestError: max_new_tokens below 1, or stop texts without a tokenizer.
     """
     found = params or SamplingParams()
     if max_new_tokens is not None:
         if max_new_tokens < 1:
             raise RequestError(f"expected max_new_tokens >= 1, got {max_new_tokens}")
         found = replace(found, max_tokens=max_new_tokens)
-    if found.logprobs is not None:
+    if found.stop and options.tokenizer is None:
         raise RequestError(
-            "expected no logprobs: a DynamicBatch returns token ids only; use quire.LLM"
+            "stop texts need the text of the output: create the batch with tokenizer=, or use "
+            "stop_token_ids"
         )
+    return found
+
+
+def dense_params(params: SamplingParams) -> SamplingParams:
+    """Resolve the sampling parameters of a query in a dense row.
+
+    Raises:
+        RequestError: options that only paged rows support.
+    """
     if (
-        found.num_sequences != 1
-        or found.use_beam_search
-        or found.stop
-        or found.prompt_logprobs is not None
-        or found.structured_outputs is not None
+        params.num_sequences != params.n
+        or params.use_beam_search
+        or params.prompt_logprobs is not None
+        or params.structured_outputs is not None
     ):
         raise RequestError(
-            "expected one completion per query without stop texts: a DynamicBatch does not support "
-            "n, best_of, beams, stop texts, structured_outputs or prompt_logprobs; use quire.LLM"
+            "dense rows do not support best_of, beams, structured_outputs or prompt_logprobs; "
+            "create the batch with rows='paged', or use quire.LLM"
         )
-    return found.resolve(GenerationDefaults())
+    return params.resolve(GenerationDefaults())
 
 
 def check_query(

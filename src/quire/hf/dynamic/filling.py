@@ -7,7 +7,8 @@ from itertools import islice
 from quire.hf.dynamic.batch_memory import BatchMemory
 from quire.hf.dynamic.batch_options import DEVICE, SYNC, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
-from quire.hf.dynamic.prefiller import Accept, Prefiller
+from quire.hf.dynamic.forking import Forking
+from quire.hf.dynamic.prefiller import Prefiller
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.scheduler.batchers.base import BatchView
@@ -21,7 +22,7 @@ class Filling:
         model: runs the prefill.
         options: options of the batch.
         batch_slots, queues, memory: rows, queues and memory of the batch.
-        accept: called with the logits of prefilled prompts; samples each query's first token.
+        forking: samples first tokens, and starts the other completions of prompts.
 
     Attributes:
         rule: the batching rule.
@@ -36,11 +37,11 @@ class Filling:
         batch_slots: BatchSlots,
         queues: QueryQueues,
         memory: BatchMemory,
-        accept: Accept,
+        forking: Forking,
     ) -> None:
         self.shaped: list[Query] = []
         self.rule = parse_dense_batcher(options.batcher)
-        self.prefiller = Prefiller(model, options, self.rule, batch_slots, queues, memory, accept)
+        self.prefiller = Prefiller(model, options, self.rule, batch_slots, queues, memory, forking)
         self._options = options
         self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
 

@@ -1,6 +1,6 @@
 """Prefill of prompts by a batching rule: in their rows, in a separate slab, or between steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.hf.dynamic.batch_memory import BatchMemory
 from quire.hf.dynamic.batch_options import ASYNC, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots
+from quire.hf.dynamic.forking import Forking
 from quire.hf.dynamic.prefill import Prefill, start_in_separate_slab
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, ReadRecord, StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
@@ -16,8 +17,6 @@ from quire.kv.dense.in_place import SlabRows
 from quire.scheduler.batchers.base import BatchView, DenseRule
 
 _PREFILL_AHEAD = 4  # queries, if prompts are prefilled in the background
-
-Accept = Callable[[dict[Query, Tensor]], None]
 
 
 class Prefiller:
@@ -28,7 +27,7 @@ class Prefiller:
         options: options of the batch.
         rule: groups prompts.
         batch_slots, queues, memory: rows, queues and memory of the batch.
-        accept: called with the logits of prefilled prompts; samples each query's first token.
+        forking: samples first tokens, and starts the other completions of prompts.
 
     Attributes:
         background: the prefill that runs in the background; None if there is none.
@@ -42,13 +41,13 @@ class Prefiller:
         batch_slots: BatchSlots,
         queues: QueryQueues,
         memory: BatchMemory,
-        accept: Accept,
+        forking: Forking,
     ) -> None:
         self.background: Prefill | None = None
         self._unfinished: list[Prefill] = []
         self._model, self._options, self._rule = model, options, rule
         self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
-        self._accept, self._side = accept, SideStream(model.shape.device)
+        self._forking, self._side = forking, SideStream(model.shape.device)
 
     @property
     def in_background(self) -> bool:
@@ -151,7 +150,7 @@ class Prefiller:
         for query in prefill.queries:
             if query.row is not None:
                 query.state = QueryState.RUNNING
-        self._accept(prefill.logits)
+        self._forking.accept(prefill.logits)
         for query in prefill.queries:
             self._place_prefilled(query)
         self._unfinished.remove(prefill)

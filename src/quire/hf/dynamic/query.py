@@ -14,6 +14,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from quire.config.sampling_params import SamplingParams
 from quire.kv.dense.meter import ByteMeter
+from quire.sampling.sampler import SampledToken, ScoredToken
+from quire.sampling.stop_rules import OutputText
+
+CANCELLED = "cancelled"
 
 
 @runtime_checkable
@@ -25,6 +29,24 @@ class OutsideKV(Protocol):
     def lies_in(self, meter: ByteMeter) -> bool: ...  # noqa: D102
     def moved(self, device: Any, meter: ByteMeter) -> "OutsideKV": ...  # noqa: D102
     def free(self) -> None: ...  # noqa: D102
+
+
+@runtime_checkable
+class KVBytes(Protocol):
+    """Current and peak bytes of KV in one memory."""
+
+    @property
+    def used_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def peak_bytes(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes of KV at one moment; see `KVBytes`."""
+
+    used_bytes: int = 0
+    peak_bytes: int = 0
 
 
 class QueryState(enum.Enum):
@@ -51,7 +73,15 @@ class Query:
         deadline_s: deadline on the batch's clock; of equal priorities the earliest runs first.
         output_token_ids: tokens generated so far.
         state: the query's state.
-        finish_reason: stop, length or cancelled; None until it is finished.
+        text: text of the output that is final; empty without a tokenizer.
+        logprobs: log-probabilities of each output token, if `params.logprobs` is set.
+        choices: the completions of the prompt, this one first; one if n is 1.
+        forks: completions that start when the prompt is prefilled.
+        output_text: detokenizes the output and applies its stop rules.
+        score: see `OutputDelta`; paged rows only.
+        prompt_logprobs: log-probabilities of the prompt's tokens; paged rows only.
+        finish_reason: stop, length, cancelled or "error: ..."; None until it is finished.
+        stop_reason: the stop text or token id that ended the output.
         row: row of the batch; None if it has none.
         kv: KV outside of the batch; None if it has none.
         times_s: time of each generated token, on the batch's clock.
@@ -66,7 +96,15 @@ class Query:
     priority: int = 0
     deadline_s: int | float | None = None
     output_token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[SampledToken] = field(default_factory=list)
+    choices: "list[Query]" = field(default_factory=list)
+    score: float | None = None
+    prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
+    forks: "list[Query]" = field(default_factory=list)
+    output_text: OutputText | None = None
     state: QueryState = QueryState.WAITING
+    stop_reason: str | int | None = None
     finish_reason: str | None = None
     row: int | None = None
     kv: OutsideKV | None = None
@@ -119,7 +157,8 @@ class Query:
     @property
     def certain_tokens(self) -> int:
         """Slots certain to be needed: `final_tokens` if no stop condition can end the query."""
-        may_end = self.params.stop_token_ids or not self.params.ignore_eos
+        params = self.params
+        may_end = params.stop_token_ids or params.stop or not params.ignore_eos
         return self.num_to_read if may_end else self.final_tokens
 
     def finish(self, reason: str, now_s: float) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from quire.hf.dynamic.query import NewToken, Query
 from quire.kernels.native.sampling import row_sampling
 from quire.sampling.sampler import Sampler
-from quire.sampling.stop_rules import ending_token
 
 
 class SamplingStep:
@@ -29,7 +28,7 @@ class SamplingStep:
     ) -> None:
         self.new: list[NewToken] = []
         self._sampler = Sampler(vocab_size, eos_token_ids, native=row_sampling())
-        self._eos_token_ids, self._clock = eos_token_ids, clock
+        self._clock = clock
 
     def begin_step(self) -> None:
         """Clear the tokens of the last step."""
@@ -50,9 +49,12 @@ class SamplingStep:
                 continue
             query.output_token_ids.append(token.token_id)
             query.times_s.append(now_s)
+            if query.params.logprobs is not None:
+                query.logprobs.append(token)
             self.new.append(NewToken(query, token.token_id))
-            ending = ending_token(
-                query.params, self._eos_token_ids, token.token_id, len(query.output_token_ids)
-            )
+            assert query.output_text is not None, "set when the query is submitted"
+            query.text += query.output_text.push(token.token_id)
+            ending = query.output_text.ending
             if ending is not None:
+                query.stop_reason = ending.stop_reason
                 query.finish(ending.finish_reason, now_s)

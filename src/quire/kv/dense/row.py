@@ -119,6 +119,37 @@ class RowKV:
         self.layers = ()
 
 
+class SharedKV(RowKV):
+    """One holder's reference to KV that several queries of a prompt share.
+
+    Args:
+        shared: the KV; its bytes are counted once.
+        holders: number of references left, in a list that all references share.
+    """
+
+    def __init__(self, shared: RowKV, holders: list[int]) -> None:
+        super().__init__(shared.layers, shared._meter)
+        self._holders = holders
+
+    def moved(self, device: torch.device, meter: ByteMeter) -> RowKV:
+        """Return a copy of the KV in another memory, and release this reference.
+
+        Raises:
+            HostMemoryFull: the copy does not fit; nothing changed.
+        """
+        with meter.reserving(self.num_bytes):
+            layers = [(k.to(device, copy=True), v.to(device, copy=True)) for k, v in self.layers]
+        self.free()
+        return RowKV(layers, meter)
+
+    def free(self) -> None:
+        """Release this reference; the last one frees the bytes."""
+        self._holders[0] -= 1
+        if not self._holders[0]:
+            super().free()
+        self.layers = ()
+
+
 # ---- positions -----------------------------------------------------------------------------------
 
 # Logical positions of a slab's new columns.

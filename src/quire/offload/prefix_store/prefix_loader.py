@@ -16,20 +16,17 @@ from collections.abc import Callable
 from functools import partial
 
 from quire.errors import OutOfPages
-from quire.kv.prefix_blocks import PrefixLease
-from quire.kv.prefix_key import Block, BlockChain
+from quire.kv.prefix_key import BlockChain
 from quire.layout.pages import PageClass
-from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
-from quire.offload.kv.in_flight_snapshot import InFlightSnapshot, snapshot_pages_needed
-from quire.offload.prefix_store.entries import Place
+from quire.offload.kv.in_flight_pages import pages_needed
 from quire.offload.prefix_store.joined_loads import JoinedLoads, RequestPrefixLoad
-from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad, SnapshotLoad
+from quire.offload.prefix_store.load_starts import LoadStarts
+from quire.offload.prefix_store.prefix_load import LoadRate
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
 from quire.plan.offload.restore import Loading, restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
-from quire.scheduler.group import prefillable_tokens
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 
@@ -72,6 +69,7 @@ class PrefixLoader:
         self._rate = LoadRate(tier, self._token_bytes, clock)
         self._open: dict[Request, RequestPrefixLoad] = {}
         self._joined = JoinedLoads(sharing)
+        self._starts = LoadStarts(tier, sharing, clock)
         self._arrived = threading.Condition()
         self._num_arrived = self._num_seen = 0
         self._num_loads = self._num_declined = self._loaded_tokens = 0
@@ -118,7 +116,7 @@ class PrefixLoader:
         self._begin(request, request.memory.chain)
 
     def _begin(self, request: Request, chain: BlockChain | None) -> None:
-        found = self._find(request, chain)
+        found = self._starts.find(request, chain)
         if not found or chain is None:
             self._rate.refresh()
             return
@@ -131,60 +129,11 @@ class PrefixLoader:
             self._num_declined += 1
             self._rate.probe(*found[-1])
             return
-        load = self._allocate(request, first, end, found)
+        load = self._starts.allocate(request, first, found)
         if load is not None:
             self._open[request] = opened = RequestPrefixLoad(load, found, at, self._clock())
             self._joined.offer(request, opened)
             self._submit(opened)
-
-    def _allocate(
-        self, request: Request, first: int, end: int, found: list[tuple[Block, Place]]
-    ) -> PrefixLoad | None:
-        """Allocate the pages of a load; None if there are too few."""
-        used = request.memory.statistics
-        needed = pages_needed(self._memory, end - request.progress.num_computed)
-        for page_class, count in snapshot_pages_needed(self._memory, used, end).items():
-            needed[page_class] = needed.get(page_class, 0) + count
-        if not self._sharing.free_pages(needed):
-            return None
-        try:
-            pages = InFlightPages(self._memory, first, end, self._block_tokens)
-        except OutOfPages:
-            return None
-        try:
-            snapshot = self._snapshot_load(found[-1][0], used)
-        except OutOfPages:
-            pages.release()
-            return None
-        return PrefixLoad(self.tier, pages, found, snapshot, self._clock)
-
-    def _snapshot_load(self, block: Block, used: frozenset[str]) -> SnapshotLoad | None:
-        """Load of the statistics at the end of a block; None without statistics."""
-        if not used:
-            return None
-        key = self.tier.snapshots.key(block, used)
-        place = self.tier.levels.place_of(key)
-        if place is None:
-            raise OutOfPages("the statistics were evicted meanwhile")
-        pages = InFlightSnapshot(self._memory, used, block.end)
-        return SnapshotLoad(pages, key, place, self.tier.snapshots.num_bytes(block.end, used))
-
-    def _find(self, request: Request, chain: BlockChain | None) -> list[tuple[Block, Place]]:
-        """The stored blocks after a request's cached prefix, up to one with its statistics."""
-        lease, used = request.memory.lease, request.memory.statistics
-        if not isinstance(lease, PrefixLease) or chain is None or request.scores_prompt:
-            return []
-        if request.memory.swapped is not None or self.tier.is_closed:
-            return []  # a swapped tail follows the recomputed head
-        at = request.progress.num_computed
-        most = min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
-        found = self.tier.levels.find(block for block in chain.blocks(most) if block.end > at)
-        while used and found and not self._has_snapshot(found[-1][0], used):
-            found.pop()
-        return found
-
-    def _has_snapshot(self, block: Block, used: frozenset[str]) -> bool:
-        return self.tier.levels.place_of(self.tier.snapshots.key(block, used)) is not None
 
     def forget(self, request: Request) -> None:
         """Cancel the load of a request that ends or is preempted, and free its pages."""

@@ -23,7 +23,7 @@ from quire.kv.prefix_blocks import PrefixNode
 from quire.kv.prefix_key import Block
 from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.levels import PrefixLevels
-from quire.offload.prefix_store.store import LevelStats
+from quire.offload.prefix_store.tier_kinds import LevelStats
 from quire.offload.prefix_store.transfer_worker import TierTransferWorker, Work
 
 _QUEUE_BYTES = 64 << 20

@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from quire.errors import CorruptData, OffloadError, TierUnreachable
 from quire.kv.block_records import Records
 from quire.kv.prefix_key import Block
 from quire.offload.prefix_store.entries import SNAPSHOT, Entry, EntryIndex, Place
+from quire.offload.prefix_store.tier_kinds import DISK, LevelStats, TierKind
 from quire.offload.tiers.base import Stored, Tier
 from quire.offload.tiers.lru import LRUTier
 
@@ -32,51 +32,6 @@ _ENTRY_BYTES = 4 << 20  # most bytes of an entry; a tier rounds entries up to 1 
 _LEAST_ENTRIES = 8
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelStats:
-    """Contents and counters of one tier for prefixes.
-
-    Attributes:
-        name: cpu, disk or remote.
-        stored_bytes: bytes of the blocks and statistics that can be found in it.
-        found_blocks: blocks that it held when the engine started.
-        stored_blocks: blocks written since then.
-        spilled_bytes: bytes of evicted entries that were written to the tier below.
-        num_discarded: entries that were damaged or missing when they were read.
-        num_failed: entries that could not be written.
-    """
-
-    name: str
-    stored_bytes: int
-    found_blocks: int
-    stored_blocks: int
-    spilled_bytes: int
-    num_discarded: int
-    num_failed: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierKind:
-    """Kind of a tier for prefixes.
-
-    Attributes:
-        name: for reports.
-        evicts_when_full: whether to evict the least recently used entry if the tier is full;
-            otherwise the store server evicts entries, and other processes write to it too.
-        persistent: whether entries outlive the tier; if not, they are written to the tier below
-            when it is closed.
-    """
-
-    name: str
-    evicts_when_full: bool = True
-    persistent: bool = True
-
-
-CPU = TierKind("cpu", persistent=False)
-DISK = TierKind("disk")
-REMOTE = TierKind("remote", evicts_when_full=False)
 
 
 def _entry_bytes(tier: Tier, kind: TierKind) -> int:

@@ -48,7 +48,7 @@ def parse_dense_batcher(text: str) -> DenseRule:
     name, options = _split(text)
     if name == Continuous.name:
         raise ConfigError(
-            "batcher='continuous' needs paged KV for chunked prefill: use quire.LLM, or "
+            "batcher='continuous' needs paged KV for chunked prefill: use rows='paged', or "
             "batcher='baton_pd' here"
         )
     rule = _make(DENSE_BATCHERS, name, options)

@@ -193,11 +193,8 @@ def test_max_tokens_can_be_set_by_sampling_params():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampling": SamplingParams(logprobs=1)}, "expected no logprobs"),
-        (
-            {"sampling": SamplingParams(use_beam_search=True, beam_width=1)},
-            "one completion per query",
-        ),
+        ({"sampling": SamplingParams(stop=("x",))}, "create the batch with tokenizer="),
+        ({"sampling": SamplingParams(use_beam_search=True, beam_width=1)}, "rows='paged'"),
         ({"priority": True}, "priority to be a whole number, got True"),
         ({"deadline_s": float("nan")}, "a time on the batch's clock, got NaN"),
     ],
