@@ -16,7 +16,7 @@ from quire.engine.kv_size import kv_memory_bytes, swap_space
 from quire.engine.option_effects import refuse_without_effect
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, UnsoundCombination
-from quire.eviction.eviction_rules import EvictionRules, check_chunk_size
+from quire.eviction.eviction_rules import EvictionRules, check_chunk_size, check_pre_rope
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.select import select_backend
 from quire.kv.coded_layers import CodedLayers
@@ -35,7 +35,6 @@ from quire.kv.tables import refuse_too_many_rows
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout
-from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
@@ -192,7 +191,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         statistics=rules.statistics,
     )
     _check_store(config, rules)
-    check_pre_rope(model.decoder, rules)
+    check_pre_rope(rules, model.decoder.prepare_pre_rope)
     refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     choice = select_backend(
         config.attention,
@@ -239,20 +238,6 @@ def _check_store(config: KVConfig, rules: EvictionRules) -> None:
             f"store {config.store!r} reserves lanes of the length that --evict allows, and with "
             f"--evict-allow {config.evict_allow!r} requests could need longer lanes; use "
             "--kv-store paged or leave out --evict-allow"
-        )
-
-
-def check_pre_rope(decoder: Decoder, rules: EvictionRules) -> None:
-    """Refuse pre-RoPE keys for models whose RoPE cannot be applied separately.
-
-    Raises:
-        UnsoundCombination: states the reason and an alternative.
-    """
-    why = decoder.prepare_pre_rope() if rules.rerotates_keys else None
-    if why is not None:
-        raise UnsoundCombination(
-            f"'streaming' stores pre-RoPE keys and rotates them in attention, but {why}; use "
-            "'sinks', which retains the same tokens at their original positions"
         )
 
 

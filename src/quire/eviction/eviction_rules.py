@@ -255,3 +255,21 @@ def check_chunk_size(rule: EvictionRule, schedule: ScheduleConfig) -> None:
             f"of every={rule.most_every} tokens, which eviction needs in one step; raise "
             "--max-num-batched-tokens or lower every"
         )
+
+
+def check_pre_rope(rules: EvictionRules, why_not: Callable[[], str | None]) -> None:
+    """Refuse pre-RoPE keys for models whose RoPE cannot be applied separately.
+
+    Args:
+        rules: the rules of a KV memory.
+        why_not: see `Decoder.prepare_pre_rope`; called only if a rule needs such keys.
+
+    Raises:
+        UnsoundCombination: states the reason and an alternative.
+    """
+    why = why_not() if rules.rerotates_keys else None
+    if why is not None:
+        raise UnsoundCombination(
+            f"'streaming' stores pre-RoPE keys and rotates them in attention, but {why}; use "
+            "'sinks', which retains the same tokens at their original positions"
+        )

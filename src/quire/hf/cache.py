@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.engine.codec import stored_as
-from quire.engine.pool import check_pre_rope
 from quire.errors import ConfigError, RequestError
-from quire.eviction.eviction_rules import EvictionRules
+from quire.eviction.eviction_rules import EvictionRules, check_pre_rope
 from quire.eviction.rule_requirements import NONE
 from quire.hf.arguments import refuse_unread
 from quire.hf.cache_memory import MemoryOptions, folder_of, make_layout
@@ -106,7 +105,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
                 codec=stored.codec,
                 why_not=self._decoder.prepare,
             )
-            check_pre_rope(self._decoder, rules)
+            check_pre_rope(rules, self._decoder.prepare_pre_rope)
             layout = make_layout(spec, stored.codec, rules, page_tokens)
             variant = rope_variant(self._decoder, rules, self._rule, options, max_tokens)
         except BaseException:

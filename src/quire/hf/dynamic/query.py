@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from quire.config.sampling_params import SamplingParams
 from quire.kv.dense.meter import ByteMeter
-from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.stop_rules import OutputText
 
 CANCELLED = "cancelled"
@@ -74,12 +73,13 @@ class Query:
         output_token_ids: tokens generated so far.
         state: the query's state.
         text: text of the output that is final; empty without a tokenizer.
-        logprobs: log-probabilities of each output token, if `params.logprobs` is set.
+        logprobs: a `SampledToken` for each output token, if `params.logprobs` is set.
         choices: the completions of the prompt, this one first; one if n is 1.
         forks: completions that start when the prompt is prefilled.
         output_text: detokenizes the output and applies its stop rules.
         score: see `OutputDelta`; paged rows only.
-        prompt_logprobs: log-probabilities of the prompt's tokens; paged rows only.
+        prompt_logprobs: a `ScoredToken` for each token of the prompt, None for the first; paged
+            rows only.
         finish_reason: stop, length, cancelled or "error: ..."; None until it is finished.
         stop_reason: the stop text or token id that ended the output.
         row: row of the batch; None if it has none.
@@ -97,10 +97,10 @@ class Query:
     deadline_s: int | float | None = None
     output_token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[SampledToken] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
     choices: "list[Query]" = field(default_factory=list)
     score: float | None = None
-    prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
+    prompt_logprobs: tuple[Any, ...] | None = None
     forks: "list[Query]" = field(default_factory=list)
     output_text: OutputText | None = None
     state: QueryState = QueryState.WAITING
