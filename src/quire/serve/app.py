@@ -23,6 +23,7 @@ from quire.serve.banner import banner
 from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
 from quire.serve.connection import MAX_HEADER_BYTES, BodyLimit, TimedConnection, listen
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
+from quire.serve.embeddings import EmbeddingEndpoint
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
 from quire.serve.json_route import IGNORED_HEADER
@@ -73,6 +74,7 @@ def create_app(
     endpoints = Endpoints(service)
     app.include_router(endpoints.router())
     app.include_router(OtherApis(endpoints).router())
+    app.include_router(EmbeddingEndpoint(service, endpoints).router())
     app.include_router(Probes(service).router())
     app.include_router(KVEndpoints(service).router())
     app.include_router(KVRequestEndpoints(service).router())

@@ -92,11 +92,13 @@ def read_params(params: SamplingParams | None, max_new_tokens: int | None) -> Sa
         or found.use_beam_search
         or found.stop
         or found.prompt_logprobs is not None
+        or found.pooling is not None
         or found.structured_outputs is not None
     ):
         raise RequestError(
             "expected one completion per query without stop texts: a DynamicBatch does not support "
-            "n, best_of, beams, stop texts, structured_outputs or prompt_logprobs; use quire.LLM"
+            "n, best_of, beams, stop texts, structured_outputs, prompt_logprobs or pooling; use "
+            "quire.LLM"
         )
     return found.resolve(GenerationDefaults())
 

@@ -146,7 +146,7 @@ class PrefixLoader:
 
     def _find(self, request: Request) -> list[tuple[Block, Place]]:
         lease, chain = request.memory.lease, request.memory.chain
-        if not isinstance(lease, PrefixLease) or chain is None or request.scores_prompt:
+        if not isinstance(lease, PrefixLease) or chain is None or request.computes_whole_prompt:
             return []
         if request.memory.statistics or request.memory.swapped is not None or self.tier.is_closed:
             return []  # tiers store no statistics; a swapped tail follows the recomputed head
