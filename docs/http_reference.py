@@ -1,5 +1,6 @@
 """The reference page of the HTTP server, from its OpenAPI description and its docstrings."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -42,8 +43,8 @@ MEANINGS = {
     "temperature": "divides the logits; 0 (or below 1e-5) is greedy. Default: the model's, else 1",
     "evict": "eviction policy, such as `h2o:cap=512`, of those that `--evict-allow` lists. "
     "Default: that of `--evict`",
-    "kv_budget": "cap of the request's eviction rule: tokens of a lane, a share of the prompt such "
-    'as `0.25` or `"25%"`, or bytes such as `"2MiB"`',
+    "kv_budget": "cap of the request's eviction rule: tokens of a lane, a fraction of the prompt "
+    'such as `0.25` or `"25%"`, or bytes such as `"2MiB"`',
     "bad_words": "texts that must not be generated, at the start of the output or after a space; "
     "other tokenizations of them are possible",
     "prompt_logprobs": "number of most likely tokens to report for each token of the prompt; not "
@@ -155,7 +156,7 @@ def http(texts: Mapping[str, str]) -> str:
     for title, rows in _with_common_table(tables).items():
         parts.append(f"\n## {title}\n\n" + _table(("field", "type", "meaning"), rows))
     parts.append("\n" + _queries(described))
-    return "".join([*parts, "\n", RESPONSES, "\n", _errors()])
+    return "".join([*parts, "\n", _unsupported(schemas), "\n", RESPONSES, "\n", _errors()])
 
 
 def _openapi() -> JSON:
@@ -303,6 +304,41 @@ def _default(schema: JSON) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     return f"{default:,}" if default is not None else "unset"
+
+
+def _unsupported(schemas: JSON) -> str:
+    """Fields that get status 400, and those that only some endpoints support."""
+    from quire.serve.fields import INSTEAD, UNSUPPORTED
+
+    renamed, missing, partial = [], [], []
+    for name, values in sorted(UNSUPPORTED.items()):
+        no_effect = ", ".join(f"`{json.dumps(value)}`" for value in values)
+        if found := _supporting(name, schemas):
+            partial.append((f"`{name}`", ", ".join(f"`{path}`" for path in found), no_effect))
+        elif name in INSTEAD:
+            renamed.append((f"`{name}`", f"`{INSTEAD[name]}`", no_effect))
+        else:
+            missing.append((f"`{name}`", no_effect))
+    no_effect = "values without an effect"
+    return (
+        "## Unsupported fields\n\nA field that would change the output gets status 400. Values "
+        "without an effect are accepted.\n\n### Fields with another name\n\n"
+        + _table(("field", "use instead", no_effect), renamed)
+        + "\n### Fields without a counterpart\n\n"
+        + _table(("field", no_effect), missing)
+        + "\n### Fields of some endpoints\n\nOther endpoints refuse these fields.\n\n"
+        + _table(("field", "supported at", f"{no_effect} elsewhere"), partial)
+    )
+
+
+def _supporting(name: str, schemas: JSON) -> list[str]:
+    """The paths that accept a field."""
+    from quire.serve.apis.convert import EXTENSIONS
+
+    extended = ("ResponsesBody", "MessagesBody") if name in EXTENSIONS else ()
+    paths = {body: title.removeprefix("POST ") for body, title in BODIES.items()}
+    accepting = [b for b in paths if name in schemas[b]["properties"] or b in extended]
+    return [paths[body] for body in accepting if paths[body].startswith("/")]
 
 
 def _errors() -> str:

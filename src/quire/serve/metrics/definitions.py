@@ -82,7 +82,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("requests_waiting", "Requests that wait", vllm="num_requests_waiting"),
     _gauge(
         "kv_usage_ratio",
-        "Share of the KV memory that requests use, 0 to 1",
+        "Fraction of the KV memory that requests use, 0 to 1",
         vllm="kv_cache_usage_perc",
     ),
     _gauge("kv_memory_bytes", "Size of the KV memory"),
