@@ -145,8 +145,8 @@ def dense_params(params: SamplingParams) -> SamplingParams:
         or params.pooling is not None
     ):
         raise RequestError(
-            "dense rows do not support best_of, beams, structured_outputs, prompt_logprobs or pooling; "
-            "create the batch with rows='paged', or use quire.LLM"
+            "dense rows do not support best_of, beams, structured_outputs, prompt_logprobs or "
+            "pooling; create the batch with rows='paged', or use quire.LLM"
         )
     return params.resolve(GenerationDefaults())
 
