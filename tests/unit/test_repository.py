@@ -28,6 +28,14 @@ LONG_FILES = {
     "src/quire/api/llm.py": "the public entry: half of it is docstrings",
     "src/quire/cli/options.py": "the options of models, and how fields become options",
     "src/quire/serve/service.py": "what all endpoints share",
+    "src/quire/eviction/eviction.py": "one executor, for lanes in the arena and offloaded ones",
+    "src/quire/scheduler/group.py": "functions over one group: prefill, forks, bytes",
+    "src/quire/offload/schedule/planner.py": "one planner: each kind of operation of a step",
+    "src/quire/offload/recompute/kv_recompute.py": "one recompute: engine, step, chunks",
+    "src/quire/offload/kv/offload_choice.py": "all refusals and choices of one option group",
+    "src/quire/offload/kv/cpu_attention.py": "one attention: start, parts, merge",
+    "src/quire/offload/kv/step_offload.py": "the offload of one step: split, copies, recompute",
+    "src/quire/kv/sharing.py": "forks and cached references over the same pages",
     "src/quire/policies/eviction.py": "one class, and what its specification says by default",
 }
 PLACES_OF_ONE_MACHINE = re.compile(r"/work/|/root/|/home/|/tmp/|\.\./shared")

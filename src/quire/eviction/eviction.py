@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import PolicyError
+from quire.errors import OutOfPages, PolicyError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
 from quire.kv.compaction import (
@@ -20,6 +20,7 @@ from quire.kv.compaction import (
     require_private_copies,
 )
 from quire.kv.lane_reader import LaneReader
+from quire.kv.layer_loads import LayerLoads
 from quire.kv.step import PagedKV
 from quire.layout.statistics import Statistic
 from quire.policies.base import MergedValues
@@ -43,6 +44,7 @@ class PolicyEvictor:
         scratch_bytes: bound on the keys and values that are gathered for a policy at a time; sets
             how many layers a view holds, at least one.
         rotations: RoPE of queries by RoPE scaling variant; None if the model does not provide it.
+        offloaded: loads offloaded pages layer by layer; None without KV offload.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class PolicyEvictor:
         rules: EvictionRules,
         scratch_bytes: int,
         rotations: Callable[[int], Rotation | None],
+        offloaded: LayerLoads | None = None,
     ) -> None:
         table = evicting_table(kv.memory)
         assert table is not None, "only built for pools whose lanes evict"
         self._kv, self._rules, self._table = kv, rules, table
         self._scratch_bytes, self._rotations = scratch_bytes, rotations
         self._promotion = _promotion_of(kv, table.group.name)
+        self._offloaded = offloaded
 
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
@@ -68,20 +72,34 @@ class PolicyEvictor:
             OutOfPages: no free pages for private copies of shared pages; nothing was changed.
         """
         eviction, done = _eviction_of(request), request.progress.num_computed
+        layers = self._offloaded_layers(request)
         parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
         mask = _stacked([part.stored_mask for part in parts])
+        if layers is not None:
+            self._require_layers(layers, request, mask, parts)
+            self._compact_by_layer(layers, request, mask, parts)
+            return Evicted(
+                (entry := self._entry(eviction, keep, done, parts)).num_slots,
+                self._table.group.num_lanes,
+                entry,
+            )
         plan = self._plan(request, mask, parts)
         if least_gain is not None and plan.gain_bytes < least_gain:
             return None
-        entry = EvictionEntry.joined(done, [part.entry for part in parts])
-        if _selects_again(eviction):
-            entry = replace(entry, wanted=keep.astype(np.int32))
+        entry = self._entry(eviction, keep, done, parts)
         self._commit(request, plan, parts)
         self._store_promoted(request.memory.row, parts)
         return Evicted(entry.num_slots, self._table.group.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of a recorded entry again."""
+        layers = self._offloaded_layers(request)
+        if layers is not None:
+            mask, retained = self._repeated_mask(request, entry)
+            parts = self._select_again(request, entry, retained)
+            self._require_layers(layers, request, mask, parts)
+            self._compact_by_layer(layers, request, mask, parts)
+            return
         reader = self._reader(request, range(len(self._table.group.layers)))
         heads = self._table.group.page_class.heads
         retained = entry.retained(reader.lane_positions)
@@ -142,6 +160,107 @@ class PolicyEvictor:
             final = rule.finalize(eviction, view, self._rules.lanes_of(rule))
         request.eviction.selection, request.eviction.spec = final, final.spec
 
+    def _entry(
+        self, eviction: Eviction, keep: Slots, done: int, parts: "Sequence[_Selected]"
+    ) -> EvictionEntry:
+        entry = EvictionEntry.joined(done, [part.entry for part in parts])
+        return replace(entry, wanted=keep.astype(np.int32)) if _selects_again(eviction) else entry
+
+    # ---- offloaded lanes -----------------------------------------------------------------------
+
+    def _offloaded_layers(self, request: Request) -> LayerLoads | None:
+        """Loads the offloaded pages of a request layer by layer; None if all are in the arena.
+
+        Raises:
+            OutOfPages: promoted tokens are written for all layers together.
+        """
+        name = self._table.group.name
+        if self._offloaded is None or not self._offloaded.is_offloaded(request.memory.row, name):
+            return None
+        if self._promotion is not None:
+            raise OutOfPages("promoted tokens need all pages of a request in the arena")
+        return self._offloaded
+
+    def _retained_pages(self, mask: NDArray[np.bool_], eviction: Eviction) -> NDArray[np.bool_]:
+        """Pages [lanes, columns] that hold retained slots after a compaction."""
+        tokens = self._table.group.page_class.tokens
+        columns = -(-mask.shape[1] // tokens)
+        if _kind_of(eviction) is Kind.DROP_PAGES:
+            padded = np.zeros((len(mask), columns * tokens), dtype=bool)
+            padded[:, : mask.shape[1]] = mask
+            return np.asarray(padded.reshape(len(mask), columns, tokens).any(axis=2))
+        return np.asarray(np.arange(columns) < -(-mask.sum(axis=1) // tokens)[:, None])
+
+    def _require_layers(
+        self,
+        layers: LayerLoads,
+        request: Request,
+        mask: NDArray[np.bool_],
+        parts: "Sequence[_Selected]",
+    ) -> None:
+        """Refuse an eviction layer by layer that lacks pages, before anything is changed.
+
+        Raises:
+            OutOfPages: too few free pages; or values are merged, which all layers must be there for.
+        """
+        if any(part.merged is not None for part in parts):
+            raise OutOfPages("merged values need all pages of a request in the arena")
+        kept = self._retained_pages(mask, _eviction_of(request))
+        layers.require_pages(request.memory.row, self._table.group.name, kept)
+
+    def _compact_by_layer(
+        self,
+        layers: LayerLoads,
+        request: Request,
+        mask: NDArray[np.bool_],
+        parts: "Sequence[_Selected]",
+    ) -> None:
+        """Store statistics, then settle each layer and cut it before the next one is settled."""
+        memory, group, row = self._kv.memory, self._table.group, request.memory.row
+        eviction, per_layer = _eviction_of(request), group.lanes_per_layer
+        kept, kind = self._retained_pages(mask, eviction), _kind_of(eviction)
+        for part in parts:
+            part.store_statistics()
+        for index in range(len(group.layers)):
+            lanes = slice(index * per_layer, (index + 1) * per_layer)
+            layers.settle(row, group.name, index, kept)
+            slots = int(self._table.num_slots[row].max())
+            keep = np.ones((group.num_lanes, slots), dtype=bool)
+            keep[lanes] = False
+            keep[lanes, : mask.shape[1]] = mask[lanes, :slots]
+            plan = plan_compaction(memory, group.name, row, keep, kind, in_place=False)
+            commit_compaction(memory, plan)
+        layers.forget(row, group.name)
+
+    def _repeated_mask(
+        self, request: Request, entry: EvictionEntry
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Slots [lanes, slots] that a recorded entry retains, in storage order and by position."""
+        readers = [self._reader(request, part) for part in self._parts(request)]
+        widest = max(reader.lane_positions.shape[1] for reader in readers)
+        positions = np.concatenate(
+            [
+                np.pad(
+                    p := reader.lane_positions,
+                    ((0, 0), (0, widest - p.shape[1])),
+                    constant_values=-1,
+                )
+                for reader in readers
+            ]
+        )
+        retained, heads = entry.retained(positions), self._table.group.page_class.heads
+        mask = _stacked(
+            [
+                reader.unsort(
+                    torch.from_numpy(
+                        retained[reader.lanes, : reader.lane_positions.shape[1]]
+                    ).repeat_interleave(heads, dim=0)
+                )
+                for reader in readers
+            ]
+        )
+        return mask, retained
+
     # ---- views ---------------------------------------------------------------------------------
 
     def _parts(self, request: Request) -> Iterator[range]:
@@ -151,10 +270,16 @@ class PolicyEvictor:
         numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
         layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer
         together = max(1, self._scratch_bytes // max(1, layer_bytes))
+        if self._offloaded is not None and self._offloaded.is_offloaded(
+            request.memory.row, group.name
+        ):
+            together = 1
         for start in range(0, len(group.layers), together):
             yield range(start, min(start + together, len(group.layers)))
 
     def _reader(self, request: Request, layers: range) -> LaneReader:
+        if self._offloaded is not None:
+            self._offloaded.read(request.memory.row, self._table.group.name, layers)
         return LaneReader(self._kv, self._table.group.name, request.memory.row, layers)
 
     def _view(self, request: Request, reader: LaneReader) -> KVView:

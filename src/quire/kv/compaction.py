@@ -99,6 +99,7 @@ def plan_compaction(
     kind: Kind = Kind.FILL_HOLES,
     *,
     written: Mask | None = None,
+    in_place: bool = True,
 ) -> CompactionPlan:
     """Compute the compaction plan for a keep mask.
 
@@ -113,13 +114,15 @@ def plan_compaction(
         kind: how pages are freed. Stores whose lanes have no holes always move slots.
         written: [lanes, slots] slots whose data will be overwritten after the commit: their pages
             become private. None for none.
+        in_place: whether all lanes must be in the arena; False if offloaded lanes retain all slots.
 
     Raises:
         ConfigError: the group is ordered and slots would move, or the group holds statistics; the
             mask does not cover the lanes' slots, or it splits a page where whole pages are dropped.
     """
     table = memory.tables[group]
-    table.require_in_place(row)
+    if in_place:
+        table.require_in_place(row)
     if table.group.private:
         raise ConfigError(f"group {group!r} holds statistics, which move with their slots")
     keep = _live(table, row, keep)

@@ -305,6 +305,14 @@ class StepAttention:
                 step.write_positions(self._positions)
         return calls
 
+    def begin_layer(self, layer: int) -> None:
+        """Recompute the offloaded KV of a layer before the other weights of the layer arrive."""
+        if self._offload is not None:
+            group, index = self._kv.place[layer]
+            step = self._groups[group.name]
+            slots = step.new_slots[index]
+            self._offload.begin_layer(group, index, self._kv.backend, slots, step.positions)
+
     def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
         """Record the input of a layer's attention; call before `attend`."""
         assert self._offload is not None, "wants_inputs is False without KV offload"

@@ -33,7 +33,7 @@ class LaneTable:
             uses the groups that are not private.
         staged: int32 [rows] number of first pages of each lane that are staging pages of an
             offloaded prefix; they hold their bytes only while their layer runs and are never
-            shared, moved, swapped or cut.
+            moved, swapped or cut.
         repeated: int32 [rows] entries of a row whose page is also in another entry of the row.
         version: incremented when the arrays are reallocated; views must then be renewed.
     """
@@ -147,7 +147,8 @@ class LaneTable:
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy the entries of `source` to the empty row `target`, which uses the same groups."""
-        for array in (self.pages, self.page_positions, self.num_pages, self.num_slots):
+        arrays = (self.pages, self.page_positions, self.num_pages, self.num_slots)
+        for array in (*arrays, self.staged, self.repeated):
             array[target] = array[source]
         self._note_mask(target, self.pages[target] != NO_PAGE)
 
