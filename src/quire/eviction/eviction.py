@@ -201,7 +201,7 @@ class PolicyEvictor:
         """Refuse an eviction layer by layer that lacks pages, before anything is changed.
 
         Raises:
-            OutOfPages: too few free pages; or values are merged, which all layers must be there for.
+            OutOfPages: too few free pages, or values are merged, which needs all layers.
         """
         if any(part.merged is not None for part in parts):
             raise OutOfPages("merged values need all pages of a request in the arena")
