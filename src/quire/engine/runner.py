@@ -81,13 +81,14 @@ class Runner:
             tokens left, or of all its tokens if it needs prompt log-probabilities.
         """
         results = []
-        for variant in sorted({r.spec.rope_variant for r in plan.requests}):
+        kinds = {(r.spec.rope_variant, r.spec.pre_rope) for r in plan.requests}
+        for kind in sorted(kinds):
             rows = [
                 (request, tokens)
                 for request, tokens in zip(plan.requests, plan.tokens, strict=True)
-                if request.spec.rope_variant == variant
+                if (request.spec.rope_variant, request.spec.pre_rope) == kind
             ]
-            results += self._run_rope_variant(rows, variant)
+            results += self._run_rope_variant(rows, kind[0])
         return results
 
     def _run_rope_variant(self, rows: list[tuple[Request, int]], variant: int) -> list[StepLogits]:
@@ -130,7 +131,8 @@ class Runner:
             token_ids += row.request.token_ids(start, start + row.tokens)
             logical += range(start, start + row.tokens)
         # RoPE is the identity at position 0: pages store pre-RoPE keys
-        positions = logical if self._kv.rotated else [0] * len(logical)
+        pre_rope = rows[0].request.spec.pre_rope
+        positions = logical if self._kv.rotated and not pre_rope else [0] * len(logical)
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
             self._kv,
@@ -138,6 +140,7 @@ class Runner:
             np.array([row.tokens for row in rows], dtype=np.int32),
             np.array([row.later for row in rows], dtype=np.int32),
             part,
+            pre_rope=pre_rope,
         )
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
         wanted_logits = [(request, logical[first], count) for request, first, count in wanted]
