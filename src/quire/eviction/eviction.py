@@ -1,16 +1,22 @@
 """Executes evictions: the policy selects the slots to retain, then the lanes are compacted."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.errors import OutOfPages, PolicyError
+from quire.eviction.decisions import (
+    LayerPart,
+    RetainedSlots,
+    Selected,
+    checked_mask,
+    consecutive,
+    stacked,
+)
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
 from quire.kv.compaction import (
@@ -27,7 +33,6 @@ from quire.kv.resealing import Resealing
 from quire.kv.step import PagedKV
 from quire.layout.eviction import UNLIMITED
 from quire.layout.pages import LaneGroup
-from quire.layout.statistics import Statistic
 from quire.policies.base import MergedValues
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
@@ -85,20 +90,20 @@ class PolicyEvictor:
         layers = self._offloaded_layers(request)
         parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
         if layers is not None:
-            mask = _stacked([part.stored_mask for part in parts])
+            mask = stacked([part.stored_mask for part in parts])
             self._require_layers(layers, request, mask, parts)
             self._compact_by_layer(layers, request, mask, parts)
             entry = self._entry(eviction, keep, done, parts)
             return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
         masks = {
-            table.group.name: _stacked([p.stored_mask for p in parts if p.is_of(table.group)])
+            table.group.name: stacked([p.stored_mask for p in parts if p.is_of(table.group)])
             for table in self._lanes.tables
         }
         plans = self._plans(request, masks, parts)
         if least_gain is not None and sum(plan.gain_bytes for plan in plans) < least_gain:
             return None
         entry = self._entry(eviction, keep, done, parts)
-        records = [_Records(p.part.group, p.reader, p.kept, p.promoted) for p in parts]
+        records = [RetainedSlots(p.part.group, p.reader, p.kept, p.promoted) for p in parts]
         self._commit(request, plans, parts, records)
         return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
 
@@ -107,8 +112,8 @@ class PolicyEvictor:
         layers = self._offloaded_layers(request)
         if layers is not None:
             mask, retained = self._repeated_mask(request, entry)
-            whole = _Part(group := self._lanes.tables[0].group, range(len(group.layers)))
-            records = _Records(group, self._reader(request, whole), retained, None)
+            whole = LayerPart(group := self._lanes.tables[0].group, range(len(group.layers)))
+            records = RetainedSlots(group, self._reader(request, whole), retained, None)
             parts = self._select_again(request, entry, [records])
             self._require_layers(layers, request, mask, parts)
             self._compact_by_layer(layers, request, mask, parts)
@@ -129,7 +134,7 @@ class PolicyEvictor:
         self,
         request: Request,
         masks: Mapping[str, NDArray[np.bool_]],
-        parts: "Sequence[_Selected]",
+        parts: Sequence[Selected],
     ) -> list[CompactionPlan]:
         """Plan the compaction of each lane group.
 
@@ -148,7 +153,7 @@ class PolicyEvictor:
                     request.memory.row,
                     masks[table.group.name],
                     _kind_of(_eviction_of(request)),
-                    written=_stacked(merged) if any(marks.any() for marks in merged) else None,
+                    written=stacked(merged) if any(marks.any() for marks in merged) else None,
                 )
             )
         return plans
@@ -157,8 +162,8 @@ class PolicyEvictor:
         self,
         request: Request,
         plans: Sequence[CompactionPlan],
-        parts: "Sequence[_Selected]",
-        records: "Sequence[_Records]",
+        parts: Sequence[Selected],
+        records: Sequence[RetainedSlots],
     ) -> None:
         """Store statistics and records, compact the lanes, then overwrite merged values."""
         require_private_copies(self._kv.memory, *plans)
@@ -173,18 +178,18 @@ class PolicyEvictor:
             if part.merged is not None:
                 part.overwrite(self._reader(request, part.part))
 
-    def _repeated(self, request: Request, group: LaneGroup, entry: EvictionEntry) -> "_Records":
+    def _repeated(self, request: Request, group: LaneGroup, entry: EvictionEntry) -> RetainedSlots:
         """Return the slots of a lane group that a recorded entry retains and promotes."""
-        reader = self._reader(request, _Part(group, range(len(group.layers))))
+        reader = self._reader(request, LayerPart(group, range(len(group.layers))))
         positions = reader.lane_positions
         retained, promoted = entry.retained(positions), None
         if entry.promoted is not None:
             promoted = (positions >= 0) & ~entry.promoted.retained(positions)
-        return _Records(group, reader, retained, promoted)
+        return RetainedSlots(group, reader, retained, promoted)
 
     def _select_again(
-        self, request: Request, entry: EvictionEntry, repeated: "Sequence[_Records]"
-    ) -> "list[_Selected]":
+        self, request: Request, entry: EvictionEntry, repeated: Sequence[RetainedSlots]
+    ) -> list[Selected]:
         """Run the rule of a recorded eviction again, for the data that it returns."""
         if entry.wanted is None:
             return []
@@ -213,7 +218,7 @@ class PolicyEvictor:
         request.eviction.selection, request.eviction.spec = final, final.spec
 
     def _entry(
-        self, eviction: Eviction, keep: Slots, done: int, parts: "Sequence[_Selected]"
+        self, eviction: Eviction, keep: Slots, done: int, parts: Sequence[Selected]
     ) -> EvictionEntry:
         entry = EvictionEntry.joined(done, [part.entry for part in parts])
         return replace(entry, wanted=keep.astype(np.int32)) if _selects_again(eviction) else entry
@@ -255,7 +260,7 @@ class PolicyEvictor:
         layers: LayerLoads,
         request: Request,
         mask: NDArray[np.bool_],
-        parts: "Sequence[_Selected]",
+        parts: Sequence[Selected],
     ) -> None:
         """Refuse an eviction layer by layer that lacks pages, before anything is changed.
 
@@ -272,7 +277,7 @@ class PolicyEvictor:
         layers: LayerLoads,
         request: Request,
         mask: NDArray[np.bool_],
-        parts: "Sequence[_Selected]",
+        parts: Sequence[Selected],
     ) -> None:
         """Store statistics, then settle each layer and cut it before the next one is settled."""
         memory, group, row = self._kv.memory, self._lanes.tables[0].group, request.memory.row
@@ -308,7 +313,7 @@ class PolicyEvictor:
             ]
         )
         retained, heads = entry.retained(positions), self._lanes.tables[0].group.page_class.heads
-        mask = _stacked(
+        mask = stacked(
             [
                 reader.unsort(
                     torch.from_numpy(
@@ -322,7 +327,7 @@ class PolicyEvictor:
 
     # ---- views ---------------------------------------------------------------------------------
 
-    def _parts(self, request: Request, scratch_bytes: int | None = None) -> "list[_Part]":
+    def _parts(self, request: Request, scratch_bytes: int | None = None) -> list[LayerPart]:
         """Return the layers to process together, in the order of the model's layers.
 
         Args:
@@ -340,14 +345,14 @@ class PolicyEvictor:
             together = max(1, scratch_bytes // max(1, layer_bytes))
             if bounded and self._is_offloaded(request, group):
                 together = 1
-            for run in _consecutive(group, self._lanes.layers):
+            for run in consecutive(group, self._lanes.layers):
                 found += [
-                    _Part(group, range(start, min(start + together, run.stop)))
+                    LayerPart(group, range(start, min(start + together, run.stop)))
                     for start in range(run.start, run.stop, together)
                 ]
         return sorted(found, key=lambda part: part.first_layer)
 
-    def _reader(self, request: Request, part: "_Part") -> LaneReader:
+    def _reader(self, request: Request, part: LayerPart) -> LaneReader:
         if self._offloaded is not None:
             self._offloaded.read(request.memory.row, part.group.name, part.layers)
         return LaneReader(self._kv, part.group.name, request.memory.row, part.layers)
@@ -370,8 +375,8 @@ class PolicyEvictor:
     # ---- selection -----------------------------------------------------------------------------
 
     def _select(
-        self, request: Request, eviction: Eviction, keep: Slots, part: "_Part"
-    ) -> "_Selected":
+        self, request: Request, eviction: Eviction, keep: Slots, part: LayerPart
+    ) -> Selected:
         """Select the slots to retain in some layers."""
         reader, group = self._reader(request, part), part.group
         view, heads = self._view(request, reader), group.page_class.heads
@@ -380,7 +385,7 @@ class PolicyEvictor:
         wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
         with _named(eviction):
             decision = eviction.decide(view, wanted)
-            mask = _checked(decision.retained, eviction, view, wanted) & view.live
+            mask = checked_mask(decision.retained, eviction, view, wanted) & view.live
         stored_mask = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's positions, which a rule may have overwritten
@@ -396,110 +401,9 @@ class PolicyEvictor:
         merged = decision.merged
         if merged is not None:  # a rule may only change what it retains
             merged = MergedValues(merged.slots & mask, merged.values[mask[merged.slots]])
-        return _Selected(
+        return Selected(
             part, stored_mask, entry, reader, decision.statistics, kept, promoted, merged
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Consecutive layers of the model in one lane group.
-
-    Attributes:
-        group: the lane group.
-        layers: indices of the layers in the group.
-    """
-
-    group: LaneGroup
-    layers: range
-
-    @property
-    def first_layer(self) -> int:
-        """The first layer in the model."""
-        return self.group.layers[self.layers.start]
-
-
-def _consecutive(group: LaneGroup, layers: Sequence[int]) -> Iterator[range]:
-    """Yield the layers of a group that are neighbours among `layers`, as indices in the group."""
-    index = [layers.index(layer) for layer in group.layers]
-    borders = [i for i in range(1, len(index)) if index[i] != index[i - 1] + 1]
-    for start, stop in itertools.pairwise([0, *borders, len(index)]):
-        yield range(start, stop)
-
-
-@dataclass(frozen=True, slots=True)
-class _Records:
-    """The slots of some layers that an eviction retains, and those that get a record.
-
-    Attributes:
-        group: the lane group.
-        reader: reader of the layers.
-        retained: [lanes, slots] retained slots, in the order of positions.
-        promoted: [lanes, slots] slots that get a record, in the order of positions; None for none.
-    """
-
-    group: LaneGroup
-    reader: LaneReader
-    retained: NDArray[np.bool_]
-    promoted: NDArray[np.bool_] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Selected:
-    """Result of an eviction decision for some layers.
-
-    Attributes:
-        part: the layers.
-        stored_mask: [lanes, slots] True for each retained slot, in storage order.
-        entry: the evicted tokens.
-        reader: reader of the layers.
-        statistics: values to store before slots move.
-        kept: [lanes, slots] retained slots, in the order of positions.
-        promoted: [lanes, slots] slots that get a record, in the order of positions; None without
-            promotion.
-        merged: new values of retained slots; None for none.
-    """
-
-    part: _Part
-    stored_mask: NDArray[np.bool_]
-    entry: EvictionEntry
-    reader: LaneReader
-    statistics: Mapping[Statistic, Tensor]
-    kept: NDArray[np.bool_]
-    promoted: NDArray[np.bool_] | None
-    merged: MergedValues | None
-
-    def is_of(self, group: LaneGroup) -> bool:
-        """Whether the layers are in a lane group."""
-        return self.part.group is group
-
-    @property
-    def stored_merged(self) -> NDArray[np.bool_]:
-        """[lanes, slots] True for each slot with a new value, in storage order."""
-        if self.merged is None:
-            return np.zeros_like(self.stored_mask)
-        return self.reader.unsort(self.merged.slots)
-
-    def overwrite(self, compacted: LaneReader) -> None:
-        """Write the merged values into slots that are still retained.
-
-        Args:
-            compacted: reader of the same layers, built after the eviction.
-        """
-        assert self.merged is not None, "only called for a rule that merges"
-        heads = len(self.merged.slots) // len(self.kept)
-        kept = torch.from_numpy(self.kept).to(self.merged.slots.device)
-        kept = kept.repeat_interleave(heads, dim=0)
-        lane, slot = (self.merged.slots & kept).nonzero(as_tuple=True)
-        place = (kept.cumsum(dim=1) - 1)[lane, slot]  # its slot after the eviction, by position
-        slots = torch.zeros_like(compacted.positions, dtype=torch.bool)
-        slots[lane, place] = True
-        compacted.overwrite_values(slots, self.merged.values[kept[self.merged.slots]])
-
-    def store_statistics(self) -> None:
-        """Store the statistics that the policy returned."""
-        for statistic, numbers in self.statistics.items():
-            self.reader.note(statistic, numbers)
 
 
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
@@ -536,43 +440,3 @@ def _named(eviction: Eviction) -> Iterator[None]:
         name = type(eviction.policy).__name__
         said = f"policy {name} raised {type(error).__name__}: {error}"
         raise PolicyError(f"{eviction.text!r}: {said}") from error
-
-
-def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Tensor:
-    """Return the mask after checking it.
-
-    Raises:
-        PolicyError: wrong type or shape, or a wrong number of slots.
-    """
-    name, shape = type(eviction.policy).__name__, list(view.positions.shape)
-    if not isinstance(mask, Tensor):
-        raise PolicyError(
-            f"policy {name} must return a mask, a tensor of type torch.bool {shape}, got a "
-            f"{type(mask).__name__}"
-        )
-    if mask.dtype != torch.bool or list(mask.shape) != shape:
-        raise PolicyError(
-            f"policy {name} must return a mask of type torch.bool {shape}, got {mask.dtype} "
-            f"{list(mask.shape)}"
-        )
-    kept = (mask & view.live).sum(dim=1)
-    if eviction.spec.ragged:  # heads of a layer share the number of retained slots
-        kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
-    wrong = kept > keep if eviction.piece_tokens > 1 else kept != keep
-    if bool(wrong.any()):
-        lane = int(wrong.int().argmax())
-        what = "layer" if eviction.spec.ragged else "lane"
-        most = "at most " if eviction.piece_tokens > 1 else ""
-        raise PolicyError(
-            f"policy {name} must retain {most}{int(keep[lane])} live slots in {what} {lane}, but "
-            f"retained {int(kept[lane])}"
-        )
-    return mask
-
-
-def _stacked(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Stack the masks of all parts' lanes, padded to the widest."""
-    slots = max(part.shape[1] for part in parts)
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([np.pad(part, ((0, 0), (0, slots - part.shape[1]))) for part in parts])
