@@ -24,9 +24,9 @@ from benchmarks.common.offloaded_model import (
     normed,
 )
 from benchmarks.common.target import Target
-from benchmarks.offload_schedule.executor import Work, dispatch
-from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError
+from quire.offload.schedule.executor import Work, dispatch
+from quire.offload.schedule.work import BatchTokens, Rules
 from quire.offload.timeline import Kind, Operation
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.offload_schedule.cuda import CudaExecutor
-from benchmarks.offload_schedule.executor import Executor
 from benchmarks.offload_schedule.threads import ThreadExecutor
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
+from quire.offload.schedule.executor import Executor
 from quire.offload.swap.host_store import device_name
 from quire.profile.timing import seconds
 

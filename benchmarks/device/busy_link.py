@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.common.host_bytes import HostBytes
 from benchmarks.common.target import Target
-from benchmarks.offload_schedule.executor import Executor
 from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink
+from quire.offload.schedule.executor import Executor
 from quire.offload.timeline import IN
 from quire.plan.rates import CopyRate
 

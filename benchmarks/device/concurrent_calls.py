@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Mapping
 
-from benchmarks.offload_schedule.executor import Executor
+from quire.offload.schedule.executor import Executor
 from quire.offload.timeline import LANES, Kind, Operation, Schedule, Timeline
 
 Calls = Mapping[Kind, tuple[Callable[[], object], int]]

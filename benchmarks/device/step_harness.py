@@ -19,11 +19,11 @@ from benchmarks.device.shapes import DecodeCase
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, sizes_of, speeds_of
 from benchmarks.offload.simulated_machine import MeasuredStep
-from benchmarks.offload_schedule.executor import Executor, VirtualClock, Work
-from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.timelines import measure_speeds
-from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.offload.profiler import Sizes, Speeds
+from quire.offload.schedule.executor import Executor, VirtualClock, Work
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens, Rules
 from quire.offload.timeline import Schedule
 
 _PROBE_SHARES = (0.3, 0.5, 0.7)

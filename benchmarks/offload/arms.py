@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.common.kvpr import paper_split
-from benchmarks.offload_schedule.work import BatchTokens, Rules, StepWork, even_layers, ring_rules
 from quire.offload.profiler import Sizes, Speeds
+from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers, ring_rules
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import best_shares, pipelined_split

@@ -13,7 +13,7 @@ from benchmarks.offload.arms import ARMS, BY_NAME, Arm, step_work
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import MeasuredStep, SimulatedMachine
 from benchmarks.offload_schedule.timelines import busy_fraction, chrome_trace, seconds_by_kind
-from benchmarks.offload_schedule.work import staging_bytes
+from quire.offload.schedule.work import staging_bytes
 from quire.offload.timeline import DEVICE, IN, Kind, Timeline
 
 Steps = Mapping[str, Sequence[MeasuredStep]]

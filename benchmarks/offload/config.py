@@ -47,7 +47,7 @@ class OffloadBenchConfig:
     layers: int = 0
     engine_tokens: int = 2048
     engine_steps: int = 24
-    gain_rounds: int = 3
+    gain_rounds: int = 5
     gain_tokens: int = 256
     gain_steps: int = 7
 

@@ -80,11 +80,15 @@ class _Run:
         step_s: median step time without the first steps, in which rates are learned.
         outputs: generated token ids by request.
         recomputed: fraction of the offloaded tokens that the last step recomputed.
+        kv_peak_bytes: peak KV memory in use.
+        offloaded_peak_bytes: peak offload memory in use.
     """
 
     step_s: float
     outputs: Mapping[str, tuple[int, ...]]
     recomputed: float
+    kv_peak_bytes: int
+    offloaded_peak_bytes: int
 
 
 def run_engine_gain(config: OffloadBenchConfig) -> PartResult:
@@ -162,7 +166,14 @@ def _run(
         times, outputs = _steps(engine, link, speeds, config.gain_steps)
     splits = engine.pool.offload.splits if engine.pool.offload is not None else None
     share = 0.0 if splits is None else splits.recomputed_tokens / max(1, splits.tokens)
-    return _Run(statistics.median(times[len(times) // 3 :]), outputs, share)
+    pool = None if engine.pool.offload is None else engine.pool.offload.prefixes.pool
+    return _Run(
+        statistics.median(times[len(times) // 3 :]),
+        outputs,
+        share,
+        kv_peak_bytes=engine.stats().kv_peak_bytes,
+        offloaded_peak_bytes=0 if pool is None else pool.peak_bytes,
+    )
 
 
 def _learn_anew(engine: Engine, speeds: Speeds) -> None:
@@ -246,13 +257,15 @@ def _table(
             f"a link slowed to rho = {config.ratios.recompute}; xi = 0.5. With offloaded weights, "
             f"{_ROWS // _BATCH_ROWS} batches of {_BATCH_ROWS} sequences share each layer."
         ),
-        columns=("offloaded", "arm", "ms", "recomputed"),
+        columns=("offloaded", "arm", "ms", "recomputed", "KV MiB", "offloaded MiB"),
         rows=tuple(
             (
                 "weights and KV" if mode.weights else "KV",
                 arm,
                 1e3 * statistics.median(run.step_s for run in runs),
                 runs[-1].recomputed,
+                max(run.kv_peak_bytes for run in runs) / 2**20,
+                max(run.offloaded_peak_bytes for run in runs) / 2**20,
             )
             for mode, arms in found.items()
             for arm, runs in arms.items()

@@ -8,8 +8,8 @@ from benchmarks.offload.arms_part import ratio, run_rounds
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import SimulatedMachine
 from benchmarks.offload.virtual import case_of
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import combine_devices, plan_step
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import combine_devices, plan_step
 
 _DEVICES = (1, 2, 4, 8)
 _LAYERS = 8

@@ -6,11 +6,11 @@ from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.offload.arms import BY_NAME, step_work
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import SimulatedMachine
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import plan_step
-from benchmarks.offload_schedule.work import BatchTokens
 from quire.offload.control import SplitController
 from quire.offload.profiler import OffloadProfiler, Speeds
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens
 from quire.offload.timeline import Timeline
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.rates import CopyRate

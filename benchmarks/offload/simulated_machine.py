@@ -23,12 +23,12 @@ from benchmarks.common.offloaded_step import OffloadedStep, Staging
 from benchmarks.common.target import Target
 from benchmarks.offload.arms import Arm, Layout, lay_out, step_work
 from benchmarks.offload.layer_shape import LayerBatch, LayerShape
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink
 from benchmarks.offload_schedule.timelines import measure_speeds
-from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.offload.profiler import Speeds
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens, Rules
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule, Timeline
 from quire.plan.rates import CopyRate
 from quire.profile.timing import seconds

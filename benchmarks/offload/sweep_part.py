@@ -8,9 +8,9 @@ from benchmarks.offload.arms import BY_NAME, step_work
 from benchmarks.offload.arms_part import error_p95, model_errors, ratio, run_rounds
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import SimulatedMachine
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import fastest, plan_step
-from benchmarks.offload_schedule.work import BatchTokens, Rules
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import fastest, plan_step
+from quire.offload.schedule.work import BatchTokens, Rules
 
 _TOLERANCE = 0.05
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import fastest
 from quire.offload.profiler import Sizes, Speeds
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.offload_schedule.executor import Work, no_work
 from quire.errors import LinkStalled
+from quire.offload.schedule.executor import Work, no_work
 from quire.offload.timeline import DEVICE, HOST, Operation, Schedule, Span, Timeline
 
 

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from benchmarks.offload_schedule.executor import Work, no_work
 from quire.errors import ConfigError, LinkStalled
+from quire.offload.schedule.executor import Work, no_work
 from quire.offload.timeline import Operation, Schedule, Span, Timeline
 from quire.plan.rates import CopyRate
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.offload_schedule.executor import Executor, Work
 from quire.offload.profiler import COST_CLASSES, Speeds, call_and_units, speeds_of
+from quire.offload.schedule.executor import Executor, Work
 from quire.offload.timeline import DEVICE, IN, Kind, Schedule, Span, Timeline
 from quire.plan.fitting import fit_seconds
 

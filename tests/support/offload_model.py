@@ -5,9 +5,9 @@ Staging slots are filled with NaN after their use, so a read before the write is
 
 import torch
 
-from benchmarks.offload_schedule.executor import Work, dispatch
-from benchmarks.offload_schedule.work import BatchTokens, StepWork, even_layers
 from quire.offload.profiler import Sizes, Speeds
+from quire.offload.schedule.executor import Work, dispatch
+from quire.offload.schedule.work import BatchTokens, StepWork, even_layers
 from quire.offload.timeline import Kind, Operation
 from quire.plan.rates import CopyRate
 

@@ -20,6 +20,7 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_blocks import PrefixBroadcast
 from quire.models.loader import LoadedModel
+from quire.offload.kv.layer_loads import OffloadedLayers
 from quire.offload.kv.offloader import OffloadEvictor, PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
@@ -172,7 +173,10 @@ def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     if not pool.rules.evicts:
         return None
     rotations = cache(model.decoder.rotations)
-    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, rotations)
+    layers = None
+    if pool.offload is not None:
+        layers = OffloadedLayers(pool.kv.memory, pool.offload.prefixes)
+    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, rotations, layers)
 
 
 def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swapper:
@@ -188,4 +192,5 @@ def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swap
     if known.notice and pool.host is not None and schedule.preempt == "auto":
         logger.info("%s", known.notice)
     costs = LearnedCosts(known.costs)
-    return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt)
+    offloaded = None if pool.offload is None else pool.offload.offloaded_rows
+    return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt, offloaded=offloaded)

@@ -5,7 +5,7 @@ padded to that number, and the tokens of a request are split between batches.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,13 +93,14 @@ class Runner:
             with `pooling`, hidden states instead.
         """
         results: list[StepLogits | StepHidden] = []
-        for variant in sorted({r.spec.rope_variant for r in plan.requests}):
+        kinds = {(r.spec.rope_variant, r.spec.pre_rope) for r in plan.requests}
+        for kind in sorted(kinds):
             rows = [
                 (request, tokens)
                 for request, tokens in zip(plan.requests, plan.tokens, strict=True)
-                if request.spec.rope_variant == variant
+                if (request.spec.rope_variant, request.spec.pre_rope) == kind
             ]
-            results += self._run_rope_variant(rows, variant)
+            results += self._run_rope_variant(rows, kind[0])
         return results
 
     def _run_rope_variant(
@@ -122,7 +123,9 @@ class Runner:
     def _parts(self, rows: list[tuple[Request, int]]) -> list[list[RowPart]]:
         if self._fixed_rows is not None:
             return in_parts(rows, self._fixed_rows)
-        batches = in_batches(rows, self._step.batch_tokens)
+        offload = self._kv.offload
+        key = (lambda _: None) if offload is None else offload.batch_key
+        batches = in_batches(rows, self._step.batch_tokens, lambda r: key(r.memory.row))
         return [[RowPart(request, 0, tokens, 0) for request, tokens in batch] for batch in batches]
 
     def _forward(self, batches: list[Batch], variant: int) -> list[Tensor]:
@@ -142,7 +145,8 @@ class Runner:
             token_ids += row.request.token_ids(start, start + row.tokens)
             logical += range(start, start + row.tokens)
         # RoPE is the identity at position 0: pages store pre-RoPE keys
-        positions = logical if self._kv.rotated else [0] * len(logical)
+        pre_rope = rows[0].request.spec.pre_rope
+        positions = logical if self._kv.rotated and not pre_rope else [0] * len(logical)
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
             self._kv,
@@ -150,6 +154,7 @@ class Runner:
             np.array([row.tokens for row in rows], dtype=np.int32),
             np.array([row.later for row in rows], dtype=np.int32),
             part,
+            pre_rope=pre_rope,
         )
         pooled = list(_pooled_rows(rows))
         bridge = StepBridge(attention, self._on_device(_flat(pooled)) if pooled else None)
@@ -181,24 +186,36 @@ class Runner:
 
 
 def in_batches(
-    rows: list[tuple[Request, int]], batch_tokens: int
+    rows: list[tuple[Request, int]],
+    batch_tokens: int,
+    batch_key: Callable[[Request], int | None] = lambda _: None,
 ) -> list[list[tuple[Request, int]]]:
     """Split a step into batches without splitting rows.
 
-    Rows keep their planned order: a row may read KV that an earlier row of the step writes.
+    Rows keep their planned order: a row may read KV that an earlier row of the step writes. Rows
+    that share offloaded pages follow the first of them: such pages are written and not published.
 
     Args:
         rows: (request, tokens).
-        batch_tokens: maximum tokens of a batch with more than one row.
+        batch_tokens: maximum tokens of a batch with more than one row that shares no such pages.
+        batch_key: equal for requests that must run in one batch; None for all others.
     """
     batches: list[list[tuple[Request, int]]] = [[]]
+    of_key: dict[int, list[tuple[Request, int]]] = {}
     left = batch_tokens
     for request, tokens in rows:
+        key = batch_key(request)
+        if key is not None and key in of_key:
+            of_key[key].append((request, tokens))
+            left -= tokens * (of_key[key] is batches[-1])
+            continue
         if tokens > left and batches[-1]:
             batches.append([])
             left = batch_tokens
         batches[-1].append((request, tokens))
         left -= tokens
+        if key is not None:
+            of_key[key] = batches[-1]
     return batches
 
 
@@ -283,6 +300,10 @@ class StepBridge:
     def wants_residual_similarity(self) -> bool:
         """Whether any row records the residual cosine similarity of attention."""
         return self._step.wants_residual_similarity
+
+    def begin_layer(self, layer: int) -> None:
+        """Forward the start of a layer whose weights may still be in transfer."""
+        self._step.begin_layer(layer)
 
     @property
     def wants_inputs(self) -> bool:

@@ -132,6 +132,9 @@ class MemoryListener:
     def released(self, rows: Rows) -> None:
         """Handle the release of sequences; their page tables still hold their pages."""
 
+    def forked(self, parent: int, child: int) -> None:
+        """Handle the fork of a sequence; the page table of the child holds its pages already."""
+
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
         """Handle the compaction of a sequence.
 
@@ -169,6 +172,11 @@ class MemoryListeners:
         """See `MemoryListener.released`."""
         for listener in self._listeners:
             listener.released(rows)
+
+    def forked(self, parent: int, child: int) -> None:
+        """See `MemoryListener.forked`."""
+        for listener in self._listeners:
+            listener.forked(parent, child)
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
         """See `MemoryListener.compacted`."""

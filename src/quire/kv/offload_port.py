@@ -30,6 +30,17 @@ class StepOffload(Protocol):
         """Record the input of a layer's attention."""
         ...
 
+    def begin_layer(
+        self,
+        group: LaneGroup,
+        index: int,
+        backend: AttentionBackend,
+        slots: NewSlots,
+        positions: Tensor | None,
+    ) -> None:
+        """Recompute KV at the start of a layer, whose weights may still be in transfer."""
+        ...
+
     def start_cpu_attention(
         self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath
     ) -> None:
@@ -65,6 +76,10 @@ class EngineOffload(Protocol):
     @property
     def staging_bytes(self) -> int:
         """Bytes of activation staging buffers on the device, in addition to the arena."""
+        ...
+
+    def batch_key(self, row: int) -> int | None:
+        """Return a key that rows with common offloaded pages have: they must be in one batch."""
         ...
 
     def step(self, batch: FlatBatch, part: StepPart = WHOLE_STEP) -> StepOffload | None:

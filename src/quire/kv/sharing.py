@@ -38,26 +38,36 @@ class CachedReference:
 def fork(memory: KVMemory, row: int) -> int:
     """Start a sequence equal to `row` that shares all its pages except private ones.
 
-    A store without shared pages copies the whole row.
+    Offloaded pages are shared too. A store without shared pages copies the whole row.
 
     Raises:
         OutOfPages: no row, or no pages for the private copies; nothing changed.
     """
     if not memory.placement.shares:
         return copy_row(memory, row)
-    for table in memory.tables.values():
-        table.require_in_place(row)
     if not memory.fits(statistics_pages(memory, row)):
         raise OutOfPages("too few free pages for the statistics of a fork")
     child = memory.start(memory.statistics_of(row))
     for table in memory.tables.values():
         table.copy_row(row, child)
-        memory.pools[table.group.page_class].retain(table.row_pages(row))
+        _retain_row(memory, table, row)
         if table.group.private:
             _privatise_row(memory, table, child)
     memory.lengths[child] = memory.lengths[row]
+    memory.listeners.forked(row, child)
     memory.note_peaks(np.array([child]))
     return child
+
+
+def _retain_row(memory: KVMemory, table: LaneTable, row: int) -> None:
+    """Add a reference for every entry of a row; layers share the staging pages of offloaded KV."""
+    pool, pages = memory.pools[table.group.page_class], table.row_pages(row)
+    if not table.repeated[row]:
+        pool.retain(pages)
+        return
+    distinct, times = np.unique(pages, return_counts=True)
+    for further in range(int(times.max(initial=0))):
+        pool.retain(distinct[times > further])
 
 
 def _privatise_row(memory: KVMemory, table: LaneTable, row: int) -> None:

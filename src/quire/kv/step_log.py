@@ -80,6 +80,29 @@ class ClockMarks:
         return mark - self._zero_s
 
 
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """Parts of an operation that are not its own time.
+
+    Attributes:
+        waited_s: seconds spent waiting for weights.
+        other: marks of the start and the end of another operation; None if there is none.
+    """
+
+    waited_s: float = 0.0
+    other: tuple[object, object] | None = None
+
+    def seconds(self, marks: Marks) -> float:
+        """Duration of all parts."""
+        if self.other is None:
+            return self.waited_s
+        start, end = map(marks.seconds, self.other)
+        return self.waited_s + end - start
+
+
+NOTHING = Excluded()
+
+
 class StepLog:
     """The timed operations of a step, in the order of `add` calls.
 
@@ -89,12 +112,15 @@ class StepLog:
     Attributes:
         left: end of the last attention of any batch, and the seconds that computation had waited
             for weights by then; None before the first.
+        early: start and end of the last recompute that preceded the weights of its layer; None
+            if no layer has begun so since `left`.
     """
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
         self.left: tuple[object, float] | None = None
-        self._operations: list[tuple[str, int, int, int, object, object, float]] = []
+        self.early: tuple[object, object] | None = None
+        self._operations: list[tuple[str, int, int, int, object, object, Excluded]] = []
 
     def add(
         self,
@@ -104,7 +130,7 @@ class StepLog:
         num_bytes: int,
         start: object,
         end: object,
-        waited_s: float = 0.0,
+        excluded: Excluded = NOTHING,
     ) -> None:
         """Record an operation that has ended, or that is queued on a stream.
 
@@ -115,14 +141,21 @@ class StepLog:
             num_bytes: see `Timed`.
             start: mark of its start.
             end: mark of its end.
-            waited_s: seconds between the marks that were spent waiting for weights.
+            excluded: parts between the marks that are not its own time.
         """
-        self._operations.append((kind, layer, tokens, num_bytes, start, end, waited_s))
+        self._operations.append((kind, layer, tokens, num_bytes, start, end, excluded))
 
     def read(self) -> list[Timed]:
         """Return all operations with times in seconds; call after the step has finished."""
-        seconds = self.marks.seconds
+        marks = self.marks
         return [
-            Timed(kind, layer, tokens, num_bytes, seconds(start), seconds(end) - waited_s)
-            for kind, layer, tokens, num_bytes, start, end, waited_s in self._operations
+            Timed(
+                kind,
+                layer,
+                tokens,
+                num_bytes,
+                marks.seconds(start),
+                marks.seconds(end) - excluded.seconds(marks),
+            )
+            for kind, layer, tokens, num_bytes, start, end, excluded in self._operations
         ]

@@ -4,7 +4,7 @@ row 0  lanes -> 0 1 2 3 | row 1  lanes -> 0 1 4    numbers of stored pages of on
 stored pages of the class: 0 1 2 3 4               a shared page is stored once
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ PagesByClass = Mapping[PageClass, PageNumbers]
 
 @dataclass(frozen=True, slots=True)
 class SwappedLanes:
-    """One lane group of a sequence outside the arena, pages lane by lane.
+    """One lane group of a sequence outside the arena, pages lane by lane, without offloaded pages.
 
     Attributes:
         num_pages: [lanes] pages of each lane.
@@ -84,6 +84,37 @@ class SwapSpace(Protocol):
         ...
 
 
+@runtime_checkable
+class OffloadedPages(Protocol):
+    """Offloaded first pages of swapped sequences; their bytes stay where they are.
+
+    Attributes:
+        staging: pages of each class that `attach` allocates.
+    """
+
+    staging: Mapping[PageClass, int]
+
+    def attach(self, rows: Sequence[int]) -> None:
+        """Append the pages to the empty rows of the resumed sequences."""
+        ...
+
+    def discard(self) -> None:
+        """Free the bytes that no sequence uses."""
+        ...
+
+
+@runtime_checkable
+class OffloadedRows(Protocol):
+    """The offloaded pages of a KV memory's sequences."""
+
+    def detach(self, rows: Sequence[int]) -> OffloadedPages | None:
+        """Take over the offloaded pages of sequences that leave the arena; None if there are none.
+
+        The caller releases the rows next.
+        """
+        ...
+
+
 class Payloads:
     """Stored pages in separately allocated memory, as returned by `PageBytes.read_pages`."""
 
@@ -115,12 +146,22 @@ class Swapped:
         stored: bytes of the stored pages.
         keep_from: tokens of a head that was not stored and must be recomputed; 0 if all tokens are
             stored.
+        offloaded: offloaded first pages of the sequences; None if they have none.
     """
 
     sequences: tuple[SwappedSequence, ...]
     pages: Mapping[PageClass, int]
     stored: StoredPages
     keep_from: int = 0
+    offloaded: OffloadedPages | None = None
+
+    @property
+    def needed_pages(self) -> dict[PageClass, int]:
+        """Pages of each class that a swap-in allocates."""
+        needed = dict(self.pages)
+        for page_class, pages in ({} if self.offloaded is None else self.offloaded.staging).items():
+            needed[page_class] = needed.get(page_class, 0) + pages
+        return needed
 
     @property
     def num_bytes(self) -> int:
@@ -130,3 +171,5 @@ class Swapped:
     def discard(self) -> None:
         """Free the stored bytes of a request that will not resume (a cancelled request)."""
         self.stored.free()
+        if self.offloaded is not None:
+            self.offloaded.discard()

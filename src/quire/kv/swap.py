@@ -4,8 +4,10 @@
     swap_in:  allocate pages -> copy -> enter pages in tables      if a copy fails: free the pages
 
 Sequences that share pages (forks) are swapped together; each page is stored once and is shared
-again after swap-in. The tail of a sequence with ordered lanes can be swapped alone: the head is
-recomputed, and the tail is appended to it.
+again after swap-in. Offloaded pages stay where they are; only their staging is allocated again. The
+tail of a sequence that has evicted no tokens can be swapped alone: the head is recomputed, and the
+tail is appended to it. Private pages (statistics, tokens in full precision) are stored as a whole,
+because they describe all tokens; they replace those of the head.
 """
 
 import math
@@ -17,7 +19,9 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
+from quire.kv.resizing import cut_slots
 from quire.kv.stored_sequences import (
+    OffloadedRows,
     Payloads,
     StoredPages,
     Swapped,
@@ -36,6 +40,7 @@ def swap_out(
     pool: SwapSpace | None = None,
     *,
     keep_from: int = 0,
+    offloaded: OffloadedRows | None = None,
 ) -> Swapped:
     """Copy sequences out of the arena and release their rows.
 
@@ -44,6 +49,7 @@ def swap_out(
         rows: sequences to swap out together; pages they share are stored once.
         pool: swap space for the bytes; None to allocate separate memory.
         keep_from: do not store the tokens before this one (see `can_split`); only for one row.
+        offloaded: offloaded pages of the memory; None if it has none.
 
     Raises:
         HostMemoryFull: the pool has too little free space; nothing changed.
@@ -54,23 +60,30 @@ def swap_out(
             f"rows {list(rows)} cannot be split at token {keep_from}: expected one row whose lanes "
             "hold every token in order, and a page boundary inside the row"
         )
+    if offloaded is None:
+        for table in memory.tables.values():
+            for row in rows:
+                table.require_in_place(int(row))
     sequences, pages = _gather(memory, rows, keep_from)
     counts = {page_class: len(numbers) for page_class, numbers in pages.items()}
     stored: StoredPages = Payloads() if pool is None else pool.store(counts)
     try:
         stored.save(memory, pages)
+        detached = None if offloaded is None else offloaded.detach([int(row) for row in rows])
         memory.release(rows)
     except BaseException:
         stored.free()
         raise
-    return Swapped(sequences, counts, stored, keep_from)
+    return Swapped(sequences, counts, stored, keep_from, detached)
 
 
 def can_swap_in(memory: KVMemory, swapped: Swapped) -> bool:
     """Return whether enough rows and pages (contiguous in stores with runs) are free."""
     if memory.num_free_rows < len(swapped.sequences):
         return False
-    return memory.fits(swapped.pages) if memory.placement.shares else can_place(memory, swapped)
+    if not memory.placement.shares:
+        return can_place(memory, swapped)
+    return memory.fits(swapped.needed_pages)
 
 
 def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
@@ -87,10 +100,11 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
     if not memory.placement.shares:
         return restore_rows(memory, swapped)
     pages = _copy_in(memory, swapped)
-    rows = []
-    for sequence in swapped.sequences:
-        rows.append(memory.start(sequence.statistics))
-        _attach(memory, rows[-1], sequence, pages)
+    rows = [memory.start(sequence.statistics) for sequence in swapped.sequences]
+    if swapped.offloaded is not None:
+        swapped.offloaded.attach(rows)
+    for row, sequence in zip(rows, swapped.sequences, strict=True):
+        _attach(memory, row, sequence, pages)
     _retain_shared(memory, swapped, pages)
     memory.note_peaks(np.array(rows))
     swapped.stored.free()
@@ -100,27 +114,28 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
 def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
     """Return whether the tail from token `keep_from` on can be stored without the head.
 
-    Every lane must be in order and hold all tokens, the row may not use statistics (they sum over
-    the head), and `keep_from` must be a page boundary in every group.
+    Every lane must hold all tokens, so that their slots are in order, and `keep_from` must be a
+    page boundary in every group. Stores with runs cannot replace the private pages of a row.
     """
     if not 0 < keep_from < memory.lengths[row]:
         return False
+    if memory.statistics_of(row) and not memory.placement.shares:
+        return False
     return all(
-        table.group.ordered
-        and not table.group.private
+        not table.staged[row]
         and keep_from % table.group.page_class.tokens == 0
         and bool((table.num_slots[row] == memory.lengths[row]).all())
-        for table in _used_tables(memory, row)
+        for table in _kv_tables(memory)
     )
 
 
-def _used_tables(memory: KVMemory, row: int) -> list[LaneTable]:
-    return [table for table in memory.tables.values() if table.active[row]]
+def _kv_tables(memory: KVMemory) -> list[LaneTable]:
+    return [table for table in memory.tables.values() if not table.group.private]
 
 
 def split_border(memory: KVMemory, row: int) -> int:
     """Return the distance in tokens between possible split positions of a row; 0 if none."""
-    tokens = math.lcm(*(t.group.page_class.tokens for t in _used_tables(memory, row)))
+    tokens = math.lcm(*(t.group.page_class.tokens for t in _kv_tables(memory)))
     return tokens if can_split(memory, row, tokens) else 0
 
 
@@ -129,10 +144,10 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
 
     Raises:
         OutOfPages: too few free pages; nothing changed.
-        ConfigError: the row does not hold exactly the head, or uses statistics.
+        ConfigError: the row does not hold exactly the head, or uses other statistics.
     """
-    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _used_tables(memory, row))]
-    if memory.statistics_of(row):
+    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _kv_tables(memory))]
+    if memory.statistics_of(row) != swapped.sequences[0].statistics:
         raise ConfigError(f"row {row} would have no statistics of the stored tail")
     if any(np.any(count != swapped.keep_from) for count in held):
         raise ConfigError(
@@ -140,11 +155,21 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
             f"tail, got a row of {held[0]} tokens or lanes with other counts"
         )
     if memory.placement.shares:
-        _attach(memory, row, swapped.sequences[0], _copy_in(memory, swapped))
+        pages = _copy_in(memory, swapped)
+        _free_private(memory, row)
+        _attach(memory, row, swapped.sequences[0], pages)
     else:
         add_stored(memory, np.array([row]), swapped)
     memory.note_peaks(np.array([row]))
     swapped.stored.free()
+
+
+def _free_private(memory: KVMemory, row: int) -> None:
+    """Free the private pages of a recomputed head; those of the whole sequence were stored."""
+    for name in memory.statistics_of(row):
+        table = memory.tables[name]
+        none = np.zeros(table.group.num_lanes, dtype=np.int32)
+        memory.placement.free(table, cut_slots(table, row, none))
 
 
 # ---- out ---------------------------------------------------------------------------------------
@@ -193,15 +218,14 @@ class _FirstSeen:
 
 
 def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) -> SwappedLanes:
-    table.require_in_place(row)
-    if not table.active[row]:
-        keep_from = 0  # the lanes have no slots, so there is no head
-    head = keep_from // table.group.page_class.tokens
+    if table.group.private or not table.active[row]:
+        keep_from = 0  # stored as a whole, or the lanes have no slots
+    head = keep_from // table.group.page_class.tokens + int(table.staged[row])
     column = np.arange(table.capacity)
     kept = (column >= head) & (column < table.num_pages[row][:, None])
     return SwappedLanes(
         num_pages=table.num_pages[row] - head,
-        num_slots=table.num_slots[row] - keep_from,
+        num_slots=table.num_slots[row] - head * table.group.page_class.tokens,
         page_positions=table.page_positions[row][kept],
         stored=seen.index(table.pages[row][kept]),
     )
@@ -212,7 +236,7 @@ def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) ->
 
 def _copy_in(memory: KVMemory, swapped: Swapped) -> dict[PageClass, PageNumbers]:
     """Allocate pages with one reference each and load the stored bytes; free them on failure."""
-    if not memory.fits(swapped.pages):
+    if not memory.fits(swapped.needed_pages):
         raise OutOfPages(f"{sum(swapped.pages.values())} pages needed to swap in")
     pages = {c: memory.pools[c].allocate(count) for c, count in swapped.pages.items()}
     try:

@@ -6,12 +6,14 @@ NumPy. On a CPU the kernels read the same memory; for a device `drain_changes` r
 that changed.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.pages import PageNumbers
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import LaneGroup
 from quire.layout.sizes import format_size
 from quire.plan.machine import free_host_bytes
 
@@ -33,7 +35,7 @@ class LaneTable:
             uses the groups that are not private.
         staged: int32 [rows] number of first pages of each lane that are staging pages of an
             offloaded prefix; they hold their bytes only while their layer runs and are never
-            shared, moved, swapped or cut.
+            moved, swapped or cut.
         repeated: int32 [rows] entries of a row whose page is also in another entry of the row.
         version: incremented when the arrays are reallocated; views must then be renewed.
     """
@@ -147,7 +149,8 @@ class LaneTable:
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy the entries of `source` to the empty row `target`, which uses the same groups."""
-        for array in (self.pages, self.page_positions, self.num_pages, self.num_slots):
+        arrays = (self.pages, self.page_positions, self.num_pages, self.num_slots)
+        for array in (*arrays, self.staged, self.repeated):
             array[target] = array[source]
         self._note_mask(target, self.pages[target] != NO_PAGE)
 
@@ -244,18 +247,18 @@ def table_bytes(group: LaneGroup, max_rows: int) -> int:
     return max_rows * sum(array.nbytes for array in of_one if isinstance(array, np.ndarray))
 
 
-def refuse_too_many_rows(layout: CacheLayout, max_rows: int) -> None:
+def refuse_too_many_rows(groups: Iterable[LaneGroup], max_rows: int) -> None:
     """Refuse more rows than CPU memory has space for, before page tables are allocated.
 
     Args:
-        layout: lane groups of every sequence.
+        groups: lane groups of every sequence.
         max_rows: maximum number of concurrent sequences: of a batch, and those that the batcher
             holds in addition.
 
     Raises:
         ConfigError: the page tables would be larger than the free CPU memory.
     """
-    needed_bytes = sum(table_bytes(group, max_rows) for group in layout.groups)
+    needed_bytes = sum(table_bytes(group, max_rows) for group in groups)
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         raise ConfigError(

@@ -77,6 +77,9 @@ class TransformersDecoder:
         self._use_quire_attention()
         self._weights = weights
         self._last_states: LastStates | None = None
+        for number, layer in enumerate(() if weights is None else weights.modules):
+            hook = partial(self._begin_layer, number)
+            layer.register_forward_pre_hook(hook, prepend=True)  # before it waits for its weights
         self._observing = Observing(model, self._bridge, self._spec, self._probe)
 
     @property
@@ -167,6 +170,16 @@ class TransformersDecoder:
         layer_kv = self._observing.recomputation
         with self._frequencies(rope_variant), torch.inference_mode():
             return layer_kv.first_layer(token_ids, positions)
+
+    def arrive_kv(self, layer: int) -> None:
+        """Wait for the weights of a layer that `keys_and_values` reads."""
+        self._observing.recomputation.arrive(layer)
+
+    def _begin_layer(self, number: int, module: nn.Module, args: tuple[object, ...]) -> None:
+        """Tell the attention of the forward that a layer begins; its weights may be in transfer."""
+        begin = getattr(self._bridge.attention, "begin_layer", None)
+        if begin is not None:
+            begin(number)
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""

@@ -140,7 +140,7 @@ class LayerKV:
             positions: logical positions.
         """
         found = self._layers[layer]
-        self._arrive(layer)
+        self.arrive(layer)
         key, value = self._caught(found, inputs[None])
         return found.rotary.rotate_pre_rope(key, positions).to(value.dtype), value
 
@@ -173,6 +173,17 @@ class LayerKV:
         """Wait for a layer's weights; they are there already while the layer itself runs."""
         if self._weights is not None:
             self._weights.arrive(layer)
+
+    def arrive(self, layer: int) -> None:
+        """Wait for the weights that compute keys and values, which are transferred first."""
+        if self._weights is None:
+            return
+        found = self._layers.get(layer)
+        reads_all = found is not None and QUERY in found.module._modules and not found.no_query
+        if found is None or reads_all:
+            self._weights.arrive(layer)
+        else:
+            self._weights.arrive_kv(layer)
 
     def _with_no_query(self, number: int, layer: _Layer) -> _Layer:
         """Skip the query projection of the layer if keys and values remain equal without it."""

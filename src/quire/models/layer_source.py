@@ -47,6 +47,9 @@ class LayerSource(Protocol):
     def arrive(self, layer: int) -> None:
         """Wait until the next computation can use a layer's weights, in any order of layers."""
 
+    def arrive_kv(self, layer: int) -> None:
+        """Wait until the next computation can use a layer's W_K and W_V, which arrive first."""
+
     def shared_by(self, batches: int) -> AbstractContextManager[None]:
         """Run this many forwards layer by layer; a layer is freed after the last of them."""
 

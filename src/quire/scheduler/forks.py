@@ -177,7 +177,10 @@ class Forks:
     # ---- free pages ----------------------------------------------------------------------------
 
     def _has_free_pages(self, parents: Sequence[Request]) -> bool:
-        """Whether there are rows and pages for forks of these requests; evicts cached prefixes."""
+        """Whether there are rows and pages for forks of these requests.
+
+        Evicts cached prefixes and offloads pages.
+        """
         if self._memory.num_free_rows < len(parents):
             return False
         # After prefill a window lane still holds the pages of its last chunk, which are outside of
@@ -187,4 +190,4 @@ class Forks:
         for parent in parents:
             for page_class, pages in statistics_pages(self._memory, parent.memory.row).items():
                 needed[page_class] = needed.get(page_class, 0) + pages
-        return self._sequence_memory.sharing.free_pages(needed)
+        return self._sequence_memory.free_pages(needed)

@@ -244,12 +244,21 @@ def bytes_of(requests: Sequence[Request], memory: KVMemory) -> int:
     return sum(map(memory.row_bytes, rows))
 
 
-def distinct_bytes(memory: KVMemory, rows: Sequence[int]) -> int:
-    """Bytes of all pages that any of these rows refers to, each counted once."""
-    total = 0
+def distinct_bytes(memory: KVMemory, rows: Sequence[int], *, staging: bool = True) -> int:
+    """Bytes of all pages that any of these rows refers to, each counted once.
+
+    Args:
+        memory: the KV memory.
+        rows: rows in use.
+        staging: whether staging pages of offloaded KV count.
+    """
+    total, index = 0, np.asarray(rows, dtype=np.int64)
     for table in memory.tables.values():
-        pages = table.pages[np.asarray(rows, dtype=np.int64)]
-        total += len(np.unique(pages[pages >= 0])) * table.group.page_class.page_bytes
+        pages = table.pages[index]
+        counted = pages >= 0
+        if not staging:
+            counted &= np.arange(table.capacity) >= table.staged[index][:, None, None]
+        total += len(np.unique(pages[counted])) * table.group.page_class.page_bytes
     return total
 
 

@@ -40,6 +40,10 @@ class KVOffloader(Protocol):
         """
         ...
 
+    def offload_more(self, request: Request) -> bool:
+        """Offload further pages of a request that has offloaded pages; False if none can be."""
+        ...
+
     def load_back(self, request: Request) -> None:
         """Load all offloaded pages of a request back into the arena, so that it can evict.
 

@@ -32,7 +32,7 @@ class PrefixIdentities:
     def __init__(self, kv_settings: Sequence[str] = (), *, secret: bytes | None = None) -> None:
         self._kv_settings = tuple(kv_settings)
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
-        self._roots: dict[int, bytes] = {}
+        self._roots: dict[tuple[int, bool], bytes] = {}
         self._public: list[NDArray[np.int64]] = []
 
     def register_public(self, token_ids: Sequence[int]) -> None:
@@ -41,9 +41,10 @@ class PrefixIdentities:
 
     def of(self, request: Request) -> PrefixIdentity:
         """Return the identity of a request's prefix."""
-        variant = request.spec.rope_variant
+        variant = request.spec.rope_variant, request.spec.pre_rope
         if variant not in self._roots:
-            self._roots[variant] = root_key(*self._kv_settings, str(variant))
+            kind = f"{variant[0]} before RoPE" if variant[1] else str(variant[0])
+            self._roots[variant] = root_key(*self._kv_settings, kind)
         salt, num_public = self._salt(request), self._num_public(request)
         return PrefixIdentity(self._roots[variant], salt, num_public, request.tenant)
 

@@ -1,6 +1,6 @@
 """The pages of requests in the KV memory: allocate, grow, share, free."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.sharing import fork
 from quire.kv.tables import Rows
+from quire.layout.pages import PageClass
 from quire.scheduler.events import EventLog
 from quire.scheduler.group import note_peak
 from quire.scheduler.offload_port import KVOffloader, PrefixLoads
@@ -50,10 +51,17 @@ class SequenceMemory:
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
         if self.memory.can_grow(rows, counts):
             return True
-        if self._reclaims(rows, counts):
+        return self._offload_until(lambda: self._reclaims(rows, counts))
+
+    def free_pages(self, pages: dict[PageClass, int]) -> bool:
+        """Evict cached prefixes and offload pages until these pages are free; whether they are."""
+        return self._offload_until(lambda: self.sharing.free_pages(pages))
+
+    def _offload_until(self, is_enough: Callable[[], bool]) -> bool:
+        if is_enough():
             return True
         while self.prefix_offloader is not None and self.prefix_offloader.offload_some():
-            if self._reclaims(rows, counts):
+            if is_enough():
                 return True
         return False
 

@@ -34,13 +34,13 @@ from benchmarks.device.sweep_part import turns
 from benchmarks.memory.swapping import swap_space_for
 from benchmarks.offload.arms import ARMS, BY_NAME, step_work
 from benchmarks.offload.machines import MACHINES, speeds_of
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.threads import Pace, ThreadExecutor
 from benchmarks.offload_schedule.timelines import copied_bytes
-from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError, UnknownName
 from quire.kv.store import store_of
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens, Rules
 from quire.offload.timeline import IN, Kind, Operation, Schedule
 from quire.plan.rates import CopyRate
 from quire.scheduler.preemption import swapper

@@ -31,10 +31,10 @@ from benchmarks.offload.simulated_machine import (
 from benchmarks.offload.sweep_part import run_sweep
 from benchmarks.offload.virtual import Load, case_of
 from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import plan_step
-from benchmarks.offload_schedule.work import BatchTokens, Rules, staging_bytes
 from quire.offload.profiler import Speeds
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens, Rules, staging_bytes
 from quire.plan.offload.split import pipelined_seconds
 from quire.plan.rates import CopyRate
 

@@ -9,12 +9,14 @@ from torch import nn
 from quire.errors import ConfigError, StorageError, UnsupportedModel
 from quire.models.layer_major import LayerMajor
 from quire.models.weights import weight_bytes
+from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.offload.weights.layers import ALIGNMENT_BYTES, decoder_layers, layer_weights
 from quire.offload.weights.links import CudaLink, FileLink
 from quire.offload.weights.placement import WithinBudget
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, place_weights
 from support import zoo
+from support.engines import load
 from support.streamed import DelayedTransfers, least_bytes, load_streamed, poison
 
 CPU = torch.device("cpu")
@@ -275,6 +277,46 @@ def test_forwards_do_not_run_concurrently():
     forwards.major.run(forwards.functions, forwards.enter)
 
     assert max(most) == 1
+
+
+# ---- parts of a layer ----------------------------------------------------------------------------
+
+
+class HeldBack(ThreadTransferWorker):
+    """Holds every second copy back: that of the weights after W_K and W_V."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_end, self.num_copies = threading.Event(), 0
+
+    def submit(self, copy, num_bytes):
+        is_rest, self.num_copies = self.num_copies % 2, self.num_copies + 1
+        return super().submit(lambda: (not is_rest or self.may_end.wait(10)) and copy(), num_bytes)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_keys_are_computed_while_the_other_weights_are_in_transfer(name):
+    plain = load(name, times=3, impl="transformers").decoder
+    model = load_streamed(name)
+    decoder, inputs = model.decoder, torch.randn(5, plain.spec.hidden_size)
+    positions = torch.arange(5)
+    assert decoder.prepare_recomputation() is plain.prepare_recomputation() is None
+    model.weights.arrive(0)  # the slots hold layers 0 and 1 then
+    model.weights.link.finalize()
+    worker = model.weights.link.transfer_worker = HeldBack()
+    layer = 3
+
+    found = decoder.keys_and_values(layer, inputs, positions)
+
+    assert worker.num_copies == 4  # of layers 3 and 4
+    module = model.weights.modules[layer]
+    assert any(not parameter.numel() for parameter in module.parameters())
+    worker.may_end.set()
+    model.weights.arrive(layer)
+    assert all(parameter.numel() for parameter in module.parameters())
+    expected = plain.keys_and_values(layer, inputs, positions)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5
 
 
 # ---- on a device ---------------------------------------------------------------------------------

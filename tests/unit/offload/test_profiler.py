@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.offload_schedule.executor import VirtualClock, no_work
-from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.timelines import fit_speeds, measure_speeds
-from benchmarks.offload_schedule.work import BatchTokens, StepWork, even_layers
 from quire.errors import ConfigError
 from quire.offload.control import SplitController
 from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
+from quire.offload.schedule.executor import VirtualClock, no_work
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens, StepWork, even_layers
 from quire.offload.timeline import LANES, Kind
 from quire.plan.fitting import ChangeDetector
 from quire.plan.offload.split import pipelined_seconds, pipelined_split

@@ -7,6 +7,7 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.offload.host_side import host_pool
+from quire.offload.kv.detached_rows import OffloadedRowsOf
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits
@@ -25,6 +26,7 @@ class KVOffloadComponents:
         splits: divides offloaded prefixes; None if all KV is transferred.
         why: reason that KV is or is not recomputed, for messages.
         offload_bytes: size of offload memory, for KV and activations.
+        offloaded_rows: offloaded pages and activations of sequences that are swapped.
     """
 
     prefixes: OffloadedPrefixes
@@ -32,6 +34,7 @@ class KVOffloadComponents:
     splits: PrefixSplits | None
     why: str
     offload_bytes: int
+    offloaded_rows: OffloadedRowsOf
 
     def totals(self) -> dict[str, int]:
         """Bytes offloaded and tokens not transferred so far, under the names of `EngineStats`."""
@@ -98,4 +101,5 @@ def build_kv_offload(
         attention=attention,
         weights=choice.weights,
     )
-    return KVOffloadComponents(prefixes, kv_offload, splits, why, stream_bytes)
+    offloaded_rows = OffloadedRowsOf(prefixes, allocator)
+    return KVOffloadComponents(prefixes, kv_offload, splits, why, stream_bytes, offloaded_rows)

@@ -27,6 +27,7 @@ from quire.offload.kv.offload_memory import OffloadMemory, can_recompute, layer_
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.row_requests import RowRequests
+from quire.offload.kv.step_planner import StepPlanner
 from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
@@ -62,6 +63,7 @@ class OffloadChoice:
 
     Attributes:
         memory: division of offload memory over KV and activations.
+        planner: plans steps.
     """
 
     def __init__(self, model: LoadedModel, config: KVConfig, layout: CacheLayout) -> None:
@@ -77,14 +79,11 @@ class OffloadChoice:
         self._codec = ActivationCodec(
             config.offload.activation_codec, model.spec.hidden_size, model.decoder.dtype
         )
-        self._sizes = Sizes(
-            kv_bytes=kv_bytes,
-            x_bytes=self._codec.row_bytes,
-            mlp_weight_bytes=0 if model.weights is None else model.weights.place.mean_layer_bytes,
-        )
+        self._sizes = _sizes(model, kv_bytes, self._codec.row_bytes)
         self.memory = OffloadMemory(
             self._staged, config.page_tokens, self._codec.row_bytes, len(self._layers)
         )
+        self.planner = StepPlanner(self._sizes, model.spec.num_layers)
         self._profiler: OffloadProfiler | None = None
         self._recomputes = False
 
@@ -279,9 +278,12 @@ class OffloadChoice:
             most_recomputed=self._scratch_tokens if recomputes else 0,
             host=self._config.offload.cpu_attention if attends else 0.0,
         )
-        page_tokens = self._config.page_tokens
         return PrefixSplits(
-            self._rates(), self._sizes, page_tokens=page_tokens, requested=requested
+            self._rates(),
+            self._sizes,
+            page_tokens=self._config.page_tokens,
+            requested=requested,
+            planner=self.planner,
         )
 
     def transfer_worker(self) -> TransferWorker:
@@ -295,3 +297,20 @@ class OffloadChoice:
             speeds = measure_offload_speeds(decoder, layer, recomputes=self._recomputes)
             self._profiler = OffloadProfiler(speeds)
         return self._profiler
+
+
+def _sizes(model: LoadedModel, kv_bytes: int, x_bytes: int) -> Sizes:
+    """Bytes of a token in a layer, and of the offloaded weights of a mean layer by part."""
+    if model.weights is None:
+        return Sizes(kv_bytes=kv_bytes, x_bytes=x_bytes)
+    spec, layer_bytes = model.spec, model.weights.place.mean_layer_bytes
+    of_head = 2 * spec.hidden_size * spec.head_dim * spec.num_layers / spec.layer_parameters
+    kv_weights = min(1.0, of_head * spec.num_kv_heads) * layer_bytes
+    qo_weights = min(layer_bytes - kv_weights, of_head * spec.num_heads * layer_bytes)
+    return Sizes(
+        kv_bytes=kv_bytes,
+        x_bytes=x_bytes,
+        kv_weight_bytes=kv_weights,
+        qo_weight_bytes=qo_weights,
+        mlp_weight_bytes=layer_bytes - kv_weights - qo_weights,
+    )

@@ -13,11 +13,15 @@ which all layers of a slot share. The bytes of a layer are prefetched into them 
 of a prefix the arena stores two. The pages after the prefix are resident; new tokens are written
 there.
 
+Pages that several sequences share (outputs of one prompt, beams, a common prefix) are offloaded
+once, and the sequences share their staging. Such sequences must run in one batch.
+
 This module does the bookkeeping; a `PageBytes` does the copies.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,39 +34,18 @@ from quire.kv.repacking import repack
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import PageClass
-from quire.offload.kv.staging import StagingUse, set_pages, stage, staged_pages
+from quire.offload.kv.page_groups import OffloadedPageGroup
+from quire.offload.kv.staging import (
+    StagingUse,
+    allocate_staging,
+    entries_of,
+    set_pages,
+    stage,
+    staged_pages,
+)
 from quire.offload.swap.host_pool import HostPool, HostSpace
 
 ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadedPageGroup:
-    """Pages of one group of one sequence that were offloaded together.
-
-    Attributes:
-        group: name of the group.
-        first: column of the first page.
-        layers: location of the pages' bytes for each layer of the group, lane by lane.
-        staging: [slots, lanes of a layer, pages of a lane] pages of the arena.
-        positions: [lanes, slots] logical positions of the slots; None if lanes are in order.
-    """
-
-    group: str
-    first: int
-    layers: Sequence[HostSpace]
-    staging: PageNumbers
-    positions: NDArray[np.int32] | None = None
-
-    @property
-    def columns(self) -> int:
-        """Number of pages of a lane."""
-        return int(self.staging.shape[2])
-
-    @property
-    def slots(self) -> int:
-        """Number of layers whose pages the staging holds at a time."""
-        return len(self.staging)
 
 
 class OffloadedPrefixes(MemoryListener):
@@ -91,6 +74,7 @@ class OffloadedPrefixes(MemoryListener):
             )
         self._memory, self.pool = memory, pool
         self._page_groups: dict[int, list[OffloadedPageGroup]] = {}
+        self._detached: list[list[OffloadedPageGroup]] = []  # of sequences outside of the arena
         self.use = StagingUse()
         self._read_positions = read_positions
         memory.listeners.subscribe(self)
@@ -100,6 +84,11 @@ class OffloadedPrefixes(MemoryListener):
         """Rows of the sequences with an offloaded prefix."""
         return frozenset(self._page_groups)
 
+    @property
+    def all_page_groups(self) -> list[OffloadedPageGroup]:
+        """Page groups of all sequences in the arena."""
+        return list(itertools.chain.from_iterable(self._page_groups.values()))
+
     def page_groups(self, row: int) -> Sequence[OffloadedPageGroup]:
         """Offloaded page groups of a sequence; empty if it has none."""
         return self._page_groups.get(row, ())
@@ -108,18 +97,31 @@ class OffloadedPrefixes(MemoryListener):
         """Offloaded bytes of a sequence."""
         return sum(map(self._bytes, self.page_groups(row)))
 
-    def gain_bytes(self, row: int, slots: int, holders: int = 1) -> int:
+    def batch_key(self, row: int) -> int | None:
+        """Equal for sequences that share offloaded pages, which must run in one batch."""
+        page_groups = self.page_groups(row)
+        return id(page_groups[0].layers) if page_groups else None
+
+    def sharers(self, row: int, slots: int) -> frozenset[int]:
+        """Rows whose pages `offload` moves: those that share the next pages of a sequence."""
+        found = {row}
+        for table, first, columns in self.movable_pages(row, slots):
+            found.update(self._sharers(table, row, first, columns)[0])
+        return frozenset(found)
+
+    def gain_bytes(self, row: int, slots: int, holders: int = 0) -> int:
         """Bytes of the arena that offloading the slots before `slots` would free.
 
         Args:
             row: the sequence.
             slots: as for `offload`.
-            holders: maximum references of a page that counts as freed: 2 if a cached prefix, which
-                can be evicted, may reference it, else 1.
+            holders: further references of a page that counts as freed: 1 if a cached prefix, which
+                can be evicted, may reference it, else 0.
         """
         gained = 0
         for table, first, columns in self.movable_pages(row, slots):
-            own = self._own(table, row, first, columns, holders)
+            rows, columns = self._sharers(table, row, first, columns)
+            own = self._own(table, row, first, columns, len(rows) + holders)
             staged = staged_pages(table, columns)
             gained += (own - staged) * table.group.page_class.page_bytes
         return gained
@@ -127,8 +129,8 @@ class OffloadedPrefixes(MemoryListener):
     def offload(self, row: int, slots: int) -> int:
         """Offload the whole pages before slot `slots`; return the bytes moved.
 
-        Groups with no more layers than staging slots, and groups with a window, are not offloaded:
-        they would free nothing.
+        Pages that other sequences share are offloaded for all of them. Groups with no more layers
+        than staging slots, and groups with a window, are not offloaded: they would free nothing.
 
         Raises:
             OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
@@ -139,6 +141,11 @@ class OffloadedPrefixes(MemoryListener):
         moved = [self._offload(table, row, first, columns) for table, first, columns in movable]
         return sum(map(self._bytes, moved))
 
+    def forked(self, parent: int, child: int) -> None:
+        """Let a fork share the offloaded pages of its parent."""
+        if parent in self._page_groups:
+            self._page_groups[child] = list(self._page_groups[parent])
+
     def released(self, rows: Rows) -> None:
         """Free the offloaded pages of sequences."""
         freed = self._page_groups.keys() & set(rows.tolist())
@@ -148,21 +155,116 @@ class OffloadedPrefixes(MemoryListener):
             self._free(row)
 
     def _free(self, row: int) -> None:
-        """Free the offloaded bytes of a sequence."""
+        """Free the offloaded bytes of a sequence that no other sequence shares."""
         for page_group in self._page_groups.pop(row, ()):
             table = self._memory.tables[page_group.group]
             table.staged[row] = table.repeated[row] = 0
+            self._free_unheld(page_group)
+
+    def is_shared(self, row: int) -> bool:
+        """Whether other sequences share offloaded pages of a sequence."""
+        return len(self._connected(row)[0]) > 1
+
+    def forget(self, row: int, group: str) -> None:
+        """Free the offloaded bytes of a group of a sequence; its entries name other pages now."""
+        table, held = self._memory.tables[group], self._page_groups.pop(row, [])
+        left = [page_group for page_group in held if page_group.group != group]
+        if left:
+            self._page_groups[row] = left
+        table.staged[row] = table.repeated[row] = 0
+        for page_group in held:
+            if page_group.group == group:
+                self._free_unheld(page_group)
+
+    def _free_unheld(self, page_group: OffloadedPageGroup) -> None:
+        """Free the offloaded bytes of a page group, unless a sequence still uses them."""
+        lists = (*self._page_groups.values(), *self._detached)
+        if not any(held.layers is page_group.layers for held in itertools.chain(*lists)):
             for space in page_group.layers:
                 self.pool.release(space)
+
+    # ---- sequences outside of the arena --------------------------------------------------------
+
+    def detach(self, row: int) -> list[OffloadedPageGroup]:
+        """Return the page groups of a sequence that leaves the arena; their bytes stay offloaded.
+
+        The sequence is released next; later, `attach` or `discard` is called with the list.
+        """
+        self.use.finalize()
+        self._detached.append(page_groups := self._page_groups.pop(row, []))
+        return page_groups
+
+    def staging_pages(
+        self, page_groups: Sequence[list[OffloadedPageGroup]]
+    ) -> dict[PageClass, int]:
+        """Pages of each class that `attach` allocates for detached sequences."""
+        needed: dict[PageClass, int] = {}
+        distinct = {id(group): group for group in itertools.chain(*page_groups)}
+        for page_group in distinct.values():
+            page_class = self._memory.tables[page_group.group].group.page_class
+            needed[page_class] = needed.get(page_class, 0) + page_group.staging.size
+        return needed
+
+    def discard(self, page_groups: Sequence[list[OffloadedPageGroup]]) -> None:
+        """Free the offloaded bytes of detached sequences that will not resume."""
+        self._forget_detached(page_groups)
+        for page_group in itertools.chain(*page_groups):
+            if self.pool.has(page_group.layers[0]):
+                self._free_unheld(page_group)
+
+    def _forget_detached(self, page_groups: Sequence[list[OffloadedPageGroup]]) -> None:
+        self._detached = [
+            held for held in self._detached if not any(held is own for own in page_groups)
+        ]
+
+    def attach(self, rows: Sequence[int], page_groups: Sequence[list[OffloadedPageGroup]]) -> None:
+        """Append the offloaded pages of detached sequences to their new, empty rows.
+
+        Args:
+            rows: the new rows; the caller has checked that the staging pages are free.
+            page_groups: the lists that `detach` returned, one for each row.
+        """
+        staged: dict[int, PageNumbers] = {}
+        for own in page_groups:
+            for page_group in own:
+                if id(page_group) not in staged:
+                    table = self._memory.tables[page_group.group]
+                    times = sum(any(g is page_group for g in other) for other in page_groups)
+                    place = (times, page_group.columns, page_group.slots)
+                    staged[id(page_group)] = allocate_staging(self._memory, table, *place)
+        renewed = {
+            id(page_group): replace(page_group, staging=staged[id(page_group)])
+            for page_group in itertools.chain(*page_groups)
+        }
+        for row, own in zip(rows, page_groups, strict=True):
+            self._page_groups[row] = [renewed[id(page_group)] for page_group in own]
+            for page_group in self._page_groups[row]:
+                self._append(row, page_group)
+        self._forget_detached(page_groups)
+
+    def _append(self, row: int, page_group: OffloadedPageGroup) -> None:
+        """Append the pages of a page group to the table of a row that holds those before them."""
+        table = self._memory.tables[page_group.group]
+        entries = entries_of(table, page_group.staging)
+        counts = np.full((1, len(entries)), page_group.columns, dtype=np.int32)
+        place = table.append(np.array([row]), counts, entries.reshape(-1))
+        if page_group.page_positions is not None:
+            table.page_positions[place] = page_group.page_positions.reshape(-1)
+        table.num_slots[row] += page_group.columns * table.group.page_class.tokens
+        table.staged[row] += page_group.columns
+        table.repeated[row] += entries.size - page_group.staging.size
 
     def load_back(self, row: int) -> None:
         """Load all pages of a sequence back into the arena; its staging pages are reused for them.
 
+        Pages that other sequences share are loaded for all of them.
+
         Raises:
             OutOfPages: too few pages for the others; nothing was changed.
         """
+        rows, page_groups = self._connected(row)
         needed: dict[PageClass, int] = {}
-        for page_group in self.page_groups(row):
+        for page_group in page_groups:
             table = self._memory.tables[page_group.group]
             page_class = table.group.page_class
             pages = page_group.columns * table.group.num_lanes - page_group.staging.size
@@ -170,9 +272,10 @@ class OffloadedPrefixes(MemoryListener):
         if not self._memory.fits(needed):
             raise OutOfPages(f"{sum(needed.values())} pages needed to load an offloaded prefix")
         self.use.finalize()
-        for page_group in self.page_groups(row):
-            self._load_back(row, page_group)
-        self._free(row)
+        for page_group in page_groups:
+            self._load_back(self._holders(page_group), page_group)
+        for other in rows:
+            self._free(other)
 
     def halve_staging(self, row: int) -> int:
         """Keep one slot of a sequence's staging and free the other; return the bytes freed.
@@ -180,34 +283,37 @@ class OffloadedPrefixes(MemoryListener):
         From then on the copy of a layer starts after the attention of the previous layer.
         """
         before = self._memory.row_bytes(row)
-        if any(page_group.slots > 1 for page_group in self.page_groups(row)):
-            self.use.finalize()
-            self._page_groups[row] = [
-                self._halved(row, page_group) for page_group in self.page_groups(row)
-            ]
+        for page_group in list(self.page_groups(row)):
+            if page_group.slots > 1:
+                self.use.finalize()
+                rows = self._holders(page_group)
+                self._replace(rows, page_group, self._halved(rows, page_group))
         return before - self._memory.row_bytes(row)
 
     def repack(self, row: int) -> None:
         """Move the pages of a sequence into as few slabs as can hold them.
 
-        Its staging pages are allocated again; every step loads their contents.
+        Its staging pages are allocated again; every step loads their contents. Sequences that share
+        offloaded pages are packed together.
         """
         self.use.finalize()
-        memory, page_groups = self._memory, self.page_groups(row)
+        memory, (rows, page_groups) = self._memory, self._connected(row)
         for page_group in page_groups:
             table, end = memory.tables[page_group.group], page_group.first + page_group.columns
-            named = table.pages[row, :, page_group.first : end]
-            memory.pools[table.group.page_class].release(named.ravel())
-        repack(memory, row)
-        for i, page_group in enumerate(page_groups):
+            for holder in self._holders(page_group):
+                named = table.pages[holder, :, page_group.first : end]
+                memory.pools[table.group.page_class].release(named.ravel())
+        repack(memory, *rows)
+        for page_group in page_groups:
+            holders = self._holders(page_group)
             place = (
                 memory.tables[page_group.group],
-                row,
+                holders,
                 page_group.first,
                 page_group.columns,
                 page_group.slots,
             )
-            self._page_groups[row][i] = replace(page_group, staging=stage(memory, *place))
+            self._replace(holders, page_group, replace(page_group, staging=stage(memory, *place)))
 
     def positions(self, row: int, group: str, index: int, slots: range) -> NDArray[np.int64]:
         """Logical positions of slots of an offloaded prefix, in the first lane of a layer.
@@ -233,6 +339,44 @@ class OffloadedPrefixes(MemoryListener):
         )
         return found[slots.start : slots.stop].astype(np.int64)
 
+    # ---- sharing -------------------------------------------------------------------------------
+
+    def _holders(self, page_group: OffloadedPageGroup) -> list[int]:
+        """Rows whose entries point to the staging of a page group."""
+        lists = self._page_groups.items()
+        return [row for row, held in lists if any(other is page_group for other in held)]
+
+    def _connected(self, row: int) -> tuple[list[int], list[OffloadedPageGroup]]:
+        """Rows and page groups that are loaded back together: a prefix has no gaps."""
+        rows, page_groups = [row], list[OffloadedPageGroup]()
+        for member in rows:
+            for page_group in self.page_groups(member):
+                if not any(page_group is found for found in page_groups):
+                    page_groups.append(page_group)
+                    rows += [other for other in self._holders(page_group) if other not in rows]
+        return rows, page_groups
+
+    def _replace(
+        self, rows: Sequence[int], old: OffloadedPageGroup, new: OffloadedPageGroup
+    ) -> None:
+        for row in rows:
+            held = self._page_groups[row]
+            self._page_groups[row] = [new if other is old else other for other in held]
+
+    def _sharers(
+        self, table: LaneTable, row: int, first: int, columns: int
+    ) -> tuple[list[int], int]:
+        """Rows that share the next pages of a row in all lanes, and the columns they all share."""
+        own = table.pages[row, :, first : first + columns]
+        if (self._memory.pools[table.group.page_class].ref_counts[own] <= 1).all():
+            return [row], columns
+        live = self._memory.live_rows
+        live = live[table.staged[live] == first]
+        shared = (table.pages[live, :, first : first + columns] == own).all(axis=1)
+        differ = (shared != shared[:, :1]).any(axis=0)
+        same = int(np.argmax(differ)) if differ.any() else columns
+        return live[shared[:, 0]].tolist(), same
+
     # ---- one group -----------------------------------------------------------------------------
 
     def movable_pages(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
@@ -249,9 +393,10 @@ class OffloadedPrefixes(MemoryListener):
     def _offload(self, table: LaneTable, row: int, first: int, columns: int) -> OffloadedPageGroup:
         memory, group = self._memory, table.group
         pool = memory.pools[group.page_class]
+        rows, columns = self._sharers(table, row, first, columns)
         staged = staged_pages(table, columns)
         fits_behind = (
-            self._own(table, row, first, columns) >= staged
+            self._own(table, row, first, columns, len(rows)) >= staged
         )  # freed pages hold the staging
         if not fits_behind and not memory.fits({group.page_class: staged}):
             raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
@@ -261,43 +406,53 @@ class OffloadedPrefixes(MemoryListener):
         if group.page_class.positions and self._read_positions is not None:
             positions = self._read_positions(group.page_class, old.reshape(-1))
             positions = positions.reshape(len(old), -1)
-        pool.release(old.reshape(-1))
-        staging = stage(self._memory, table, row, first, columns, SLOTS)
-        table.staged[row] = first + columns
-        table.repeated[row] += group.num_lanes * columns - staging.size
-        page_group = OffloadedPageGroup(group.name, first, layers, staging, positions)
-        self._page_groups.setdefault(row, []).append(page_group)
+        page_positions = table.page_positions[row, :, first : first + columns].copy()
+        for _ in rows:
+            pool.release(old.reshape(-1))
+        staging = stage(self._memory, table, rows, first, columns, SLOTS)
+        page_group = OffloadedPageGroup(
+            group.name, first, layers, staging, positions, page_positions
+        )
+        for holder in rows:
+            table.staged[holder] = first + columns
+            table.repeated[holder] += group.num_lanes * columns - staging.size
+            self._page_groups.setdefault(holder, []).append(page_group)
         return page_group
 
-    def _halved(self, row: int, page_group: OffloadedPageGroup) -> OffloadedPageGroup:
+    def _halved(self, rows: Sequence[int], page_group: OffloadedPageGroup) -> OffloadedPageGroup:
         """Reduce a page group to one staging slot, to which the entries of all layers point."""
         table = self._memory.tables[page_group.group]
         group, pool = table.group, self._memory.pools[table.group.page_class]
         columns = slice(page_group.first, page_group.first + page_group.columns)
-        old = table.pages[row, :, columns].reshape(len(group.layers), -1)
         first = page_group.staging[:1]
-        moved = (old != old[0]).any(axis=1)  # layers of the other slot
-        for _ in range(int(moved.sum())):
-            pool.retain(first.reshape(-1))
-        pool.release(old[moved].reshape(-1))
-        set_pages(table, row, page_group.first, np.tile(first[0], (len(group.layers), 1)))
-        table.repeated[row] += page_group.staging.size - first.size
+        for row in rows:
+            old = table.pages[row, :, columns].reshape(len(group.layers), -1)
+            moved = (old != first.reshape(-1)).any(axis=1)  # layers of the other slot
+            for _ in range(int(moved.sum())):
+                pool.retain(first.reshape(-1))
+            pool.release(old[moved].reshape(-1))
+            set_pages(table, row, page_group.first, np.tile(first[0], (len(group.layers), 1)))
+            table.repeated[row] += page_group.staging.size - first.size
         return replace(page_group, staging=first)
 
-    def _load_back(self, row: int, page_group: OffloadedPageGroup) -> None:
+    def _load_back(self, rows: Sequence[int], page_group: OffloadedPageGroup) -> None:
         memory, table = self._memory, self._memory.tables[page_group.group]
         group, pool = table.group, memory.pools[table.group.page_class]
         columns = slice(page_group.first, page_group.first + page_group.columns)
         staged = page_group.slots * group.lanes_per_layer  # lanes that take over the staging pages
-        old = table.pages[row, staged:, columns].reshape(-1).copy()
-        fresh = np.concatenate([page_group.staging.reshape(-1), pool.allocate(old.size)])
+        old = [table.pages[row, staged:, columns].reshape(-1).copy() for row in rows]
+        added = pool.allocate(old[0].size)
+        for _ in rows[1:]:
+            pool.retain(added)
+        fresh = np.concatenate([page_group.staging.reshape(-1), added])
         for pages, space in zip(
             fresh.reshape(len(group.layers), -1), page_group.layers, strict=True
         ):
             self.pool.load(space, group.page_class, pages)
         self.pool.copies.wait()
-        set_pages(table, row, page_group.first, fresh.reshape(group.num_lanes, -1))
-        pool.release(old)
+        for row, named in zip(rows, old, strict=True):
+            set_pages(table, row, page_group.first, fresh.reshape(group.num_lanes, -1))
+            pool.release(named)
 
     def _save(self, page_class: PageClass, by_layer: PageNumbers) -> list[HostSpace]:
         """Save the bytes of pages [layer, page] to the pool, all or none."""

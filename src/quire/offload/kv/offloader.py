@@ -7,8 +7,9 @@ Each call offloads a quarter of its remaining pages, so copies are large and few
 without need.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from quire.errors import HostMemoryFull, OutOfPages
 from quire.kv.memory import KVMemory
@@ -22,6 +23,8 @@ from quire.scheduler.lane_slots import Slots
 from quire.scheduler.offload_port import KVOffloader
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
+
+T = TypeVar("T")
 
 _PART = 4  # each call offloads 1 / _PART of a request's remaining pages
 _LEAST_PAGES = 4  # minimum pages of a lane per call, if the lane has them
@@ -55,7 +58,7 @@ class PrefixOffloader:
     ) -> None:
         self._memory, self._prefixes, self._events = memory, prefixes, events
         self._sharing, self._running = sharing, running
-        self._holders = 1 if sharing.prefix is None else 2
+        self._holders = 0 if sharing.prefix is None else 1
         groups = [group for group in memory.layout.groups if can_be_offloaded(group)]
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
         self._token_bytes = offloaded_token_bytes(memory.layout)
@@ -90,6 +93,10 @@ class PrefixOffloader:
                 return True
         return False
 
+    def offload_more(self, request: Request) -> bool:
+        """Offload further pages of a request with offloaded pages; False if none can be."""
+        return self.is_staged(request) and can_offload_request(request) and self._move(request)
+
     def load_back(self, request: Request) -> None:
         """Load all pages of a request back, offloading pages of other requests if needed.
 
@@ -121,7 +128,10 @@ class PrefixOffloader:
         return [
             request
             for request in self._running
-            if request.is_running and request.memory.row >= 0 and can_offload_request(request)
+            if request.is_running
+            and request.memory.row >= 0
+            and can_offload_request(request)
+            and not self._sharing.shares_unwritten(request)
         ]
 
     def _gain_bytes(self, request: Request) -> int:
@@ -146,7 +156,7 @@ class PrefixOffloader:
         held = max(int(t.staged[request.memory.row]) for t in self._memory.tables.values())
         left = slots // tokens - held
         pages = min(left, max(_LEAST_PAGES, -(-left // _PART)))
-        self._sharing.withdraw_from_cache(request)
+        self._withdraw_from_cache(request, slots)
         before = self._prefixes.pool.used_bytes
         while pages > 0 and self._prefixes.pool.used_bytes == before:
             with suppress(
@@ -159,13 +169,20 @@ class PrefixOffloader:
             self._events.emit("offloaded", request, kv_bytes=moved)
         return moved > 0
 
+    def _withdraw_from_cache(self, request: Request, slots: int) -> None:
+        """Evict the blocks from the cache whose pages are offloaded, of all requests that share."""
+        rows = self._prefixes.sharers(request.memory.row, slots)
+        for other in [request, *self._running]:
+            if other.memory.row in rows:
+                self._sharing.withdraw_from_cache(other)
+
 
 # ---- evictor -------------------------------------------------------------------------------------
 
 # Evicts from requests with offloaded pages, which are loaded back first.
 #
-# Eviction rules read and move slots, so all pages of a request must be in the KV memory. This
-# happens once per eviction; prefetch moves the offloaded prefix over the link in every step.
+# Eviction rules read and move slots, so the pages must be in the KV memory. If they do not fit, the
+# evictor loads them layer by layer, and cuts each layer before it loads the next one.
 
 
 class OffloadEvictor:
@@ -183,13 +200,26 @@ class OffloadEvictor:
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
         """See `Evictor.evict`."""
-        self._prefix_offloader.load_back(request)
-        return self._evictor.evict(request, keep, least_gain=least_gain)
+        with suppress(OutOfPages):
+            self._prefix_offloader.load_back(request)
+        return self._with_pages(
+            request, lambda: self._evictor.evict(request, keep, least_gain=least_gain)
+        )
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """See `Evictor.repeat`."""
-        self._prefix_offloader.load_back(request)
-        self._evictor.repeat(request, entry)
+        with suppress(OutOfPages):
+            self._prefix_offloader.load_back(request)
+        self._with_pages(request, lambda: self._evictor.repeat(request, entry))
+
+    def _with_pages(self, request: Request, evict: Callable[[], T]) -> T:
+        """Evict; if pages are missing, offload more of the request itself and try again."""
+        while True:
+            try:
+                return evict()
+            except OutOfPages:
+                if not self._prefix_offloader.offload_more(request):
+                    raise
 
     def finalize(self, request: Request) -> None:
         """See `Evictor.finalize`; raises OutOfPages too."""

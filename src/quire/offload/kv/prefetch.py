@@ -4,21 +4,23 @@
     layers              | layer 0 | ...... layer 1 | ...... layer 2 |
 
 With two staging slots, the copy of layer n starts after the attention of layer n - 2; with one
-slot, after that of layer n - 1. One transfer worker runs all copies, in layer order. Activations
+slot, after that of layer n - 1. After the last layers, the first layers of the next step are loaded
+(see `ahead`). One transfer worker runs all copies, in the order of the step's schedule. Activations
 that recompute needs are copied before the KV of their layer (see `kv_recompute`).
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from quire.kv.pages import PageNumbers
-from quire.kv.step_log import ATTEND, KV_IN, LAYER, StepLog
+from quire.kv.step_log import ATTEND, KV_IN, LAYER, Excluded, StepLog
 from quire.layout.layout import SLOTS
 from quire.layout.pages import CacheLayout, LaneGroup
-from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.page_groups import OffloadedPageGroup
 from quire.offload.kv.prefix_splits import Share
 from quire.offload.swap.transfer import Transfer, TransferWorker
 
@@ -30,7 +32,13 @@ class GroupRecompute(Protocol):
     def prefetch(
         self, index: int, submit: Callable[[str, int, int, int, Callable[[], None]], Transfer]
     ) -> None:
-        """Start the transfer of the activations of a layer."""
+        """Start the transfer of the activations of a layer, unless it was loaded ahead."""
+        ...
+
+    def prefetch_ahead(
+        self, index: int, submit: Callable[[str, int, int, int, Callable[[], None]], Transfer]
+    ) -> None:
+        """Start the transfer of the activations of a layer for the next step."""
         ...
 
     def unfinished(self) -> Sequence[Transfer]:
@@ -71,22 +79,36 @@ class PrefixPrefetch:
         weights: WeightWaits | None = None,
     ) -> None:
         self._pool, self._transfer_worker, self._log = prefixes.pool, transfer_worker, log
+        self._ahead = prefixes.use.ahead
         self._recompute, self._weights = recompute or {}, weights
         self._runs: dict[str, list[_Run]] = {}
-        for row, share in shares.items():
-            for page_group in prefixes.page_groups(row):
-                self._runs.setdefault(page_group.group, []).extend(_runs(page_group, share))
+        self._held: dict[str, list[OffloadedPageGroup]] = {}
+        loaded = list(_distinct(prefixes, shares))
+        for page_group, share in loaded:
+            self._runs.setdefault(page_group.group, []).extend(_runs(page_group, share))
+            self._held.setdefault(page_group.group, []).append(page_group)
         self._groups = {g.name: g for g in layout.groups if g.name in self._runs}
         self._tokens = sum(
             page_group.columns * self._groups[page_group.group].page_class.tokens
-            for row in shares
-            for page_group in prefixes.page_groups(row)
+            for page_group, _ in loaded
         ) // max(1, len(self._groups))
         self._in_flight: dict[tuple[str, int], list[Transfer]] = {}
         self._ready: object | None = None
-        for layer, name in self._in_order():
-            for slots in range(layer + 1, SLOTS + 1):
-                self._prefetch(name, layer, slots)
+
+    @property
+    def first_layers(self) -> Sequence[tuple[int, int, str]]:
+        """(Layer of the model, index in its group, group name) of the layers to load first."""
+        of_model = [
+            (layer, index, name)
+            for name, group in self._groups.items()
+            for index, layer in enumerate(group.layers[:SLOTS])
+        ]
+        return sorted(of_model)
+
+    def begin(self, name: str, index: int) -> None:
+        """Start the copies of one of the first layers."""
+        for slots in range(index + 1, SLOTS + 1):
+            self._prefetch(name, index, slots)
 
     def begin_wait(self, group: LaneGroup, layer: int) -> None:
         """Log the end of a layer's computation, before the layer waits for its prefix."""
@@ -94,7 +116,9 @@ class PrefixPrefetch:
             now = self._log.marks.now()
             start, before_s = self._log.left
             waited_s = self._weights_stalled_s() - before_s
-            self._log.add(LAYER, group.layers[layer], 1, 0, start, now, waited_s)
+            early, self._log.early = self._log.early, None
+            excluded = Excluded(waited_s, early)
+            self._log.add(LAYER, group.layers[layer], 1, 0, start, now, excluded)
 
     def wait_for(self, group: LaneGroup, layer: int) -> None:
         """Wait until the transferred pages of a layer are in their staging slot.
@@ -114,6 +138,8 @@ class PrefixPrefetch:
         for slots in range(1, SLOTS + 1):
             if layer + slots < len(group.layers):
                 self._prefetch(group.name, layer + slots, slots)
+            else:
+                self._prefetch_ahead(group.name, layer % slots, slots)
         end = self._log.marks.now()
         self._log.left = end, self._weights_stalled_s()
         if self._ready is not None:
@@ -131,34 +157,57 @@ class PrefixPrefetch:
             for transfer in recompute.unfinished():
                 transfer.exception()
 
-    def _in_order(self) -> Sequence[tuple[int, str]]:
-        """(Index in the group, group name) of all layers, in the order of the model."""
-        of_model = [
-            (layer, index, name)
-            for name, group in self._groups.items()
-            for index, layer in enumerate(group.layers)
-        ]
-        return [(index, name) for _, index, name in sorted(of_model)]
-
     def _prefetch(self, name: str, layer: int, slots: int) -> None:
         """Start the copy of a layer for page groups with this number of staging slots."""
         group, slot = self._groups[name], layer % slots
         runs = [run for run in self._runs[name] if len(run.pages) == slots]
         if name in self._recompute and slots == SLOTS:
             self._recompute[name].prefetch(layer, self._submit)
+        in_flight = self._in_flight.setdefault((name, layer), [])
+        if layer < SLOTS:
+            held = (group for group in self._held[name] if group.slots == slots)
+            ahead = {id(group): self._ahead.take(group, layer) for group in held}
+            in_flight += [copy for copies in ahead.values() for copy in copies.values()]
+            runs = [run for run in runs if run.place(slot) not in ahead[id(run.page_group)]]
         pages = sum(run.pages[slot].size for run in runs)
         if not pages:
             return
+        tokens = pages // group.lanes_per_layer * group.page_class.tokens
+        num_bytes = pages * group.page_class.page_bytes
+        copy = self._copy_of(group, layer, slot, runs)
+        in_flight.append(self._submit(KV_IN, group.layers[layer], tokens, num_bytes, copy))
+
+    def _prefetch_ahead(self, name: str, layer: int, slots: int) -> None:
+        """Start the copy of one of the first layers for the next step, with the same split."""
+        group, slot = self._groups[name], layer % slots
+        if name in self._recompute and slots == SLOTS:
+            self._recompute[name].prefetch_ahead(layer, self._submit_ahead)
+        runs = [run for run in self._runs[name] if len(run.pages) == slots]
+        pages = sum(run.pages[slot].size for run in runs)
+        if pages:
+            num_bytes = pages * group.page_class.page_bytes
+            copy = self._copy_of(group, layer, slot, runs)
+            transfer = self._transfer_worker.submit(copy, num_bytes)
+            for run in runs:
+                self._ahead.add(run.page_group, layer, run.place(slot), transfer)
+
+    def _copy_of(
+        self, group: LaneGroup, layer: int, slot: int, runs: "Sequence[_Run]"
+    ) -> Callable[[], None]:
+        """Copy of runs of a layer to its staging slot."""
 
         def copy() -> None:
             for run in runs:
                 space = run.page_group.layers[layer]
                 self._pool.load(space, group.page_class, run.pages[slot], run.first)
 
-        tokens = pages // group.lanes_per_layer * group.page_class.tokens
-        num_bytes = pages * group.page_class.page_bytes
-        transfer = self._submit(KV_IN, group.layers[layer], tokens, num_bytes, copy)
-        self._in_flight.setdefault((name, layer), []).append(transfer)
+        return copy
+
+    def _submit_ahead(
+        self, kind: str, layer: int, tokens: int, num_bytes: int, copy: Callable[[], None]
+    ) -> Transfer:
+        """Start a copy of the next step, which the log of this step leaves out."""
+        return self._transfer_worker.submit(copy, num_bytes)
 
     def _submit(
         self, kind: str, layer: int, tokens: int, num_bytes: int, copy: Callable[[], None]
@@ -190,6 +239,22 @@ class _Run:
         self.pages: list[PageNumbers] = [
             np.ascontiguousarray(pages) for pages in page_group.staging[:, lane, selected]
         ]
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """First page, counted in a layer, and number of pages in a staging slot."""
+        return self.first, int(self.pages[slot].size)
+
+
+def _distinct(
+    prefixes: OffloadedPrefixes, shares: Mapping[int, Share]
+) -> Iterator[tuple[OffloadedPageGroup, Share]]:
+    """Yield each page group once, with the split of the first row that holds it."""
+    seen: set[int] = set()
+    for row, share in shares.items():
+        for page_group in prefixes.page_groups(row):
+            if id(page_group) not in seen:
+                seen.add(id(page_group))
+                yield page_group, share
 
 
 def _runs(page_group: OffloadedPageGroup, share: Share) -> list[_Run]:

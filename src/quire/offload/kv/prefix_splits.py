@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from quire.kv.step_log import Timed
 from quire.offload.control import SplitController
+from quire.offload.kv.step_planner import StepPlanner
 from quire.offload.profiler import OffloadProfiler, Sizes
+from quire.offload.schedule.work import BatchTokens
 from quire.offload.timeline import LANES, Kind, Operation, Schedule, Span, Timeline
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import best_shares, share_rows
@@ -129,6 +131,7 @@ class PrefixSplits:
         sizes: bytes that cross the link.
         page_tokens: tokens of a page.
         requested: fractions that rates do not choose, and limits.
+        planner: predicts the steps of a split; None: the formulas alone decide.
 
     Attributes:
         recomputed_tokens, host_tokens, tokens: recomputed tokens, CPU attention tokens and all
@@ -137,9 +140,15 @@ class PrefixSplits:
     """
 
     def __init__(
-        self, profiler: OffloadProfiler, sizes: Sizes, *, page_tokens: int, requested: SplitLimits
+        self,
+        profiler: OffloadProfiler,
+        sizes: Sizes,
+        *,
+        page_tokens: int,
+        requested: SplitLimits,
+        planner: StepPlanner | None = None,
     ) -> None:
-        self.profiler = profiler
+        self.profiler, self.planner = profiler, planner
         self.controller = SplitController(unit=page_tokens)
         self.recomputed_tokens = self.host_tokens = self.tokens = 0
         self._sizes, self._page_tokens, self._requested = sizes, page_tokens, requested
@@ -161,6 +170,10 @@ class PrefixSplits:
         self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
         return shares
 
+    def order(self, batches: Sequence[BatchTokens]) -> Mapping[tuple[int, int], int]:
+        """See `quire.offload.kv.step_offload.Splits`."""
+        return {} if self.planner is None else self.planner.order(batches)
+
     def learn(self, timed: Sequence[Timed]) -> None:
         """See `quire.offload.kv.step_offload.Splits`."""
         timeline = timeline_of(timed)
@@ -177,7 +190,12 @@ class PrefixSplits:
 
     def _recompute_tokens(self, rates: OffloadRates, tokens: int) -> int:
         if self._requested.recomputed is None:
-            return self.controller.split(rates, tokens)
+            wanted = self.controller.split(rates, tokens)
+            if not wanted or self.planner is None:
+                return wanted
+            batch = BatchTokens(rows=self._rows, kv=tokens, host=self.tokens - tokens)
+            speeds = self.profiler.speeds
+            return self.planner.choose(speeds, batch, (wanted, 0), self._batches)
         return round(self._requested.recomputed * self.tokens)
 
     def _host_tokens(self, rates: OffloadRates, tokens: int) -> int:

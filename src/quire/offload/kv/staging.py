@@ -1,6 +1,6 @@
 """Staging: pages shared by the table entries of all layers of an offloaded prefix."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,6 +10,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable
 from quire.layout.layout import SLOTS
+from quire.offload.kv.ahead import LoadedAhead
 
 
 def staged_pages(table: LaneTable, columns: int) -> int:
@@ -18,14 +19,14 @@ def staged_pages(table: LaneTable, columns: int) -> int:
 
 
 def stage(
-    memory: KVMemory, table: LaneTable, row: int, first: int, columns: int, slots: int
+    memory: KVMemory, table: LaneTable, rows: Sequence[int], first: int, columns: int, slots: int
 ) -> PageNumbers:
     """Allocate staging pages, and set the table entries of layer n to staging slot n % slots.
 
     Args:
         memory: KV memory of the table.
         table: page table whose entries are replaced; their old pages are not released.
-        row: row of the sequence.
+        rows: rows of the sequences that share the offloaded pages.
         first: column of the first page.
         columns: pages of each lane.
         slots: number of layers that are staged at the same time.
@@ -36,16 +37,38 @@ def stage(
     Raises:
         OutOfPages: too few free pages in the arena.
     """
+    staging = allocate_staging(memory, table, len(rows), columns, slots)
+    for row in rows:
+        set_pages(table, row, first, entries_of(table, staging))
+    return staging
+
+
+def allocate_staging(
+    memory: KVMemory, table: LaneTable, num_rows: int, columns: int, slots: int
+) -> PageNumbers:
+    """Allocate staging pages with the references of a number of rows; arguments as for `stage`.
+
+    Returns:
+        Staging pages [slots, lanes of a layer, columns].
+
+    Raises:
+        OutOfPages: too few free pages in the arena.
+    """
     group, pool = table.group, memory.pools[table.group.page_class]
     pages = pool.allocate(slots * group.lanes_per_layer * columns)
     staging = pages.reshape(slots, group.lanes_per_layer, columns)
-    num_layers = len(group.layers)
-    for further in range(1, -(-num_layers // slots)):
-        for again in staging[: num_layers - slots * further]:
-            pool.retain(again.reshape(-1))
-    slot = np.arange(num_layers) % slots
-    set_pages(table, row, first, staging[slot].reshape(group.num_lanes, columns))
+    by_layer = staging[np.arange(len(group.layers)) % slots]
+    for number in range(num_rows):
+        for layer in range(0 if number else slots, len(group.layers)):
+            pool.retain(by_layer[layer].reshape(-1))
     return staging
+
+
+def entries_of(table: LaneTable, staging: PageNumbers) -> PageNumbers:
+    """Table entries [lanes, columns] of all layers for staging pages."""
+    slot = np.arange(len(table.group.layers)) % len(staging)
+    entries: PageNumbers = staging[slot].reshape(table.group.num_lanes, -1)
+    return entries
 
 
 def set_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
@@ -86,21 +109,28 @@ class Pending(Protocol):
 
 
 class StagingUse:
-    """The step that copies into the staging pages; bookkeeping waits for its copies."""
+    """The step that copies into the staging pages; bookkeeping waits for its copies.
+
+    Attributes:
+        ahead: copies for the first layers of the next step.
+    """
 
     def __init__(self) -> None:
         self._batches: list[Pending] = []
+        self.ahead = LoadedAhead()
 
     def begin(self, batch: Pending) -> None:
         """Add a batch of the step that uses the staging pages."""
         self._batches.append(batch)
 
     def finalize(self) -> None:
-        """Wait for the copies of the current step, which continues to use the pages."""
+        """Wait for the copies of the current step and for the next one; both stay valid."""
         for batch in self._batches:
             batch.finalize()
+        self.ahead.finalize()
 
     def end(self) -> None:
         """Wait for the copies of the current step and forget its batches."""
-        self.finalize()
+        for batch in self._batches:
+            batch.finalize()
         self._batches.clear()

@@ -6,7 +6,7 @@ each layer   store its activations, wait for its prefix, attend, free its stagin
 Batches of a step that share each layer have an offload of their own each (column by column).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -29,6 +29,7 @@ from quire.offload.kv.prefetch import PrefixPrefetch, WeightWaits
 from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, Share
 from quire.offload.recompute.activation_store import Writing, Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
+from quire.offload.schedule.work import BatchTokens
 from quire.offload.swap.transfer import TransferWorker
 
 
@@ -46,6 +47,10 @@ class Splits(Protocol):
             rows: rows of the batch.
             batches: batches of the step, which share each layer.
         """
+        ...
+
+    def order(self, batches: Sequence[BatchTokens]) -> Mapping[tuple[int, int], int]:
+        """Place of (layer, batch) in the order of the transfers of a step."""
         ...
 
     def learn(self, timed: Sequence[Timed]) -> None:
@@ -85,6 +90,7 @@ class KVOffload(MemoryListener):
         if kv_recompute is not None:
             memory.listeners.subscribe(self)
         self._log: StepLog | None = None
+        self._started: list[tuple[int, StepKVOffload]] = []
 
     @property
     def staging_bytes(self) -> int:
@@ -103,20 +109,47 @@ class KVOffload(MemoryListener):
         if rows:
             shares = dict.fromkeys(rows, TRANSFERRED)
             if self.splits is not None:
-                decodes = set(batch.rows[: batch.shape.num_decode].tolist())
-                prefixes = {row: self._prefix_of(row, decodes=row in decodes) for row in rows}
-                shares = self.splits.divide(prefixes, len(batch.rows), part.count)
+                shares = self.splits.divide(
+                    self._prefixes_of(batch, rows), len(batch.rows), part.count
+                )
             self._log = self._log or StepLog(self.transfer_worker.marks())
             started = StepKVOffload(self, batch, shares, self._log, writing, part.number)
             self.prefixes.use.begin(started)
-            return started
-        if writing is None:
-            return None
-        return StepKVOffload(self, batch, {}, StepLog(self.transfer_worker.marks()), writing)
+            self._started.append((part.number, started))
+        elif writing is not None:
+            marks = self.transfer_worker.marks()
+            started = StepKVOffload(self, batch, {}, StepLog(marks), writing)
+        else:
+            started = None
+        if part.number >= part.count - 1:
+            self._begin()
+        return started
+
+    def _begin(self) -> None:
+        """Start the copies of the first layers of all batches, in the order of their schedule."""
+        started, self._started = self._started, []
+        copies = [
+            (layer, index, name, number, batch)
+            for number, batch in started
+            for layer, index, name in batch.prefetch.first_layers
+        ]
+        order = self._order_of([batch for _, batch in started]) if len(started) > 1 else {}
+        numbers = {number: place for place, (number, _) in enumerate(started)}
+        last = len(order)
+        copies.sort(
+            key=lambda copy: (order.get((copy[0], numbers[copy[3]]), last), copy[0], copy[3])
+        )
+        for _, index, name, _, batch in copies:
+            batch.prefetch.begin(name, index)
+
+    def _order_of(self, batches: Sequence["StepKVOffload"]) -> Mapping[tuple[int, int], int]:
+        """Order of transfers; layer by layer without rates."""
+        return {} if self.splits is None else self.splits.order([b.tokens for b in batches])
 
     def released(self, rows: Rows) -> None:
         """Free the activations of sequences."""
         if self.kv_recompute is not None:
+            self.prefixes.use.ahead.forget_activations()
             self.kv_recompute.store.allocator.forget(rows.tolist())
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
@@ -131,6 +164,7 @@ class KVOffload(MemoryListener):
         table = self.memory.tables[group]
         if self.kv_recompute is None or table not in self.tables:
             return
+        self.prefixes.use.ahead.forget_activations()
         store = self.kv_recompute.store
         known = store.allocator.known(row)
         if moves is None or known.start or (table.num_slots[row] != slots).any():
@@ -147,11 +181,51 @@ class KVOffload(MemoryListener):
     def _end(self) -> None:
         """Learn from the last step, which is over."""
         log, self._log = self._log, None
+        self._started.clear()  # of a step that failed before its last batch
         self.prefixes.use.end()
+        self.prefixes.use.ahead.retain(self.prefixes.all_page_groups)
         if self.kv_recompute is not None:
             self.kv_recompute.store.finish()
         if log is not None and self.splits is not None:
             self.splits.learn(log.read())
+
+    def batch_key(self, row: int) -> int | None:
+        """See `quire.kv.offload_port.EngineOffload`."""
+        return self.prefixes.batch_key(row)
+
+    def _prefixes_of(self, batch: FlatBatch, rows: Sequence[int]) -> dict[int, OffloadedPrefix]:
+        """Offloaded prefixes of a batch; pages that rows share count for the first of them.
+
+        That is a row with stored activations, from which the pages of all are recomputed.
+        """
+        decodes = set(batch.rows[: batch.shape.num_decode].tolist())
+        found: dict[int, OffloadedPrefix] = {}
+        seen = dict[int | None, int]()
+        for row in sorted(rows, key=lambda row: -self._num_known(row)):
+            found[row] = self._prefix_of(row, decodes=row in decodes)
+            first = seen.setdefault(self.batch_key(row), row)
+            if first != row:
+                shared = sum(
+                    page_group.columns
+                    for page_group in self.prefixes.page_groups(row)
+                    if any(page_group is other for other in self.prefixes.page_groups(first))
+                ) // max(1, len({group.group for group in self.prefixes.page_groups(row)}))
+                found[row] = OffloadedPrefix(max(0, found[row].columns - shared))
+                found[first] = replace(found[first], on_host=False)
+        return found
+
+    def _num_known(self, row: int) -> int:
+        if self.kv_recompute is None:
+            return 0
+        return len(self.kv_recompute.store.allocator.known(row))
+
+    def staged_tokens(self, rows: Collection[int]) -> int:
+        """Offloaded tokens of rows in one layer."""
+        tables = [t for t in self.memory.tables.values() if can_be_offloaded(t.group)]
+        return sum(
+            max(int(table.staged[row]) * table.group.page_class.tokens for table in tables)
+            for row in rows
+        )
 
     def _prefix_of(self, row: int, *, decodes: bool) -> OffloadedPrefix:
         tables = self.memory.tables.values()  # groups may differ in their offloaded pages
@@ -197,6 +271,8 @@ class StepKVOffload:
 
     Attributes:
         wants_inputs: whether activations are stored.
+        tokens: tokens of the batch in one layer, by the location of their KV.
+        prefetch: its copies.
     """
 
     def __init__(
@@ -209,6 +285,7 @@ class StepKVOffload:
         number: int = 0,
     ) -> None:
         self._writing, self.wants_inputs = writing, writing is not None
+        self._log, self._recomputed = log, set[tuple[str, int]]()
         self._kv_recompute, self._group_recomputes = (
             kv_offload.kv_recompute,
             dict[str, StepKVRecompute](),
@@ -223,7 +300,14 @@ class StepKVOffload:
         self._host = None
         if kv_offload.attention is not None:
             self._host = StepCPUAttention(kv_offload.attention, batch, shares, log)
-        self._prefetch = PrefixPrefetch(
+        page_tokens = next(iter(kv_offload.memory.tables.values())).group.page_class.tokens
+        recomputed = sum(len(share.recomputed) for share in shares.values()) * page_tokens
+        host = sum(len(share.host) for share in shares.values()) * page_tokens
+        staged = kv_offload.staged_tokens(shares)
+        self.tokens = BatchTokens(
+            rows=len(batch.rows), x=recomputed, kv=max(0, staged - recomputed - host), host=host
+        )
+        self.prefetch = PrefixPrefetch(
             kv_offload.prefixes,
             kv_offload.memory.layout,
             kv_offload.transfer_worker,
@@ -256,6 +340,8 @@ class StepKVOffload:
     ) -> None:
         """Wait until the offloaded prefix of a layer is in its staging slot.
 
+        KV that `begin_layer` has not recomputed is recomputed.
+
         Args:
             group: lane group of the layer.
             index: index of the layer inside its group.
@@ -263,17 +349,52 @@ class StepKVOffload:
             slots: slots of the layer's new tokens.
             positions: positions of all pages of the class; None if pages store no positions.
         """
+        self.prefetch.begin_wait(group, index)
+        if (group.name, index) in self._recomputed:
+            self._recomputed.discard((group.name, index))
+        else:
+            self._recompute(group, index, backend, slots, positions)
+        self.prefetch.wait_for(group, index)
+
+    def begin_layer(
+        self,
+        group: LaneGroup,
+        index: int,
+        backend: AttentionBackend,
+        slots: NewSlots,
+        positions: Tensor | None,
+    ) -> None:
+        """Recompute the offloaded KV of a layer as soon as W_K and W_V have arrived.
+
+        For layers with offloaded weights: their other weights are in transfer meanwhile. Arguments
+        as for `wait_for_prefix`.
+        """
+        if group.name not in self._group_recomputes or self._kv_recompute is None:
+            return
+        self._kv_recompute.model.arrive_kv(group.layers[index])
+        start = self._log.marks.now()
+        self._recompute(group, index, backend, slots, positions)
+        self._recomputed.add((group.name, index))
+        self._log.early = start, self._log.marks.now()
+
+    def _recompute(
+        self,
+        group: LaneGroup,
+        index: int,
+        backend: AttentionBackend,
+        slots: NewSlots,
+        positions: Tensor | None,
+    ) -> None:
         group_recompute = self._group_recomputes.get(group.name)
-        self._prefetch.begin_wait(group, index)
-        if group_recompute is not None:
+        if group_recompute is None:
+            return
 
-            def write(pages: Tensor, offsets: Tensor, at: Tensor, key: Tensor, v: Tensor) -> None:
-                backend.write(replace(slots, pages=pages, offsets=offsets), key, v)
-                if positions is not None:
-                    positions[pages, offsets] = at.int()[:, None].expand_as(pages)
+        def write(pages: Tensor, offsets: Tensor, at: Tensor, key: Tensor, v: Tensor) -> None:
+            backend.write(replace(slots, pages=pages, offsets=offsets), key, v)
+            if positions is not None:
+                positions[pages, offsets] = at.int()[:, None].expand_as(pages)
 
-            group_recompute.recompute(index, write)
-        self._prefetch.wait_for(group, index)
+        group_recompute.recompute(index, write)
 
     def start_cpu_attention(
         self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath
@@ -291,10 +412,10 @@ class StepKVOffload:
 
     def release_staging(self, group: LaneGroup, index: int) -> None:
         """Free the staging slot of a layer after its attention."""
-        self._prefetch.release_slot(group, index)
+        self.prefetch.release_slot(group, index)
 
     def finalize(self) -> None:
         """Wait until no copy or CPU attention is in flight, also after a failed step."""
-        self._prefetch.finalize()
+        self.prefetch.finalize()
         if self._host is not None:
             self._host.finalize()

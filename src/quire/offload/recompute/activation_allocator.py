@@ -32,7 +32,9 @@ class Segment:
 
 
 @dataclass(slots=True)
-class _Stored:
+class Stored:
+    """Blocks of a sequence: the activations of its slots from `first` to `end`."""
+
     first: int
     end: int
     blocks: list[int] = field(default_factory=list)
@@ -51,7 +53,8 @@ class ActivationAllocator:
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self._page_tokens = page_tokens
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._rows: dict[int, _Stored] = {}
+        self._rows: dict[int, Stored] = {}
+        self._detached: list[Stored] = []
         self.peak_blocks = 0
 
     @property
@@ -82,7 +85,7 @@ class ActivationAllocator:
                 return []  # not one page could be stored
             self.forget([row])
             first = -(-start // self._page_tokens) * self._page_tokens
-            stored = self._rows[row] = _Stored(first, first)
+            stored = self._rows[row] = Stored(first, first)
         stored.end = max(stored.first, min(stored.end, start))
         stop = max(stored.end, min(start + tokens, until))
         self._extend(stored, stop)
@@ -120,13 +123,31 @@ class ActivationAllocator:
             if stored is not None:
                 self._free += stored.blocks
 
+    def detach(self, row: int) -> "Stored | None":
+        """Return the blocks of a sequence that leaves the arena; they stay allocated."""
+        stored = self._rows.pop(row, None)
+        if stored is not None:
+            self._detached.append(stored)
+        return stored
+
+    def attach(self, row: int, stored: "Stored") -> None:
+        """Give the blocks of a detached sequence to its new row."""
+        self._detached = [other for other in self._detached if other is not stored]
+        self._rows[row] = stored
+
+    def discard(self, stored: "Stored") -> None:
+        """Free the blocks of a detached sequence."""
+        self._detached = [other for other in self._detached if other is not stored]
+        self._free += stored.blocks
+
     def check(self) -> None:
         """Check that every block is free or belongs to one sequence.
 
         Raises:
             InvariantError: a block is lost or has two owners.
         """
-        named = sorted([*self._free, *(b for stored in self._rows.values() for b in stored.blocks)])
+        owners = (*self._rows.values(), *self._detached)
+        named = sorted([*self._free, *(b for stored in owners for b in stored.blocks)])
         if named != list(range(self.num_blocks)):
             raise InvariantError("activation blocks are lost, or have two owners")
         for row, stored in self._rows.items():
@@ -135,7 +156,7 @@ class ActivationAllocator:
                     f"row {row} has more or fewer slots than its activation blocks"
                 )
 
-    def _extend(self, stored: _Stored, stop: int) -> None:
+    def _extend(self, stored: Stored, stop: int) -> None:
         needed = -(-(stop - stored.first) // self.block_tokens) - len(stored.blocks)
         for _ in range(min(needed, len(self._free))):
             stored.blocks.append(self._free.pop())

@@ -46,6 +46,10 @@ class RecomputesKV(Protocol):
         """Keys and values from the layer's attention inputs."""
         ...
 
+    def arrive_kv(self, layer: int) -> None:
+        """Wait for the weights of a layer that `keys_and_values` reads."""
+        ...
+
     def first_layer(
         self,
         token_ids: Int[Tensor, " token"],
@@ -167,7 +171,7 @@ class StepKVRecompute:
         batch: int = 0,
     ) -> None:
         self._engine, self._log, self._group = kv_recompute, log, table.group
-        self._prefixes = prefixes
+        self._prefixes, self._batch = prefixes, batch
         slots = _slots(table, shares)
         self.rows = {row: slots for row, slots in slots.items() if len(slots)}
         self.tokens = sum(map(len, self.rows.values()))
@@ -181,18 +185,34 @@ class StepKVRecompute:
         self._first = self._recompute_first() if starts else None
 
     def prefetch(self, index: int, submit: Submit) -> None:
-        """Start the transfer of a layer's X into its staging slot."""
-        layer = self._group.layers[index]
-        if layer == 0:
+        """Start the transfer of a layer's X into its staging slot, unless it was loaded ahead."""
+        if self._group.layers[index] == 0:
             return
+        ahead = self._prefixes.use.ahead
+        found = ahead.take_activations(self._group.name, self._batch, index, self.rows)
+        copies = self._submit_chunks(index, submit) if found is None else found
+        for number, transfer in enumerate(copies):
+            self._in_flight[index, number] = transfer
+
+    def prefetch_ahead(self, index: int, submit: Submit) -> None:
+        """Start the transfer of a layer's X for the next step, whose staging it is if all agree."""
+        if self._group.layers[index]:
+            copies = self._submit_chunks(index, submit)
+            ahead, name = self._prefixes.use.ahead, self._group.name
+            ahead.add_activations(name, self._batch, index, self.rows, copies)
+
+    def _submit_chunks(self, index: int, submit: Submit) -> Sequence[Transfer]:
+        layer = self._group.layers[index]
         staging, store = self._staging[index % SLOTS], self._engine.store
-        for number, chunk in enumerate(self._chunks):
+        copies = []
+        for chunk in self._chunks:
             out = staging[chunk.first : chunk.first + chunk.tokens]
 
             def copy(chunk: _Chunk = chunk, out: Tensor = out) -> None:
                 store.load(layer, chunk.segments, out)
 
-            self._in_flight[index, number] = submit(X_IN, layer, chunk.tokens, out.numel(), copy)
+            copies.append(submit(X_IN, layer, chunk.tokens, out.numel(), copy))
+        return copies
 
     def recompute(self, index: int, write: Write) -> None:
         """Compute a layer's keys and values as its X arrives, and write them to their slots."""

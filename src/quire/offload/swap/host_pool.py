@@ -167,6 +167,10 @@ class HostPool:
         for extents in space.extents.values():
             self._map.release(extents)
 
+    def has(self, space: HostSpace) -> bool:
+        """Whether a space is allocated."""
+        return space.key in self._spaces
+
     def clear(self) -> None:
         """Free all spaces when the engine closes."""
         for space in self.spaces:

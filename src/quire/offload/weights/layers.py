@@ -8,6 +8,12 @@ from torch import Tensor, nn
 
 from quire.errors import UnsupportedModel
 
+KV_PART, REST = range(2)
+"""Parts of a layer, in the order of their transfers: W_K and W_V, from which keys and values are
+computed, with the other parameters that attention reads before; then all others."""
+
+_AFTER_KV = ("q_proj", "o_proj", "out_proj", "dense", "c_proj")  # of an attention module
+
 ALIGNMENT_BYTES = 256  # of each tensor in a slot: the least alignment of device allocators
 
 
@@ -19,12 +25,14 @@ class Held:
         parameter: parameter of the model; its storage changes, the object does not.
         start: its first byte.
         dtype, shape: dtype and shape of the parameter when it was registered.
+        part: KV_PART or REST, the transfer that it is part of.
     """
 
     parameter: nn.Parameter
     start: int
     dtype: torch.dtype
     shape: torch.Size
+    part: int
 
     @property
     def num_bytes(self) -> int:
@@ -45,11 +53,18 @@ class LayerWeights:
         module: module of the model.
         held: its parameters, in storage order.
         num_bytes: bytes of all parameters, each rounded up to the alignment.
+        kv_bytes: those of KV_PART, which comes first.
     """
 
     module: nn.Module
     held: tuple[Held, ...]
     num_bytes: int
+    kv_bytes: int = 0
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """First byte and end of KV_PART and of REST."""
+        return (0, self.kv_bytes), (self.kv_bytes, self.num_bytes)
 
 
 def layer_weights(model: nn.Module, num_layers: int) -> tuple[LayerWeights, ...]:
@@ -106,11 +121,25 @@ def _shared(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
 
 def _own(module: nn.Module, shared: set[int]) -> LayerWeights:
     held: list[Held] = []
-    start = 0
-    for parameter in module.parameters():
+    start = kv_bytes = 0
+    first = _kv_parameters(module)
+    for parameter in sorted(module.parameters(), key=lambda p: id(p) not in first):
         if id(parameter) in shared or not parameter.is_contiguous() or not parameter.numel():
             continue
-        found = Held(parameter, start, parameter.dtype, parameter.shape)
+        part = KV_PART if id(parameter) in first else REST
+        found = Held(parameter, start, parameter.dtype, parameter.shape, part)
         held.append(found)
         start += -(-found.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return LayerWeights(module, tuple(held), start)
+        kv_bytes = start if part == KV_PART else kv_bytes
+    return LayerWeights(module, tuple(held), start, kv_bytes)
+
+
+def _kv_parameters(module: nn.Module) -> set[int]:
+    """Ids of the parameters that compute keys and values from the input of attention."""
+    return {
+        id(parameter)
+        for part in module.modules()
+        if "Attention" in type(part).__name__ and hasattr(part, "layer_idx")
+        for name, parameter in part.named_parameters()
+        if name.split(".")[0] not in _AFTER_KV
+    }

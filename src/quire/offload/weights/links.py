@@ -1,7 +1,7 @@
 """Transfers of layer weights into slots: from a file, or from pinned memory over a link.
 
-    prefetch  start to fill a slot, once its previous layer is released
-    arrive    make the next computation wait for the filled slot
+    prefetch  start to fill a slot, once its previous layer is released: W_K and W_V, then the rest
+    arrive    make the next computation wait for the filled slot, or for its first part
     release   mark the end of the work that reads the slot
     finalize  wait until no transfer is in flight
 
@@ -25,7 +25,9 @@ from quire.kv.store import zero_bytes
 from quire.layout.sizes import format_size
 from quire.offload.swap.host_store import pin_memory
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer, TransferWorker
-from quire.offload.weights.layers import LayerWeights
+from quire.offload.weights.layers import KV_PART, REST, LayerWeights
+
+PARTS = (KV_PART, REST)
 
 
 class WeightLink(ABC):
@@ -55,8 +57,8 @@ class WeightLink(ABC):
         """Start to fill a slot with a layer; see the module."""
 
     @abstractmethod
-    def arrive(self, slot: int) -> None:
-        """Make the next computation wait for a filled slot; see the module.
+    def arrive(self, slot: int, parts: Sequence[int] = PARTS) -> None:
+        """Make the next computation wait for parts of a slot; see the module.
 
         Raises:
             Exception: the error of the copy.
@@ -97,16 +99,16 @@ class FileLink(WeightLink):
             )
         self._file = tempfile.TemporaryFile(prefix="quire-weights-")  # noqa: SIM115 - for life
         weakref.finalize(self, self._file.close)
-        self._places: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, tuple[int, LayerWeights]] = {}
         self.transfer_worker: TransferWorker = transfer_worker or ThreadTransferWorker()
-        self._in_flight: dict[int, Transfer] = {}
+        self._in_flight: dict[tuple[int, int], Transfer] = {}
 
     def store(self, layer: int, weights: LayerWeights) -> None:
         """See `WeightLink`."""
         whole = _packed(weights)
         start = self._file.tell()
         self._file.write(whole.numpy().data)
-        self._places[layer] = (start, weights.num_bytes)
+        self._places[layer] = start, weights
 
     def open(self, num_slots: int, slot_bytes: int) -> None:
         """See `WeightLink`."""
@@ -116,24 +118,30 @@ class FileLink(WeightLink):
 
     def prefetch(self, layer: int, slot: int) -> None:
         """See `WeightLink`."""
-        start, num_bytes = self._places[layer]
-        into = self.slots[slot].numpy().data[:num_bytes]
+        start, weights = self._places[layer]
+        whole = self.slots[slot].numpy().data
+        for part, (first, end) in enumerate(weights.parts):
+            if end > first:
+                copy = self._copy(start + first, whole[first:end])
+                self.num_bytes += end - first
+                self._in_flight[slot, part] = self.transfer_worker.submit(copy, end - first)
 
+    def _copy(self, start: int, into: memoryview) -> Callable[[], None]:
         def copy() -> None:
             started_s = time.perf_counter()
             _read(self._file.fileno(), into, start)
             self.copied_s += time.perf_counter() - started_s
 
-        self.num_bytes += num_bytes
-        self._in_flight[slot] = self.transfer_worker.submit(copy, num_bytes)
+        return copy
 
-    def arrive(self, slot: int) -> None:
+    def arrive(self, slot: int, parts: Sequence[int] = PARTS) -> None:
         """See `WeightLink`."""
-        transfer = self._in_flight.pop(slot, None)
-        if transfer is not None:
-            started_s = time.perf_counter()
-            transfer.result()
-            self.stalled_s += time.perf_counter() - started_s
+        for part in parts:
+            transfer = self._in_flight.pop((slot, part), None)
+            if transfer is not None:
+                started_s = time.perf_counter()
+                transfer.result()
+                self.stalled_s += time.perf_counter() - started_s
 
     def release(self, slot: int) -> None:
         """Do nothing: reads of a slot are complete on return."""
@@ -162,8 +170,8 @@ class CudaLink(WeightLink):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stored: dict[int, Tensor] = {}
-        self._arrived: dict[int, torch.cuda.Event] = {}
+        self._stored: dict[int, tuple[Tensor, LayerWeights]] = {}
+        self._arrived: dict[tuple[int, int], torch.cuda.Event] = {}
         self._released: dict[int, torch.cuda.Event] = {}
         self._origin = self._event(torch.cuda.current_stream(device))
         self._copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -183,7 +191,7 @@ class CudaLink(WeightLink):
                 f"the system cannot pin {format_size(weights.num_bytes)} for layer {layer}; "
                 "raise --weights-memory, or the limit on locked memory (ulimit -l)"
             ) from error
-        self._stored[layer] = whole
+        self._stored[layer] = whole, weights
 
     def open(self, num_slots: int, slot_bytes: int) -> None:
         """See `WeightLink`."""
@@ -193,23 +201,26 @@ class CudaLink(WeightLink):
 
     def prefetch(self, layer: int, slot: int) -> None:
         """See `WeightLink`."""
-        stored = self._stored[layer]
+        stored, weights = self._stored[layer]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._released[slot])
-            began = self._event(self._stream)
-            self.slots[slot][: stored.numel()].copy_(stored, non_blocking=True)
-            self._arrived[slot] = self._event(self._stream)
-        self._copies.append((began, self._arrived[slot]))
+            for part, (first, end) in enumerate(weights.parts):
+                if end > first:
+                    began = self._event(self._stream)
+                    self.slots[slot][first:end].copy_(stored[first:end], non_blocking=True)
+                    self._arrived[slot, part] = self._event(self._stream)
+                    self._copies.append((began, self._arrived[slot, part]))
         self.num_bytes += stored.numel()
 
-    def arrive(self, slot: int) -> None:
+    def arrive(self, slot: int, parts: Sequence[int] = PARTS) -> None:
         """See `WeightLink`."""
-        arrived = self._arrived.pop(slot, None)
-        if arrived is not None:
-            current = torch.cuda.current_stream(self._device)
-            before = self._event(current)
-            current.wait_event(arrived)
-            self._stalls.append((before, self._event(current)))
+        for part in parts:
+            arrived = self._arrived.pop((slot, part), None)
+            if arrived is not None:
+                current = torch.cuda.current_stream(self._device)
+                before = self._event(current)
+                current.wait_event(arrived)
+                self._stalls.append((before, self._event(current)))
         self._note()
 
     def release(self, slot: int) -> None:

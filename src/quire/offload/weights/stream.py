@@ -7,6 +7,9 @@
 Offloaded layers form a ring that continues from the end of a pass into the next one. A layer that
 is not on the device has empty parameters: reading them raises an error instead of giving wrong
 results. Layers may run in any order; the model's own order is the fast one.
+
+W_K and W_V of a layer are transferred first, so that keys and values can be recomputed from
+activations while its other weights are in transfer (KVPR, section 3.3: fine-grained).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import StorageError
-from quire.offload.weights.layers import Held, LayerWeights
-from quire.offload.weights.links import WeightLink
+from quire.offload.weights.layers import KV_PART, Held, LayerWeights
+from quire.offload.weights.links import PARTS, WeightLink
 from quire.plan.offload.resident import WeightsPlacement
 
 
@@ -72,9 +75,9 @@ class WeightStream:
         self._finished = 0  # batches of the shared pass that have finished the current layer
         self._began: Callable[[], float | None] | None = None
         self._slot_of: dict[int, int] = {}
-        self._pointing: set[int] = set()
+        self._pointing: set[tuple[int, int]] = set()  # layers and parts
         self._next = 0  # index in the ring
-        self._views: dict[tuple[int, int], list[Tensor]] = {}
+        self._views: dict[tuple[int, int, int], list[Tensor]] = {}  # by layer, slot and part
         with torch.inference_mode(False):
             self._absent = {h.dtype: _empty(h.dtype, link) for h in self._all_held()}
             for offloaded_layers in place.offloaded_layers:
@@ -126,19 +129,31 @@ class WeightStream:
         """
         if layer == 0 and not self._finished:
             self._began = self.link.clock_s()
+        self._arrive(layer, PARTS)
+
+    def arrive_kv(self, layer: int) -> None:
+        """Wait until the next computation can use a layer's W_K and W_V.
+
+        Raises:
+            StorageError: see `arrive`.
+        """
+        self._arrive(layer, (KV_PART,))
+
+    def _arrive(self, layer: int, parts: Sequence[int]) -> None:
         if layer not in self.place.offloaded_layers:
             return
         if layer not in self._slot_of:
             self._restart(layer)
         slot = self._slot_of[layer]
         try:
-            self.link.arrive(slot)
+            self.link.arrive(slot, parts)
         except Exception as error:
             self._forget()
             raise StorageError(
                 f"the weights of layer {layer} could not be transferred: {error}"
             ) from error
-        self._point(layer, slot)
+        for part in parts:
+            self._point(layer, slot, part)
 
     def leave(self, layer: int) -> None:
         """Note that a layer has run for one batch; after the last batch, refill its slot."""
@@ -166,7 +181,7 @@ class WeightStream:
     def _forget(self) -> None:
         self.link.finalize()
         self._slot_of.clear()
-        for layer in tuple(self._pointing):
+        for layer in {layer for layer, _ in self._pointing}:
             self._unpoint(layer)
 
     def _prefetch(self, slot: int) -> None:
@@ -175,22 +190,23 @@ class WeightStream:
         self._slot_of[layer] = slot
         self.link.prefetch(layer, slot)
 
-    def _point(self, layer: int, slot: int) -> None:
-        if layer in self._pointing:
+    def _point(self, layer: int, slot: int, part: int) -> None:
+        if (layer, part) in self._pointing:
             return
-        views = self._views.get((layer, slot))
+        of_part = [held for held in self._layers[layer].held if held.part == part]
+        views = self._views.get((layer, slot, part))
         if views is None:
             with torch.inference_mode(False):
-                views = [h.within(self.link.slots[slot]) for h in self._layers[layer].held]
-            self._views[layer, slot] = views
-        for held, view in zip(self._layers[layer].held, views, strict=True):
+                views = [held.within(self.link.slots[slot]) for held in of_part]
+            self._views[layer, slot, part] = views
+        for held, view in zip(of_part, views, strict=True):
             held.parameter.data = view
-        self._pointing.add(layer)
+        self._pointing.add((layer, part))
 
     def _unpoint(self, layer: int) -> None:
         for held in self._layers[layer].held:
             held.parameter.data = self._absent[held.dtype]
-        self._pointing.discard(layer)
+        self._pointing -= {(layer, part) for part in PARTS}
 
     def _all_held(self) -> Iterator[Held]:
         for layer in self.place.offloaded_layers:

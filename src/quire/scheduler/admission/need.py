@@ -45,10 +45,12 @@ class Need:
 
 def need_of(request: Request, tokens: int) -> Need:
     """Return the need of a request at a length of `tokens`."""
-    # a request that evicts first loads its offloaded pages back, so all must fit in the KV memory
+    # caps that are set after the prompt need all pages in the KV memory, and shared pages too if
+    # they are evicted
+    evicts_alone = request.group is None and not request.eviction.pending
     may_offload = (
         can_offload_request(request)
-        and request.eviction.spec.cap is None
+        and (request.eviction.spec.cap is None or evicts_alone)
         and not request.progress.cached_tokens
     )
     prompt_tokens = len(request.prompt_token_ids)
@@ -64,10 +66,9 @@ def need_of(request: Request, tokens: int) -> Need:
 def can_offload_request(request: Request) -> bool:
     """Whether the oldest pages of a request may be offloaded while it runs.
 
-    False for members of groups, which share pages, and after a request could not load its pages
-    back for an eviction.
+    False after a request could not load its pages back for an eviction.
     """
-    return request.group is None and request.memory.may_offload
+    return request.memory.may_offload
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,11 +99,7 @@ class Preempter:
         """
         lost_tokens = sum(request.progress.num_computed for request in requests)
         freed_bytes = distinct_bytes(self._memory, [request.memory.row for request in requests])
-        how = (
-            "recompute"
-            if recompute
-            else self._swap_by_cost(requests, freed_bytes, swap_all=swap_all)
-        )
+        how = "recompute" if recompute else self._swap_by_cost(requests, swap_all=swap_all)
         self.num_preemptions += 1
         for request in requests:
             request.progress.num_preemptions += 1
@@ -118,15 +114,18 @@ class Preempter:
             freed_bytes=freed_bytes,
         )
 
-    def _swap_by_cost(self, requests: Sequence[Request], kv_bytes: int, *, swap_all: bool) -> str:
+    def _stored_bytes(self, requests: Sequence[Request]) -> int:
+        """Bytes that a swap-out stores: pages of the arena without staging."""
+        rows = [request.memory.row for request in requests]
+        return distinct_bytes(self._memory, rows, staging=False)
+
+    def _swap_by_cost(self, requests: Sequence[Request], *, swap_all: bool) -> str:
         """Swap out the KV that is cheaper to copy than to recompute; return the method."""
         if any(request.memory.swapped is not None for request in requests):
             return "hybrid"  # its tail is still swapped out
-        prefix_offloader = self._sequence_memory.prefix_offloader
-        if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
-            return "recompute"  # offloaded pages cannot be swapped
         if self.swapper is None:
             return "recompute"
+        kv_bytes = self._stored_bytes(requests)
         choice = self.swapper.choose_all(kv_bytes) if swap_all else None
         choice = choice or self.swapper.choose(requests, kv_bytes)
         if choice.how == "recompute" or not self._copy_out(requests, choice):
@@ -141,13 +140,9 @@ class Preempter:
         Returns:
             Whether the KV was swapped out; if not, the requests keep running.
         """
-        prefix_offloader = self._sequence_memory.prefix_offloader
         if self.swapper is None or any(request.memory.swapped is not None for request in requests):
             return False
-        if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
-            return False  # offloaded pages cannot be swapped
-        kv_bytes = distinct_bytes(self._memory, [request.memory.row for request in requests])
-        choice = self.swapper.choose_all(kv_bytes)
+        choice = self.swapper.choose_all(self._stored_bytes(requests))
         return choice is not None and self._copy_out(requests, choice)
 
     def _copy_out(self, requests: Sequence[Request], choice: Choice) -> bool:
@@ -175,7 +170,7 @@ class Preempter:
         swapped = request.memory.swapped
         if swapped is None or swapped.keep_from:
             return True
-        self._sequence_memory.sharing.free_pages(dict(swapped.pages))
+        self._sequence_memory.sharing.free_pages(swapped.needed_pages)
         return swap_fits(self._memory, swapped)
 
     def free_swapped_group(self, request: Request) -> None:
@@ -257,6 +252,8 @@ class Preempter:
         repack(self._memory, *(member.memory.row for member in members))
 
     def halve_staging(self, request: Request) -> None:
-        """Reduce a request that runs alone to one staging slot for its offloaded pages."""
+        """Reduce a request that runs alone, and its group, to one staging slot for each."""
         if self._sequence_memory.prefix_offloader is not None:
-            self._sequence_memory.prefix_offloader.halve_staging(request)
+            for member in together(request):
+                if member.memory.row >= 0:
+                    self._sequence_memory.prefix_offloader.halve_staging(member)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError, HostMemoryFull, UnsoundCombination
 from quire.kv.memory import KVMemory
-from quire.kv.stored_sequences import Swapped, SwapSpace
+from quire.kv.stored_sequences import OffloadedRows, Swapped, SwapSpace
 from quire.kv.swap import append_tail, split_border, swap_in, swap_out
 from quire.layout.pages import PageClass
 from quire.plan.cost import Choice, Holding, best_split, choose
@@ -32,6 +32,7 @@ class Swapper:
         costs: rates of copies and prefill; updated with every copy.
         mode: see `ScheduleConfig.preempt`.
         clock: returns seconds.
+        offloaded: offloaded pages of the sequences; None without KV offload.
 
     Attributes:
         costs: see above.
@@ -49,6 +50,7 @@ class Swapper:
         costs: LearnedCosts,
         mode: str,
         clock: Callable[[], float] = time.perf_counter,
+        offloaded: OffloadedRows | None = None,
     ) -> None:
         if pool is None and mode in ("swap", "hybrid"):
             raise ConfigError(
@@ -59,6 +61,7 @@ class Swapper:
         self.num_swaps = 0
         self.last_copy_s = 0.0
         self._memory, self._pool, self._mode, self._clock = memory, pool, mode, clock
+        self._offloaded = offloaded
 
     @property
     def has_pool(self) -> bool:
@@ -70,7 +73,7 @@ class Swapper:
 
         Args:
             requests: running requests.
-            kv_bytes: bytes of all pages that they refer to, each counted once.
+            kv_bytes: bytes of all pages to store, each counted once.
         """
         tokens = sum(request.progress.num_computed for request in requests)
         host_bytes = 0 if self._pool is None else self._pool.free_bytes
@@ -99,7 +102,13 @@ class Swapper:
         rows = [request.memory.row for request in requests]
         started_s = self._clock()
         try:
-            swapped = swap_out(self._memory, rows, self._pool, keep_from=choice.keep_from)
+            swapped = swap_out(
+                self._memory,
+                rows,
+                self._pool,
+                keep_from=choice.keep_from,
+                offloaded=self._offloaded,
+            )
         except HostMemoryFull:
             return None
         except Exception:  # after any error of a copy the requests can be recomputed
@@ -112,7 +121,7 @@ class Swapper:
 
     def pages_needed(self, swapped: Swapped) -> dict[PageClass, int]:
         """Pages that must be free before `swap_in`."""
-        return dict(swapped.pages)
+        return swapped.needed_pages
 
     def swap_in(self, swapped: Swapped) -> list[int] | None:
         """Swap whole sequences in; return their rows, or None if a copy failed (the KV is lost)."""

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.offload_schedule.executor import Executor, VirtualClock
-from benchmarks.offload_schedule.planner import plan_step
 from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink, expected
 from benchmarks.offload_schedule.timelines import overlap
-from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError, LinkStalled
+from quire.offload.schedule.executor import Executor, VirtualClock
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens, Rules
 from quire.offload.timeline import IN, Kind
 from quire.plan.rates import CopyRate
 from support.offload_model import HostedModel, step_of

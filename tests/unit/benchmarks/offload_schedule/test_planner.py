@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import paper_split
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import combine_devices, plan_step
 from benchmarks.offload_schedule.timelines import (
     busy_fraction,
     busy_s,
@@ -17,15 +15,17 @@ from benchmarks.offload_schedule.timelines import (
     overlap,
     seconds_by_kind,
 )
-from benchmarks.offload_schedule.work import (
+from quire.errors import ConfigError, InvariantError
+from quire.offload.profiler import Sizes, Speeds
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import combine_devices, plan_step
+from quire.offload.schedule.work import (
     BatchTokens,
     Rules,
     StepWork,
     even_layers,
     staging_bytes,
 )
-from quire.errors import ConfigError, InvariantError
-from quire.offload.profiler import Sizes, Speeds
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import with_weights

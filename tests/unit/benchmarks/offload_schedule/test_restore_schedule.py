@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.planner import fastest
 from benchmarks.offload_schedule.timelines import copied_bytes
-from benchmarks.offload_schedule.work import BatchTokens, Rules, StepWork, even_layers
 from quire.errors import ConfigError
 from quire.offload.profiler import Sizes, Speeds
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.planner import fastest
+from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers
 from quire.offload.timeline import DEVICE, IN
 from quire.plan.offload.restore import Loading, restore_seconds, restore_split
 from quire.plan.rates import CopyRate, PrefillRates

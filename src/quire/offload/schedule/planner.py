@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from benchmarks.offload_schedule.executor import VirtualClock
-from benchmarks.offload_schedule.work import BatchTokens, Rules, StepWork
+from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.work import BatchTokens, Rules, StepWork
 from quire.offload.timeline import HOST, IN, LANES, OUT, Kind, Operation, Schedule
 
 KV_WEIGHTS, QO_WEIGHTS, MLP_WEIGHTS = range(3)

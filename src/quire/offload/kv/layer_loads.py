@@ -1,0 +1,84 @@
+"""Loads the offloaded pages of a sequence layer by layer, for evictions.
+
+    layer    0        1        2        3
+    before   offloaded in all layers; staging for two of them
+    then     settled  settled  offloaded ...      loaded to the staging; kept pages are copied to
+                                                  pages of their own, then slots move
+    after    all layers are settled: staging and offloaded bytes are freed
+
+An eviction thus needs pages for the retained tokens only, besides the staging.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import OutOfPages
+from quire.kv.memory import KVMemory
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.page_groups import OffloadedPageGroup
+
+
+class OffloadedLayers:
+    """Implements `quire.kv.layer_loads.LayerLoads`.
+
+    Args:
+        memory: KV memory of the sequences.
+        prefixes: their offloaded prefixes.
+    """
+
+    def __init__(self, memory: KVMemory, prefixes: OffloadedPrefixes) -> None:
+        self._memory, self._prefixes = memory, prefixes
+
+    def is_offloaded(self, row: int, group: str) -> bool:
+        """See `LayerLoads`."""
+        return bool(self._page_groups(row, group))
+
+    def read(self, row: int, group: str, layers: range) -> None:
+        """See `LayerLoads`."""
+        page_groups = self._page_groups(row, group)
+        if not page_groups:
+            return
+        assert len(layers) == 1, "layers share staging pages"
+        self._prefixes.use.finalize()
+        self._prefixes.use.ahead.clear()
+        for page_group in page_groups:
+            pages = page_group.staging[layers.start % page_group.slots].reshape(-1)
+            self._load(page_group, layers.start, pages)
+        self._prefixes.pool.copies.wait()
+
+    def require_pages(self, row: int, group: str, kept: NDArray[np.bool_]) -> None:
+        """See `LayerLoads`."""
+        if self._prefixes.is_shared(row):
+            raise OutOfPages(f"other sequences share the offloaded pages of row {row}")
+        table = self._memory.tables[group]
+        staged, per_layer = int(table.staged[row]), table.group.lanes_per_layer
+        resident = (table.num_pages[row] - staged).reshape(-1, per_layer).sum(axis=1)
+        by_layer = kept.reshape(len(resident), per_layer, -1)
+        grown = by_layer.sum(axis=(1, 2)) - resident
+        before = np.cumsum(grown) - grown  # of the layers that were cut before each layer
+        needed = int((before + by_layer[:, :, :staged].sum(axis=(1, 2))).max(initial=0))
+        if not self._memory.fits({table.group.page_class: max(0, needed)}):
+            raise OutOfPages(f"{needed} pages needed to evict from an offloaded prefix")
+
+    def settle(self, row: int, group: str, layer: int, kept: NDArray[np.bool_]) -> None:
+        """See `LayerLoads`."""
+        self.read(row, group, range(layer, layer + 1))
+        table = self._memory.tables[group]
+        per_layer = table.group.lanes_per_layer
+        lanes = slice(layer * per_layer, (layer + 1) * per_layer)
+        lane, column = np.nonzero(kept[lanes, : int(table.staged[row])])
+        rows = np.full(len(lane), row)
+        self._memory.privatise(table, rows, lane + lanes.start, column)
+
+    def forget(self, row: int, group: str) -> None:
+        """See `LayerLoads`."""
+        self._prefixes.forget(row, group)
+
+    def _load(self, page_group: OffloadedPageGroup, layer: int, pages: NDArray[np.int32]) -> None:
+        page_class = self._memory.tables[page_group.group].group.page_class
+        self._prefixes.pool.load(page_group.layers[layer], page_class, pages)
+
+    def _page_groups(self, row: int, group: str) -> Sequence[OffloadedPageGroup]:
+        return [held for held in self._prefixes.page_groups(row) if held.group == group]

@@ -1,0 +1,238 @@
+"""KV offload with eviction, several outputs of a prompt, beams, and preemption.
+
+Outputs and logits equal those of an engine with enough memory.
+"""
+
+from functools import cache
+
+import pytest
+
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.errors import NeverFits
+from quire.scheduler.schedule_config import ScheduleConfig
+from reference.test_eviction import Recorder, largest_difference
+from support.engines import greedy, load
+from support.exact_products import use_exact_products
+from support.kv_options import kv_config
+
+LONG = [3 + i * i % 60 for i in range(150)]
+SHORT = [[5, 9, 2, 7] * 12, [11, 4] * 20]
+NEW_TOKENS = 24
+ROW_TOKENS = len(LONG) + NEW_TOKENS
+
+
+@cache
+def model_of(name: str):
+    """A model with six layers or more."""
+    return load(name, times=3)
+
+
+@cache
+def row_bytes(name: str, **options) -> int:
+    """Bytes of the KV of `ROW_TOKENS` tokens."""
+    engine = Engine(model_of(name), kv_config(memory="16MiB", page_tokens=4, **options))
+    groups = engine.pool.kv.memory.layout.groups
+    return sum(group.bytes_at_most(ROW_TOKENS, 16) for group in groups)
+
+
+def run(name, rows, requests, *, codec="none", evict="", offload="4MiB", schedule=None, **options):
+    """Run requests in KV memory for `rows` long sequences; return engine, logits and tokens."""
+    memory = int(rows * row_bytes(name, codec=codec))
+    rule = {"evict": evict} if evict else {}
+    config = kv_config(
+        memory=memory, page_tokens=4, codec=codec, offload_memory=offload, **rule, **options
+    )
+    steps = {"chunk_tokens": 16, "max_num_batched_tokens": 40} | (schedule or {})
+    engine = Engine(model_of(name), config, ScheduleConfig(**steps))
+    recorder = Recorder(engine.sampling_step.sampler)
+    if not any(params.use_beam_search for _, params in requests):  # beams need a real sampler
+        engine.sampling_step.sampler = recorder
+    for number, (prompt, params) in enumerate(requests):
+        engine.submit(GenerationRequest(prompt, params, request_id=f"r{number}"))
+    tokens: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        engine.check()
+    return engine, recorder.logits, tokens
+
+
+def peak_offloaded_bytes(engine: Engine) -> int:
+    """Most bytes of KV in offload memory."""
+    return engine.pool.offload.prefixes.pool.peak_bytes
+
+
+def assert_all_free(engine: Engine) -> None:
+    """Nothing is left in offload memory or in the arena."""
+    assert not engine.pool.offload.prefixes.pool.used_bytes
+    assert not engine.pool.offload.prefixes.rows
+    if engine.pool.host is not None:
+        assert not engine.pool.host.used_bytes
+
+
+# ---- eviction ------------------------------------------------------------------------------------
+
+ALONE = [(LONG, greedy(NEW_TOKENS))]
+TOGETHER = [(prompt, greedy(NEW_TOKENS)) for prompt in (LONG, *(LONG[i:][:10] for i in range(4)))]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "when", "codec", "rows", "requests"),
+    [
+        ("llama", "tova", "decode", "none", 0.6, ALONE),
+        ("llama_mha", "recent", "prefill_end", "none", 0.6, ALONE),
+        ("qwen3", "h2o", "decode", "none", 0.75, ALONE),
+        ("qwen3", "average", "prefill_end", "int8", 0.9, ALONE),
+        ("llama", "recent", "prefill_and_decode", "none", 0.5, TOGETHER),
+        ("llama", "recent", "pressure", "none", 0.5, TOGETHER),
+    ],
+)
+def test_evicting_requests_are_offloaded_in_every_schedule(
+    name, rule, when, codec, rows, requests, monkeypatch
+):
+    """With `decode` and `prefill_end` the whole prompt is computed before the first eviction."""
+    if codec != "none":
+        use_exact_products(monkeypatch)
+    evict = f"{rule}:cap=40,every=8,when={when}"
+    schedule = {"admission": "optimistic"}
+    engine, logits, _ = run(name, rows, requests, codec=codec, evict=evict, schedule=schedule)
+
+    assert peak_offloaded_bytes(engine)
+    assert engine.stats().num_evictions or when == "pressure"  # offload may suffice
+    assert_all_free(engine)
+    if when != "pressure":  # what pressure evicts depends on the memory
+        expected = run(name, 16, requests, codec=codec, evict=evict, offload=0)[1]
+        assert largest_difference(logits, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("when", ["decode", "prefill_end"])
+@pytest.mark.parametrize("kind", ["tova", "streaming:sinks=4", "recent:granularity=page"])
+def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(kind, when):
+    """Without offload memory its peak is the whole prompt; with it, the retained tokens."""
+    rule, _, rest = kind.partition(":")
+    options = ",".join(filter(None, (rest, "cap=32,every=8", f"when={when}")))
+    evict = f"{rule}:{options}"
+    with pytest.raises(NeverFits, match="--kv-offload-memory"):
+        run("llama", 0.6, ALONE, evict=evict, offload=0)
+
+    engine, logits, _ = run("llama", 0.6, ALONE, evict=evict)
+
+    assert peak_offloaded_bytes(engine)
+    assert engine.stats().num_preemptions == 0
+    expected = run("llama", 16, ALONE, evict=evict, offload=0)[1]
+    assert largest_difference(logits, expected) <= 1e-4
+
+
+def test_evictions_of_offloaded_requests_are_replayed_after_a_preemption():
+    schedule = {"preempt": "recompute", "admission": "optimistic"}
+    evict = "tova:cap=40,every=8,when=decode"
+    requests = [(LONG, greedy(NEW_TOKENS)), (LONG[::-1], greedy(NEW_TOKENS))]
+    engine, logits, _ = run(
+        "llama", 0.75, requests, evict=evict, schedule=schedule, offload="96KiB"
+    )
+
+    assert peak_offloaded_bytes(engine)
+    expected = run("llama", 16, requests, evict=evict, offload=0)[1]
+    assert largest_difference(logits, expected) <= 1e-4
+
+
+# ---- several sequences of a prompt ---------------------------------------------------------------
+
+SEVERAL = SamplingParams(max_tokens=NEW_TOKENS, n=3, temperature=1.0, seed=1, ignore_eos=True)
+BEAMS = SamplingParams(max_tokens=NEW_TOKENS, use_beam_search=True, beam_width=3, ignore_eos=True)
+
+
+@pytest.mark.parametrize("params", [SEVERAL, BEAMS], ids=["n", "beams"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {}), ("llama_mha", {"offload_recompute": "0.5"}), ("qwen3", {"codec": "int8"})],
+)
+def test_sequences_of_one_prompt_share_its_offloaded_pages(name, options, params, monkeypatch):
+    """A group that does not fit in the KV memory without offload."""
+    if "codec" in options:
+        use_exact_products(monkeypatch)
+    requests = [(LONG, params)]
+    codec = options.get("codec", "none")
+    plain = {key: value for key, value in options.items() if not key.startswith("offload")}
+    with pytest.raises(NeverFits):
+        run(name, 0.8, requests, offload=0, **plain)
+
+    engine, _, tokens = run(name, 0.8, requests, **options)
+
+    assert peak_offloaded_bytes(engine)
+    assert peak_offloaded_bytes(engine) < 2 * row_bytes(name, codec=codec)  # the prompt once
+    assert bool(engine.stats().recomputed_tokens) == ("offload_recompute" in options)
+    assert tokens == run(name, 16, requests, offload=0, **plain)[2]
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("params", [SEVERAL, BEAMS], ids=["n", "beams"])
+def test_sequences_of_one_prompt_and_others_are_offloaded_together(params):
+    requests = [(LONG, params), (LONG[::-1], greedy(NEW_TOKENS)), (SHORT[0], params)]
+    schedule = {"admission": "optimistic"}
+    engine, _, tokens = run("llama", 0.9, requests, schedule=schedule)
+
+    assert peak_offloaded_bytes(engine)
+    assert tokens == run("llama", 16, requests, offload=0)[2]
+    assert_all_free(engine)
+
+
+def test_requests_with_a_common_prefix_share_its_offloaded_pages():
+    """The second request finds the prefix of the first in the cache; both continue."""
+    requests = [([*LONG[:100], 7 + i, *LONG[:20]], greedy(NEW_TOKENS)) for i in range(3)]
+    schedule = {"admission": "optimistic", "max_num_batched_tokens": 16}
+    engine, logits, _ = run("llama", 0.95, requests, schedule=schedule)
+
+    assert peak_offloaded_bytes(engine)
+    assert largest_difference(logits, run("llama", 16, requests, offload=0)[1]) <= 1e-4
+    assert_all_free(engine)
+
+
+# ---- preemption ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "recompute"),
+    [(greedy(NEW_TOKENS), "off"), (greedy(NEW_TOKENS), "0.5"), (SEVERAL, "off"), (BEAMS, "0.5")],
+    ids=["one", "recompute", "n", "beams"],
+)
+def test_a_preempted_request_with_offloaded_kv_is_swapped(params, recompute):
+    """Its offloaded pages stay in offload memory; only resident pages go to the swap space."""
+    requests = [(LONG, params), (LONG[::-1], params), (LONG[1:], params)]
+    options = {"swap_space": "4MiB", "offload_recompute": recompute}
+    schedule = {"admission": "optimistic", "preempt": "swap"}
+    engine, _, tokens = run(
+        "llama_mha", 1.2, requests, offload="512KiB", schedule=schedule, **options
+    )
+
+    swapped = engine.events.newest(["swapped_out"])
+    assert swapped
+    assert {event.data["how"] for event in engine.events.newest(["preempted"])} == {"swap"}
+    assert peak_offloaded_bytes(engine)
+    assert tokens == run("llama_mha", 16, requests, offload=0)[2]
+    assert_all_free(engine)
+
+
+def test_a_cancelled_swapped_request_frees_its_offloaded_pages():
+    kv = kv_config(
+        memory=int(0.9 * row_bytes("llama")),
+        page_tokens=4,
+        offload_memory="4MiB",
+        swap_space="4MiB",
+    )
+    engine = Engine(model_of("llama"), kv, ScheduleConfig(chunk_tokens=16, preempt="swap"))
+    engine.submit(GenerationRequest(LONG, greedy(NEW_TOKENS), request_id="a"))
+    while not engine.pool.offload.prefixes.rows or not engine.num_generated_tokens:
+        engine.step()
+    [request] = engine.scheduler.running
+    engine.scheduler.lifecycle.preempt(request, "test", swap_all=True)
+    engine.check()
+    assert request.memory.swapped is not None
+    assert engine.pool.offload.prefixes.pool.used_bytes
+    engine.cancel("a")
+    engine.check()
+
+    assert_all_free(engine)
