@@ -30,7 +30,19 @@ turns colours off. With `--json`, standard output is one line of JSON, and other
 to standard error.
 """
 FLOORS = (
-    *("cli", "serve", "hf", "evals", "profile", "api", "sim", "engine", "offload", "eviction"),
+    *(
+        "cli",
+        "serve",
+        "hf",
+        "bench",
+        "evals",
+        "profile",
+        "api",
+        "sim",
+        "engine",
+        "offload",
+        "eviction",
+    ),
     *("sampling", "scheduler", "tenancy", "kv", "models", "kernels", "policies", "codecs", "plan"),
     *("config", "layout"),
 )

@@ -22,6 +22,7 @@ BODIES = {
     "CompletionBody": "POST /v1/completions",
     "ChatBody": "POST /v1/chat/completions",
     "StreamOptions": "stream_options",
+    "EmbeddingBody": "POST /v1/embeddings",
     "ResponsesBody": "POST /v1/responses",
     "MessagesBody": "POST /v1/messages",
     "TokenizeBody": "POST /tokenize",
@@ -50,6 +51,15 @@ MEANINGS = {
     "truncate_prompt_tokens": "keep only this many tokens at the end of the prompt; -1: as many as "
     "the longest sequence allows",
     "stream": "send server-sent events, the last one `data: [DONE]`. Default: false",
+    "stream_interval": "tokens in each event of a stream after the first one. Default: that of "
+    "`--stream-interval`",
+    "EmbeddingBody.input": "a string, a list of strings, a list of token ids, or a list of lists "
+    "of token ids; the response has one embedding for each",
+    "encoding_format": "`float`, or `base64` of little-endian float32. Default: `float`",
+    "dimensions": "only the size of the model's hidden states",
+    "pooling": "`last` or `mean`. Default: that of `1_Pooling/config.json` in the model folder, "
+    "else `last`",
+    "normalize": "scale the embedding to length 1. Default: true",
     "stream_options": "only with `stream`: see [stream_options](#stream_options)",
     "max_completion_tokens": "the same as `max_tokens`, and takes precedence",
     "do_sample": "false is `temperature` 0",
@@ -153,6 +163,7 @@ def _openapi() -> JSON:
     from fastapi import FastAPI
 
     from quire.serve.apis.endpoints import OtherApis
+    from quire.serve.embeddings import EmbeddingEndpoint
     from quire.serve.endpoints import Endpoints
     from quire.serve.kv_endpoints import KVEndpoints
     from quire.serve.kv_requests import KVRequestEndpoints
@@ -164,6 +175,7 @@ def _openapi() -> JSON:
     app, no_service = FastAPI(), Service.__new__(Service)
     endpoints = Endpoints(no_service)
     app.include_router(endpoints.router())
+    app.include_router(EmbeddingEndpoint(no_service, endpoints).router())
     app.include_router(OtherApis(endpoints).router())
     app.include_router(Probes(no_service).router())
     app.include_router(MetricsEndpoint(no_service, HttpRequests()).router())
@@ -230,6 +242,8 @@ def _one_type(schema: JSON) -> str:
         return "object"
     if "enum" in schema or "const" in schema:
         return ", ".join(f'`"{v}"`' for v in schema.get("enum", [schema.get("const")]))
+    if "type" not in schema:  # a field with its own validator
+        return "string, list"
     if schema["type"] == "array":
         return f"list of {_one_type(schema['items'])}"
     low, high = schema.get("minimum"), schema.get("maximum")

@@ -161,7 +161,8 @@ def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
     sources = [*(ROOT / "benchmarks").rglob("*.py"), *pages, *top]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
 
-    assert set(re.findall(r"quire bench ([a-z][a-z-]*)", text)) <= {"throughput", "latency"}
+    found = set(re.findall(r"quire bench ([a-z][a-z-]*)", text))
+    assert found <= {"throughput", "latency", "serve"}
     named = set(re.findall(r"python -m benchmarks ([a-z][a-z-]*)", text))
     found = {p.name.replace("_", "-") for p in (ROOT / "benchmarks").iterdir() if p.is_dir()}
     assert named <= found, named - found

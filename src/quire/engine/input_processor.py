@@ -12,6 +12,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.batch_invariance import refuse_pressure
 from quire.engine.pool import KVPool
+from quire.engine.pooling import check_pooling
 from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import check_chunk_size
 from quire.layout.eviction import EvictionSpec
@@ -78,6 +79,7 @@ class InputProcessor:
         check_context(len(token_ids), context)
         prompt = checked_prompt(token_ids, model.spec)
         params = checked_params(requested.sampling or SamplingParams(), len(prompt), model, context)
+        check_pooling(model, params)
         seed, records = params.seed, requested.record_evictions
         now_s, final_tokens = self._clock(), len(prompt) + params.max_tokens
         policy = self._policy(rule, len(prompt), len(prompt) + max(0, params.max_tokens - 1))

@@ -115,9 +115,9 @@ class PrefixSharing:
         """Find and pin the cached prefix of a waiting request.
 
         The prefix is limited in three cases. A request with planned forks uses at most their common
-        tokens. A request with prompt log-probabilities uses none, because it needs the logits of
-        every prompt token. A request that evicts uses at most its tokens before the first
-        eviction, so that its output and peak do not depend on the cache.
+        tokens. A request with prompt log-probabilities or mean pooling uses none, because it needs
+        the output of every prompt token. A request that evicts uses at most its tokens before the
+        first eviction, so that its output and peak do not depend on the cache.
 
         Args:
             request: a waiting request.
@@ -130,7 +130,7 @@ class PrefixSharing:
         if self.prefix is None:
             return None
         identity = self.identities.of(request)
-        if request.scores_prompt:
+        if request.computes_whole_prompt:
             return PrefixLease(identity)
         wanted = min(prefillable_tokens(request), request.exact_tokens + 1)
         if most_tokens is not None:
