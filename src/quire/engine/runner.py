@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
-from quire.kernels.backend import AttentionMath
-from quire.kernels.chains import HeadBuffers
+from quire.engine.step_bridge import StepBridge
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_part import StepPart
-from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
+from quire.models.base import Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
 from quire.sampling.logits import StepLogits
 from quire.sampling.pooling import StepHidden, pooled_rows
@@ -40,7 +39,7 @@ class _Prepared:
     batch: Batch
     wanted: list[tuple[Request, int, int]]
     pooled: list[tuple[Request, int, int]]
-    bridge: "StepBridge"
+    bridge: StepBridge
 
     def results(self, logits: Tensor) -> list[StepLogits | StepHidden]:
         """Split the batch's logits and hidden states by request."""
@@ -264,56 +263,3 @@ def _joined(results: list[StepLogits | StepHidden]) -> list[StepLogits | StepHid
 def _concatenated(parts: Sequence[StepLogits]) -> StepLogits:
     logits = torch.cat([part.logits for part in parts])
     return replace(parts[0], batch=logits, first_row=0, num_rows=len(logits))
-
-
-class StepBridge:
-    """Adapter between a decoder's layers and the attention of a step.
-
-    Args:
-        step: attention of the step.
-        hidden_rows: rows of the batch whose hidden states are needed; None: none.
-
-    Attributes:
-        hidden_rows: see above.
-        hidden_states: [rows, hidden] after the forward.
-    """
-
-    def __init__(self, step: StepAttention, hidden_rows: Tensor | None = None) -> None:
-        self._step = step
-        self.hidden_rows = hidden_rows
-        self.hidden_states = torch.empty(0)
-
-    def note_hidden_states(self, states: Tensor) -> None:
-        """Keep the hidden states of `hidden_rows`."""
-        self.hidden_states = states
-
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Forward the call; the lane group sets the window."""
-        math = AttentionMath(call.scale, call.softcap, call.sinks)
-        return self._step.attend(call.layer, math, query, key, value, call.rotary)
-
-    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
-        """See `StepAttention.chain`."""
-        return self._step.chain(layers, heads)
-
-    @property
-    def wants_residual_similarity(self) -> bool:
-        """Whether any row records the residual cosine similarity of attention."""
-        return self._step.wants_residual_similarity
-
-    def begin_layer(self, layer: int) -> None:
-        """Forward the start of a layer whose weights may still be in transfer."""
-        self._step.begin_layer(layer)
-
-    @property
-    def wants_inputs(self) -> bool:
-        """Whether the inputs of the layers' attention are stored."""
-        return self._step.wants_inputs
-
-    def note_input(self, layer: int, inputs: Tensor) -> None:
-        """Forward the attention input of a layer."""
-        self._step.note_input(layer, inputs)
-
-    def note_residual_similarity(self, layer: int, cosines: Tensor) -> None:
-        """Forward the residual cosine similarity of a layer."""
-        self._step.note_residual_similarity(layer, cosines)

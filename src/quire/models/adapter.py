@@ -122,10 +122,8 @@ class TransformersDecoder:
     def prepare_hidden_states(self) -> str | None:
         """See `HiddenStates`."""
         if self._last_states is None:
-            found, why_not = LastStates.of(self._model, self._probe)
-            if found is None:
-                return why_not
-            self._last_states = found
+            self._last_states, why_not = LastStates.of(self._model, self._probe)
+            return why_not
         return None
 
     def prepare_fixed_shapes(self, rows: int) -> str | None:

@@ -40,14 +40,14 @@ class LastStates:
         self._handle = base.register_forward_hook(self._note)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, probe: Probe) -> "tuple[LastStates | None, str]":
+    def of(cls, model: PreTrainedModel, probe: Probe) -> "tuple[LastStates | None, str | None]":
         """Watch the base model of a causal language model.
 
         It is the outermost model without an output head that a forward runs: OPT runs the decoder
         of its base model.
 
         Returns:
-            The watcher; None with the reason if no base model returns hidden states.
+            The watcher and None; None and the reason if no base model returns hidden states.
         """
         name = type(model).__name__
         for base in model.modules():  # outer modules first
@@ -57,7 +57,7 @@ class LastStates:
             probe(PROBED_POSITIONS, _ProbeAttention())
             states = found._states()
             if isinstance(states, Tensor) and states.shape[:-1] == (1, len(PROBED_POSITIONS)):
-                return found, ""
+                return found, None
             found._handle.remove()
         return None, f"{name} has no base model that returns hidden states"
 

@@ -28,9 +28,9 @@ def sharegpt_requests(
     pairs = list(_pairs(path))
     found: list[BenchRequest] = []
     for place in random.permutation(len(pairs)):
-        prompt, replied = pairs[place]
+        prompt, reply = pairs[place]
         prompt_tokens = maker.count(prompt)
-        output = config.sharegpt_output_len or maker.count(replied)
+        output = config.sharegpt_output_len or maker.count(reply)
         if _fits(prompt_tokens, output, is_fixed=config.sharegpt_output_len is not None):
             found.append(BenchRequest(Prompt(prompt, prompt_tokens), output))
         if len(found) == config.num_prompts:
