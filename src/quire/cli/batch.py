@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.batch_input import Survey, refuse_one_file_for_two, survey_of, warn_of_repeated
+from quire.cli.batch_input import (
+    Survey,
+    refuse_one_file_for_two,
+    survey_of,
+    warn_of_other_models,
+    warn_of_repeated,
+)
 from quire.cli.batch_io import BatchTask, LineFormat
 from quire.cli.batch_output import BatchOutput, RunState
 from quire.cli.batch_records import BatchTally
@@ -136,7 +142,9 @@ def batch(  # noqa: PLR0913 - one parameter per option
     survey = survey_of(source)
     warn_of_repeated(survey)
     server = None
-    if base_url is not None:
+    if base_url is None:
+        warn_of_other_models(survey, settings.model)
+    else:
         server = server_of(settings, base_url, api_key, max_concurrency, max_retries)
     state = _state(settings, task, survey, base_url)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:

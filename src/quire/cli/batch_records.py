@@ -138,6 +138,8 @@ def _body(line: BatchLine, output: "RequestOutput", model: str) -> Record:
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "kv_peak_bytes": usage.kv_peak_bytes,
+            "evicted_tokens": usage.evicted_tokens,
         },
         **echoed_options(line.options),
     }
