@@ -48,12 +48,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import UnknownName
+from quire.kernels.native.selection import native_selection
 from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
 from quire.policies.base import Decision, MergedValues
 from quire.policies.best import Floats, count_of
 from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
-from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
+from quire.policies.signatures.anchors import MEAN, check_anchor, fixed_anchor, nearest_anchor
 from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.merging import merged_values
 from quire.policies.signatures.query_heads import apart
@@ -146,6 +147,9 @@ class KVCrush(CrushedShare):
     def represent(
         self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
     ) -> Marks:
+        native = self._represent_natively(context, grouped, count)
+        if native is not None:
+            return native
         chosen = np.zeros_like(grouped)
         seeds = (self.seed, context.numbers) if self.pick == RANDOM else None
         for distance, near, counts in self._near_anchors(context, grouped, count):
@@ -154,6 +158,20 @@ class KVCrush(CrushedShare):
             else:
                 chosen |= choose_representatives(distance, near, counts, seeds)
         return chosen
+
+    def _represent_natively(
+        self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
+    ) -> Marks | None:
+        """Select the same units with the C library; None if it cannot."""
+        native = native_selection()
+        if native is None or self.anchors > 1 or self.pick == RANDOM:
+            return None
+        score = context.sums if self.pick == BEST else None
+        if score is not None and score.dtype != np.float32:
+            return None
+        signatures = context.signatures(grouped)
+        anchor = None if self.anchor == MEAN else fixed_anchor(signatures, self.anchor, self.seed)
+        return native.representatives(signatures.words, grouped, count, anchor, score)
 
     def merged(
         self, context: SelectionContext, grouped: Marks, chosen: Marks

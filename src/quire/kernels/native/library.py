@@ -39,6 +39,7 @@ from quire.kernels.native.linear_args import (
     SampleArgs,
     SampleRow,
 )
+from quire.kernels.native.select_args import AlignArgs, BestArgs, RepresentArgs
 
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -64,6 +65,10 @@ class NativeLibrary:
         chain: `quire_chain`.
         sample: `quire_sample` of sample.c.
         sample_bytes: `quire_sample_bytes`.
+        best: `quire_best` of select.c.
+        align: `quire_align`.
+        represent: `quire_represent`.
+        represent_words: `quire_represent_words`.
         path: code path for this CPU, an index into PATHS.
         parallel_for: address of torch's thread function; None for a single thread.
         max_head_dim: largest supported head_dim.
@@ -82,6 +87,10 @@ class NativeLibrary:
     chain: Callable[..., int]
     sample: Callable[..., int]
     sample_bytes: Callable[..., int]
+    best: Callable[..., int]
+    align: Callable[..., int]
+    represent: Callable[..., int]
+    represent_words: Callable[..., int]
     path: int
     parallel_for: int | None
     max_head_dim: int
@@ -144,6 +153,9 @@ _SIZES = {
     "chain_call": ChainCall,
     "sample_args": SampleArgs,
     "sample_row": SampleRow,
+    "best_args": BestArgs,
+    "align_args": AlignArgs,
+    "represent_args": RepresentArgs,
 }
 """Mirrors by name: `quire_NAME_size` returns the size of the C structure."""
 
@@ -161,6 +173,9 @@ _ARGUMENTS = {
         ctypes.POINTER(ctypes.c_int64),
     ),
     "sample": (ctypes.POINTER(SampleArgs), ctypes.c_void_p, ctypes.c_int),
+    "best": (ctypes.POINTER(BestArgs),),
+    "align": (ctypes.POINTER(AlignArgs),),
+    "represent": (ctypes.POINTER(RepresentArgs),),
 }
 """Argument types of the functions `quire_NAME` that return a status."""
 
@@ -206,12 +221,15 @@ def _bound(library: ctypes.CDLL) -> NativeLibrary:
     scratch_bytes, sample_bytes = library.quire_scratch_bytes, library.quire_sample_bytes
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     sample_bytes.argtypes = (ctypes.c_int,)
-    scratch_bytes.restype = sample_bytes.restype = ctypes.c_int64
+    represent_words = library.quire_represent_words
+    represent_words.argtypes = (ctypes.c_int, ctypes.c_int)
+    scratch_bytes.restype = sample_bytes.restype = represent_words.restype = ctypes.c_int64
     return NativeLibrary(
         **functions,
         block_queries=library.quire_block_queries,
         scratch_bytes=scratch_bytes,
         sample_bytes=sample_bytes,
+        represent_words=represent_words,
         path=library.quire_best_path(),
         parallel_for=_torch_parallel_for(),
         max_head_dim=library.quire_max_head_dim(),

@@ -16,10 +16,11 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.native.selection import native_selection
 from quire.policies.base import ScorePolicy
 from quire.policies.best import Floats, best_slots
 from quire.policies.signatures.alignment import aligned_words
-from quire.policies.signatures.anchors import Signatures, Words, pack
+from quire.policies.signatures.anchors import WORD_BITS, Signatures, Words, pack
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 
@@ -132,11 +133,37 @@ class SelectionContext:
     @cached_property
     def words(self) -> Words:
         """[row, column, word] one bit for every query head of a row's layer, packed."""
+        native = self._native_words()
+        if native is not None:
+            return native[:, :, None]
         if self.rows_per_layer == 1:
             return pack(on_host(self.own_bits))
         must, positions = map(on_host, (self.protected & self.rows.live, self.rows.positions))
         bits, columns = on_host(self.own_bits), self.units.columns
         return aligned_words(bits, must, positions, self.rows_per_layer, columns)
+
+    def _native_words(self) -> NDArray[np.uint64] | None:
+        """The same words from the C library; None if it cannot compute them."""
+        native, score = native_selection(), self.score
+        plain = self.known is None and type(self.base).choose is ScorePolicy.choose
+        if native is None or not plain or self.width > WORD_BITS:
+            return None
+        if score.device.type != "cpu" or score.dtype != torch.float32:
+            return None
+        units, rows = self.units, self.rows_per_layer
+        of_columns = on_host(score)[:, :, units.columns]
+        words = native.best_words(of_columns, units.free_slots, units.wanted_slots, rows)
+        if rows == 1:
+            return words
+        positions, first = on_host(self.rows.positions), units.columns.start
+        return native.aligned_words(
+            words, units.free_slots, positions, first, rows_per_layer=rows, heads=score.shape[1]
+        )
+
+    @property
+    def width(self) -> int:
+        """Bits of a token: the query heads of a layer."""
+        return self.score.shape[1] * self.rows_per_layer
 
     def signatures(self, grouped: Marks) -> Signatures:
         """Return the bits of a layer's query heads for each unit.
@@ -145,8 +172,7 @@ class SelectionContext:
             grouped: [row, unit] units that representatives may replace.
         """
         words = self.units.side_by_side(self.words.transpose(0, 2, 1)).transpose(0, 2, 1)
-        width = self.score.shape[1] * self.rows_per_layer
-        return Signatures(np.ascontiguousarray(words), width, grouped, self.numbers)
+        return Signatures(np.ascontiguousarray(words), self.width, grouped, self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -1,0 +1,124 @@
+/* Selection of tokens to retain; see select.h. The same code is compiled for each instruction set. */
+
+#include <stddef.h>
+#include <string.h>
+
+#include "select.h"
+
+#define BLOCK 32 /* columns are padded to a multiple of this, so that loops have no remainder */
+static inline int padded(int columns) { return (columns + BLOCK - 1) / BLOCK * BLOCK; }
+
+#define TARGET
+#define NAME(name) name##_plain
+#include "select_body.h"
+#undef NAME
+#undef TARGET
+
+#ifdef HAVE_X86
+#define TARGET __attribute__((target("avx2,popcnt")))
+#define NAME(name) name##_256
+#include "select_body.h"
+#undef NAME
+#undef TARGET
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,popcnt,prefer-vector-width=512")))
+#define NAME(name) name##_512
+#include "select_body.h"
+#undef NAME
+#undef TARGET
+
+#define CALL(name, path, ...)                                \
+    switch (path) {                                          \
+    case PATH_PLAIN: name##_plain(__VA_ARGS__); break;       \
+    case PATH_AVX2: name##_256(__VA_ARGS__); break;          \
+    default: name##_512(__VA_ARGS__);                        \
+    }
+#else
+#define CALL(name, path, ...) name##_plain(__VA_ARGS__)
+#endif
+
+/* Each returns 0. */
+int quire_best(const best_args *a) {
+    if (a->words) memset(a->words, 0, sizeof(uint64_t) * a->rows * a->columns);
+    for (int row = 0; row < a->rows; row++) CALL(best_of_row, a->path, a, row)
+    return 0;
+}
+
+int quire_represent(const represent_args *a) {
+    for (int row = 0; row < a->rows; row++) CALL(represent_row, a->path, a, row)
+    return 0;
+}
+
+/* The range of positions that the columns of a layer's rows hold; [0, 0) if they hold none. */
+static void range_of(const align_args *a, const int64_t *positions, int64_t *low, int64_t *end) {
+    *low = INT64_MAX, *end = 0;
+    for (int r = 0; r < a->rows_per_layer; r++) {
+        const int64_t *own = positions + (int64_t)r * a->slots + a->first;
+        int last = a->columns - 1;
+        while (last >= 0 && own[last] < 0) last--;
+        if (last < 0) continue;
+        if (own[0] < *low) *low = own[0];
+        if (own[last] + 1 > *end) *end = own[last] + 1;
+    }
+    if (*end == 0) *low = 0;
+}
+
+/* The first slot with a position of at least `least`; empty slots, -1, are above all positions. */
+static int first_at(const int64_t *positions, int slots, int64_t least) {
+    int low = 0, high = slots;
+    while (low < high) {
+        int middle = low + (high - low) / 2;
+        if ((uint64_t)positions[middle] < (uint64_t)least) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Add the own bits of a row's tokens, from the slot `from` to before the slot `to`. */
+static void add_bits(const align_args *a, int row, const int64_t *positions, int from, int to, uint64_t ones) {
+    const uint64_t *words = a->words + (int64_t)row * a->columns;
+    const uint8_t *free = a->free + (int64_t)row * a->columns;
+    int first = a->first, end = a->first + a->columns, slot = from;
+    for (; slot < to && slot < first; slot++) a->tokens[positions[slot]] |= ones;
+    for (; slot < to && slot < end; slot++)
+        a->tokens[positions[slot]] |= free[slot - first] ? words[slot - first] : ones;
+    for (; slot < to; slot++) a->tokens[positions[slot]] |= ones;
+}
+
+static void align_layer(const align_args *a, int first_row) {
+    const int64_t *positions = a->positions + (int64_t)first_row * a->slots;
+    int64_t low, end;
+    range_of(a, positions, &low, &end);
+    for (int r = 0; r < a->rows_per_layer; r++) {
+        const int64_t *own = positions + (int64_t)r * a->slots + a->first;
+        for (int column = 0; column < a->columns; column++)
+            if (own[column] >= 0) a->tokens[own[column]] = 0;
+    }
+    for (int r = 0; r < a->rows_per_layer; r++) {
+        const int64_t *own = positions + (int64_t)r * a->slots;
+        uint64_t ones = (a->heads == 64 ? 0 : 1ull << a->heads) - 1;
+        int from = first_at(own, a->slots, low), to = first_at(own, a->slots, end);
+        add_bits(a, first_row + r, own, from, to, ones << r * a->heads);
+    }
+    for (int r = 0; r < a->rows_per_layer; r++) {
+        uint64_t *words = a->words + (int64_t)(first_row + r) * a->columns;
+        const int64_t *own = positions + (int64_t)r * a->slots + a->first;
+        for (int column = 0; column < a->columns; column++)
+            words[column] = own[column] < 0 ? 0 : a->tokens[own[column]];
+    }
+}
+
+int quire_align(const align_args *a) {
+    for (int row = 0; row < a->rows; row += a->rows_per_layer) align_layer(a, row);
+    return 0;
+}
+
+/* Words of scratch: signatures, the anchor, then 32-bit numbers; see select_body.h. */
+int64_t quire_represent_words(int units, int unit_words) {
+    int64_t numbers = 3 * (int64_t)units + 64 * (int64_t)unit_words + 2;
+    return (int64_t)units * unit_words + unit_words + (numbers + 1) / 2;
+}
+
+int64_t quire_best_args_size(void) { return sizeof(best_args); }
+int64_t quire_align_args_size(void) { return sizeof(align_args); }
+int64_t quire_represent_args_size(void) { return sizeof(represent_args); }

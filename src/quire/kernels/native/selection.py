@@ -1,0 +1,204 @@
+"""Calls of the C library that select the tokens to retain, on arrays in CPU memory.
+
+Each computes exactly what a function of `quire.policies` computes with NumPy:
+
+best              `best.best_with_numpy`
+best_words        the same for every head, packed as by `signatures.anchors.pack`
+aligned_words     `signatures.alignment.aligned_words`
+representatives   `signatures.representatives.choose_representatives` and `choose_best`
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kernels.native.library import NativeLibrary, NotLoaded
+from quire.kernels.native.select_args import AlignArgs, BestArgs, RepresentArgs
+from quire.kernels.native.self_test import tested_library
+
+WORD_BITS = 64
+PADDING = 32  # keys are padded to a multiple of this: BLOCK of select.c
+Marks = NDArray[np.bool_]
+Words = NDArray[np.uint64]
+
+
+class NativeSelection:
+    """Selects tokens with the C library.
+
+    Args:
+        library: the loaded C library.
+    """
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def best(
+        self, score: NDArray[np.float32], free: Marks, wanted: NDArray[np.integer[Any]]
+    ) -> Marks:
+        """Mark the best `wanted` free columns of each row, or all; ties to the lower column.
+
+        Args:
+            score: [row, column] or [row, head, column], finite if free.
+            free: [row, column].
+            wanted: [row] number of columns, for each head.
+        """
+        best = np.empty(score.shape, dtype=np.bool_)
+        self._best(score, free, wanted, best=_address(best))
+        return best
+
+    def best_words(
+        self,
+        score: NDArray[np.float32],
+        free: Marks,
+        wanted: NDArray[np.integer[Any]],
+        rows_per_layer: int,
+    ) -> Words:
+        """Mark the best columns of each head in one bit of a word, [row, column].
+
+        Args:
+            score: [row, head, column], finite if free.
+            free: [row, column].
+            wanted: [row] number of columns, for each head.
+            rows_per_layer: rows of a layer, whose heads have different bits; the heads of a layer
+                fit in a word.
+        """
+        rows, _, columns = score.shape
+        words = np.empty((rows, columns), dtype=np.uint64)
+        self._best(score, free, wanted, words=_address(words), rows_per_layer=rows_per_layer)
+        return words
+
+    def _best(
+        self,
+        score: NDArray[np.float32],
+        free: Marks,
+        wanted: NDArray[np.integer[Any]],
+        *,
+        best: int | None = None,
+        words: int | None = None,
+        rows_per_layer: int = 1,
+    ) -> None:
+        score = score if score.ndim == 3 else score[:, None]
+        score, free = _in_lines(score), _in_lines(free)
+        wanted = np.ascontiguousarray(wanted, dtype=np.int64)
+        rows, heads, columns = score.shape
+        keys = np.empty(2 * (columns + PADDING), dtype=np.int32)
+        args = BestArgs(
+            score=_address(score),
+            free=_address(free),
+            wanted=_address(wanted),
+            best=best,
+            words=words,
+            keys=_address(keys),
+            score_row=score.strides[0] // score.itemsize,
+            score_head=score.strides[1] // score.itemsize,
+            free_row=free.strides[0],
+            rows=rows,
+            heads=heads,
+            columns=columns,
+            rows_per_layer=rows_per_layer,
+            path=self._library.path,
+        )
+        self._library.best(ctypes.byref(args))
+
+    def aligned_words(
+        self,
+        words: Words,
+        free: Marks,
+        positions: NDArray[np.int64],
+        first: int,
+        *,
+        rows_per_layer: int,
+        heads: int,
+    ) -> Words:
+        """Replace the bits of each row's own heads by those of all heads of the layer, by token.
+
+        Args:
+            words: [row, column] result of `best_words`; overwritten.
+            free: [row, column] slots with these bits; the own bits of other slots are 1.
+            positions: [row, slot] ascending; -1 for the empty slots at the end.
+            first: the slot of the first column.
+            rows_per_layer: rows of a layer.
+            heads: query heads of a row.
+
+        Returns:
+            [row, column] `words`; 0 for empty slots.
+        """
+        free, positions = np.ascontiguousarray(free), np.ascontiguousarray(positions)
+        tokens = np.empty(int(positions.max(initial=0)) + 1, dtype=np.uint64)
+        args = AlignArgs(
+            words=_address(words),
+            positions=_address(positions),
+            free=_address(free),
+            tokens=_address(tokens),
+            rows=len(positions),
+            slots=positions.shape[1],
+            first=first,
+            columns=words.shape[1],
+            rows_per_layer=rows_per_layer,
+            heads=heads,
+        )
+        self._library.align(ctypes.byref(args))
+        return words
+
+    def representatives(
+        self,
+        words: Words,
+        grouped: Marks,
+        count: NDArray[np.int64],
+        anchor: Words | None = None,
+        score: NDArray[np.float32] | None = None,
+    ) -> Marks:
+        """Select one unit of each slice of the grouped ones, in the order of (distance, unit).
+
+        Args:
+            words: [row, unit, word] signatures.
+            grouped: [row, unit] units to select from.
+            count: [row] number of slices; all grouped units if there are fewer.
+            anchor: [row, 1, word] to measure distances from; None: majority of the grouped.
+            score: [row, unit] to select the best of each slice; None: its middle.
+        """
+        words, grouped = np.ascontiguousarray(words), np.ascontiguousarray(grouped)
+        count = np.ascontiguousarray(count, dtype=np.int64)
+        anchor = None if anchor is None else np.ascontiguousarray(anchor)
+        score = None if score is None else _in_lines(score)
+        rows, units, unit_words = words.shape
+        chosen = np.zeros((rows, units), dtype=np.bool_)
+        scratch = np.empty(self._library.represent_words(units, unit_words), dtype=np.uint64)
+        args = RepresentArgs(
+            words=_address(words),
+            anchor=None if anchor is None else _address(anchor),
+            grouped=_address(grouped),
+            count=_address(count),
+            score=None if score is None else _address(score),
+            chosen=_address(chosen),
+            scratch=_address(scratch),
+            score_row=0 if score is None else score.strides[0] // score.itemsize,
+            rows=rows,
+            units=units,
+            unit_words=unit_words,
+            path=self._library.path,
+        )
+        self._library.represent(ctypes.byref(args))
+        return chosen
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]  # faster than `array.ctypes.data`
+    return address
+
+
+def _in_lines(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Return the array with contiguous columns."""
+    if numbers.strides[-1] == numbers.itemsize:
+        return numbers
+    return np.ascontiguousarray(numbers)
+
+
+@functools.cache
+def native_selection() -> NativeSelection | None:
+    """Return the C library's selection; None if the library is not available."""
+    library = tested_library()
+    return None if isinstance(library, NotLoaded) else NativeSelection(library)

@@ -1,0 +1,127 @@
+"""Selection of tokens in C against NumPy, on every code path."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels.native.selection import NativeSelection
+from quire.policies.best import best_with_numpy
+from quire.policies.signatures.alignment import aligned_words
+from quire.policies.signatures.anchors import MEAN, Signatures, fixed_anchor, nearest_anchor, pack
+from quire.policies.signatures.representatives import choose_best, choose_representatives
+
+LIBRARY = load_library()
+PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+
+pytestmark = pytest.mark.skipif(not PATHS, reason="no C extension")
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: f"path{path}")
+def selection(request):
+    return NativeSelection(replace(LIBRARY, path=request.param))
+
+
+SCORES = {
+    "spread": lambda rng, shape: rng.exponential(size=shape),
+    "signed": lambda rng, shape: rng.normal(size=shape),
+    "tied": lambda rng, shape: rng.integers(-2, 3, shape),
+    "equal": lambda rng, shape: np.full(shape, -1.5),
+    "zeros of both signs": lambda rng, shape: np.where(rng.random(shape) < 0.5, 0.0, -0.0),
+    "extremes": lambda rng, shape: rng.choice([3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, -0.0], shape),
+    "peaked": lambda rng, shape: 10.0 ** rng.uniform(-40, 38, shape),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 304])
+def test_best_columns_equal_those_of_numpy(selection, kind, columns):
+    rng = np.random.default_rng(columns)
+    score = SCORES[kind](rng, (40, columns)).astype(np.float32)
+    free = rng.random(score.shape) < rng.choice([0.1, 0.7, 1.0], (40, 1))
+    wanted = rng.integers(0, columns + 2, 40)
+    score[~free & (rng.random(score.shape) < 0.5)] = np.nan  # not read
+
+    found = selection.best(score, free, wanted)
+
+    expected = best_with_numpy(np.where(free, score, 0), free, wanted)
+    assert np.array_equal(found, expected)
+
+
+def test_heads_share_free_columns_and_scores_may_be_a_slice(selection):
+    rng = np.random.default_rng(0)
+    score = rng.normal(size=(6, 5, 90)).astype(np.float32)[:, :, 7:60]
+    free, wanted = rng.random((6, 53)) < 0.8, rng.integers(0, 53, 6)
+
+    found = selection.best(score, free, wanted)
+
+    assert np.array_equal(found, best_with_numpy(score, free[:, None], wanted[:, None]))
+
+
+@pytest.mark.parametrize(("rows_per_layer", "heads"), [(1, 5), (1, 64), (2, 3), (2, 32), (4, 16)])
+def test_words_hold_the_bits_of_all_heads_of_a_layer(selection, rows_per_layer, heads):
+    rng = np.random.default_rng(heads)
+    score = rng.normal(size=(8, heads, 70)).astype(np.float32)
+    free, wanted = rng.random((8, 70)) < 0.8, rng.integers(0, 70, 8)
+
+    found = selection.best_words(score, free, wanted, rows_per_layer)
+
+    bits = best_with_numpy(score, free[:, None], wanted[:, None])
+    shift = (np.arange(8) % rows_per_layer * heads).astype(np.uint64)
+    assert np.array_equal(found, pack(bits)[:, :, 0] << shift[:, None])
+
+
+@pytest.mark.parametrize(("rows_per_layer", "heads"), [(1, 64), (2, 3), (4, 16), (64, 1)])
+@pytest.mark.parametrize("spread", [1, 1.5, 40])
+def test_aligned_words_equal_those_of_numpy(selection, rows_per_layer, heads, spread):
+    rng = np.random.default_rng(heads)
+    rows, slots = 2 * rows_per_layer, 50
+    positions = np.full((rows, slots), -1)
+    for row, held in enumerate(rng.integers(1, slots + 1, rows)):
+        positions[row, :held] = np.sort(rng.permutation(int(spread * slots))[:held])
+    live = positions >= 0
+    free = live & (rng.random(live.shape) < 0.7)
+    columns = slice(4, 41)
+    free[:, :4] = free[:, 41:] = False
+    bits = (rng.random((rows, heads, slots)) < 0.5)[:, :, columns] & free[:, None, columns]
+    own = pack(bits)[:, :, 0]
+    own <<= (np.arange(rows) % rows_per_layer * heads).astype(np.uint64)[:, None]
+
+    found = selection.aligned_words(
+        own, free[:, columns], positions, 4, rows_per_layer=rows_per_layer, heads=heads
+    )
+
+    expected = aligned_words(bits, live & ~free, positions, rows_per_layer, columns)[:, :, 0]
+    assert np.array_equal(found[live[:, columns]], expected[live[:, columns]])
+    assert not found[~live[:, columns]].any()
+
+
+@pytest.mark.parametrize("anchor", [MEAN, "random", "alternating", "zeros", "ones"])
+@pytest.mark.parametrize(("width", "words"), [(3, 1), (64, 1), (20, 4), (100, 6)])
+def test_representatives_equal_those_of_numpy(selection, anchor, width, words):
+    rng = np.random.default_rng(width)
+    signed = Signatures(
+        rng.integers(0, 2, (30, 45, words), dtype=np.uint64)
+        * rng.integers(0, 1 << min(width, 63), (30, 45, words), dtype=np.uint64),
+        width,
+        rng.random((30, 45)) < rng.choice([0.1, 0.6, 1.0], (30, 1)),
+        tuple(range(30)),
+    )
+    count = rng.integers(0, 47, 30)
+    score = rng.integers(0, 6, (30, 60)).astype(np.float32)[:, :45]
+    given = None if anchor == MEAN else fixed_anchor(signed, anchor, seed=3)
+
+    middle = selection.representatives(signed.words, signed.grouped, count, given)
+    best = selection.representatives(signed.words, signed.grouped, count, given, score)
+
+    distance, _ = nearest_anchor(signed, anchor, 1, seed=3)
+    assert np.array_equal(middle, choose_representatives(distance, signed.grouped, count))
+    assert np.array_equal(best, choose_best(distance, signed.grouped, count, score))
+
+
+def test_rows_without_units_have_no_representatives(selection):
+    empty = np.zeros((3, 0), dtype=bool)
+    words = np.zeros((3, 0, 1), dtype=np.uint64)
+
+    assert selection.representatives(words, empty, np.ones(3, dtype=np.int64)).shape == (3, 0)
