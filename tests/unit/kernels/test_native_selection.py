@@ -11,6 +11,7 @@ from quire.policies.best import best_with_numpy
 from quire.policies.signatures.alignment import aligned_words
 from quire.policies.signatures.anchors import MEAN, Signatures, fixed_anchor, nearest_anchor, pack
 from quire.policies.signatures.representatives import choose_best, choose_representatives
+from quire.policies.signatures.units import Units
 
 LIBRARY = load_library()
 PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
@@ -21,6 +22,22 @@ pytestmark = pytest.mark.skipif(not PATHS, reason="no C extension")
 @pytest.fixture(params=PATHS, ids=lambda path: f"path{path}")
 def selection(request):
     return NativeSelection(replace(LIBRARY, path=request.param))
+
+
+def test_free_slots_equal_those_of_numpy(selection):
+    rng = np.random.default_rng(0)
+    for slots in (0, 1, 40, 90):
+        for most in (1.0, 0.5, 0.0):
+            live = np.arange(slots) < rng.integers(0, slots + 1, (6, 1))
+            protected = (rng.random((6, slots)) < 0.4) | (np.arange(slots) >= most * slots)
+            keep = rng.integers(0, slots + 1, 6)
+
+            columns, free, retained = selection.free_slots(live, protected, keep)
+
+            expected = Units.with_numpy(live, protected, keep, 1)
+            assert columns == expected.columns
+            assert np.array_equal(free, expected.free_slots)
+            assert np.array_equal(retained, expected.num_retained)
 
 
 SCORES = {
@@ -89,7 +106,13 @@ def test_aligned_words_equal_those_of_numpy(selection, rows_per_layer, heads, sp
     own <<= (np.arange(rows) % rows_per_layer * heads).astype(np.uint64)[:, None]
 
     found = selection.aligned_words(
-        own, free[:, columns], positions, 4, rows_per_layer=rows_per_layer, heads=heads
+        own,
+        free[:, columns],
+        positions,
+        4,
+        past_end=int(positions.max()) + 1,
+        rows_per_layer=rows_per_layer,
+        heads=heads,
     )
 
     expected = aligned_words(bits, live & ~free, positions, rows_per_layer, columns)[:, :, 0]

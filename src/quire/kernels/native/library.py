@@ -39,7 +39,7 @@ from quire.kernels.native.linear_args import (
     SampleArgs,
     SampleRow,
 )
-from quire.kernels.native.select_args import AlignArgs, BestArgs, RepresentArgs
+from quire.kernels.native.select_args import AlignArgs, BestArgs, FreeArgs, RepresentArgs
 
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -65,7 +65,8 @@ class NativeLibrary:
         chain: `quire_chain`.
         sample: `quire_sample` of sample.c.
         sample_bytes: `quire_sample_bytes`.
-        best: `quire_best` of select.c.
+        free: `quire_free` of select.c.
+        best: `quire_best`.
         align: `quire_align`.
         represent: `quire_represent`.
         represent_words: `quire_represent_words`.
@@ -87,6 +88,7 @@ class NativeLibrary:
     chain: Callable[..., int]
     sample: Callable[..., int]
     sample_bytes: Callable[..., int]
+    free: Callable[..., int]
     best: Callable[..., int]
     align: Callable[..., int]
     represent: Callable[..., int]
@@ -153,6 +155,7 @@ _SIZES = {
     "chain_call": ChainCall,
     "sample_args": SampleArgs,
     "sample_row": SampleRow,
+    "free_args": FreeArgs,
     "best_args": BestArgs,
     "align_args": AlignArgs,
     "represent_args": RepresentArgs,
@@ -173,6 +176,7 @@ _ARGUMENTS = {
         ctypes.POINTER(ctypes.c_int64),
     ),
     "sample": (ctypes.POINTER(SampleArgs), ctypes.c_void_p, ctypes.c_int),
+    "free": (ctypes.POINTER(FreeArgs),),
     "best": (ctypes.POINTER(BestArgs),),
     "align": (ctypes.POINTER(AlignArgs),),
     "represent": (ctypes.POINTER(RepresentArgs),),

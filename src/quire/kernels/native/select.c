@@ -8,6 +8,8 @@
 #define BLOCK 32 /* columns are padded to a multiple of this, so that loops have no remainder */
 static inline int padded(int columns) { return (columns + BLOCK - 1) / BLOCK * BLOCK; }
 
+#define EIGHTH 0x0101010101010101ull /* every eighth bit */
+
 #define TARGET
 #define NAME(name) name##_plain
 #include "select_body.h"
@@ -46,6 +48,20 @@ int quire_best(const best_args *a) {
 
 int quire_represent(const represent_args *a) {
     for (int row = 0; row < a->rows; row++) CALL(represent_row, a->path, a, row)
+    return 0;
+}
+
+int quire_free(free_args *a) {
+    uint8_t *any = a->free + (int64_t)a->rows * a->slots;
+    memset(any, 0, a->slots);
+    for (int row = 0; row < a->rows; row++) CALL(free_of_row, a->path, a, row, any)
+    int first = 0, end = a->slots;
+    while (first < end && !any[first]) first++;
+    while (first < end && !any[end - 1]) end--;
+    if (first == end) first = end = 0;
+    for (int64_t row = 0, columns = end - first; row < a->rows; row++)
+        memmove(a->free + row * columns, a->free + row * a->slots + first, columns);
+    a->columns[0] = first, a->columns[1] = end;
     return 0;
 }
 
@@ -119,6 +135,7 @@ int64_t quire_represent_words(int units, int unit_words) {
     return (int64_t)units * unit_words + unit_words + (numbers + 1) / 2;
 }
 
+int64_t quire_free_args_size(void) { return sizeof(free_args); }
 int64_t quire_best_args_size(void) { return sizeof(best_args); }
 int64_t quire_align_args_size(void) { return sizeof(align_args); }
 int64_t quire_represent_args_size(void) { return sizeof(represent_args); }

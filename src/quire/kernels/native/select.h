@@ -6,6 +6,17 @@
 
 #include "args.h"
 
+/* Slots that may be evicted one by one, and the number of them to retain. */
+typedef struct {
+    const uint8_t *live, *protected; /* [rows, slots] 0 or 1 */
+    const int64_t *keep;             /* [rows] slots to retain */
+    uint8_t *free;                   /* [rows, columns] live slots that are not protected; has room for
+                                      * [rows + 1, slots] */
+    int64_t *retained;               /* [rows] number of free slots to retain */
+    int64_t columns[2];              /* result: the range of slots from the first to the last free one of any row */
+    int32_t rows, slots, path, unused;
+} free_args;
+
 /* The best free columns of each head of each row: highest score first, ties to the lower column. */
 typedef struct {
     const float *score;              /* row, head and column at row * score_row + head * score_head + column */
@@ -34,7 +45,7 @@ typedef struct {
 typedef struct {
     const uint64_t *words;  /* [rows, units, unit_words] signatures */
     const uint64_t *anchor; /* [rows, unit_words], or NULL: majority of the grouped signatures */
-    const uint8_t *grouped; /* [rows, units] */
+    const uint8_t *grouped; /* [rows, units] 0 or 1 */
     const int64_t *count;   /* [rows] slices; all grouped units are chosen if there are fewer */
     const float *score;     /* [rows, score_row], the highest of a slice is chosen; NULL: its middle unit */
     uint8_t *chosen;        /* [rows, units] zeroed */

@@ -3,6 +3,23 @@
 import ctypes
 
 
+class FreeArgs(ctypes.Structure):
+    """Mirror of `free_args`; its size is checked at load."""
+
+    _fields_ = (
+        ("live", ctypes.c_void_p),
+        ("protected", ctypes.c_void_p),
+        ("keep", ctypes.c_void_p),
+        ("free", ctypes.c_void_p),
+        ("retained", ctypes.c_void_p),
+        ("columns", ctypes.c_int64 * 2),
+        ("rows", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
 class BestArgs(ctypes.Structure):
     """Mirror of `best_args`; its size is checked at load."""
 

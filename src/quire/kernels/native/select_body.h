@@ -1,5 +1,25 @@
 /* Included by select.c, which defines TARGET and NAME. Loops are simple, so that the compiler vectorizes them. */
 
+/* ---- free slots ----------------------------------------------------------------------------------------------- */
+
+static TARGET int32_t NAME(count_of)(const uint8_t *marks, int count) {
+    int32_t sum = 0;
+    for (int i = 0; i < count; i++) sum += marks[i];
+    return sum;
+}
+
+static TARGET void NAME(free_of_row)(const free_args *a, int row, uint8_t *any) {
+    int slots = a->slots; /* a byte may alias a field */
+    int64_t start = (int64_t)row * slots;
+    const uint8_t *live = a->live + start, *held = a->protected + start;
+    uint8_t *free = a->free + start;
+    for (int i = 0; i < slots; i++) free[i] = live[i] & ~held[i];
+    for (int i = 0; i < slots; i++) any[i] |= free[i];
+    int32_t all = NAME(count_of)(live, slots), count = NAME(count_of)(free, slots);
+    int64_t wanted = a->keep[row] - all + count;
+    a->retained[row] = wanted < 0 ? 0 : wanted < count ? wanted : count;
+}
+
 /* ---- best columns --------------------------------------------------------------------------------------------- */
 
 /* All bits of the free columns, and 0; returns their number. */
@@ -106,27 +126,35 @@ typedef struct {
 } NAME(scratch);
 
 static TARGET int NAME(collect)(const represent_args *a, int row, NAME(scratch) *s) {
-    const uint8_t *grouped = a->grouped + (int64_t)row * a->units;
-    const uint64_t *words = a->words + (int64_t)row * a->units * a->unit_words;
-    int count = 0;
-    for (int unit = 0; unit < a->units; unit++) { /* without a branch: marks are irregular */
-        s->unit[count] = unit;
-        for (int w = 0; w < a->unit_words; w++)
-            s->words[(int64_t)w * a->units + count] = words[(int64_t)unit * a->unit_words + w];
-        count += grouped[unit] != 0;
+    int units = a->units, width = a->unit_words, count = 0;
+    const uint8_t *grouped = a->grouped + (int64_t)row * units;
+    int32_t *found = s->unit;
+    for (int unit = 0; unit < units; unit++) { /* without a branch: marks are irregular */
+        found[count] = unit;
+        count += grouped[unit];
+    }
+    for (int w = 0; w < width; w++) {
+        const uint64_t *words = a->words + (int64_t)row * units * width + w;
+        uint64_t *own = s->words + (int64_t)w * units;
+        for (int i = 0; i < count; i++) own[i] = words[(int64_t)found[i] * width];
     }
     return count;
 }
 
 static TARGET uint64_t NAME(majority)(const uint64_t *words, int count) {
     uint64_t any = 0, result = 0;
+    uint32_t ones[64] = {0};
     for (int i = 0; i < count; i++) any |= words[i];
-    for (int bit = 0; bit < 64; bit++) {
-        if (!(any >> bit & 1)) continue;
-        uint64_t ones = 0;
-        for (int i = 0; i < count; i++) ones += words[i] >> bit & 1;
-        if (2 * ones > (uint64_t)count) result |= 1ull << bit;
+    for (int bit = 0; bit < 8; bit++) {
+        if (!(any >> bit & EIGHTH)) continue;
+        for (int first = 0; first < count; first += 255) { /* a byte counts up to 255 ones of each eighth bit */
+            int end = first + 255 < count ? first + 255 : count;
+            uint64_t sums = 0;
+            for (int i = first; i < end; i++) sums += words[i] >> bit & EIGHTH;
+            for (int byte = 0; byte < 8; byte++) ones[8 * byte + bit] += sums >> 8 * byte & 255;
+        }
     }
+    for (int bit = 0; bit < 64; bit++) result |= (uint64_t)(2 * ones[bit] > (uint32_t)count) << bit;
     return result;
 }
 

@@ -2,6 +2,7 @@
 
 Each computes exactly what a function of `quire.policies` computes with NumPy:
 
+free_slots        `signatures.units.Units.of` for single slots
 best              `best.best_with_numpy`
 best_words        the same for every head, packed as by `signatures.anchors.pack`
 aligned_words     `signatures.alignment.aligned_words`
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.native.library import NativeLibrary, NotLoaded
-from quire.kernels.native.select_args import AlignArgs, BestArgs, RepresentArgs
+from quire.kernels.native.select_args import AlignArgs, BestArgs, FreeArgs, RepresentArgs
 from quire.kernels.native.self_test import tested_library
 
 WORD_BITS = 64
@@ -34,6 +35,42 @@ class NativeSelection:
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
+
+    def free_slots(
+        self, live: Marks, protected: Marks, keep: NDArray[np.integer[Any]]
+    ) -> tuple[slice, Marks, NDArray[np.int64]]:
+        """Return the slots that may be evicted one by one.
+
+        Args:
+            live: [row, slot] slots that hold a token.
+            protected: [row, slot] slots that are always retained.
+            keep: [row] slots to retain.
+
+        Returns:
+            The range from the first to the last of these slots; marks of them in this range, [row,
+            column]; the number of them to retain, [row].
+        """
+        live, protected = np.ascontiguousarray(live), np.ascontiguousarray(protected)
+        keep = np.ascontiguousarray(keep, dtype=np.int64)
+        rows, slots = live.shape
+        free, retained = (
+            np.empty((rows + 1) * slots, dtype=np.bool_),
+            np.empty(rows, dtype=np.int64),
+        )
+        args = FreeArgs(
+            live=_address(live),
+            protected=_address(protected),
+            keep=_address(keep),
+            free=_address(free),
+            retained=_address(retained),
+            rows=rows,
+            slots=slots,
+            path=self._library.path,
+        )
+        self._library.free(ctypes.byref(args))
+        first, end = args.columns
+        marks = free[: rows * (end - first)].reshape(rows, end - first)
+        return slice(first, end), marks, retained
 
     def best(
         self, score: NDArray[np.float32], free: Marks, wanted: NDArray[np.integer[Any]]
@@ -110,6 +147,7 @@ class NativeSelection:
         positions: NDArray[np.int64],
         first: int,
         *,
+        past_end: int,
         rows_per_layer: int,
         heads: int,
     ) -> Words:
@@ -120,6 +158,7 @@ class NativeSelection:
             free: [row, column] slots with these bits; the own bits of other slots are 1.
             positions: [row, slot] ascending; -1 for the empty slots at the end.
             first: the slot of the first column.
+            past_end: a number above all positions.
             rows_per_layer: rows of a layer.
             heads: query heads of a row.
 
@@ -127,7 +166,7 @@ class NativeSelection:
             [row, column] `words`; 0 for empty slots.
         """
         free, positions = np.ascontiguousarray(free), np.ascontiguousarray(positions)
-        tokens = np.empty(int(positions.max(initial=0)) + 1, dtype=np.uint64)
+        tokens = np.empty(past_end, dtype=np.uint64)
         args = AlignArgs(
             words=_address(words),
             positions=_address(positions),

@@ -66,7 +66,7 @@ class SelectionContext:
     def units(self) -> Units:
         """The units that are evicted whole."""
         live, protected, keep = map(on_host, (self.rows.live, self.protected, self.keep))
-        return Units.of(live, protected & live, keep, self.piece_tokens)
+        return Units.of(live, protected, keep, self.piece_tokens)
 
     @property
     def may_leave(self) -> Bool[Tensor, "row slot"]:
@@ -157,7 +157,13 @@ class SelectionContext:
             return words
         positions, first = on_host(self.rows.positions), units.columns.start
         return native.aligned_words(
-            words, units.free_slots, positions, first, rows_per_layer=rows, heads=score.shape[1]
+            words,
+            units.free_slots,
+            positions,
+            first,
+            past_end=self.view.next_position,
+            rows_per_layer=rows,
+            heads=score.shape[1],
         )
 
     @property
