@@ -90,25 +90,30 @@ static int first_at(const int64_t *positions, int slots, int64_t least) {
     return low;
 }
 
+static inline void add_to(const align_args *a, int64_t position, uint64_t bits) {
+    if ((uint64_t)position < (uint64_t)a->past_end) a->tokens[position] |= bits;
+}
+
 /* Add the own bits of a row's tokens, from the slot `from` to before the slot `to`. */
 static void add_bits(const align_args *a, int row, const int64_t *positions, int from, int to, uint64_t ones) {
     const uint64_t *words = a->words + (int64_t)row * a->columns;
     const uint8_t *free = a->free + (int64_t)row * a->columns;
     int first = a->first, end = a->first + a->columns, slot = from;
-    for (; slot < to && slot < first; slot++) a->tokens[positions[slot]] |= ones;
+    for (; slot < to && slot < first; slot++) add_to(a, positions[slot], ones);
     for (; slot < to && slot < end; slot++)
-        a->tokens[positions[slot]] |= free[slot - first] ? words[slot - first] : ones;
-    for (; slot < to; slot++) a->tokens[positions[slot]] |= ones;
+        add_to(a, positions[slot], free[slot - first] ? words[slot - first] : ones);
+    for (; slot < to; slot++) add_to(a, positions[slot], ones);
 }
 
 static void align_layer(const align_args *a, int first_row) {
     const int64_t *positions = a->positions + (int64_t)first_row * a->slots;
+    uint64_t past_end = (uint64_t)a->past_end;
     int64_t low, end;
     range_of(a, positions, &low, &end);
     for (int r = 0; r < a->rows_per_layer; r++) {
         const int64_t *own = positions + (int64_t)r * a->slots + a->first;
         for (int column = 0; column < a->columns; column++)
-            if (own[column] >= 0) a->tokens[own[column]] = 0;
+            if ((uint64_t)own[column] < past_end) a->tokens[own[column]] = 0;
     }
     for (int r = 0; r < a->rows_per_layer; r++) {
         const int64_t *own = positions + (int64_t)r * a->slots;
@@ -120,7 +125,7 @@ static void align_layer(const align_args *a, int first_row) {
         uint64_t *words = a->words + (int64_t)(first_row + r) * a->columns;
         const int64_t *own = positions + (int64_t)r * a->slots + a->first;
         for (int column = 0; column < a->columns; column++)
-            words[column] = own[column] < 0 ? 0 : a->tokens[own[column]];
+            words[column] = (uint64_t)own[column] < past_end ? a->tokens[own[column]] : 0;
     }
 }
 

@@ -36,7 +36,8 @@ typedef struct {
     uint64_t *words;          /* [rows, columns] bits of the row's own heads; replaced by those of the layer */
     const int64_t *positions; /* [rows, slots] of tokens, ascending; -1 for the empty slots at the end */
     const uint8_t *free;      /* [rows, columns] slots with these bits; the own bits of all other tokens are 1 */
-    uint64_t *tokens;         /* scratch, one word for each position */
+    uint64_t *tokens;         /* scratch [past_end] */
+    int64_t past_end;         /* above all positions; tokens at others have no bits */
     int32_t rows, slots, first, columns; /* columns are slots first to first + columns */
     int32_t rows_per_layer, heads;
 } align_args;

@@ -50,6 +50,7 @@ class AlignArgs(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("free", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
+        ("past_end", ctypes.c_int64),
         ("rows", ctypes.c_int32),
         ("slots", ctypes.c_int32),
         ("first", ctypes.c_int32),

@@ -178,6 +178,7 @@ class NativeSelection:
             columns=words.shape[1],
             rows_per_layer=rows_per_layer,
             heads=heads,
+            past_end=past_end,
         )
         self._library.align(ctypes.byref(args))
         return words
