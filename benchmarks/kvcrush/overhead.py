@@ -53,7 +53,8 @@ COMPACTION, SCORING, SELECTION = "compaction", "scoring", "selection"
 SIGNATURES, REPRESENTATIVES = "signatures", "representatives"
 PHASES = (SCORING, SELECTION, SIGNATURES, REPRESENTATIVES, COMPACTION)
 """Phases of an eviction: the base rule's scores; selection by scores; signature bits; distances and
-buckets, or clusters; views, tables and moves, which every rule needs."""
+buckets, or clusters; views, tables and moves, which every rule needs. If one call of the C library
+makes the decision, its selection by scores counts as representatives."""
 
 _WATCHED: tuple[tuple[type, str, str], ...] = (
     (PolicyEvictor, "evict", COMPACTION),
@@ -62,6 +63,7 @@ _WATCHED: tuple[tuple[type, str, str], ...] = (
     (Crushed, "decide", SELECTION),
     (SelectionContext, "signatures", SIGNATURES),
     (KVCrush, "represent", REPRESENTATIVES),
+    (KVCrush, "decision_in_c", REPRESENTATIVES),
     (KMeans, "represent", REPRESENTATIVES),
 )
 

@@ -54,7 +54,14 @@ from quire.policies.base import Decision, MergedValues
 from quire.policies.best import Floats, count_of
 from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
-from quire.policies.signatures.anchors import MEAN, check_anchor, fixed_anchor, nearest_anchor
+from quire.policies.signatures.anchors import (
+    MEAN,
+    Signatures,
+    Words,
+    check_anchor,
+    fixed_anchor,
+    nearest_anchor,
+)
 from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.merging import merged_values
 from quire.policies.signatures.query_heads import apart
@@ -68,7 +75,7 @@ from quire.policies.signatures.representatives import (
     of_each_anchor,
     slices_of,
 )
-from quire.policies.signatures.units import Marks, Units
+from quire.policies.signatures.units import Marks, Units, spread
 from quire.policies.view import KVView
 
 RECOMPUTED, STORED = "recomputed", "stored"
@@ -139,10 +146,38 @@ class KVCrush(CrushedShare):
         return replace(context, known=(self._by_row(bits, view), self._by_row(signed, view)))
 
     def decision_of(self, context: SelectionContext) -> Decision:
-        decision = CrushedShare.decision_of(self, context)
+        decision = self.decision_in_c(context) or CrushedShare.decision_of(self, context)
         if not self.writes_statistics:
             return decision
         return replace(decision, statistics=statistics_to_store(context))
+
+    def decision_in_c(self, context: SelectionContext) -> Decision | None:
+        """Make the same decision in one call of the C library; None if it cannot."""
+        native = native_selection()
+        plain = self.anchors == 1 and self.pick != RANDOM and not self.merges_values
+        if native is None or not plain or context.piece_tokens > 1:
+            return None
+        units, score = context.units, context.sums
+        count = self.num_representatives(units, score)
+        if score.dtype != np.float32 or not count.any():
+            return None
+        signatures = context.signatures(units.free)
+        kept = native.retained(
+            units.live,
+            units.free,
+            units.columns.start,
+            units.num_retained,
+            count,
+            signatures.words,
+            score,
+            anchor=self._anchor_of(signatures),
+            pick_best=self.pick == BEST,
+        )
+        return Decision(spread(kept, context.heads_per_row).to(context.score.device))
+
+    def _anchor_of(self, signatures: Signatures) -> Words | None:
+        """The anchor of the C library; None for the majority."""
+        return None if self.anchor == MEAN else fixed_anchor(signatures, self.anchor, self.seed)
 
     def represent(
         self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
@@ -170,7 +205,7 @@ class KVCrush(CrushedShare):
         if score is not None and score.dtype != np.float32:
             return None
         signatures = context.signatures(grouped)
-        anchor = None if self.anchor == MEAN else fixed_anchor(signatures, self.anchor, self.seed)
+        anchor = self._anchor_of(signatures)
         return native.representatives(signatures.words, grouped, count, anchor, score)
 
     def merged(

@@ -143,6 +143,49 @@ def test_representatives_equal_those_of_numpy(selection, anchor, width, words):
     assert np.array_equal(best, choose_best(distance, signed.grouped, count, score))
 
 
+@pytest.mark.parametrize("pick_best", [False, True])
+@pytest.mark.parametrize("anchor", [MEAN, "random"])
+@pytest.mark.parametrize("words", [1, 2])
+def test_retained_slots_equal_those_of_numpy(selection, words, anchor, pick_best):
+    rng = np.random.default_rng(words)
+    rows, slots = 20, 90
+    live = np.arange(slots) < rng.integers(40, slots + 1, (rows, 1))
+    protected = np.arange(slots) < rng.integers(0, 9, (rows, 1))
+    keep = rng.integers(10, 80, rows)
+    columns, free, wanted = selection.free_slots(live, protected, keep)
+    count = np.minimum(rng.integers(0, 30, rows), wanted)
+    score = rng.integers(0, 40, (rows, 95)).astype(np.float32)[:, : free.shape[1]]
+    signed = Signatures(
+        rng.integers(0, 1 << 12, (*free.shape, words), dtype=np.uint64),
+        64 * words,
+        free,
+        (*range(rows),),
+    )
+    given = None if anchor == MEAN else fixed_anchor(signed, anchor, seed=3)
+
+    found = selection.retained(
+        live,
+        free,
+        columns.start,
+        wanted,
+        count,
+        signed.words,
+        score,
+        anchor=given,
+        pick_best=pick_best,
+    )
+
+    important = best_with_numpy(score, free, wanted - count)
+    signed = replace(signed, grouped=free & ~important)
+    distance, _ = nearest_anchor(signed, anchor, 1, seed=3)
+    chosen = choose_representatives(distance, signed.grouped, count)
+    if pick_best:
+        chosen = choose_best(distance, signed.grouped, count, score)
+    expected = live.copy()
+    expected[:, columns] &= important | chosen | ~free
+    assert np.array_equal(found, expected)
+
+
 def test_rows_without_units_have_no_representatives(selection):
     empty = np.zeros((3, 0), dtype=bool)
     words = np.zeros((3, 0, 1), dtype=np.uint64)

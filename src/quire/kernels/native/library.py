@@ -39,7 +39,13 @@ from quire.kernels.native.linear_args import (
     SampleArgs,
     SampleRow,
 )
-from quire.kernels.native.select_args import AlignArgs, BestArgs, FreeArgs, RepresentArgs
+from quire.kernels.native.select_args import (
+    AlignArgs,
+    BestArgs,
+    FreeArgs,
+    RepresentArgs,
+    RetainArgs,
+)
 
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -69,6 +75,7 @@ class NativeLibrary:
         best: `quire_best`.
         align: `quire_align`.
         represent: `quire_represent`.
+        retain: `quire_retain`.
         represent_words: `quire_represent_words`.
         path: code path for this CPU, an index into PATHS.
         parallel_for: address of torch's thread function; None for a single thread.
@@ -92,6 +99,7 @@ class NativeLibrary:
     best: Callable[..., int]
     align: Callable[..., int]
     represent: Callable[..., int]
+    retain: Callable[..., int]
     represent_words: Callable[..., int]
     path: int
     parallel_for: int | None
@@ -159,6 +167,7 @@ _SIZES = {
     "best_args": BestArgs,
     "align_args": AlignArgs,
     "represent_args": RepresentArgs,
+    "retain_args": RetainArgs,
 }
 """Mirrors by name: `quire_NAME_size` returns the size of the C structure."""
 
@@ -180,6 +189,7 @@ _ARGUMENTS = {
     "best": (ctypes.POINTER(BestArgs),),
     "align": (ctypes.POINTER(AlignArgs),),
     "represent": (ctypes.POINTER(RepresentArgs),),
+    "retain": (ctypes.POINTER(RetainArgs),),
 }
 """Argument types of the functions `quire_NAME` that return a status."""
 

@@ -51,6 +51,33 @@ int quire_represent(const represent_args *a) {
     return 0;
 }
 
+/* The best free slots of a row and the representatives of the rest; all slots that are not free stay. */
+static void retain_row(const retain_args *a, int64_t row) {
+    int columns = a->columns;
+    const uint8_t *free = a->free + row * columns, *live = a->live + row * a->slots + a->first;
+    const float *score = a->score + row * a->score_row;
+    uint8_t *marks = a->marks, *rest = a->marks + columns, *kept = a->kept + row * a->slots;
+    int64_t wanted = a->retained[row] - a->count[row];
+    best_args best = {.score = score, .free = free, .wanted = &wanted, .best = marks, .keys = a->keys, .rows = 1,
+                      .heads = 1, .columns = columns, .rows_per_layer = 1, .path = a->path};
+    quire_best(&best);
+    CALL(without, a->path, free, marks, columns, rest)
+    represent_args others = {.words = a->words + row * columns * a->unit_words, .grouped = rest,
+                             .count = a->count + row, .score = a->pick_best ? score : NULL, .chosen = marks,
+                             .scratch = a->represent, .rows = 1, .units = columns, .unit_words = a->unit_words,
+                             .path = a->path};
+    if (a->anchor) others.anchor = a->anchor + row * a->unit_words;
+    quire_represent(&others); /* adds marks */
+    memcpy(kept, a->live + row * a->slots, a->slots);
+    CALL(without, a->path, free, marks, columns, rest)
+    CALL(without, a->path, live, rest, columns, kept + a->first)
+}
+
+int quire_retain(const retain_args *a) {
+    for (int row = 0; row < a->rows; row++) retain_row(a, row);
+    return 0;
+}
+
 int quire_free(free_args *a) {
     uint8_t *any = a->free + (int64_t)a->rows * a->slots;
     memset(any, 0, a->slots);
@@ -144,3 +171,4 @@ int64_t quire_free_args_size(void) { return sizeof(free_args); }
 int64_t quire_best_args_size(void) { return sizeof(best_args); }
 int64_t quire_align_args_size(void) { return sizeof(align_args); }
 int64_t quire_represent_args_size(void) { return sizeof(represent_args); }
+int64_t quire_retain_args_size(void) { return sizeof(retain_args); }

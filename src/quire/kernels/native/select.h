@@ -1,4 +1,4 @@
-/* Selection of tokens to retain. BestArgs, AlignArgs and RepresentArgs in select_args.py mirror the structures.
+/* Selection of tokens to retain. select_args.py mirrors the structures.
  *
  * A row is a retained set. All results are exact: no sum of floats, so they do not depend on the code path. */
 #ifndef QUIRE_SELECT_H
@@ -54,5 +54,23 @@ typedef struct {
     int64_t score_row;
     int32_t rows, units, unit_words, path;
 } represent_args;
+
+/* The retained slots of rows whose slots are evicted one by one: the best ones, and representatives of the rest. */
+typedef struct {
+    const uint8_t *live;     /* [rows, slots] */
+    const uint8_t *free;     /* [rows, columns] slots that may be evicted, as from quire_free */
+    const int64_t *retained; /* [rows] number of free slots to retain */
+    const int64_t *count;    /* [rows] how many of these are representatives */
+    const float *score;      /* [rows, score_row] */
+    const uint64_t *words;   /* [rows, columns, unit_words] signatures */
+    const uint64_t *anchor;  /* as of represent_args */
+    uint8_t *kept;           /* [rows, slots] */
+    uint64_t *represent;     /* scratch of quire_represent */
+    int32_t *keys;           /* scratch of quire_best */
+    uint8_t *marks;          /* scratch [2, columns] */
+    int64_t score_row;
+    int32_t rows, slots, first, columns; /* columns are slots first to first + columns */
+    int32_t unit_words, pick_best, path, unused;
+} retain_args;
 
 #endif

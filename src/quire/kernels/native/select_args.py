@@ -60,6 +60,33 @@ class AlignArgs(ctypes.Structure):
     )
 
 
+class RetainArgs(ctypes.Structure):
+    """Mirror of `retain_args`; its size is checked at load."""
+
+    _fields_ = (
+        ("live", ctypes.c_void_p),
+        ("free", ctypes.c_void_p),
+        ("retained", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("score", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+        ("anchor", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
+        ("represent", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("marks", ctypes.c_void_p),
+        ("score_row", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("unit_words", ctypes.c_int32),
+        ("pick_best", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
 class RepresentArgs(ctypes.Structure):
     """Mirror of `represent_args`; its size is checked at load."""
 

@@ -20,6 +20,10 @@ static TARGET void NAME(free_of_row)(const free_args *a, int row, uint8_t *any) 
     a->retained[row] = wanted < 0 ? 0 : wanted < count ? wanted : count;
 }
 
+static TARGET void NAME(without)(const uint8_t *marks, const uint8_t *others, int count, uint8_t *restrict found) {
+    for (int i = 0; i < count; i++) found[i] = marks[i] & ~others[i];
+}
+
 /* ---- best columns --------------------------------------------------------------------------------------------- */
 
 /* All bits of the free columns, and 0; returns their number. */

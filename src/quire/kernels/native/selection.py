@@ -7,6 +7,7 @@ best              `best.best_with_numpy`
 best_words        the same for every head, packed as by `signatures.anchors.pack`
 aligned_words     `signatures.alignment.aligned_words`
 representatives   `signatures.representatives.choose_representatives` and `choose_best`
+retained          the best slots and their representatives, of `crushed.Crushed.decision_of`
 """
 
 import ctypes
@@ -17,7 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.native.library import NativeLibrary, NotLoaded
-from quire.kernels.native.select_args import AlignArgs, BestArgs, FreeArgs, RepresentArgs
+from quire.kernels.native.select_args import (
+    AlignArgs,
+    BestArgs,
+    FreeArgs,
+    RepresentArgs,
+    RetainArgs,
+)
 from quire.kernels.native.self_test import tested_library
 
 WORD_BITS = 64
@@ -223,6 +230,67 @@ class NativeSelection:
         )
         self._library.represent(ctypes.byref(args))
         return chosen
+
+    def retained(  # noqa: PLR0913 - arrays of a call
+        self,
+        live: Marks,
+        free: Marks,
+        first: int,
+        retained: NDArray[np.int64],
+        count: NDArray[np.int64],
+        words: Words,
+        score: NDArray[np.float32],
+        *,
+        anchor: Words | None,
+        pick_best: bool,
+    ) -> Marks:
+        """Retain the free slots with the best scores, and representatives of the rest.
+
+        Args:
+            live: [row, slot] slots that hold a token.
+            free: [row, column] slots that may be evicted, as from `free_slots`.
+            first: the slot of the first column.
+            retained: [row] number of free slots to retain.
+            count: [row] how many of these are representatives.
+            words: [row, column, word] signatures.
+            score: [row, column] finite if free.
+            anchor: as of `representatives`.
+            pick_best: whether the best of each slice represents it, not its middle.
+
+        Returns:
+            [row, slot] the retained slots; all live slots that are not free are among them.
+        """
+        live, free = np.ascontiguousarray(live), np.ascontiguousarray(free)
+        words, score = np.ascontiguousarray(words), _in_lines(score)
+        retained, count = (np.ascontiguousarray(n, dtype=np.int64) for n in (retained, count))
+        anchor = None if anchor is None else np.ascontiguousarray(anchor)
+        columns, unit_words = words.shape[1:]
+        kept, marks = np.empty(live.shape, dtype=np.bool_), np.empty(2 * columns, dtype=np.bool_)
+        keys = np.empty(2 * (columns + PADDING), dtype=np.int32)
+        scratch = np.empty(self._library.represent_words(columns, unit_words), dtype=np.uint64)
+        args = RetainArgs(
+            live=_address(live),
+            free=_address(free),
+            retained=_address(retained),
+            count=_address(count),
+            score=_address(score),
+            words=_address(words),
+            anchor=None if anchor is None else _address(anchor),
+            kept=_address(kept),
+            represent=_address(scratch),
+            keys=_address(keys),
+            marks=_address(marks),
+            score_row=score.strides[0] // score.itemsize,
+            rows=len(live),
+            slots=live.shape[1],
+            first=first,
+            columns=columns,
+            unit_words=unit_words,
+            pick_best=pick_best,
+            path=self._library.path,
+        )
+        self._library.retain(ctypes.byref(args))
+        return kept
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -120,7 +120,12 @@ class Units:
         """Mark the retained slots for all heads: selected free units and all other slots."""
         kept = self.live.copy()
         kept[:, self.columns] = self.slots(retained | ~self.free)
-        return torch.from_numpy(kept.repeat(heads, axis=0))
+        return spread(kept, heads)
+
+
+def spread(retained: Marks, heads: int) -> Bool[Tensor, "lane slot"]:
+    """Repeat the slots of each layer for all its heads."""
+    return torch.from_numpy(retained if heads == 1 else retained.repeat(heads, axis=0))
 
 
 def _between(marks: Marks, piece_tokens: int) -> slice:
