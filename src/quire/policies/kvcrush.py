@@ -157,11 +157,11 @@ class KVCrush(CrushedShare):
         plain = self.anchors == 1 and self.pick != RANDOM and not self.merges_values
         if native is None or not plain or context.piece_tokens > 1:
             return None
+        if not self.share or context.score.dtype != torch.float32:
+            return None
+        signatures = context.signatures()
         units, score = context.units, context.sums
         count = self.num_representatives(units, score)
-        if score.dtype != np.float32 or not count.any():
-            return None
-        signatures = context.signatures(units.free)
         kept = native.retained(
             units.live,
             units.free,

@@ -45,6 +45,7 @@ from quire.kernels.native.select_args import (
     FreeArgs,
     RepresentArgs,
     RetainArgs,
+    SignArgs,
 )
 
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
@@ -74,6 +75,7 @@ class NativeLibrary:
         free: `quire_free` of select.c.
         best: `quire_best`.
         align: `quire_align`.
+        sign: `quire_sign`.
         represent: `quire_represent`.
         retain: `quire_retain`.
         represent_words: `quire_represent_words`.
@@ -98,6 +100,7 @@ class NativeLibrary:
     free: Callable[..., int]
     best: Callable[..., int]
     align: Callable[..., int]
+    sign: Callable[..., int]
     represent: Callable[..., int]
     retain: Callable[..., int]
     represent_words: Callable[..., int]
@@ -166,6 +169,7 @@ _SIZES = {
     "free_args": FreeArgs,
     "best_args": BestArgs,
     "align_args": AlignArgs,
+    "sign_args": SignArgs,
     "represent_args": RepresentArgs,
     "retain_args": RetainArgs,
 }
@@ -188,6 +192,7 @@ _ARGUMENTS = {
     "free": (ctypes.POINTER(FreeArgs),),
     "best": (ctypes.POINTER(BestArgs),),
     "align": (ctypes.POINTER(AlignArgs),),
+    "sign": (ctypes.POINTER(SignArgs),),
     "represent": (ctypes.POINTER(RepresentArgs),),
     "retain": (ctypes.POINTER(RetainArgs),),
 }

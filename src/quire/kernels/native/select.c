@@ -161,6 +161,20 @@ int quire_align(const align_args *a) {
     return 0;
 }
 
+int quire_sign(sign_args *a) {
+    quire_free(&a->free);
+    int first = (int)a->free.columns[0], columns = (int)(a->free.columns[1] - first), rows = a->free.rows;
+    best_args *best = &a->best;
+    best->score += first, best->free = a->free.free, best->free_row = columns, best->wanted = a->free.retained;
+    best->words = a->align.words, best->rows = rows, best->columns = columns;
+    quire_best(best);
+    if (best->rows_per_layer == 1) return 0;
+    align_args *align = &a->align;
+    align->free = a->free.free, align->rows = rows, align->slots = a->free.slots, align->first = first;
+    align->columns = columns, align->rows_per_layer = best->rows_per_layer, align->heads = best->heads;
+    return quire_align(align);
+}
+
 /* Words of scratch: signatures, the anchor, then 32-bit numbers; see select_body.h. */
 int64_t quire_represent_words(int units, int unit_words) {
     int64_t numbers = 3 * (int64_t)units + 64 * (int64_t)unit_words + 2;
@@ -170,5 +184,6 @@ int64_t quire_represent_words(int units, int unit_words) {
 int64_t quire_free_args_size(void) { return sizeof(free_args); }
 int64_t quire_best_args_size(void) { return sizeof(best_args); }
 int64_t quire_align_args_size(void) { return sizeof(align_args); }
+int64_t quire_sign_args_size(void) { return sizeof(sign_args); }
 int64_t quire_represent_args_size(void) { return sizeof(represent_args); }
 int64_t quire_retain_args_size(void) { return sizeof(retain_args); }

@@ -42,6 +42,13 @@ typedef struct {
     int32_t rows_per_layer, heads;
 } align_args;
 
+/* Free slots, the best of them for each head, and the bits of all heads of a layer: the calls above in turn. */
+typedef struct {
+    free_args free;   /* all fields */
+    best_args best;   /* score of the first slot, keys, strides, heads, rows_per_layer, path */
+    align_args align; /* words, positions, tokens, past_end */
+} sign_args;
+
 /* One unit of each slice of the grouped ones, in the order of (distance to the anchor, unit). */
 typedef struct {
     const uint64_t *words;  /* [rows, units, unit_words] signatures */

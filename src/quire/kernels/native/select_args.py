@@ -60,6 +60,12 @@ class AlignArgs(ctypes.Structure):
     )
 
 
+class SignArgs(ctypes.Structure):
+    """Mirror of `sign_args`; its size is checked at load."""
+
+    _fields_ = (("free", FreeArgs), ("best", BestArgs), ("align", AlignArgs))
+
+
 class RetainArgs(ctypes.Structure):
     """Mirror of `retain_args`; its size is checked at load."""
 

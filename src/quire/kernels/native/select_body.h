@@ -174,8 +174,9 @@ static TARGET void NAME(distances)(const represent_args *a, const NAME(scratch) 
 }
 
 /* Order of (distance, unit), by counting. */
-static TARGET void NAME(rank)(const represent_args *a, const NAME(scratch) *s, int count) {
-    int most = 64 * a->unit_words;
+static TARGET void NAME(rank)(const NAME(scratch) *s, int count) {
+    int most = 0;
+    for (int i = 0; i < count; i++) most = s->distance[i] > most ? s->distance[i] : most;
     memset(s->first, 0, sizeof(int32_t) * (most + 2));
     for (int i = 0; i < count; i++) s->first[s->distance[i] + 1]++;
     for (int d = 1; d <= most; d++) s->first[d] += s->first[d - 1];
@@ -194,7 +195,7 @@ static TARGET void NAME(represent_row)(const represent_args *a, int row) {
         s.anchor[w] = a->anchor ? a->anchor[(int64_t)row * a->unit_words + w]
                                 : NAME(majority)(s.words + (int64_t)w * a->units, (int)total);
     NAME(distances)(a, &s, (int)total);
-    NAME(rank)(a, &s, (int)total);
+    NAME(rank)(&s, (int)total);
     const float *score = a->score ? a->score + row * a->score_row : NULL;
     uint8_t *chosen = a->chosen + (int64_t)row * a->units;
     /* slice i starts at i * total / slices, rounded down: whole tokens of a slice, and the rest of the division */

@@ -6,6 +6,7 @@ free_slots        `signatures.units.Units.of` for single slots
 best              `best.best_with_numpy`
 best_words        the same for every head, packed as by `signatures.anchors.pack`
 aligned_words     `signatures.alignment.aligned_words`
+signed            `free_slots`, `best_words` and `aligned_words` in one call
 representatives   `signatures.representatives.choose_representatives` and `choose_best`
 retained          the best slots and their representatives, of `crushed.Crushed.decision_of`
 """
@@ -24,6 +25,7 @@ from quire.kernels.native.select_args import (
     FreeArgs,
     RepresentArgs,
     RetainArgs,
+    SignArgs,
 )
 from quire.kernels.native.self_test import tested_library
 
@@ -189,6 +191,67 @@ class NativeSelection:
         )
         self._library.align(ctypes.byref(args))
         return words
+
+    def signed(
+        self,
+        live: Marks,
+        protected: Marks,
+        keep: NDArray[np.integer[Any]],
+        score: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        *,
+        past_end: int,
+        rows_per_layer: int,
+    ) -> tuple[slice, Marks, NDArray[np.int64], Words]:
+        """Return what `free_slots` returns, and the bits of all heads of a layer by token.
+
+        Args:
+            live: [row, slot] slots that hold a token.
+            protected: [row, slot] slots that are always retained.
+            keep: [row] slots to retain.
+            score: [row, head, slot] finite if the slot is live and not protected.
+            positions: as of `aligned_words`; not read if a layer is one row.
+            past_end: a number above all positions.
+            rows_per_layer: rows of a layer; its heads fit in a word.
+        """
+        live, protected = np.ascontiguousarray(live), np.ascontiguousarray(protected)
+        keep, score = np.ascontiguousarray(keep, dtype=np.int64), _in_lines(score)
+        positions = np.ascontiguousarray(positions)
+        rows, slots = live.shape
+        free, retained = np.empty((rows + 1) * slots, np.bool_), np.empty(rows, np.int64)
+        words, tokens = np.empty(rows * slots, np.uint64), np.empty(past_end, np.uint64)
+        keys, path = np.empty(2 * (slots + PADDING), dtype=np.int32), self._library.path
+        args = SignArgs(
+            free=FreeArgs(
+                live=_address(live),
+                protected=_address(protected),
+                keep=_address(keep),
+                free=_address(free),
+                retained=_address(retained),
+                rows=rows,
+                slots=slots,
+                path=path,
+            ),
+            best=BestArgs(
+                score=_address(score),
+                keys=_address(keys),
+                score_row=score.strides[0] // score.itemsize,
+                score_head=score.strides[1] // score.itemsize,
+                heads=score.shape[1],
+                rows_per_layer=rows_per_layer,
+                path=path,
+            ),
+            align=AlignArgs(
+                words=_address(words),
+                positions=_address(positions),
+                tokens=_address(tokens),
+                past_end=past_end,
+            ),
+        )
+        self._library.sign(ctypes.byref(args))
+        first, end = args.free.columns
+        shape, size = (rows, end - first), rows * (end - first)
+        return slice(first, end), free[:size].reshape(shape), retained, words[:size].reshape(shape)
 
     def representatives(
         self,

@@ -8,6 +8,7 @@ has evicted the token are 0, as that head would not retain it.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class SelectionContext:
     @cached_property
     def units(self) -> Units:
         """The units that are evicted whole."""
+        if self._signed is not None:
+            return self._signed[0]
         live, protected, keep = map(on_host, (self.rows.live, self.protected, self.keep))
         return Units.of(live, protected, keep, self.piece_tokens)
 
@@ -133,23 +136,45 @@ class SelectionContext:
     @cached_property
     def words(self) -> Words:
         """[row, column, word] one bit for every query head of a row's layer, packed."""
-        native = self._native_words()
-        if native is not None:
-            return native[:, :, None]
+        if self._signed is not None:
+            return self._signed[1][:, :, None]
+        if self._words_fit:
+            return self._native_words()[:, :, None]
         if self.rows_per_layer == 1:
             return pack(on_host(self.own_bits))
         must, positions = map(on_host, (self.protected & self.rows.live, self.rows.positions))
         bits, columns = on_host(self.own_bits), self.units.columns
         return aligned_words(bits, must, positions, self.rows_per_layer, columns)
 
-    def _native_words(self) -> NDArray[np.uint64] | None:
-        """The same words from the C library; None if it cannot compute them."""
-        native, score = native_selection(), self.score
+    @property
+    def _words_fit(self) -> bool:
+        """Whether the C library can compute the words."""
         plain = self.known is None and type(self.base).choose is ScorePolicy.choose
-        if native is None or not plain or self.width > WORD_BITS:
+        fits = plain and self.width <= WORD_BITS and self.score.dtype == torch.float32
+        return fits and self.score.device.type == "cpu" and native_selection() is not None
+
+    @cached_property
+    def _signed(self) -> tuple[Units, NDArray[np.uint64]] | None:
+        """Units of one slot, and words, in one call of the C library; None if it cannot."""
+        native = native_selection()
+        if native is None or self.piece_tokens > 1 or not self._words_fit:
             return None
-        if score.device.type != "cpu" or score.dtype != torch.float32:
-            return None
+        live = on_host(self.rows.live)
+        columns, free, retained, words = native.signed(
+            live,
+            on_host(self.protected),
+            on_host(self.keep),
+            on_host(self.score),
+            on_host(self.rows.positions),
+            past_end=self.view.next_position,
+            rows_per_layer=self.rows_per_layer,
+        )
+        return Units(live, columns, free, retained, free, retained, piece_tokens=1), words
+
+    def _native_words(self) -> NDArray[np.uint64]:
+        """The words from the C library."""
+        native, score = native_selection(), self.score
+        assert native is not None, "see _words_fit"
         units, rows = self.units, self.rows_per_layer
         of_columns = on_host(score)[:, :, units.columns]
         words = native.best_words(of_columns, units.free_slots, units.wanted_slots, rows)
@@ -171,12 +196,13 @@ class SelectionContext:
         """Bits of a token: the query heads of a layer."""
         return self.score.shape[1] * self.rows_per_layer
 
-    def signatures(self, grouped: Marks) -> Signatures:
+    def signatures(self, grouped: Marks | None = None) -> Signatures:
         """Return the bits of a layer's query heads for each unit.
 
         Args:
-            grouped: [row, unit] units that representatives may replace.
+            grouped: [row, unit] units that representatives may replace; None for all free ones.
         """
+        grouped = self.units.free if grouped is None else grouped
         words = self.units.side_by_side(self.words.transpose(0, 2, 1)).transpose(0, 2, 1)
         return Signatures(np.ascontiguousarray(words), self.width, grouped, self.numbers)
 
@@ -185,7 +211,7 @@ class SelectionContext:
         """Number of each row in the model, from which random choices are drawn."""
         layers = self.view.layers or range(len(self.score) // self.rows_per_layer)
         each = self.rows_per_layer
-        return tuple(layer * each + row for layer in layers for row in range(each))
+        return tuple(chain.from_iterable(range(n * each, (n + 1) * each) for n in layers))
 
 
 def on_host(numbers: Tensor) -> NDArray[Any]:
