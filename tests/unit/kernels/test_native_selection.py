@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.selection import NativeSelection
@@ -118,6 +119,39 @@ def test_aligned_words_equal_those_of_numpy(selection, rows_per_layer, heads, sp
     expected = aligned_words(bits, live & ~free, positions, rows_per_layer, columns)[:, :, 0]
     assert np.array_equal(found[live[:, columns]], expected[live[:, columns]])
     assert not found[~live[:, columns]].any()
+
+
+@pytest.mark.parametrize(("rows_per_layer", "heads"), [(1, 12), (4, 3)])
+def test_signed_slots_equal_those_of_separate_calls(selection, rows_per_layer, heads):
+    rng = np.random.default_rng(heads)
+    rows, slots = 3 * rows_per_layer, 80
+    live = np.arange(slots) < rng.integers(30, slots + 1, (rows, 1))
+    positions = np.where(live, np.cumsum(rng.integers(1, 4, (rows, slots)), axis=1), -1)
+    protected = (rng.random((rows, slots)) < 0.1) | (np.arange(slots) < 5)
+    keep, score = rng.integers(10, 60, rows), rng.normal(size=(rows, heads, slots))
+    score = score.astype(np.float32)
+
+    columns, free, retained, words = selection.signed(
+        *map(torch.from_numpy, (live, protected, keep, score, positions)),
+        past_end=300,
+        rows_per_layer=rows_per_layer,
+    )
+
+    assert columns == selection.free_slots(live, protected, keep)[0]
+    assert np.array_equal(free, selection.free_slots(live, protected, keep)[1])
+    assert np.array_equal(retained, selection.free_slots(live, protected, keep)[2])
+    expected = selection.best_words(score[:, :, columns], free, retained, rows_per_layer)
+    if rows_per_layer > 1:
+        expected = selection.aligned_words(
+            expected,
+            free,
+            positions,
+            columns.start,
+            past_end=300,
+            rows_per_layer=rows_per_layer,
+            heads=heads,
+        )
+    assert np.array_equal(words, expected)
 
 
 @pytest.mark.parametrize("anchor", [MEAN, "random", "alternating", "zeros", "ones"])

@@ -13,10 +13,13 @@ retained          the best slots and their representatives, of `crushed.Crushed.
 
 import ctypes
 import functools
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.select_args import (
@@ -29,7 +32,7 @@ from quire.kernels.native.select_args import (
 )
 from quire.kernels.native.self_test import tested_library
 
-WORD_BITS = 64
+WORD_BITS, WORD_BYTES = 64, 8
 PADDING = 32  # keys are padded to a multiple of this: BLOCK of select.c
 Marks = NDArray[np.bool_]
 Words = NDArray[np.uint64]
@@ -194,11 +197,11 @@ class NativeSelection:
 
     def signed(
         self,
-        live: Marks,
-        protected: Marks,
-        keep: NDArray[np.integer[Any]],
-        score: NDArray[np.float32],
-        positions: NDArray[np.int64],
+        live: Bool[Tensor, "row slot"],
+        protected: Bool[Tensor, "row slot"],
+        keep: Int[Tensor, " row"],
+        score: Float[Tensor, "row head slot"],
+        positions: Int[Tensor, "row slot"],
         *,
         past_end: int,
         rows_per_layer: int,
@@ -206,52 +209,57 @@ class NativeSelection:
         """Return what `free_slots` returns, and the bits of all heads of a layer by token.
 
         Args:
-            live: [row, slot] slots that hold a token.
-            protected: [row, slot] slots that are always retained.
-            keep: [row] slots to retain.
-            score: [row, head, slot] finite if the slot is live and not protected.
-            positions: as of `aligned_words`; not read if a layer is one row.
+            live: slots that hold a token.
+            protected: slots that are always retained.
+            keep: int64 number of slots to retain.
+            score: float32, finite if the slot is live and not protected.
+            positions: int64, as of `aligned_words`; not read if a layer is one row.
             past_end: a number above all positions.
             rows_per_layer: rows of a layer; its heads fit in a word.
         """
-        live, protected = np.ascontiguousarray(live), np.ascontiguousarray(protected)
-        keep, score = np.ascontiguousarray(keep, dtype=np.int64), _in_lines(score)
-        positions = np.ascontiguousarray(positions)
-        rows, slots = live.shape
-        free, retained = np.empty((rows + 1) * slots, np.bool_), np.empty(rows, np.int64)
-        words, tokens = np.empty(rows * slots, np.uint64), np.empty(past_end, np.uint64)
-        keys, path = np.empty(2 * (slots + PADDING), dtype=np.int32), self._library.path
+        parts = (live, protected, keep, score, positions)  # addresses of tensors are fast
+        live, protected, keep, score, positions = (part.contiguous() for part in parts)
+        (rows, slots), path = live.shape, self._library.path
+        ends = list(accumulate((rows * slots, past_end, rows, slots + PADDING)))
+        room = np.empty(ends[-1] + (rows + 1) * slots // 8 + 1, dtype=np.int64)
+        address = _address(room)
+        words, tokens, retained, keys, free = (address + WORD_BYTES * start for start in (0, *ends))
         args = SignArgs(
             free=FreeArgs(
-                live=_address(live),
-                protected=_address(protected),
-                keep=_address(keep),
-                free=_address(free),
-                retained=_address(retained),
+                live=live.data_ptr(),
+                protected=protected.data_ptr(),
+                keep=keep.data_ptr(),
+                free=free,
+                retained=retained,
                 rows=rows,
                 slots=slots,
                 path=path,
             ),
             best=BestArgs(
-                score=_address(score),
-                keys=_address(keys),
-                score_row=score.strides[0] // score.itemsize,
-                score_head=score.strides[1] // score.itemsize,
+                score=score.data_ptr(),
+                keys=keys,
+                score_row=score.stride(0),
+                score_head=score.stride(1),
                 heads=score.shape[1],
                 rows_per_layer=rows_per_layer,
                 path=path,
             ),
             align=AlignArgs(
-                words=_address(words),
-                positions=_address(positions),
-                tokens=_address(tokens),
+                words=words,
+                positions=positions.data_ptr(),
+                tokens=tokens,
                 past_end=past_end,
             ),
         )
         self._library.sign(ctypes.byref(args))
         first, end = args.free.columns
         shape, size = (rows, end - first), rows * (end - first)
-        return slice(first, end), free[:size].reshape(shape), retained, words[:size].reshape(shape)
+        return (
+            slice(first, end),
+            room[ends[3] :].view(np.bool_)[:size].reshape(shape),
+            room[ends[1] : ends[2]],
+            room[:size].view(np.uint64).reshape(shape),
+        )
 
     def representatives(
         self,
@@ -328,9 +336,10 @@ class NativeSelection:
         retained, count = (np.ascontiguousarray(n, dtype=np.int64) for n in (retained, count))
         anchor = None if anchor is None else np.ascontiguousarray(anchor)
         columns, unit_words = words.shape[1:]
-        kept, marks = np.empty(live.shape, dtype=np.bool_), np.empty(2 * columns, dtype=np.bool_)
-        keys = np.empty(2 * (columns + PADDING), dtype=np.int32)
-        scratch = np.empty(self._library.represent_words(columns, unit_words), dtype=np.uint64)
+        kept = np.empty(live.shape, dtype=np.bool_)
+        num_words, keys = self._library.represent_words(columns, unit_words), columns + PADDING
+        room = np.empty(num_words + keys + columns // 4 + 1, dtype=np.uint64)
+        scratch = _address(room)
         args = RetainArgs(
             live=_address(live),
             free=_address(free),
@@ -340,9 +349,9 @@ class NativeSelection:
             words=_address(words),
             anchor=None if anchor is None else _address(anchor),
             kept=_address(kept),
-            represent=_address(scratch),
-            keys=_address(keys),
-            marks=_address(marks),
+            represent=scratch,
+            keys=scratch + WORD_BYTES * num_words,
+            marks=scratch + WORD_BYTES * (num_words + keys),
             score_row=score.strides[0] // score.itemsize,
             rows=len(live),
             slots=live.shape[1],

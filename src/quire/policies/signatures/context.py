@@ -159,16 +159,16 @@ class SelectionContext:
         native = native_selection()
         if native is None or self.piece_tokens > 1 or not self._words_fit:
             return None
-        live = on_host(self.rows.live)
         columns, free, retained, words = native.signed(
-            live,
-            on_host(self.protected),
-            on_host(self.keep),
-            on_host(self.score),
-            on_host(self.rows.positions),
+            self.rows.live,
+            self.protected,
+            self.keep.long(),
+            self.score,
+            self.rows.positions.long(),
             past_end=self.view.next_position,
             rows_per_layer=self.rows_per_layer,
         )
+        live = on_host(self.rows.live)
         return Units(live, columns, free, retained, free, retained, piece_tokens=1), words
 
     def _native_words(self) -> NDArray[np.uint64]:
