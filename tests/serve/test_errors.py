@@ -260,7 +260,7 @@ def test_large_invalid_request_has_a_small_response(post):
     [
         (b"{prompt", "Expecting property name enclosed in double quotes at character 2"),
         (b'{"prompt":\n a}', "Expecting value at character 13 (line 2, column 2)"),
-        (b"", "body: Field required"),
+        (b"", "body: expected a JSON object, got nothing"),
         (b'{"prompt": "\xff"}', "byte 13 is not utf-8"),
         (b"[" * 100_000, "nested too deep"),
         (b'{"seed": ' + b"9" * 5_000 + b"}", "more than 4,300 digits"),
@@ -304,16 +304,21 @@ def test_unknown_paths_and_methods_have_the_error_format(serve):
 
     missing, wrong_method = serve(main)
 
-    assert error_of(missing, 404)["type"] == "NotFoundError"
-    assert error_of(wrong_method, 405)["message"] == "Method Not Allowed"
+    error = error_of(missing, 404)
+    assert error["type"] == "NotFoundError"
+    assert (
+        error["message"] == "this server has no path /v1/images/generations: see /docs for its API"
+    )
+    message = error_of(wrong_method, 405)["message"]
+    assert message == f"{COMPLETIONS} does not take GET: use POST"
 
 
-def test_failed_output_is_a_server_error(post, llm):
+def test_output_that_fails_by_the_options_of_its_request_is_a_bad_request(post, llm):
     eos = list(llm.model.generation.eos_token_ids)
 
     response = post(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
 
-    assert "leave no token to sample" in error_of(response, 500)["message"]
+    assert "leave no token to sample" in error_of(response, 400)["message"]
 
 
 def test_internal_error_does_not_expose_details(serve, llm, monkeypatch):

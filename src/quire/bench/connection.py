@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import SplitResult
 
 import h11
@@ -99,8 +100,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport."""
-        assert isinstance(transport, asyncio.WriteTransport), "a stream transport"
-        self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop has a class of its own
 
     def data_received(self, data: bytes) -> None:
         """Store a segment; parse the segments once the response may be complete."""

@@ -241,6 +241,8 @@ def _invalid(errors: Sequence[Mapping[str, Any]], path: str) -> JSONResponse:
 def _what_is_wrong(part: Mapping[str, Any]) -> str:
     """Rewrite pydantic's message as expected and given value; a long value is truncated."""
     text = str(part["msg"]).removeprefix("Value error, ")
+    if part.get("type") == "missing":
+        return "required" if len(part["loc"]) > 1 else "expected a JSON object, got nothing"
     if not text.startswith("Input should be "):
         return text
     expected, given = text.removeprefix("Input should be ").partition(", ")[0], part.get("input")
@@ -265,7 +267,21 @@ def _field_path(location: tuple[object, ...]) -> str:
 async def _handle_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status, path = HTTPStatus(error.status_code), request.url.path
-    return error_response(status, error.detail, headers=error.headers, path=path)
+    message = _routing_message(request, status, error) or error.detail
+    return error_response(status, message, headers=error.headers, path=path)
+
+
+def _routing_message(request: Request, status: HTTPStatus, error: HTTPException) -> str | None:
+    """Message for a path or method that the server does not have; None for other errors."""
+    if error.detail != status.phrase:
+        return None
+    path = bounded(request.url.path, 100)
+    if status is HTTPStatus.NOT_FOUND:
+        return f"this server has no path {path}: see /docs for its API"
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return f"{path} does not take {request.method}: use {allowed}"
+    return None
 
 
 async def _handle_bug(request: Request, error: Exception) -> JSONResponse:
