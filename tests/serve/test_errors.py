@@ -214,7 +214,7 @@ def test_range_limits_are_accepted(complete, options):
         ({"n": 1_000}, "n: expected a number less than or equal to 128, got 1000"),
         ({"n": True}, "n: expected a value other than true or false, got true"),
         ({"metadata": {"a": 1}}, "metadata.a: expected a valid string, got 1"),
-        ({"metadata": []}, "metadata: expected a valid dictionary, got a list"),
+        ({"metadata": []}, "metadata: expected a JSON object, got a list"),
         ({"deadline_s": "soon"}, 'deadline_s: expected a valid number, got "soon"'),
         ({"priority": 1.5}, "priority: expected a valid integer, got 1.5"),
         ({"evict": {}}, "evict: expected a valid string, got an object"),
@@ -296,6 +296,14 @@ def test_json_content_types_are_accepted(serve, content_type):
     response = serve(lambda client: client.post(COMPLETIONS, content=body, headers=headers))
 
     assert response.status_code == 200
+
+
+def test_messages_name_the_expected_kind_and_number(post, serve):
+    no_messages = error_of(post(CHATS, messages=[]), 400)
+    no_object = error_of(serve(lambda client: client.post(CHATS, json=[1])), 400)
+
+    assert no_messages["message"] == "messages: expected at least 1 item, got 0"
+    assert no_object["message"] == "body: expected a JSON object, got a list"
 
 
 def test_unknown_paths_and_methods_have_the_error_format(serve):
