@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from http import HTTPStatus
+from typing import Any
 
 import h11
 from starlette.exceptions import HTTPException
@@ -81,7 +82,7 @@ class TimedConnection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._expects = ""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:  # those of uvloop have no common base class
         """Start the timeout for request headers."""
         super().connection_made(transport)
         self._update()
