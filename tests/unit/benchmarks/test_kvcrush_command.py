@@ -18,6 +18,7 @@ from benchmarks.kvcrush.config import (
     PaperConfig,
     PromptsConfig,
     QualityConfig,
+    heads_of,
 )
 
 BASE = (Rule("h2o"),)
@@ -56,6 +57,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     small = KVCrushBenchConfig(
         quality=quality,
+        heads=replace(heads_of(quality), tasks=quality.tasks),
         sweeps=replace(quality, tables=SWEEPS),
         fidelity=fidelity,
         long=replace(fidelity, name="long", blocks=0, pyramid=BASE[0], cap=40),
@@ -85,7 +87,7 @@ def test_all_parts_print_claims_and_an_interrupted_run_continues(tmp_path: Path)
 
     assert run["name"] == "bench kvcrush"
     assert list(run["arms"]) == [
-        *("quality", "sweeps", "fidelity", "long", "overhead", "bytes"),
+        *("quality", "heads", "sweeps", "fidelity", "long", "overhead", "bytes"),
     ]
     assert {
         *("quality_gain_mean", "quality_gain_low", "quality_gain_high", "openvino_gain_mean"),
