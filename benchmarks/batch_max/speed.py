@@ -51,8 +51,8 @@ def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
 
     `bm_over_ed_throughput` and `bm_over_fkv_throughput` are those of the claimed pool. Names with
     `_bN` are those of the pool of N rows, names that begin with `continuous_` those of continuous
-    batching.
-
+    batching. `bm_over_ed_equal_quality` compares Batch-Max with decode-only eviction by the same
+    rule under continuous batching, at the cap that part quality found to have the same quality.
     """
     bm = bm_name(config.caps[0])
     made: Numbers = {}
@@ -63,9 +63,12 @@ def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
     for key in dict.fromkeys((t.mode, t.pool, t.arm) for found in rounds for t in found):
         made |= _arm_claims(times_of(rounds, *key))
     if any(t.mode == CONTINUOUS for t in rounds[0]):
-        for arm in config.arms(config.claimed_pool)[1:]:
+        for arm in config.continuous_arms(0)[1:]:
             over = ratio(rounds, CONTINUOUS, config.claimed_pool, arm.name, FKV)
             made[f"continuous_{arm.name}_over_fkv"] = over
+        equal = config.equal_arm.name
+        over = ratio(rounds, CONTINUOUS, config.claimed_pool, bm, equal)
+        made["bm_over_ed_equal_quality"] = over
     return made
 
 
@@ -117,7 +120,7 @@ def _row(
     config: SpeedConfig, rounds: Sequence[Round], mode: str, pool: int, arm: str
 ) -> tuple[str | int | float, ...]:
     times = times_of(rounds, mode, pool, arm)
-    labels = {found.name: found.label for found in config.arms(pool)}
+    labels = {found.name: found.label for found in (*config.arms(pool), config.equal_arm)}
     return (
         f"{pool} x {config.final_tokens:,} tokens, {labels[arm]}",
         len(times),

@@ -1,6 +1,6 @@
 """Times of the arms in one KV memory: in the paper's static batches, and in continuous batching."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -165,10 +165,6 @@ def measure(timer: ArmTimer, config: SpeedConfig) -> Iterator[list[ArmTime]]:
             for pool in config.pools
             for arm in config.arms_of_round(i, pool)
         ]
-        if config.continuous_prompts and i < config.other_repeats:
-            found += _continuous(timer, config.arms(config.claimed_pool))
+        if config.continuous_prompts:
+            found += [timer.continuous(arm) for arm in config.continuous_arms(i)]
         yield found
-
-
-def _continuous(timer: ArmTimer, arms: Sequence[EvictionArm]) -> list[ArmTime]:
-    return [timer.continuous(arm) for arm in arms]

@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from fuzz.case import Case, RequestCase
+from fuzz.draw_more import extend
 from fuzz.rules import draw_codec, draw_rule
 from quire.layout.eviction import parse_policy
 
@@ -36,7 +37,7 @@ def draw(seed: int) -> Case:
     host_room = rng.choice((0, 0.5, 2, 4))
     schedule = _draw_schedule(rng, swaps=bool(host_room))
     pressed = "when=pressure" in evict
-    return Case(
+    case = Case(
         seed=seed,
         model=model,
         exact=exact,
@@ -48,6 +49,7 @@ def draw(seed: int) -> Case:
         schedule=schedule,
         requests=_draw_requests(rng, evict=evict, kv=kv, model=model),
     )
+    return extend(case)
 
 
 def _draw_model(rng: random.Random, *, exact: bool, streams: bool, evicts: bool) -> str:

@@ -18,6 +18,7 @@ from benchmarks.batch_max.quality import (
     claims as quality_claims,
 )
 from benchmarks.batch_max.quality import (
+    equal_decode_share,
     least_good_share,
     over_full,
     quality_over_full,
@@ -259,7 +260,13 @@ def judged(task: str, arm: str, score: float, *, total_s: float = 2.0) -> Judged
     )
 
 
-SMALL = QualityConfig(tasks=("a", "b", "c"), tokens=100, shares=(0.25, 0.5, 0.75), every=4)
+SMALL = QualityConfig(
+    tasks=("a", "b", "c"),
+    tokens=100,
+    shares=(0.25, 0.5, 0.75),
+    decode_shares=(0.1, 0.2),
+    every=4,
+)
 
 
 def table_of(**scores: tuple[float, float, float]) -> list[Judged]:
@@ -279,6 +286,8 @@ def judged_arms(bm_50: tuple[float, float, float]) -> list[Judged]:
         bm_50=bm_50,
         bm_75=(1.0, 0.5, 0.0),
         end_25=(0.25, 0.0, 0.0),
+        decode_10=(0.25, 0.0, 0.0),
+        decode_20=(1.0, 0.5, 0.0),
     )
 
 
@@ -297,6 +306,15 @@ def test_least_good_share_is_smallest_cap_with_all_larger_caps_good():
         replace(c, score=0.0) if c.arm == "bm_75" else c for c in judged_arms((1.0, 0.5, 0.0))
     ]
     assert least_good_share(SMALL, with_one_bad_cap) is None
+
+
+def test_equal_share_is_interpolated_between_measured_caps():
+    """Qualities 1.25 / 3 and 3 / 3; Batch-Max has 2.5 / 3, five sevenths of the way."""
+    found = judged_arms((1.0, 0.5, 0.0))
+
+    assert equal_decode_share(SMALL, found) == pytest.approx(0.1 + 0.1 * 5 / 7)
+    worse = [replace(c, score=0.0) if c.arm == "decode_20" else c for c in found]
+    assert equal_decode_share(SMALL, worse) is None
 
 
 def test_quality_claims_match_hand_computation():

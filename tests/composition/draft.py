@@ -1,0 +1,176 @@
+"""What features ask of a run, and the fuzz case that has all of it."""
+
+import random
+from dataclasses import dataclass, field
+
+from fuzz.build import ROOM_FOR_ALL
+from fuzz.case import Case, RequestCase
+from support import zoo
+
+PAGE_TOKENS, CAP, EVERY, NEW_TOKENS = 4, 20, 4, 8
+SHARED_TOKENS = 16  # of all prompts
+SHORT_TOKENS = 9
+OTHER_TOKENS = (20, 27, 33, 14)
+AMPLE = (ROOM_FOR_ALL,)  # memory for all requests, in units of the largest one
+SCARCE = (0.6, 0.85, 1.1, 1.5, 2.1)
+"""Sizes that are tried one after the other, until every feature has acted."""
+
+DEFAULT_RULE = "h2o:recent=3"
+
+
+@dataclass
+class Draft:
+    """A run that features fill in, each its own part.
+
+    Attributes:
+        rule: name and own options of the eviction rule; None: no token is evicted.
+        evicts: a schedule, a granularity or a budget needs a rule.
+        when, granularity, budget: parts of the eviction's text.
+        default_when: schedule if none is set.
+        codec, window, promoted, plain_layers: parts of the codec's text.
+        kv, schedule: options of `KVConfig` and `ScheduleConfig`.
+        params: arguments of `SamplingParams` of every request.
+        allowed: rules that single requests name.
+        tenants: of the requests, in turn.
+        architecture, times, weights, tiers, preempt_steps, tokenizer: as in `Case`.
+        units: sizes of the KV memory to try.
+        host_units, stream_units: sizes of the swap space and of offload memory.
+        late: the last requests are submitted while the first ones run.
+        urgent: the last request has priority over the others.
+        some_short: the last requests are short, so that their KV grows below a cap.
+        cancels: the second request is cancelled.
+        exact: products in float64; None where codes or evictions need them.
+    """
+
+    rule: str | None = None
+    evicts: bool = False
+    when: str = ""
+    default_when: str = "prefill_and_decode"
+    granularity: str = "token"
+    budget: str = ""
+    codec: str = ""
+    window: str = ""
+    promoted: str = ""
+    plain_layers: str = ""
+    kv: dict[str, object] = field(default_factory=dict)
+    schedule: dict[str, object] = field(default_factory=dict)
+    params: dict[str, object] = field(default_factory=dict)
+    allowed: tuple[str, ...] = ()
+    tenants: tuple[str, ...] = ("default",)
+    architecture: str = "llama"
+    times: int = 1
+    weights: str = ""
+    tiers: tuple[str, ...] = ()
+    preempt_steps: tuple[int, ...] = ()
+    tokenizer: bool = False
+    units: tuple[float, ...] = AMPLE
+    host_units: float = 0.0
+    stream_units: float = 0.0
+    late: bool = False
+    urgent: bool = False
+    some_short: bool = False
+    cancels: bool = False
+    exact: bool | None = None
+
+    # ---- texts ---------------------------------------------------------------------------------
+
+    @property
+    def cap(self) -> int:
+        """Cap of the requests, in tokens."""
+        return CAP + 4 * PAGE_TOKENS * (self.granularity == "page" or self.some_short)
+
+    def eviction(self, rule: str | None = None) -> str:
+        """The eviction as text: with the draft's rule, or another."""
+        rule = rule or self.rule or (DEFAULT_RULE if self._needs_rule else None)
+        if rule is None:
+            return "full"
+        options = [f"cap={self.cap}", f"every={EVERY}", f"when={self.when or self.default_when}"]
+        if self.granularity != "token":
+            options += [f"granularity={self.granularity}", "chunk_tokens=2"]
+        if self.budget:
+            options.append(f"budget={self.budget}")
+        return rule + ("," if ":" in rule else ":") + ",".join(options)
+
+    @property
+    def _needs_rule(self) -> bool:
+        return self.evicts or bool(self.promoted or self.allowed)
+
+    @property
+    def coded(self) -> bool:
+        """Whether KV is stored in codes."""
+        return bool(self.codec or self.window or self.promoted or self.plain_layers)
+
+    def stored(self) -> str:
+        """The codec as text."""
+        if not self.coded:
+            return "none"
+        base = self.codec or ("int2" if self.promoted else "int8")
+        return base + (self.promoted or self.window) + self.plain_layers
+
+    # ---- the case ------------------------------------------------------------------------------
+
+    def case(self, units: float, seed: int = 0) -> Case:
+        """The fuzz case, in KV memory of this size.
+
+        Args:
+            units: size of the KV memory, in units of the largest request.
+            seed: of the prompts.
+        """
+        exact = (self.coded or self.eviction() != "full") if self.exact is None else self.exact
+        kv: dict[str, object] = {
+            "page_tokens": PAGE_TOKENS,
+            "evict": self.eviction(),
+            "codec": self.stored(),
+            "enable_prefix_caching": False,
+        }
+        if exact and not self.eviction().startswith("streaming"):
+            kv["attention"] = "gathered"
+        if self.allowed:
+            kv["evict_allow"] = "all"
+        schedule = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunk_tokens": 16}
+        if len(self.units) > 1:
+            schedule["admission"] = "optimistic"
+        return Case(
+            seed=seed,
+            model=self.architecture + f"*{self.times}" * (self.times > 1),
+            exact=exact,
+            poison=not self.weights and not self.tiers,
+            room=units,
+            host_room=self.host_units,
+            stream_room=self.stream_units,
+            weights=self.weights,
+            tiers=self.tiers,
+            preempt_steps=self.preempt_steps,
+            tokenizer=self.tokenizer,
+            kv=kv | self.kv,
+            schedule=schedule | self.schedule,
+            requests=self._requests(seed),
+        )
+
+    def _requests(self, seed: int) -> tuple[RequestCase, ...]:
+        rng = random.Random(f"composition {seed}")
+        shared = _tokens(rng, SHARED_TOKENS)
+        made = []
+        for number, count in enumerate(OTHER_TOKENS):
+            rule = self.allowed[number % len(self.allowed)] if self.allowed else None
+            late = number >= len(OTHER_TOKENS) // 2
+            made.append(
+                RequestCase(
+                    prompt=_tokens(rng, SHORT_TOKENS)
+                    if late and self.some_short
+                    else (*shared, *_tokens(rng, count)),
+                    params={"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number}
+                    | {"temperature": 0.0, "logprobs": 0}
+                    | self.params,
+                    step=9 * late * self.late,
+                    priority=-1 if self.urgent and number == len(OTHER_TOKENS) - 1 else 0,
+                    tenant=self.tenants[number % len(self.tenants)],
+                    evict=None if rule is None else self.eviction(rule),
+                    cancel_step=7 if self.cancels and number == 1 else None,
+                )
+            )
+        return tuple(made)
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(count))

@@ -1,0 +1,124 @@
+"""Eviction: rules by family, schedules, granularities, budgets, rules of requests."""
+
+from composition.draft import CAP
+from composition.feature import Feature, setting
+from composition.ran import Ran
+
+RULES = {
+    "sinks": ("sinks:sinks=2", "first and newest tokens"),
+    "streaming": ("streaming:sinks=2", "the same, positions re-rotated"),
+    "random": ("random", "random tokens"),
+    "h2o": ("h2o:recent=3", "sums of attention"),
+    "average": ("average", "mean attention (Batch-Max)"),
+    "tova": ("tova", "attention of the last query"),
+    "snapkv": ("snapkv:window=4", "attention of a window of queries"),
+    "expected_attention": ("expected_attention:future=16", "moments of queries"),
+    "keydiff": ("keydiff", "keys"),
+    "lagkv": ("lagkv:lag=4,sinks=2", "keys and values of later tokens"),
+    "value_norm": ("value_norm:base=(h2o:recent=3)", "values, around another rule"),
+    "rkv": ("rkv:window=4", "redundancy"),
+    "kvcrush": ("kvcrush:base=(h2o:recent=3),share=0.5", "representatives, around another rule"),
+    "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
+}
+ALLOWED = ("h2o:recent=3", "tova", "sinks:sinks=2", "keydiff")
+
+
+def _before_end_of_prompt(ran: Ran) -> bool:
+    return any(e.num_computed < length for length, found in ran.traces for e in found)
+
+
+def _at_end_of_prompt(ran: Ran) -> bool:
+    return any(e.num_computed == length for length, found in ran.traces for e in found)
+
+
+def _after_prompt(ran: Ran) -> bool:
+    return any(e.num_computed > length for length, found in ran.traces for e in found)
+
+
+def _unequal_lanes(ran: Ran) -> bool:
+    return any(len(set(lengths)) > 1 for lengths in ran.lengths())
+
+
+def _several_rules(ran: Ran) -> bool:
+    names = {f"r{n}" for n, r in enumerate(ran.case.requests) if r.evict is not None}
+    evicted = {n for n in names if ran.scarce.answers[n].usage.evicted_tokens}
+    return len(evicted) > 1
+
+
+SCHEDULES = {
+    "prefill_and_decode": (setting(when="prefill_and_decode", evicts=True), _before_end_of_prompt),
+    "prefill_end": (setting(when="prefill_end", evicts=True), _at_end_of_prompt),
+    "decode": (setting(when="decode", evicts=True), _after_prompt),
+    "pressure": (
+        setting(when="pressure", evicts=True, units=(0.6, 0.8, 1.0, 1.3, 1.6)),
+        lambda ran: ran.happened("evicted pressure"),
+    ),
+}
+BUDGETS = {
+    "pyramid": "(pyramid:beta=4)",
+    "by_layer": f"(by_layer:caps={CAP + 3}/{CAP - 3})",
+    "scissors": "scissors",
+    "squeeze": "squeeze",
+    "lazy": "(lazy:last=4,threshold=0.3)",
+    "fastgen": "(fastgen:share=0.8)",
+    "ada": "ada",
+}
+AFTER_PROMPT = ("squeeze", "lazy", "fastgen")  # their default schedule here
+
+FEATURES = (
+    *(
+        Feature(
+            name=name,
+            group="eviction rule",
+            option=f"`--evict {text}`: {basis}",
+            draw=setting(rule=text),
+            acted=lambda ran: ran.evicted,
+            alone_in="rule",
+        )
+        for name, (text, basis) in RULES.items()
+    ),
+    *(
+        Feature(
+            name=name,
+            group="eviction schedule",
+            option=f"`when={name}`",
+            draw=draw,
+            acted=acted,
+            alone_in="when",
+        )
+        for name, (draw, acted) in SCHEDULES.items()
+    ),
+    *(
+        Feature(
+            name=f"{name} granularity",
+            group="eviction granularity",
+            option=f"`granularity={name}`",
+            draw=setting(granularity=name, evicts=True),
+            acted=lambda ran: ran.evicted,
+            alone_in="granularity",
+        )
+        for name in ("chunk", "page")
+    ),
+    *(
+        Feature(
+            name=f"{name} budget",
+            group="eviction budget",
+            option=f"`budget={text}`",
+            draw=setting(
+                budget=text,
+                evicts=True,
+                default_when="prefill_end" if name in AFTER_PROMPT else "prefill_and_decode",
+            ),
+            acted=_unequal_lanes,
+            alone_in="budget",
+        )
+        for name, text in BUDGETS.items()
+    ),
+    Feature(
+        name="rules of requests",
+        group="eviction rule",
+        option="`--evict-allow all`, and requests name rules",
+        draw=setting(allowed=ALLOWED),
+        acted=_several_rules,
+    ),
+)
