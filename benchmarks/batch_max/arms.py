@@ -61,10 +61,13 @@ def prefill_end(cap: int) -> EvictionArm:
 
 
 def decode_by_rule(cap: int, every: int) -> EvictionArm:
-    """Decode-only eviction by the average attention rule: the whole prompt is prefilled first."""
+    """Decode-only eviction by the average attention rule: the whole prompt is prefilled first.
+
+    At most half of the cap is evicted at once.
+    """
     return EvictionArm(
         name=decode_name(cap),
-        evict=f"average:cap={cap},every={every},when=decode",
+        evict=f"average:cap={cap},every={min(every, cap // 2)},when=decode",
         label=f"decode only, cap {cap:,}",
     )
 

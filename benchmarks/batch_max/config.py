@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.batch_max.arms import ED, FKV, EvictionArm, arms_of, bm_name, decode_by_rule
+from benchmarks.batch_max.arms import (
+    ED,
+    FKV,
+    EvictionArm,
+    arms_of,
+    batch_max,
+    bm_name,
+    decode_by_rule,
+    decode_only,
+    full_kv,
+)
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError
 
@@ -32,6 +42,7 @@ class SpeedConfig:
         repeats: interleaved rounds of the claimed variants in the claimed pool.
         other_repeats: number of first rounds that also run all other variants and pools.
         continuous_prompts: requests submitted at once to the default engine; 0 skips this run.
+        equal_prompts: requests of part equal_quality, submitted at once to the default engine.
         equal_share: cap of decode-only eviction, as a fraction of the prompt, that has the quality
             of Batch-Max at its first cap: claim `equal_quality_decode_share` of part quality.
     """
@@ -46,7 +57,8 @@ class SpeedConfig:
     claimed_pool: int = 2
     repeats: int = 5
     other_repeats: int = 1
-    continuous_prompts: int = 16
+    continuous_prompts: int = 8
+    equal_prompts: int = 16
     equal_share: float = EQUAL_SHARE
 
     def __post_init__(self) -> None:
@@ -79,14 +91,14 @@ class SpeedConfig:
     @property
     def equal_arm(self) -> EvictionArm:
         """Decode-only eviction with the quality of Batch-Max at its first cap."""
-        return decode_by_rule(int(self.equal_share * self.prompt_tokens), self.every)
+        cap = int(self.equal_share * self.prompt_tokens)
+        return decode_by_rule(cap, self.every)
 
-    def continuous_arms(self, number: int) -> tuple[EvictionArm, ...]:
-        """Arms of round `number`, from 0, with continuous batching."""
-        if number < self.other_repeats:
-            return (*self.arms(self.claimed_pool), self.equal_arm)
-        bm = bm_name(self.caps[0])
-        return (*(arm for arm in self.arms(self.claimed_pool) if arm.name == bm), self.equal_arm)
+    def equal_arms(self, number: int) -> tuple[EvictionArm, ...]:
+        """Arms of round `number`, from 0, of part equal_quality."""
+        bm = batch_max(self.caps[0], self.every)
+        others = (full_kv(), decode_only(2)) if number < self.other_repeats else ()
+        return (*others, bm, self.equal_arm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +172,7 @@ QUICK_BATCH_MAX = BatchMaxConfig(
         pools=(2,),
         repeats=1,
         continuous_prompts=4,
+        equal_prompts=4,
     ),
     quality=QualityConfig(
         tasks=("lines", "niah", "labels"),

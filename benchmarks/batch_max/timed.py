@@ -97,11 +97,11 @@ class ArmTimer:
             return self.static(arm, pool)
         return self._time(STATIC, arm, pool, engine, done)
 
-    def continuous(self, arm: EvictionArm) -> ArmTime:
+    def continuous(self, arm: EvictionArm, num_prompts: int) -> ArmTime:
         """Run many requests at once with continuous batching and chunked prefill."""
         pool = self._config.claimed_pool
         engine = self._engine(arm, pool, ScheduleConfig(low_watermark=1.0))
-        prompts = self._prompts(self._config.continuous_prompts, self._config.prompt_tokens)
+        prompts = self._prompts(num_prompts, self._config.prompt_tokens)
         done = generate_all(engine, prompts, self._config.new_tokens)
         return self._time(CONTINUOUS, arm, pool, engine, done)
 
@@ -165,6 +165,7 @@ def measure(timer: ArmTimer, config: SpeedConfig) -> Iterator[list[ArmTime]]:
             for pool in config.pools
             for arm in config.arms_of_round(i, pool)
         ]
-        if config.continuous_prompts:
-            found += [timer.continuous(arm) for arm in config.continuous_arms(i)]
+        if config.continuous_prompts and i < config.other_repeats:
+            arms = config.arms(config.claimed_pool)
+            found += [timer.continuous(arm, config.continuous_prompts) for arm in arms]
         yield found

@@ -13,6 +13,9 @@ from benchmarks.batch_max import timed
 from benchmarks.batch_max.arms import arms_of, batch_max, decode_only, full_kv
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import TASKS, BatchMaxConfig, QualityConfig, SpeedConfig
+from benchmarks.batch_max.equal import claims as equal_claims
+from benchmarks.batch_max.equal import run_equal
+from benchmarks.batch_max.floor import Limits, floor_claims
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
 from benchmarks.batch_max.quality import (
     claims as quality_claims,
@@ -227,6 +230,47 @@ def test_all_arms_run_in_all_pools_and_with_continuous_batching(monkeypatch: pyt
         assert 0 < time["peak_bytes"] <= time["kv_bytes"]
         assert time["mode"] == CONTINUOUS or time["preemptions"] == 0
     assert set(result.charts[0].lines) == {"FKV", "ED, cap 2", "BM, cap 28"}
+
+
+def test_equal_quality_compares_medians_of_ratios_of_both_arms():
+    """224 x 0.1875 = 42 tokens; 50 / 25 and 40 / 25 in two rounds."""
+    first = [
+        arm_time("fkv", 10.0, mode=CONTINUOUS),
+        arm_time("ed_2", 20.0, mode=CONTINUOUS),
+        arm_time("bm_56", 50.0, mode=CONTINUOUS),
+        arm_time("decode_42", 25.0, mode=CONTINUOUS),
+    ]
+    second = [replace(first[2], tokens_per_s=40.0), first[3]]
+
+    made = equal_claims(TINY, [first, second])
+
+    assert made["bm_over_ed_equal_quality"] == pytest.approx(1.8)
+    assert made["continuous_bm_56_tokens_per_s"] == 45.0
+
+
+def test_equal_quality_runs_both_arms_in_every_round():
+    small = replace(TINY, prompt_tokens=64, new_tokens=8, caps=(24,), repeats=2, equal_prompts=3)
+    result = run_equal(small)
+
+    [table] = result.tables
+    assert [row[:2] for row in table.rows] == [
+        ("FKV", 1),
+        ("ED, cap 2", 1),
+        ("BM, cap 24", 2),
+        ("decode only, cap 12", 2),
+    ]
+
+
+def test_floor_ratios_are_those_of_the_documents_example():
+    """docs/maximize-batch.md, with rates of 23.8 GB/s, 2 TFLOP/s and 64-row products: 1.9, 2.6."""
+    limits = Limits(
+        read_bytes_per_s=23.8e9, flops_per_s=2e12, block_flops_per_s=2 * 64 * 2048 * 2048 / 0.55e-3
+    )
+
+    made = floor_claims(BatchMaxConfig().speed, limits, {"fkv": 2, "ed_2": 2, "bm_896": 8})
+
+    assert round(made["floor_bm_over_ed"], 1) == 1.9
+    assert round(made["floor_bm_over_fkv"], 1) == 2.6
 
 
 def test_invalid_lengths_raise():
