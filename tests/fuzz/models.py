@@ -5,10 +5,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from fuzz.case import Case
 from quire.eviction.calibration import measure, read_vectors
 from quire.kv.coded_layers import write_constants
 from quire.layout.kv_format import fill_plain, read_format
+from quire.models import adapter
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel, load_model
 from quire.models.native.select import make_decoder
@@ -18,6 +21,7 @@ from support.engines import load
 from support.streamed import load_streamed
 
 STAY = "stay="
+PLAIN = "plain"  # layers that are not packed, as offloaded ones
 EOS_TOKEN_ID = 1
 LEARNT_FROM = [2 + (i * i + 3 * i) % 61 for i in range(400)]
 
@@ -29,7 +33,7 @@ def model_of(case: Case) -> LoadedModel:
 
 def resident_model_of(case: Case) -> LoadedModel:
     """The same weights, all on the device."""
-    weights = "" if case.weights.startswith(STAY) else case.weights
+    weights = PLAIN if case.weights.startswith(STAY) else case.weights
     return _with_tokenizer(_loaded(case.model, weights), case)
 
 
@@ -50,6 +54,10 @@ def _loaded(name: str, weights: str) -> LoadedModel:
         return load_streamed(
             architecture, stay=int(weights.removeprefix(STAY)), times=repeated or 3
         )
+    if weights == PLAIN:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "fastest_products", lambda: None)
+            return load(architecture, times=repeated, impl="transformers")
     if not weights:
         return load(architecture, times=repeated)
     decoder = make_decoder(

@@ -60,7 +60,7 @@ BUDGETS = {
     "scissors": "scissors",
     "squeeze": "squeeze",
     "lazy": "(lazy:last=4,threshold=0.3)",
-    "fastgen": "(fastgen:share=0.8)",
+    "fastgen": "(fastgen:share=0.5)",
     "ada": "ada",
 }
 AFTER_PROMPT = ("squeeze", "lazy", "fastgen")  # their default schedule here
