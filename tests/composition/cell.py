@@ -11,14 +11,14 @@ from composition.feature import Feature
 from composition.ran import Ran
 from fuzz.build import ROOM_FOR_ALL, products, with_tiers
 from fuzz.case import Case
-from fuzz.models import STAY
+from fuzz.models import PLAIN, STAY
 from fuzz.run import Outcome, Refused, answer_amply, check_run, require_options, run_scarce
 from fuzz.watch import Watched
 from quire.errors import ConfigError, NeverFits, RequestError
 
 WORKS, REFUSED, INERT, FAILED = "works", "refused", "inert", "failed"
 KEPT_ANSWERS = 100  # runs in ample memory
-SEEDS = 2  # prompts, tried where a feature did not act
+SEEDS = 4  # prompts, tried where a feature did not act
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ _COMPUTED_BY = ("page_tokens", "codec", "evict", "evict_allow", "attention")
 def _ample(case: Case) -> Watched:
     """The answers in ample memory, which many cases share."""
     kv = {name: case.kv[name] for name in _COMPUTED_BY if name in case.kv}
-    weights = "" if case.weights.startswith(STAY) else case.weights
+    weights = PLAIN if case.weights.startswith(STAY) else case.weights
     invariant = case.schedule.get("batch_invariant")
     requests = [(r.prompt, r.params, r.evict) for r in case.requests]
     key = repr((case.model, weights, case.exact, case.tokenizer, kv, invariant, requests))

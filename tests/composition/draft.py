@@ -10,6 +10,7 @@ from support import zoo
 PAGE_TOKENS, CAP, EVERY, NEW_TOKENS = 4, 20, 4, 8
 SHARED_TOKENS = 16  # of all prompts
 SHORT_TOKENS = 9
+LARGER = 4 * PAGE_TOKENS  # of caps and prompts, where pages are evicted or KV has to grow
 OTHER_TOKENS = (20, 27, 33, 14)
 AMPLE = (ROOM_FOR_ALL,)  # memory for all requests, in units of the largest one
 SCARCE = (0.6, 0.85, 1.1, 1.5, 2.1)
@@ -77,7 +78,11 @@ class Draft:
     @property
     def cap(self) -> int:
         """Cap of the requests, in tokens."""
-        return CAP + 4 * PAGE_TOKENS * (self.granularity == "page" or self.some_short)
+        return CAP + LARGER * self._has_larger_cap
+
+    @property
+    def _has_larger_cap(self) -> bool:
+        return self.granularity == "page" or self.some_short
 
     def eviction(self, rule: str | None = None) -> str:
         """The eviction as text: with the draft's rule, or another."""
@@ -151,7 +156,8 @@ class Draft:
         rng = random.Random(f"composition {seed}")
         shared = _tokens(rng, SHARED_TOKENS)
         made = []
-        for number, count in enumerate(OTHER_TOKENS):
+        for number, tokens in enumerate(OTHER_TOKENS):
+            count = tokens + LARGER * self._has_larger_cap
             rule = self.allowed[number % len(self.allowed)] if self.allowed else None
             late = number >= len(OTHER_TOKENS) // 2
             made.append(

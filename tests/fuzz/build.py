@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -110,7 +110,9 @@ def scarce_engine(case: Case, unit_bytes: int) -> Engine:
         ConfigError, NeverFits: also many times that memory is too small.
     """
     if case.room >= ROOM_FOR_ALL:
-        return _start(case, *(int(n * unit_bytes) for n in _rooms(case)))
+        with suppress(ConfigError):  # the refusal follows, or more memory is needed
+            return _start(case, *(int(n * unit_bytes) for n in _rooms(case)))
+        try_options(case)
     for growth in range(MOST_GROWTHS):
         scale = unit_bytes * GROWTH**growth
         sizes = [int(room * scale) for room in _rooms(case)]

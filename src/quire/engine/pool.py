@@ -32,7 +32,7 @@ from quire.kv.stores.registry import (
 )
 from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
-from quire.layout.eviction import EvictionSpec
+from quire.layout.eviction import PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout
 from quire.models.loader import LoadedModel
@@ -232,6 +232,12 @@ def _check_store(config: KVConfig, rules: EvictionRules) -> None:
         raise UnsoundCombination(
             f"store {config.store!r} reserves lanes before prefill, and the budget of "
             f"{config.evict!r} divides the cap later; use --kv-store paged, or leave out budget"
+        )
+    if config.store == "contiguous_max" and rules.default.when == PRESSURE and rules.default.evicts:
+        raise UnsoundCombination(
+            f"store {config.store!r} reserves the longest lane of a request until its end, so "
+            "when=pressure could free no memory; use --kv-store paged or contiguous_growing, or "
+            "another when="
         )
     if config.store != "paged" and config.evict_allow.strip() not in ("", "none"):
         raise UnsoundCombination(

@@ -1,8 +1,8 @@
 """Eviction: rules by family, schedules, granularities, budgets, rules of requests."""
 
-from composition.draft import CAP
 from composition.feature import Feature, setting
 from composition.ran import Ran
+from quire.layout.eviction import parse_policy
 
 RULES = {
     "sinks": ("sinks:sinks=2", "first and newest tokens"),
@@ -39,6 +39,12 @@ def _unequal_lanes(ran: Ran) -> bool:
     return any(len(set(lengths)) > 1 for lengths in ran.lengths())
 
 
+def _not_uniform(ran: Ran) -> bool:
+    """Some lane retains more or less than the cap: a budget without a fixed total."""
+    cap = parse_policy(str(ran.case.kv["evict"])).options["cap"]
+    return any(length != int(cap) for lengths in ran.lengths() for length in lengths)
+
+
 def _several_rules(ran: Ran) -> bool:
     names = {f"r{n}" for n, r in enumerate(ran.case.requests) if r.evict is not None}
     evicted = {n for n in names if ran.scarce.answers[n].usage.evicted_tokens}
@@ -56,10 +62,10 @@ SCHEDULES = {
 }
 BUDGETS = {
     "pyramid": "(pyramid:beta=4)",
-    "by_layer": f"(by_layer:caps={CAP + 3}/{CAP - 3})",
+    "by_layer": "(by_layer:factors=1.2/0.8)",
     "scissors": "scissors",
     "squeeze": "squeeze",
-    "lazy": "(lazy:last=4,threshold=0.3)",
+    "lazy": "(lazy:last=4,threshold=0.5)",
     "fastgen": "(fastgen:share=0.5)",
     "ada": "ada",
 }
@@ -109,7 +115,7 @@ FEATURES = (
                 evicts=True,
                 default_when="prefill_end" if name in AFTER_PROMPT else "prefill_and_decode",
             ),
-            acted=_unequal_lanes,
+            acted=_not_uniform if name in AFTER_PROMPT else _unequal_lanes,
             alone_in="budget",
         )
         for name, text in BUDGETS.items()

@@ -17,7 +17,7 @@ FEATURES = tuple(
         name=name,
         group="model",
         option=option,
-        draw=setting(architecture=architecture),
+        draw=setting(architecture=architecture, times=2 if architecture == "gpt_oss" else 1),
         acted=lambda ran: ran.outcome.compared > 0,
         alone_in="model",
     )

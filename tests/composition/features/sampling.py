@@ -7,6 +7,7 @@ from composition.ran import Ran
 
 ALLOWED = list(range(2, 12))
 FORCED = 77
+STOPS = "abcdefghijklm"
 PATTERN = "[a-d]{2}-[0-9]{3,12}"
 
 
@@ -113,13 +114,14 @@ FEATURES = (
         "stop_token_ids",
         "`stop_token_ids`",
         lambda ran: any(c.finish_reason == "stop" for c in ran.choices),
-        stop_token_ids=list(range(2, 128, 3)),
+        stop_token_ids=list(range(2, 128, 6)),
+        max_tokens=16,
     ),
     Feature(
         name="stop texts",
         group="sampling",
         option="`stop`",
-        draw=setting(params={"stop": [*"aeioutns"]}, tokenizer=True),
+        draw=setting(params={"stop": [*STOPS], "max_tokens": 16}, tokenizer=True),
         acted=lambda ran: any(isinstance(c.stop_reason, str) for c in ran.choices),
     ),
     Feature(

@@ -1,6 +1,6 @@
 """How pages store numbers, and where: codecs, full-precision tokens, mixed precision, stores."""
 
-from composition.draft import OTHER_TOKENS, SHARED_TOKENS
+from composition.draft import LARGER, OTHER_TOKENS, SHARED_TOKENS
 from composition.feature import Feature, setting
 from composition.ran import Ran
 
@@ -38,7 +38,7 @@ def _stored_in(name: str):
     return lambda ran: ran.scarce.engine.pool.store == name and ran.stats.kv_peak_bytes > 0
 
 
-LONGEST = SHARED_TOKENS + max(OTHER_TOKENS) + 40
+LONGEST = SHARED_TOKENS + max(OTHER_TOKENS) + LARGER + 40
 
 FEATURES = (
     *(
