@@ -16,6 +16,7 @@ AMPLE = (ROOM_FOR_ALL,)  # memory for all requests, in units of the largest one
 SCARCE = (0.6, 0.85, 1.1, 1.5, 2.1)
 """Sizes that are tried one after the other, until every feature has acted."""
 
+ONE_IN_TWO = ("gpt_oss",)  # zoo models of two layers, one of them with a sliding window
 DEFAULT_RULE = "h2o:recent=3"
 
 
@@ -93,7 +94,9 @@ class Draft:
         if self.granularity != "token":
             options += [f"granularity={self.granularity}", "chunk_tokens=2"]
         if self.budget:
-            options.append(f"budget={self.budget}")
+            layers = self.times * (1 if self.architecture in ONE_IN_TWO else 2)
+            factors = "/".join(["1.2", "0.8"] * (layers // 2))
+            options.append(f"budget={self.budget}".replace("{factors}", factors))
         return rule + ("," if ":" in rule else ":") + ",".join(options)
 
     @property

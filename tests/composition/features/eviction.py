@@ -62,7 +62,7 @@ SCHEDULES = {
 }
 BUDGETS = {
     "pyramid": "(pyramid:beta=4)",
-    "by_layer": "(by_layer:factors=1.2/0.8)",
+    "by_layer": "(by_layer:factors={factors})",
     "scissors": "scissors",
     "squeeze": "squeeze",
     "lazy": "(lazy:last=4,threshold=0.5)",
@@ -109,7 +109,7 @@ FEATURES = (
         Feature(
             name=f"{name} budget",
             group="eviction budget",
-            option=f"`budget={text}`",
+            option=f"`budget={text}`".replace("{factors}", "1.2/0.8"),
             draw=setting(
                 budget=text,
                 evicts=True,
