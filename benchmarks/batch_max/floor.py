@@ -15,7 +15,8 @@ from benchmarks.roofline.rates import RateProbe
 from quire.layout.config import dtype_bytes
 from quire.layout.model import ModelSpec
 from quire.plan.static_run import row_steps, run_seconds
-from quire.policies.eviction import LaneShape, make_eviction
+from quire.policies.eviction import make_eviction
+from quire.policies.lane_shape import LaneShape
 
 BUFFER_BYTES = 256 << 20
 _LANES = LaneShape(num_layers=1, heads=1, page_tokens=1, page_bytes=1)  # caps are in tokens

@@ -11,6 +11,7 @@ PAGE_TOKENS, CAP, EVERY, NEW_TOKENS = 4, 20, 4, 8
 SHARED_TOKENS = 16  # of all prompts
 SHORT_TOKENS = 9
 LARGER = 4 * PAGE_TOKENS  # of caps and prompts, where pages are evicted or KV has to grow
+LONG = 120  # of prompts, where the smallest memory is large
 OTHER_TOKENS = (20, 27, 33, 14)
 AMPLE = (ROOM_FOR_ALL,)  # memory for all requests, in units of the largest one
 SCARCE = (0.6, 0.85, 1.1, 1.5, 2.1)
@@ -88,7 +89,7 @@ class Draft:
     def eviction(self, rule: str | None = None) -> str:
         """The eviction as text: with the draft's rule, or another."""
         rule = rule or self.rule or (DEFAULT_RULE if self._needs_rule else None)
-        if rule is None:
+        if rule in (None, "full"):
             return "full"
         options = [f"cap={self.cap}", f"every={EVERY}", f"when={self.when or self.default_when}"]
         if self.granularity != "token":
@@ -160,7 +161,7 @@ class Draft:
         shared = _tokens(rng, SHARED_TOKENS)
         made = []
         for number, tokens in enumerate(OTHER_TOKENS):
-            count = tokens + LARGER * self._has_larger_cap
+            count = tokens + LARGER * self._has_larger_cap + LONG * bool(self.allowed)
             rule = self.allowed[number % len(self.allowed)] if self.allowed else None
             late = number >= len(OTHER_TOKENS) // 2
             made.append(

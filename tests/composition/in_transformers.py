@@ -6,14 +6,12 @@ import torch
 
 from composition.draft import AMPLE, NEW_TOKENS, PAGE_TOKENS, Draft
 from composition.ran import Ran
-from fuzz.case import Case
+from fuzz.case import Case, RequestCase
 from fuzz.run import Differs, Outcome, answer_amply
 from fuzz.watch import Watched
 from quire.config.sampling_params import SamplingParams
 from quire.hf import DynamicBatch, QuireCache
 from support import zoo
-
-DYNAMIC = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
 
 
 def run_cache(draft: Draft) -> Ran:
@@ -68,7 +66,7 @@ def run_dynamic(draft: Draft) -> Ran:
         options["codec"] = case.kv["codec"]
     batch = DynamicBatch(_model(case), batch_size=2, batcher=batcher, **options)
     handles = [
-        batch.submit(list(request.prompt), sampling=SamplingParams(**request.params))
+        batch.submit(list(request.prompt), sampling=SamplingParams(**_wanted(request, draft)))
         for request in case.requests
     ]
     _drive(batch, handles, case)
@@ -81,6 +79,11 @@ def run_dynamic(draft: Draft) -> Ran:
     ran = Ran(case, ample, ample, _compared())
     ran.scarce.peaks["waiting"] = max(ran.scarce.peaks["waiting"], len(handles) - 2)
     return ran
+
+
+def _wanted(request: RequestCase, draft: Draft) -> dict[str, object]:
+    """Sampling options of a request, without the log-probabilities of every run."""
+    return {n: v for n, v in request.params.items() if n != "logprobs" or n in draft.params}
 
 
 def _drive(batch: DynamicBatch, handles: list, case: Case) -> None:

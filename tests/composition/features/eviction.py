@@ -20,7 +20,7 @@ RULES = {
     "kvcrush": ("kvcrush:base=(h2o:recent=3),share=0.5", "representatives, around another rule"),
     "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
 }
-ALLOWED = ("h2o:recent=3", "tova", "sinks:sinks=2", "keydiff")
+ALLOWED = ("h2o:recent=3", "tova", "full", "keydiff")
 
 
 def _before_end_of_prompt(ran: Ran) -> bool:
@@ -46,9 +46,8 @@ def _not_uniform(ran: Ran) -> bool:
 
 
 def _several_rules(ran: Ran) -> bool:
-    names = {f"r{n}" for n, r in enumerate(ran.case.requests) if r.evict is not None}
-    evicted = {n for n in names if ran.scarce.answers[n].usage.evicted_tokens}
-    return len(evicted) > 1
+    named = [(f"r{n}", r.evict) for n, r in enumerate(ran.case.requests) if r.evict != "full"]
+    return len({rule for n, rule in named if ran.scarce.answers[n].usage.evicted_tokens}) > 1
 
 
 SCHEDULES = {
@@ -66,7 +65,7 @@ BUDGETS = {
     "scissors": "scissors",
     "squeeze": "squeeze",
     "lazy": "(lazy:last=4,threshold=0.5)",
-    "fastgen": "(fastgen:share=0.5)",
+    "fastgen": "(fastgen:share=0.85)",
     "ada": "ada",
 }
 AFTER_PROMPT = ("squeeze", "lazy", "fastgen")  # their default schedule here

@@ -3,6 +3,7 @@
 from composition.feature import Feature, setting
 from composition.in_transformers import run_cache, run_dynamic
 
+OF_TEXTS = ("structured output", "stop texts")
 EVICTION = ("eviction schedule", "eviction granularity", "eviction budget")
 
 FEATURES = (
@@ -13,7 +14,7 @@ FEATURES = (
         draw=setting(),
         acted=lambda ran: True,
         alone_in="Transformers",
-        only_with=("eviction rule", *EVICTION, "codec", "model"),
+        only_with=("eviction rule", *EVICTION, "model"),
         never_with=("rules of requests", "pressure"),
         run=run_cache,
     ),
@@ -25,7 +26,7 @@ FEATURES = (
         acted=lambda ran: True,
         alone_in="Transformers",
         only_with=("batcher", "model", "sampling"),
-        never_with=("baton_pd on the host", "prompt_logprobs", "structured output", "stop texts"),
+        never_with=("baton_pd on the host", *OF_TEXTS, "logprobs", "prompt_logprobs"),
         run=run_dynamic,
     ),
 )
