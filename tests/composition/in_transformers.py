@@ -7,11 +7,13 @@ import torch
 from composition.draft import AMPLE, NEW_TOKENS, PAGE_TOKENS, Draft
 from composition.ran import Ran
 from fuzz.case import Case, RequestCase
+from fuzz.models import constants_of
 from fuzz.run import Differs, Outcome, answer_amply
 from fuzz.watch import Watched
 from quire.config.sampling_params import SamplingParams
 from quire.hf import DynamicBatch, QuireCache
 from support import zoo
+from support.byte_tokenizer import byte_tokenizer
 
 
 def run_cache(draft: Draft) -> Ran:
@@ -22,9 +24,9 @@ def run_cache(draft: Draft) -> Ran:
     longest = max(len(r.prompt) for r in case.requests)
     rows = [[0] * (longest - len(r.prompt)) + list(r.prompt) for r in case.requests]
     mask = [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in case.requests]
-    codec = {} if case.kv["codec"] == "none" else {"codec": case.kv["codec"]}
     options = {"page_tokens": PAGE_TOKENS, "max_tokens": longest + NEW_TOKENS, "verify": False}
-    with QuireCache(model, str(case.kv["evict"]), **options, **codec) as cache:
+    options |= {"codec": case.kv["codec"], "constants": _constants(case)}
+    with QuireCache(model, str(case.kv["evict"]), **options) as cache:
         found = model.generate(
             torch.tensor(rows),
             attention_mask=torch.tensor(mask),
@@ -61,9 +63,11 @@ def run_dynamic(draft: Draft) -> Ran:
     case = draft.case(AMPLE[0])
     ample = answer_amply(case)
     batcher = str(draft.schedule.get("batcher", "baton_pd")).partition(":")[0]
-    options = {} if case.kv["evict"] == "full" else {"evict": case.kv["evict"]}
-    if case.kv["codec"] != "none":
-        options["codec"] = case.kv["codec"]
+    options = {"policy": case.kv["evict"], "codec": case.kv["codec"]}
+    if case.tokenizer:
+        options["tokenizer"] = byte_tokenizer()
+    if draft.evicts or draft.rule or draft.coded:
+        options["page_tokens"] = PAGE_TOKENS
     batch = DynamicBatch(_model(case), batch_size=2, batcher=batcher, **options)
     handles = [
         batch.submit(list(request.prompt), sampling=SamplingParams(**_wanted(request, draft)))
@@ -79,6 +83,10 @@ def run_dynamic(draft: Draft) -> Ran:
     ran = Ran(case, ample, ample, _compared())
     ran.scarce.peaks["waiting"] = max(ran.scarce.peaks["waiting"], len(handles) - 2)
     return ran
+
+
+def _constants(case: Case) -> str | None:
+    return constants_of(case.model, str(case.kv["codec"])) or None
 
 
 def _wanted(request: RequestCase, draft: Draft) -> dict[str, object]:

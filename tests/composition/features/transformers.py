@@ -14,7 +14,7 @@ FEATURES = (
         draw=setting(),
         acted=lambda ran: True,
         alone_in="Transformers",
-        only_with=("eviction rule", *EVICTION, "model"),
+        only_with=("eviction rule", *EVICTION, "codec", "model"),
         never_with=("rules of requests", "pressure"),
         run=run_cache,
     ),
