@@ -8,7 +8,8 @@ from typing import Any
 RESULTS = Path("docs/results/composition.json")
 INTRODUCTION = """# Composition
 
-Every feature of Quire works with every other one, or the combination is refused with the reason.
+The aim is that every feature of Quire works with every other one, or the combination is refused
+with the reason. Cells below that are inert or failed are open.
 This page is generated from runs: `python -m tests.composition --size 2` runs all pairs of the
 features below on tiny random models, and `--size 3` a sample of triples. Options of one text,
 such as two codecs, exclude each other and are no pair.

@@ -5,7 +5,7 @@ from composition.feature import Feature, both, setting
 from composition.ran import Ran
 
 OFTEN = (5, 9, 12, 15)
-OFFLOADS = setting(times=2, units=SCARCE, stream_units=8.0)
+OFFLOADS = setting(times=3, units=SCARCE, stream_units=8.0, default_when="decode")
 
 
 def _offload(**options: object):
