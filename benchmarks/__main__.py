@@ -23,6 +23,7 @@ from benchmarks.prefill.command import prefill
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
 from benchmarks.roofline.command import roofline
+from benchmarks.serve.command import serve
 from benchmarks.server_load.command import server_load
 from benchmarks.soak.command import soak
 from benchmarks.stack.command import stack
@@ -47,6 +48,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "prefill": prefill,
     "overhead": overhead,
+    "serve": serve,
     "soak": soak,
     "server-load": server_load,
     "memory": memory,

@@ -7,12 +7,11 @@ generated:
 """
 
 import ast
-import json
 import re
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +29,19 @@ turns colours off. With `--json`, standard output is one line of JSON, and other
 to standard error.
 """
 FLOORS = (
-    *("cli", "serve", "hf", "evals", "profile", "api", "sim", "engine", "offload", "eviction"),
+    *(
+        "cli",
+        "serve",
+        "hf",
+        "bench",
+        "evals",
+        "profile",
+        "api",
+        "sim",
+        "engine",
+        "offload",
+        "eviction",
+    ),
     *("sampling", "scheduler", "tenancy", "kv", "models", "kernels", "policies", "codecs", "plan"),
     *("config", "layout"),
 )
@@ -148,24 +159,11 @@ def excluded() -> str:
 
 
 def server_fields() -> str:
-    """Fields of a request that the server ignores, and those that it refuses."""
-    from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED
+    """Fields of a request that the server ignores."""
+    from quire.serve.fields import IGNORED
 
-    rows = [
-        (
-            f"`{name}`",
-            ", ".join(f"`{json.dumps(value)}`" for value in nothing),
-            _instead(INSTEAD, name),
-        )
-        for name, nothing in UNSUPPORTED.items()
-    ]
     ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
-    table = _table(("unsupported field", "accepted values (no effect)", "use instead"), rows)
-    return f"Ignored: {ignored}.\n\n{table.rstrip()}"
-
-
-def _instead(names: Mapping[str, str], name: str) -> str:
-    return f"`{names[name]}`" if name in names else ""
+    return f"Ignored: {ignored}."
 
 
 def stores() -> str:
@@ -325,7 +323,7 @@ def policies() -> str:
     return (
         "# Eviction policies\n\n"
         "Written `name:option=value,option=value`, as in `--evict recent:cap=512,sinks=4`. Every\n"
-        "policy except `full` also takes `cap` (maximum tokens per lane, a share of the prompt\n"
+        "policy except `full` also takes `cap` (maximum tokens per lane, a fraction of the prompt\n"
         "such as `25%`, or bytes such as `2MiB`; required), `every` (tokens per eviction;\n"
         f"default: an eighth of the cap, at most {MOST_DEFAULT_EVERY}), `when`, `budget`,\n"
         "`granularity` and `chunk_tokens`:\n"

@@ -1,5 +1,6 @@
 """The reference page of the HTTP server, from its OpenAPI description and its docstrings."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -22,6 +23,7 @@ BODIES = {
     "CompletionBody": "POST /v1/completions",
     "ChatBody": "POST /v1/chat/completions",
     "StreamOptions": "stream_options",
+    "EmbeddingBody": "POST /v1/embeddings",
     "ResponsesBody": "POST /v1/responses",
     "MessagesBody": "POST /v1/messages",
     "TokenizeBody": "POST /tokenize",
@@ -41,8 +43,8 @@ MEANINGS = {
     "temperature": "divides the logits; 0 (or below 1e-5) is greedy. Default: the model's, else 1",
     "evict": "eviction policy, such as `h2o:cap=512`, of those that `--evict-allow` lists. "
     "Default: that of `--evict`",
-    "kv_budget": "cap of the request's eviction rule: tokens of a lane, a share of the prompt such "
-    'as `0.25` or `"25%"`, or bytes such as `"2MiB"`',
+    "kv_budget": "cap of the request's eviction rule: tokens of a lane, a fraction of the prompt "
+    'such as `0.25` or `"25%"`, or bytes such as `"2MiB"`',
     "bad_words": "texts that must not be generated, at the start of the output or after a space; "
     "other tokenizations of them are possible",
     "prompt_logprobs": "number of most likely tokens to report for each token of the prompt; not "
@@ -50,6 +52,15 @@ MEANINGS = {
     "truncate_prompt_tokens": "keep only this many tokens at the end of the prompt; -1: as many as "
     "the longest sequence allows",
     "stream": "send server-sent events, the last one `data: [DONE]`. Default: false",
+    "stream_interval": "tokens in each event of a stream after the first one. Default: that of "
+    "`--stream-interval`",
+    "EmbeddingBody.input": "a string, a list of strings, a list of token ids, or a list of lists "
+    "of token ids; the response has one embedding for each",
+    "encoding_format": "`float`, or `base64` of little-endian float32. Default: `float`",
+    "dimensions": "only the size of the model's hidden states",
+    "pooling": "`last` or `mean`. Default: that of `1_Pooling/config.json` in the model folder, "
+    "else `last`",
+    "normalize": "scale the embedding to length 1. Default: true",
     "stream_options": "only with `stream`: see [stream_options](#stream_options)",
     "max_completion_tokens": "the same as `max_tokens`, and takes precedence",
     "do_sample": "false is `temperature` 0",
@@ -145,7 +156,7 @@ def http(texts: Mapping[str, str]) -> str:
     for title, rows in _with_common_table(tables).items():
         parts.append(f"\n## {title}\n\n" + _table(("field", "type", "meaning"), rows))
     parts.append("\n" + _queries(described))
-    return "".join([*parts, "\n", RESPONSES, "\n", _errors()])
+    return "".join([*parts, "\n", _unsupported(schemas), "\n", RESPONSES, "\n", _errors()])
 
 
 def _openapi() -> JSON:
@@ -153,6 +164,7 @@ def _openapi() -> JSON:
     from fastapi import FastAPI
 
     from quire.serve.apis.endpoints import OtherApis
+    from quire.serve.embeddings import EmbeddingEndpoint
     from quire.serve.endpoints import Endpoints
     from quire.serve.kv_endpoints import KVEndpoints
     from quire.serve.kv_requests import KVRequestEndpoints
@@ -164,6 +176,7 @@ def _openapi() -> JSON:
     app, no_service = FastAPI(), Service.__new__(Service)
     endpoints = Endpoints(no_service)
     app.include_router(endpoints.router())
+    app.include_router(EmbeddingEndpoint(no_service, endpoints).router())
     app.include_router(OtherApis(endpoints).router())
     app.include_router(Probes(no_service).router())
     app.include_router(MetricsEndpoint(no_service, HttpRequests()).router())
@@ -230,6 +243,8 @@ def _one_type(schema: JSON) -> str:
         return "object"
     if "enum" in schema or "const" in schema:
         return ", ".join(f'`"{v}"`' for v in schema.get("enum", [schema.get("const")]))
+    if "type" not in schema:  # a field with its own validator
+        return "string, list"
     if schema["type"] == "array":
         return f"list of {_one_type(schema['items'])}"
     low, high = schema.get("minimum"), schema.get("maximum")
@@ -289,6 +304,41 @@ def _default(schema: JSON) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     return f"{default:,}" if default is not None else "unset"
+
+
+def _unsupported(schemas: JSON) -> str:
+    """Fields that get status 400, and those that only some endpoints support."""
+    from quire.serve.fields import INSTEAD, UNSUPPORTED
+
+    renamed, missing, partial = [], [], []
+    for name, values in sorted(UNSUPPORTED.items()):
+        no_effect = ", ".join(f"`{json.dumps(value)}`" for value in values)
+        if found := _supporting(name, schemas):
+            partial.append((f"`{name}`", ", ".join(f"`{path}`" for path in found), no_effect))
+        elif name in INSTEAD:
+            renamed.append((f"`{name}`", f"`{INSTEAD[name]}`", no_effect))
+        else:
+            missing.append((f"`{name}`", no_effect))
+    no_effect = "values without an effect"
+    return (
+        "## Unsupported fields\n\nA field that would change the output gets status 400. Values "
+        "without an effect are accepted.\n\n### Fields with another name\n\n"
+        + _table(("field", "use instead", no_effect), renamed)
+        + "\n### Fields without a counterpart\n\n"
+        + _table(("field", no_effect), missing)
+        + "\n### Fields of some endpoints\n\nOther endpoints refuse these fields.\n\n"
+        + _table(("field", "supported at", f"{no_effect} elsewhere"), partial)
+    )
+
+
+def _supporting(name: str, schemas: JSON) -> list[str]:
+    """The paths that accept a field."""
+    from quire.serve.apis.convert import EXTENSIONS
+
+    extended = ("ResponsesBody", "MessagesBody") if name in EXTENSIONS else ()
+    paths = {body: title.removeprefix("POST ") for body, title in BODIES.items()}
+    accepting = [b for b in paths if name in schemas[b]["properties"] or b in extended]
+    return [paths[body] for body in accepting if paths[body].startswith("/")]
 
 
 def _errors() -> str:

@@ -1,5 +1,6 @@
-"""Start `quire serve` and use it with the client of OpenAI (`pip install openai`).
+"""Start `quire serve` and use it with the client of OpenAI.
 
+pip install "quire-llm[serve]" openai
 python examples/serve_openai.py [MODEL]
 """
 
@@ -7,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from urllib.request import urlopen
 
-import httpx
 from openai import OpenAI
 
 
@@ -21,9 +22,9 @@ def free_port() -> int:
 def wait_until_ready(address: str, server: "subprocess.Popen[bytes]") -> None:
     while server.poll() is None:
         try:
-            if httpx.get(f"{address}/health").status_code == 200:
+            with urlopen(f"{address}/ready", timeout=5):
                 return
-        except httpx.TransportError:
+        except OSError:  # no connection while the model is loaded
             time.sleep(0.2)
     raise SystemExit("the server did not start; its messages are above")
 

@@ -27,12 +27,14 @@ class MeasuredPage:
         parts: headings by part name, in page order.
         targets: target value by claim, "" for no target; other claims are not listed.
         prefixes: prefix of the part names by run name, for pages shared by several benchmarks.
+        labels: texts of claims; a claim without one is shown by its name.
     """
 
     heading: str
     parts: Mapping[str, str]
     targets: Mapping[str, str]
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, run: Run) -> Run:
         """Rename a run's parts to their names on the page."""

@@ -19,7 +19,7 @@ from quire.errors import InvariantError
 COLUMNS = (
     "engine", "version", "weights", "weights MB", "KV", "KV MB", "total s", "least s", "most s",
     "prefill s", "decode tokens/s", "tokens/s", "first token s", "at once", "peak RSS MB",
-    "mean regret", "Quire's total over it", "error",
+    "logit regret", "Quire's time / engine's", "error",
 )  # fmt: skip
 MB = 1e6
 
@@ -180,7 +180,7 @@ class PeersPart:
         shape, config = self.shape, self.config
         memory = "a quarter" if shape.is_fixed else f"{shape.kv_share:g} times"
         return (
-            f"{len(shape.lengths)} requests at once ({shape.name}), {shape.needed_tokens:,} tokens "
+            f"{_requests(len(shape.lengths))} ({shape.name}), {shape.needed_tokens:,} tokens "
             f"with {shape.new_tokens:,} generated, random-weight Llama ({self.model}), KV memory "
             f"{memory} of what all requests need, {config.threads} threads, medians of "
             f"{config.repeats} rounds, engines in turn, a new process each."
@@ -202,6 +202,10 @@ class PeersPart:
             lines={"": tuple(bars)},
         )
         return (chart,)
+
+
+def _requests(number: int) -> str:
+    return "One request" if number == 1 else f"{number} requests at once"
 
 
 _NO_NUMBERS: tuple[TableCell, ...] = (None,) * (len(COLUMNS) - 3)

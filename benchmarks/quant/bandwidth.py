@@ -23,7 +23,7 @@ from benchmarks.common.workload import SHAPES
 from benchmarks.quant.config import PLAIN, BandwidthConfig
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.pool import KVPool, build_pool
-from quire.engine.runner import StepBridge
+from quire.engine.step_bridge import StepBridge
 from quire.kv.step import StepAttention
 from quire.models.linear_weights import multiplies
 from quire.models.loader import LoadedModel

@@ -154,9 +154,11 @@ class BandwidthConfig:
 
 EVICTING_CODECS = (
     *("int8+residual=64", "int4+residual=64", "int3+residual=64", "int2+residual=64"),
-    *("int4+residual=64+promoted=32:int8", "int3+residual=64+promoted=32:int8"),
-    *("int2+residual=64+promoted=32:int8", "int2+residual=64+promoted=64:int8"),
-    *("int2+residual=64+promoted=64:int4", "int3+residual=64+promoted=64:int4"),
+    *("int4_page/int4+residual=64", "int2_page/int2+residual=64"),
+    *("int4+residual=64+promoted=32:int4", "int4+residual=64+promoted=64:int2"),
+    *("int3+residual=64+promoted=32:int4", "int3+residual=64+promoted=64:int4"),
+    *("int2+residual=64+promoted=32:int4", "int2+residual=64+promoted=64:int4"),
+    *("int2+residual=64+promoted=64:int2",),
 )
 
 

@@ -10,6 +10,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
+    from quire.api.embedding import EmbeddingOutput
     from quire.api.llm import LLM
     from quire.config.generation_request import GenerationRequest
     from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "EmbeddingOutput",
     "GenerationRequest",
     "KVConfig",
     "OffloadConfig",
@@ -36,6 +38,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncLLM": "quire.api.async_llm",
+    "EmbeddingOutput": "quire.api.embedding",
     "GenerationRequest": "quire.config.generation_request",
     "KVConfig": "quire.config.kv_config",
     "LLM": "quire.api.llm",

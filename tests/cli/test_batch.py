@@ -422,6 +422,19 @@ def test_duplicate_ids_are_warned_about_and_all_lines_run(batch):
     assert len(read_records(target)) == 7
 
 
+def test_lines_that_name_another_model_are_warned_about_and_run(batch):
+    def line(name: str, model: str) -> dict:
+        body = {"model": model, "prompt": [3, 4], "max_tokens": 2}
+        return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+    result, target = batch([line("a", "gpt-x"), line("b", "gpt-y"), line("c", "gpt-x")])
+
+    (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning")]
+    assert warning.startswith("warning: line 1 names model 'gpt-x', but ")
+    assert warning.endswith(" runs all lines; 1 more names in other lines")
+    assert [record["error"] for record in read_records(target)] == [None] * 3
+
+
 def test_unique_ids_give_no_warning(batch):
     result, _ = batch(prompts(4))
 

@@ -25,12 +25,17 @@ def test_page_shows_claims_with_targets_and_the_instruction_sets(maker: ModuleTy
     maker.main(["peers", str(tmp_path / "run")], tmp_path)
 
     text = (tmp_path / "peers-measured.md").read_text()
-    assert "| `eight_users_vs_best_peer` | 1.25 | at least 1.0 |" in text
+    label = maker.PAGES["peers"].labels["eight_users_vs_best_peer"]
+    assert f"| {label} | 1.25 | at least 1.0 |" in text
     assert "## 125M parameters: 8 users" in text
     assert "a processor (avx2)" in text
-    assert "retain 192 tokens" in text
+    assert "retains 192 tokens" in text
     stored = json.loads((tmp_path / "results" / "peers.json").read_text())
     assert stored["config"]["files"] == "run"  # not the folder of one machine
+
+
+def test_every_listed_claim_has_a_label(maker: ModuleType):
+    assert maker.PAGES["peers"].labels.keys() == maker.PAGES["peers"].targets.keys()
 
 
 def test_every_part_has_a_heading(maker: ModuleType):

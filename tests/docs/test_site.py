@@ -33,6 +33,26 @@ def test_pages_can_be_searched(site: Path) -> None:
     assert "guides/" in index or "serving.html" in index
 
 
+def test_a_page_in_the_navigation_has_its_heading_or_the_heading_up_to_its_colon() -> None:
+    titles: dict[str, str] = {}
+    sections = load_config(str(ROOT / "mkdocs.yml")).nav or []
+    for section in sections:
+        for pages in section.values():
+            for page in pages:
+                titles |= page if isinstance(page, dict) else {heading(page): page}
+
+    assert len(titles) == sum(len(pages) for section in sections for pages in section.values())
+    for title, page in titles.items():
+        assert title in (heading(page), heading(page).partition(":")[0]), page
+
+
+def heading(page: str) -> str:
+    """The first heading of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    [found] = re.findall(r"^# (.+)$", text, flags=re.MULTILINE)[:1]
+    return str(found)
+
+
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     loaded = re.compile(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"')
     canonical = "https://quire"

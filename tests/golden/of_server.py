@@ -223,7 +223,7 @@ REFUSED: Posts = {
     "unknown_token": ("/detokenize", {"tokens": [100_000]}),
     "two_texts": ("/tokenize", {"prompt": "a", "messages": MESSAGES}),
     "no_messages": (CHAT, {"messages": []}),
-    "no_such_path": ("/v1/embeddings", {}),
+    "no_such_path": ("/v1/images/generations", {}),
     "too_large": completion(prompt="a" * 100_000),
 }
 ERRORS = ("*.headers.*",)

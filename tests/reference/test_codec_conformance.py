@@ -56,10 +56,8 @@ REROTATES = {p for p, g in SOUND if make_eviction(rule_of(p, g)).policy.rerotate
 
 def goes(codec: str, policy: str, granularity: str, store: str) -> bool:
     """Whether the combination is allowed, written independently of the engine."""
-    if policy in REROTATES:  # keys would be rotated again in every step
-        return False
-    # tokens that share scales are evicted together, by an edit of the page table
-    return not CODECS[codec].per_page or (granularity == PAGE and store == "paged")
+    # measured constants are those of keys after RoPE
+    return policy not in REROTATES or not CODECS[codec].constants
 
 
 def model_for(store: str) -> str:
@@ -149,7 +147,7 @@ def test_a_codec_is_allowed_with_all_rules_and_stores_except_those_it_excludes(c
         with pytest.raises(UnsoundCombination, match="; use "):
             Engine(loaded(model_for(store)), config, ScheduleConfig(max_num_seqs=4))
     assert found[True]
-    assert found[False]
+    assert bool(found[False]) == any(not goes(codec, *rule, store) for rule, store in pairs)
 
 
 def cells() -> list:
@@ -184,19 +182,24 @@ def test_batching_and_preemption_change_no_logits_in_any_store(codec, policy, gr
 
         expected = undisturbed(codec, rule, ring=store == "ring")
         assert other.traces() == expected.traces()
-        assert largest_difference(other.logits, expected.logits) <= 1e-4
+        # a chunk rotates the keys of its window to other places: last bits, which decide codes
+        shifts = policy in REROTATES and store == "ring"
+        assert largest_difference(other.logits, expected.logits) <= (2e-3 if shifts else 1e-4)
         evicted = any(usage.evicted_tokens for usage in expected.usages.values())
         assert evicted == any(usage.preemptions for usage in other.usages.values())
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4_outliers", "int4+residual=6", "int4_page"])
-def test_a_recomputed_head_precedes_a_swapped_tail(codec):
+@pytest.mark.parametrize("evict", ["full", "h2o:cap=63,every=5", "snapkv:window=7,cap=63,every=5"])
+def test_a_recomputed_head_precedes_a_swapped_tail(codec, evict):
     """The first 16 of about 60 tokens are recomputed; the codes after them are swapped in.
 
-    Codecs with a full-precision window are excluded: the window at the head's end is freed.
+    So are statistics and full-precision windows, as a whole. After the first eviction at 63 tokens
+    the request is not split.
     """
-    prompt, kv = PROMPTS["b"], {"codec": codec, "evict_allow": "", "enable_prefix_caching": False}
-    expected = run({"r": (prompt, "full")}, model="qwen3", kv=kv)
+    prompt, kv = PROMPTS["b"], {"codec": codec, "evict": evict, "evict_allow": ""}
+    kv |= {"enable_prefix_caching": False}
+    expected = run({"r": (prompt, evict)}, model="qwen3", kv=kv)
     splits = []
 
     def split(engine: Engine) -> None:
@@ -207,16 +210,81 @@ def test_a_recomputed_head_precedes_a_swapped_tail(codec):
                 continue
             swapped = swap_out(memory, [request.memory.row], keep_from=16)
             engine.pool.kv.store.arena.fill_(0xFF)
-            request.memory.row, request.progress.num_computed = memory.start(), 0
+            request.memory.row = memory.start(request.memory.statistics)
+            request.progress.num_computed = 0
             engine.step()
             append_tail(memory, request.memory.row, swapped)
             request.progress.num_computed = length
             splits.append(length)
 
-    other = run({"r": (prompt, "full")}, model="qwen3", kv=kv, chunk_tokens=16, before_step=split)
+    other = run({"r": (prompt, evict)}, model="qwen3", kv=kv, chunk_tokens=16, before_step=split)
 
-    assert len(splits) == (0 if "residual" in codec or "_page" in codec else 13)
+    assert len(splits) == (13 if evict == "full" else 9)
     assert largest_difference(other.logits, expected.logits) <= 1e-4
+
+
+# ---- layers in full precision ----------------------------------------------------------------
+
+
+PLAIN_LAYERS = [
+    ("int8+plain_layers=1", "h2o:cap=44,every=5", "swap"),
+    ("int4_page+plain_layers=1", "recent:cap=44,every=5", "recompute"),
+    ("int4+residual=6+plain_layers=1", "snapkv:window=5,cap=44,every=5,budget=pyramid", "swap"),
+    ("int4+plain_layers=1", "h2o:cap=44,every=5,budget=ada", "recompute"),
+    ("int8+plain_layers=1", "average:cap=44,every=5,when=decode,budget=squeeze", "swap"),
+    ("int2+residual=6+promoted=4:int4+plain_layers=1", "h2o:cap=44,every=5", "recompute"),
+    ("int2+residual=6+promoted=4:int4+plain_layers=1", "keydiff:cap=44,every=5", "swap"),
+    ("int8+plain_layers=1", "streaming:cap=44,every=5", "recompute"),
+    ("int8+plain_layers=1", "h2o:cap=44,every=8,granularity=page", "swap"),
+    ("int4_page/int4+plain_layers=1", "kvcrush:cap=44,every=5,base=h2o", "recompute"),
+]
+
+
+@cache
+def four_layers():
+    return load("qwen3", times=2)
+
+
+def deep(codec: str, rule: str, *, host: int | str = 0, preempts: int = 0, **schedule) -> Run:
+    """Both requests in an engine of a model with four layers."""
+    kv = {"codec": codec, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
+    config = kv_config(memory="8MiB", page_tokens=4, swap_space=host, record_evictions=True, **kv)
+    engine = Engine(four_layers(), config, ScheduleConfig(**schedule))
+    jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
+    return run(jobs, engine=engine, preempts=preempts)
+
+
+@pytest.mark.parametrize(("codec", "rule", "preempt"), PLAIN_LAYERS)
+def test_layers_in_full_precision_evict_as_the_others(codec, rule, preempt):
+    """Four layers, the first and the last in full precision: two lane groups under one rule."""
+    expected = deep(codec, rule, max_num_seqs=1)
+
+    other = deep(
+        codec,
+        rule,
+        chunk_tokens=7,
+        max_num_batched_tokens=20,
+        host="4MiB" if preempt == "swap" else 0,
+        preempt=preempt,
+        preempts=1,
+    )
+
+    groups = {g.name: g.layers for g in other.engine.pool.kv.memory.layout.groups if not g.private}
+    assert groups == {"full": (1, 2), "full.plain": (0, 3)}
+    assert other.traces() == expected.traces()
+    assert largest_difference(other.logits, expected.logits) <= 1e-4
+    assert any(usage.evicted_tokens for usage in other.usages.values())
+    for sets in other.traces().values():
+        assert all(len(lanes) in (4, 4 * 2) for _, lanes in sets)
+
+
+def test_the_same_tokens_remain_whether_layers_are_quantized_or_not():
+    """`recent` reads no numbers: both groups retain what one group of all layers retains."""
+    rule = "recent:cap=44,every=5,budget=pyramid"
+
+    together, apart = deep("int8", rule), deep("int8+plain_layers=1", rule)
+
+    assert apart.traces() == together.traces()
 
 
 # ---- each token is encoded once ------------------------------------------------------------------
@@ -227,10 +295,11 @@ class Encoders:
 
     Args:
         patch: undone at the end of the test.
+        residuals: codec of records, which encode what other codes lost; counted only.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.vectors = 0
+    def __init__(self, patch: pytest.MonkeyPatch, *, residuals: str = "") -> None:
+        self.vectors, self.residuals = 0, residuals
         self.decoded: set[int] = set()
         self.made: list[torch.Tensor] = []
         for cls in set(registered_codecs().values()):
@@ -246,7 +315,8 @@ class Encoders:
     def _counted(self, encode):
         def counted(codec, vectors):
             self.vectors += vectors[..., 0].numel()
-            self._must_be_made(vectors)
+            if codec.spec.name != self.residuals:
+                self._must_be_made(vectors)
             return encode(codec, vectors)
 
         return counted

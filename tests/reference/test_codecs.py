@@ -14,7 +14,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import ConfigError, RequestError, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.layout.codec_names import CODECS
 from quire.layout.kv_format import fill_plain, read_format
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -263,32 +263,36 @@ def test_an_invalid_codec_is_rejected_at_start(codec, error, message):
 
 
 @pytest.mark.parametrize(
-    ("codec", "kv", "message"),
+    ("codec", "kv"),
     [
-        ("int4_page/int4", {"evict": "recent:cap=24,every=6"}, "share scales, .* use gran"),
-        ("int8/int4_page", {"evict": "h2o:cap=24,every=6,granularity=chunk"}, "share scales"),
-        (
-            "int4_page",
-            {"evict": "h2o:cap=64,every=16,granularity=page", "store": "contiguous_max"},
-            "eviction in a run .* use --kv-store paged",
-        ),
-        ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}, "use sinks=... and residual"),
+        ("int4_page/int4", {"evict": "recent:cap=24,every=6"}),
+        ("int8/int4_page", {"evict": "h2o:cap=64,every=16,granularity=chunk"}),
+        ("int4_page", {"evict": "h2o:cap=64,every=16", "store": "contiguous_max"}),
+        ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}),
+        ("int8", {"evict": "streaming:cap=24,every=6"}),
     ],
 )
-def test_a_rule_that_a_codec_excludes_is_rejected_at_start(codec, kv, message):
-    with pytest.raises(UnsoundCombination, match=message):
-        Engine(load(MODEL), kv_config(memory="4MiB", codec=codec, **kv), ScheduleConfig())
-
-
-def test_tokens_that_share_scales_are_evicted_in_whole_pages_only():
-    config = KVConfig(memory="4MiB", codec="int4_page/int4", page_tokens=4, evict_allow="h2o")
+def test_a_codec_with_an_eviction_rule_evicts_and_leaves_no_pages(codec, kv):
+    config = kv_config(memory="4MiB", codec=codec, enable_prefix_caching=False, **kv)
     engine = Engine(load(MODEL), config, ScheduleConfig())
 
-    engine.submit(
-        GenerationRequest([5] * 60, greedy(), evict="h2o:cap=40,every=8,granularity=page")
+    engine.submit(GenerationRequest([5, 6, 7] * 30, greedy()))
+    while engine.has_work:
+        engine.step()
+
+    stats = engine.stats()
+    assert stats.evicted_tokens > 0
+    assert stats.kv_used_bytes == 0
+    engine.check()
+
+
+def test_merged_values_in_pages_that_share_scales_are_rejected_at_start():
+    config = kv_config(
+        memory="4MiB", codec="int4_page/int4", evict="kvcrush:merge=values,cap=24,every=6"
     )
-    with pytest.raises(RequestError, match="the tokens of a page share scales"):
-        engine.submit(GenerationRequest([5] * 60, greedy(), evict="h2o:cap=40,every=8"))
+
+    with pytest.raises(UnsoundCombination, match="share scales"):
+        Engine(load(MODEL), config, ScheduleConfig())
 
 
 def test_fp8_without_its_type_is_rejected_at_start(monkeypatch):
@@ -301,10 +305,4 @@ def test_fp8_without_its_type_is_rejected_at_start(monkeypatch):
 def test_native_attention_is_rejected_for_codecs_that_only_torch_decodes():
     config = KVConfig(memory="1MiB", codec="int4_hadamard", attention="native")
     with pytest.raises(ConfigError, match="attention=native cannot run here"):
-        Engine(load(MODEL), config, ScheduleConfig())
-
-
-def test_quantized_pre_rope_keys_are_rejected():
-    config = KVConfig(memory="1MiB", codec="int8", evict="streaming:cap=24,every=6")
-    with pytest.raises(UnsoundCombination, match="use a plain codec, or 'sinks'"):
         Engine(load(MODEL), config, ScheduleConfig())

@@ -13,7 +13,9 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.engine.pool import MOST_GROUPS
 from quire.errors import ConfigError, NeverFits, RequestError, UnsoundCombination
+from quire.eviction.rule_requirements import without_numbers
 from quire.models.loader import LoadedModel
 from quire.policies.registry import policy_of, registered
 from quire.scheduler.admission.need import need_of
@@ -186,6 +188,83 @@ def test_retained_tokens_do_not_depend_on_other_requests_or_their_policies(apart
     assert together.traces() == apart.traces()
     assert largest_difference(together.logits, apart.logits) <= 1e-4
     assert all(usage.evicted_tokens for usage in apart.usages.values())
+
+
+OWN_NUMBERS = {
+    "window": f"snapkv:window=5,{BLOCKS}",
+    "other window": f"snapkv:window=9,{BLOCKS}",
+    "largest head": f"h2o:heads=max,recent=4,{BLOCKS}",
+    "sum of heads": f"average:heads=sum,{BLOCKS}",
+    "moments": f"expected_attention:sinks=2,{BLOCKS}",
+    "heads apart": f"tova:scope=lane,{BLOCKS}",
+    "squeezed": f"recent:{BLOCKS},when=decode,budget=squeeze",
+    "lazy": f"recent:{BLOCKS},when=prefill_end,budget=lazy",
+    "stored bits": f"kvcrush:{BLOCKS},base=(snapkv:window=6),signatures=stored,share=0.5",
+}
+"""Rules whose options determine their statistics, other than the default options."""
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_an_engine_that_allows_all_rules_serves_each_with_its_own_numbers(codec, preempt):
+    jobs = jobs_of(OWN_NUMBERS)
+    alone: dict[str, Run] = {}
+    for name, job in jobs.items():
+        others = f"{without_numbers(job[1])}; h2o"  # h2o needs one-head pages, as some of all do
+        kv = {"evict": job[1], "evict_allow": others, "codec": codec}
+        alone[name] = run({name: job}, kv=kv | {"enable_prefix_caching": False})
+
+    together = run(
+        jobs,
+        kv={"evict_allow": "all", "codec": codec},
+        host="8MiB" if preempt == "swap" else 0,
+        preempt=preempt,
+        preempts=1,
+    )
+
+    for name, expected in alone.items():
+        assert together.traces()[name] == expected.traces()[name]
+        logits = {name: together.logits[name]}
+        assert largest_difference(logits, expected.logits) <= (1e-4 if codec == "none" else 2e-2)
+    kept = {name for name, usage in together.usages.items() if not usage.evicted_tokens}
+    assert kept <= {"lazy 0"}  # its budget may retain all tokens
+
+
+def test_statistics_that_a_request_adds_count_in_its_bytes_only():
+    """A page of 30 queries of two query heads for each of 2 x 2 lanes; others are as before."""
+    options = {"evict_allow": "all", "enable_prefix_caching": False}
+    engine = Engine(loaded("llama"), kv_config(memory="8MiB", page_tokens=4, **options))
+    prompt = [3 + i * i % 60 for i in range(60)]
+    window = {size: f"snapkv:window={size},cap=40,every=6" for size in (20, 32, 30)}
+    usages = {
+        size: run({str(size): (prompt, rule)}, engine=engine).usages[str(size)]
+        for size, rule in window.items()
+    }
+    again = run({"20": (prompt, window[20])}, engine=engine).usages["20"]
+
+    spec = engine.model.spec
+    lanes = spec.num_layers * spec.num_kv_heads
+    width = 4 * (spec.num_heads // spec.num_kv_heads * spec.head_dim + 1)
+    more = usages[30].kv_peak_bytes - usages[20].kv_peak_bytes
+    assert abs(more - lanes * 10 * width) <= lanes * 64
+    assert usages[20].kv_peak_bytes == again.kv_peak_bytes
+    assert usages[20].kv_peak_bytes < usages[30].kv_peak_bytes < usages[32].kv_peak_bytes
+
+
+def test_requests_may_not_add_statistics_without_limit():
+    options = {"evict_allow": "all", "enable_prefix_caching": False}
+    engine = Engine(loaded("llama"), kv_config(memory="8MiB", **options))
+    prompt = [3 + i * i % 60 for i in range(200)]
+
+    def submit(windows: range) -> None:
+        for window in windows:
+            evict = f"snapkv:window={window},cap=170,every=6"
+            engine.submit(GenerationRequest(prompt, greedy(), evict=evict))
+
+    submit(range(1, MOST_GROUPS - len(engine.pool.kv.memory.layout.groups) + 1))
+    with pytest.raises(RequestError, match="kinds of statistics and windows"):
+        submit(range(1, MOST_GROUPS))
+    assert len(engine.pool.kv.memory.layout.groups) == MOST_GROUPS
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])

@@ -1,6 +1,6 @@
 """Mixed precision by importance in an engine: promoted once, until the token is evicted; replayed.
 
-Every rule with scores is included automatically. Requests are preempted as in the conformance
+Every rule is included automatically. Requests are preempted as in the conformance
 tests of codecs.
 """
 
@@ -17,7 +17,7 @@ from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import registered
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_codec_conformance import REROTATES, Encoders, rule_of
+from reference.test_codec_conformance import Encoders, rule_of
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from support.engines import greedy, load, stored_in
@@ -56,7 +56,7 @@ def promoted(done: Run) -> dict[str, list]:
 
 
 def preempted() -> list:
-    """Each rule with scores, by token and by page, preempted in both ways.
+    """Each rule, by token and by page, preempted in both ways; half with a body of whole pages.
 
     The stores alternate. One rule of nine is fast, in one of the ways.
     """
@@ -64,7 +64,7 @@ def preempted() -> list:
     for granularity in ("token", "page"):
         for policy in registered():
             rule = rule_of(policy, granularity)
-            if rule is None or policy in REROTATES:  # keys would be rotated again in every step
+            if rule is None:
                 continue
             number = len(found) // 2
             store = STORES[number % len(STORES)]
@@ -72,14 +72,15 @@ def preempted() -> list:
                 is_fast = number % 9 == 0 and number % 2 == turn
                 name, marks = f"{policy}-{granularity}-{preempt}", [pytest.mark.slow]
                 marks = [] if is_fast else marks
-                found.append(pytest.param(rule, store, preempt, id=name, marks=marks))
+                body = ("int2", "int2_page")[(number + turn) % 2]
+                found.append(pytest.param(rule, body, store, preempt, id=name, marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("rule", "store", "preempt"), preempted())
-def test_a_preempted_request_promotes_the_same_tokens(rule, store, preempt):
+@pytest.mark.parametrize(("rule", "body", "store", "preempt"), preempted())
+def test_a_preempted_request_promotes_the_same_tokens(rule, body, store, preempt):
     residual = make_eviction(rule).every
-    codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}")
+    codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}").replace("int2", body)
     expected = answer(rule, codec, max_num_seqs=1)
 
     other = answer(
@@ -152,8 +153,8 @@ def test_the_tokens_with_the_highest_scores_are_promoted(monkeypatch):
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 def test_a_promoted_token_is_encoded_once_more_from_full_precision(preempt, monkeypatch):
-    """Body and record, key and value, two heads, two layers; never from decoded values."""
-    seen = Encoders(monkeypatch)
+    """Body and record, key and value, two heads, two layers; bodies never from decoded values."""
+    seen = Encoders(monkeypatch, residuals="int8")
     host = "4MiB" if preempt == "swap" else 0
 
     done = answer(host=host, preempt=preempt, preempts=2)
@@ -199,14 +200,14 @@ def test_records_are_counted_in_the_bytes_of_a_request():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"codec": CODEC}, "eviction is off; use --evict with a rule that scores"),
+        ({"codec": CODEC}, "eviction is off; use --evict with a rule"),
         (
             {"codec": CODEC, "evict": "h2o:cap=30,every=9"},
             "before the rule scores them.*; use residual=",
         ),
     ],
 )
-def test_rules_without_scores_are_rejected_at_start(options, reason):
+def test_promotion_without_a_timely_rule_is_rejected_at_start(options, reason):
     with pytest.raises(UnsoundCombination, match=reason):
         Engine(load("qwen3"), kv_config(memory="8MiB", **options), ScheduleConfig())
 
@@ -219,7 +220,7 @@ def test_records_in_an_unavailable_codec_are_rejected_at_start(monkeypatch):
         Engine(load("qwen3"), KVConfig(memory="8MiB", codec=codec, evict=RULE), ScheduleConfig())
 
 
-def test_a_request_with_a_rule_without_scores_is_rejected():
+def test_a_request_whose_rule_scores_tokens_too_late_is_rejected():
     config = KVConfig(memory="8MiB", codec=CODEC, evict=RULE)
     engine = Engine(load("qwen3"), config, ScheduleConfig())
 

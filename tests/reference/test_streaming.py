@@ -385,10 +385,70 @@ def test_a_request_may_choose_other_sizes_or_full(llama):
 def test_rules_for_keys_before_and_after_rope_cannot_be_mixed(llama):
     with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
         engine_of(llama, kv={"evict_allow": "h2o"})
-    everything = engine_of(llama, evict="sinks:cap=24,every=6", kv={"evict_allow": "all"})
-    assert not everything.pool.rules.rerotates_keys
-    streams = engine_of(llama, kv={"evict_allow": "all"})
-    assert {rule.name for rule in streams.pool.rules.served} == {"streaming"}
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "int4+residual=6"])
+@pytest.mark.parametrize("default", ["sinks:cap=24,every=6", EVICT])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_streams_run_beside_requests_with_keys_after_rope(name, default, codec):
+    """Each request as in an engine of its own rule; they are batched and preempted together."""
+    model, kv = load(name), {"codec": codec}
+    rules = {"r0": EVICT, "r1": SINKS, "r2": "h2o:cap=30,every=5", "r3": "full", "r4": EVICT}
+    prompts = [list(range(2 + i, 50 + 3 * i)) for i in range(5)]
+    engine = engine_of(
+        model,
+        evict=default,
+        kv=kv | {"evict_allow": "all", "swap_space": "4MiB"},
+        chunk_tokens=7,
+        preempt="swap",
+    )
+    recorder = Recorder(engine.sampling_step.sampler)
+    engine.sampling_step.sampler = recorder
+    for (request_id, evict), prompt in zip(rules.items(), prompts, strict=True):
+        engine.submit(
+            GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request_id, evict=evict)
+        )
+    steps = 0
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.usage is None or delta.finish_reason == "length", delta.error
+        steps += 1
+        if steps == 12:
+            for request in list(engine.scheduler.running)[:2]:
+                engine.scheduler.lifecycle.preempt(request, "for the test")
+    engine.check()
+    found = stacked(recorder)
+
+    for (request_id, evict), prompt in zip(rules.items(), prompts, strict=True):
+        alone = engine_of(model, evict=evict, kv=kv)
+        [expected] = run(alone, [prompt]).values()
+        assert float((found[request_id] - expected).abs().max()) <= (
+            TOLERANCE if codec == "none" else 3e-2
+        )
+
+
+def test_streams_share_prefixes_with_streams_only(llama):
+    engine = engine_of(llama, evict="full", kv={"evict_allow": "all"})
+    prompt = list(range(2, 42))
+    cached = {}
+    for request_id, evict in (("a", EVICT), ("b", "full"), ("c", EVICT), ("d", "full")):
+        engine.submit(GenerationRequest(prompt, greedy(4), request_id=request_id, evict=evict))
+        while engine.has_work:
+            for delta in engine.step():
+                if delta.usage is not None:
+                    cached[delta.request_id] = delta.usage.cached_tokens
+    engine.check()
+
+    assert cached["a"] == cached["b"] == 0
+    assert 0 < cached["c"] <= STREAM.cap
+    assert cached["d"] > STREAM.cap
+
+
+def test_streams_are_refused_where_single_requests_cannot_have_keys_before_rope():
+    engine = engine_of(load("gpt2"), evict="full", kv={"evict_allow": "all"})
+
+    with pytest.raises(RequestError, match="adds learned positions"):
+        engine.submit(GenerationRequest(list(range(2, 42)), greedy(4), evict=EVICT))
 
 
 @pytest.mark.parametrize(

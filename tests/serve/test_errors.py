@@ -300,7 +300,7 @@ def test_json_content_types_are_accepted(serve, content_type):
 
 def test_unknown_paths_and_methods_have_the_error_format(serve):
     async def main(client):
-        return await client.get("/v1/embeddings"), await client.get(COMPLETIONS)
+        return await client.get("/v1/images/generations"), await client.get(COMPLETIONS)
 
     missing, wrong_method = serve(main)
 

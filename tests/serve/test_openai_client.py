@@ -207,3 +207,12 @@ def test_stopped_server_finishes_running_requests():
     assert rest[-1] == "data: [DONE]"
     assert code == -signal.SIGTERM
     assert remaining == ""
+
+
+def test_client_embeddings_with_its_default_encoding(client):
+    coded = client.embeddings.create(model="quire-tiny", input=[PROMPT, "<|doc|>The king"])
+    plain = client.embeddings.create(model="quire-tiny", input=PROMPT, encoding_format="float")
+
+    assert [one.index for one in coded.data] == [0, 1]
+    assert coded.data[0].embedding == pytest.approx(plain.data[0].embedding, abs=1e-3)
+    assert coded.usage.total_tokens == coded.usage.prompt_tokens > 0

@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
 
-from quire.kernels import gathered, select
+from quire.kernels import gathered, pre_rope, select
 
 
 def use_exact_products(patch: pytest.MonkeyPatch) -> None:
-    """Compute linear layers, activations and the gathered backend's attention in float64, and
-    attend to codes with that one: C computes in float32."""
+    """Compute linear layers, activations and the portable backends' attention in float64, and
+    attend to codes with these: C computes in float32."""
 
     def forward(layer, x):
         bias = None if layer.bias is None else layer.bias.double()
@@ -28,8 +28,9 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(nn.functional, name, _in_float64(getattr(nn.functional, name)))
     for kind in (GELUTanh, GELUActivation):  # models made before hold the function itself
         patch.setattr(kind, "forward", lambda module, x: module.act(x.double()).to(x.dtype))
-    for name in ("attend_dense", "column_sums_dense"):
-        patch.setattr(gathered, name, _in_float64(getattr(gathered, name)))
+    for module in (gathered, pre_rope):
+        for name in ("attend_dense", "column_sums_dense"):
+            patch.setattr(module, name, _in_float64(getattr(module, name)))
     patch.setattr(select, "why_not", lambda spec, _: None if spec.is_plain else "in float64")
 
 

@@ -45,7 +45,8 @@ class Token:
         position: its position.
         exact: key and value in full precision.
         decoded: decoded key and value; None until they are encoded.
-        promoted: decoded key and value of a record, for each KV head that has one.
+        promoted: decoded quantization residual of key and value, for each KV head that has a
+            record.
     """
 
     position: int
@@ -116,7 +117,7 @@ class Account:
             return token.exact[side]
         found = token.decoded[side].clone()
         for head, vectors in token.promoted.items():
-            found[head] = vectors[side]
+            found[head] += vectors[side]
         return found
 
     def promote_token(self, row: int, layer: int, position: int, heads: range) -> None:
@@ -128,8 +129,10 @@ class Account:
                 if token.position == position:
                     for head in heads:
                         token.promoted[head] = tuple(
-                            codec.decode(codec.encode(exact[None, head, None, None]))[0, 0, 0]
-                            for codec, exact in zip(codecs, token.exact, strict=True)
+                            codec.decode(codec.encode((exact - code)[None, head, None]))[0, 0]
+                            for codec, exact, code in zip(
+                                codecs, token.exact, token.decoded, strict=True
+                            )
                         )
 
 

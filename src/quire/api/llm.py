@@ -9,6 +9,7 @@ from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
+from quire.api.embedding import EmbeddingOutput, embedding_output, embedding_params
 from quire.api.inputs import as_requests, as_token_ids
 from quire.api.threads import CallLock
 from quire.config.generation_request import (
@@ -18,7 +19,7 @@ from quire.config.generation_request import (
     RequestOptions,
 )
 from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
+from quire.config.sampling_params import Pooling, SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.engine.option_effects import refuse_without_effect
@@ -194,6 +195,30 @@ class LLM:
                 if progress is not None:
                     progress(self.stats(), deltas)
         return [outputs[request_id] for request_id in builders]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        **options: Unpack[OptionsOfMany],
+    ) -> list[EmbeddingOutput]:
+        """Compute embeddings of prompts in one batch; return them in the order of the prompts.
+
+        Args:
+            prompts: one or several strings or token id lists.
+            pooling: "last" or "mean", see `SamplingParams`; None: that of the model, else "last".
+            normalize: whether embeddings have a Euclidean norm of 1.
+            options: see `generate`.
+
+        Raises:
+            EngineDead: the LLM is closed.
+            RequestError: an invalid prompt or option, or a model without embeddings.
+            NeverFits: a prompt needs more KV than the whole KV memory.
+        """
+        outputs = self.generate(prompts, embedding_params(self.model, pooling), **options)
+        return [embedding_output(output, normalize=normalize) for output in outputs]
 
     def stream(
         self,

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.batch_input import Survey, refuse_one_file_for_two, survey_of, warn_of_repeated
+from quire.cli.batch_input import (
+    Survey,
+    refuse_one_file_for_two,
+    survey_of,
+    warn_of_other_models,
+    warn_of_repeated,
+)
 from quire.cli.batch_io import BatchTask, LineFormat
 from quire.cli.batch_output import BatchOutput, RunState
 from quire.cli.batch_records import BatchTally
+from quire.cli.batch_remote import run_on_server, server_of
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
@@ -79,8 +86,33 @@ def batch(  # noqa: PLR0913 - one parameter per option
         typer.Option(
             "--retry-failed",
             help="Run lines with error records again, for example with more memory.",
+            hidden=True,
         ),
     ] = False,
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of an OpenAI-compatible server that runs the requests, such as "
+            "http://gpu1:8000. MODEL is then its name of the model."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key of the server; unset: environment variable OPENAI_API_KEY.", hidden=True
+        ),
+    ] = None,
+    max_concurrency: Annotated[
+        int, typer.Option(min=1, help="Most requests in flight at the server.", hidden=True)
+    ] = 64,
+    max_retries: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            hidden=True,
+            help="Most repetitions of a request that the server refused for the moment.",
+        ),
+    ] = 8,
     kv_events: KVEventsFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,6 +123,9 @@ def batch(  # noqa: PLR0913 - one parameter per option
     invalid line gets an error record; the other lines run. A killed batch resumes if it is started
     again with the same arguments. In bfloat16, the remaining outputs may then differ from those of
     an uninterrupted run, except with --batch-invariant. Exit code 1 if OUTPUT has error records.
+
+    With --base-url, a server runs the requests. Lines may then be for any path of its API. Requests
+    that it refuses for the moment (status 429 or 503) are repeated after the time it names.
     """
     settings.refuse_other_tenants()
     if overwrite and retry_failed:
@@ -106,7 +141,12 @@ def batch(  # noqa: PLR0913 - one parameter per option
     refuse_one_file_for_two(source, target, kv_events)
     survey = survey_of(source)
     warn_of_repeated(survey)
-    state = _state(settings, task, survey)
+    server = None
+    if base_url is None:
+        warn_of_other_models(survey, settings.model)
+    else:
+        server = server_of(settings, base_url, api_key, max_concurrency, max_retries)
+    state = _state(settings, task, survey, base_url)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.completed)
         failed = len(output.failed)  # in earlier runs; the run adds its own
@@ -115,7 +155,10 @@ def batch(  # noqa: PLR0913 - one parameter per option
             "requests_with_errors_before": failed,
         }
         with watching(kv_events if left else None) as watch:
-            result = _run(settings, task, output, left, watch)
+            if server is None:
+                result = _run(settings, task, output, left, watch)
+            else:
+                result = _Result(*run_on_server(settings, server, task, output, left))
             claims = before | _claims(result)
             _show(target, claims)
             if as_json:
@@ -136,14 +179,16 @@ def _exit_if_failed(failed: int, requests: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Tally of a run, its duration, and the engine's statistics (None if no line was left)."""
+    """Tally of a run, its duration, and the engine's statistics (None if no engine ran)."""
 
     tally: BatchTally
-    stats: "EngineStats | None"
     seconds: float
+    stats: "EngineStats | None" = None
 
 
-def _state(settings: Settings, task: BatchTask, survey: Survey) -> RunState:
+def _state(
+    settings: Settings, task: BatchTask, survey: Survey, base_url: str | None = None
+) -> RunState:
     folder = Path(settings.model)
     seed = task.sampling.seed
     return RunState(
@@ -158,6 +203,7 @@ def _state(settings: Settings, task: BatchTask, survey: Survey) -> RunState:
             "with-prompt": task.with_prompt,
             **asdict(task.form),
             **asdict(task.sampling),
+            **({} if base_url is None else {"base-url": base_url}),
         },
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
     )
@@ -168,7 +214,7 @@ def _run(
 ) -> _Result:
     """Run the remaining lines; without remaining lines no model is loaded."""
     if not left:
-        return _Result(BatchTally(), None, 0.0)
+        return _Result(BatchTally(), 0.0)
     llm = settings.open_llm()
     watch.follow(llm)
     # imported here: they import torch
@@ -187,7 +233,7 @@ def _run(
                 err=True,
             )
             raise
-    return _Result(run.tally, llm.stats(), time.monotonic() - start_s)
+    return _Result(run.tally, time.monotonic() - start_s, llm.stats())
 
 
 def _claims(result: _Result) -> dict[str, int | float]:
@@ -199,9 +245,10 @@ def _claims(result: _Result) -> dict[str, int | float]:
         "completion_tokens": tally.completion_tokens,
         "run_s": result.seconds,
     }
+    if tally.completed:
+        claims["completion_tokens_per_s"] = tally.completion_tokens / max(result.seconds, 1e-9)
     if stats is not None:
         claims |= {
-            "completion_tokens_per_s": tally.completion_tokens / max(result.seconds, 1e-9),
             "kv_total_bytes": stats.kv_total_bytes,
             "kv_peak_bytes": stats.kv_peak_bytes,
             "preemptions": stats.num_preemptions,

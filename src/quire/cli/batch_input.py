@@ -1,6 +1,7 @@
 """The input file of `quire batch`: what is known of it before a line runs."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Survey:
         requests: number of lines that are not blank.
         repeated: the first duplicate name; None if all names are unique.
         num_repeated: number of lines with the name of an earlier line.
+        models: names of models in lines, to the number of the first such line.
     """
 
     sha256: str
@@ -28,6 +30,7 @@ class Survey:
     requests: int
     repeated: RepeatedName | None
     num_repeated: int
+    models: Mapping[str, int]
 
 
 def refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
@@ -74,7 +77,9 @@ def survey_of(source: Path) -> Survey:
                 names.add(line, lines)
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
-    return Survey(digest.hexdigest(), lines, requests, names.first, names.num_repeated)
+    return Survey(
+        digest.hexdigest(), lines, requests, names.first, names.num_repeated, names.models
+    )
 
 
 def warn_of_repeated(survey: Survey) -> None:
@@ -89,3 +94,24 @@ def warn_of_repeated(survey: Survey) -> None:
         f"{found.earlier}{others}. All lines run; use `line` to distinguish their records",
         err=True,
     )
+
+
+def warn_of_other_models(survey: Survey, model: str) -> None:
+    """Warn on standard error of lines that name another model: the loaded model runs them too.
+
+    Args:
+        survey: summary of the input file.
+        model: the model of the command: a name or a folder.
+    """
+    others = {name: line for name, line in survey.models.items() if not _is_model(name, model)}
+    if others:
+        name, line = next(iter(others.items()))
+        more = f"; {len(others) - 1:,} more names in other lines" if len(others) > 1 else ""
+        typer.echo(
+            f"warning: line {line} names model {name!r}, but {model} runs all lines{more}",
+            err=True,
+        )
+
+
+def _is_model(name: str, model: str) -> bool:
+    return name == model or Path(name).name == Path(model).name

@@ -24,7 +24,7 @@ from quire.serve.structured import STRUCTURE_FIELDS, read_structure
 LineKind = Literal["plain", "completions", "chat"]
 
 _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
-_REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # records have no such fields
+_REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs", "pooling"}  # records have no such fields
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
 _OF_ENGINE = OPTION_KINDS.keys() - {"tenant", "request_id"}  # a batch belongs to one tenant
 _PASSED_OVER = IGNORED | {"model", "do_sample"}
@@ -133,6 +133,22 @@ def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
     Raises:
         BatchError: the line is not a valid request; states the reason.
     """
+    value = json_object(raw, number)
+    if "body" in value or "url" in value:
+        return _openai_line(value, number, form)
+    return _plain_line(value, number, form)
+
+
+def json_object(raw: bytes, number: int) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Args:
+        raw: the line, with or without its line break.
+        number: number of the line, from 1.
+
+    Raises:
+        BatchError: the line is not a JSON object.
+    """
     head = LineHead(number=number)
     try:
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -143,9 +159,7 @@ def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
         raise BatchError(f"the line is not JSON: {error}", head) from error
     if not isinstance(value, dict):
         raise BatchError(f"expected a JSON object, got {_json_kind(value)}", head)
-    if "body" in value or "url" in value:
-        return _openai_line(value, number, form)
-    return _plain_line(value, number, form)
+    return value
 
 
 def _json_kind(value: object) -> str:

@@ -32,15 +32,22 @@ class BatchTally:
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
     def add(self, record: Record, output: "RequestOutput | None") -> None:
-        """Count a record."""
+        """Count a record and its output."""
+        self.count(record, "error" if output is None else output.finish_reason)
+        if output is not None:
+            self.count_tokens(output.usage.prompt_tokens, output.usage.completion_tokens)
+            self.preemptions += output.usage.preemptions
+
+    def count(self, record: Record, finish_reason: str) -> None:
+        """Count a record with its finish reason."""
         self.completed += 1
         self.errors += is_error(record)
-        reason = "error" if output is None else output.finish_reason
-        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
-        if output is not None:
-            self.prompt_tokens += output.usage.prompt_tokens
-            self.completion_tokens += output.usage.completion_tokens
-            self.preemptions += output.usage.preemptions
+        self.finish_reasons[finish_reason] = self.finish_reasons.get(finish_reason, 0) + 1
+
+    def count_tokens(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count the tokens of a record."""
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
 
 
 def output_record(
@@ -131,6 +138,8 @@ def _body(line: BatchLine, output: "RequestOutput", model: str) -> Record:
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "kv_peak_bytes": usage.kv_peak_bytes,
+            "evicted_tokens": usage.evicted_tokens,
         },
         **echoed_options(line.options),
     }

@@ -3,11 +3,11 @@
 Imports torch through the engine: the command imports this module when it runs.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from quire.api.llm import LLM
+from quire.cli.batch_groups import RecordGroups
 from quire.cli.batch_io import BatchError, BatchLine, BatchTask, parse_line
 from quire.cli.batch_output import BatchOutput
 from quire.cli.batch_records import BatchTally, Record, error_record, output_record
@@ -16,10 +16,6 @@ from quire.config.generation_request import GenerationRequest
 from quire.errors import NeverFits, RequestError
 from quire.sampling.outputs import RequestOutput, merged
 from quire.serve.config import MAX_OUTPUTS
-
-GROUP_RECORDS = 32
-GROUP_S = 0.5
-"""A group is written when it has `GROUP_RECORDS` records, or after `GROUP_S` seconds."""
 
 WINDOW_PER_RUNNING = 4
 _SEED_RANGE = 2**63
@@ -41,7 +37,7 @@ class BatchRun:
         self._llm, self._task, self._output = llm, task, output
         self._lines: dict[int, BatchLine] = {}
         self._parts: dict[int, dict[int, RequestOutput | RequestError]] = {}
-        self._written_s = time.monotonic()
+        self._groups = RecordGroups(output)
         self.tally = BatchTally()
         self._driver = Driver(
             llm,
@@ -119,19 +115,11 @@ class BatchRun:
 
     def _put(self, record: Record, output: RequestOutput | None) -> None:
         self.tally.add(record, output)
-        self._output.write([record])
-        waited_s = time.monotonic() - self._written_s
-        if self._output.num_held >= GROUP_RECORDS or waited_s >= GROUP_S:
-            self._flush()
+        self._groups.put(record)
 
     def _after_step(self, on_step: Callable[[BatchTally], None]) -> None:
-        if self._output.num_held and time.monotonic() - self._written_s >= GROUP_S:
-            self._flush()
+        self._groups.flush_if_due()
         on_step(self.tally)
-
-    def _flush(self) -> None:
-        self._output.flush()
-        self._written_s = time.monotonic()
 
 
 def _refusal_text(line: BatchLine, refusal: RequestError) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, AsJson, refuse_no_name
 from quire.cli.completion import complete_model
+from quire.cli.config_defaults import ConfigDefaults, is_from_file
 from quire.cli.json_output import print_json
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
@@ -169,6 +170,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
             rich_help_panel=LARGEST_BATCH,
         ),
     ] = False,
+    config: ConfigDefaults = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory use, batch size and longest sequence of a model without loading it."""
@@ -196,6 +198,8 @@ def plan(  # noqa: PLR0913 - one parameter per option
         )
         folder, name = _find(model, with_weights=measure)
         report = plan_report(folder, options, name=name)
+        if maximize_batch is None and is_from_file(config, "evict", evict):
+            evict = None  # the rule of an engine; only --maximize-batch uses it here
         requested = MaximizeOptions.of(
             maximize_batch, evict=evict, cap=cap, every=every, batch=batch, measure=measure
         )

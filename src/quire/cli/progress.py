@@ -1,9 +1,10 @@
-"""Progress line of a running engine on standard error; disabled without a terminal."""
+"""Progress lines on standard error; disabled without a terminal."""
 
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -15,13 +16,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from quire.engine.stats import EngineStats
+if TYPE_CHECKING:
+    from quire.engine.stats import EngineStats
 
 REFRESH_S = 0.2
 _LEAST_BAR_COLUMNS = 120
 
 
-class LiveProgress:
+class CountProgress:
     """A progress line on standard error; disabled if standard error is not a terminal.
 
     Args:
@@ -47,7 +49,7 @@ class LiveProgress:
         self._task = self._progress.add_task(title, total=total, numbers="")
         self._start_s = self._shown_s = time.monotonic()
 
-    def __enter__(self) -> "LiveProgress":
+    def __enter__(self) -> "CountProgress":
         self._progress.start()
         return self
 
@@ -59,19 +61,37 @@ class LiveProgress:
     ) -> None:
         self._progress.stop()
 
-    def show(self, done: int, read: Callable[[], EngineStats]) -> None:
+    def count(self, done: int) -> None:
+        """Update the number of finished requests."""
+        if self._is_due():
+            self._progress.update(self._task, completed=done)
+
+    def _is_due(self) -> bool:
+        now_s = time.monotonic()
+        if self._progress.disable or now_s - self._shown_s < self._refresh_s:
+            return False
+        self._shown_s = now_s
+        return True
+
+
+class LiveProgress(CountProgress):
+    """The progress line of a running engine."""
+
+    def __enter__(self) -> "LiveProgress":
+        super().__enter__()
+        return self
+
+    def show(self, done: int, read: "Callable[[], EngineStats]") -> None:
         """Update the progress line; cheap enough to be called in every step.
 
         Args:
             done: number of finished requests.
             read: returns the engine's statistics; called at most every `refresh_s` seconds.
         """
-        now_s = time.monotonic()
-        if self._progress.disable or now_s - self._shown_s < self._refresh_s:
+        if not self._is_due():
             return
-        self._shown_s = now_s
         stats = read()
-        speed = stats.num_generated_tokens / (now_s - self._start_s)
+        speed = stats.num_generated_tokens / (self._shown_s - self._start_s)
         used = 100 * stats.kv_held_bytes / stats.kv_total_bytes
         self._progress.update(
             self._task,

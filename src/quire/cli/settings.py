@@ -10,8 +10,9 @@ import typer
 
 from quire.cli.command import Command
 from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, refuse_no_name, use_threads
-from quire.cli.completion import complete_model, completer_of
+from quire.cli.completion import complete_model
 from quire.cli.config_file import read_config_file
+from quire.cli.option_parameters import keyword, option_parameter
 from quire.cli.options import (
     KV,
     MACHINE,
@@ -192,10 +193,10 @@ def with_settings(
             command(settings=settings, **{p.name: given[p.name] for p in own})
 
         parameters = [
-            _keyword("ctx", typer.Context, inspect.Parameter.empty),
+            keyword("ctx", typer.Context, inspect.Parameter.empty),
             _model_parameter(about_model, None if model_required else model_default),
             *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
-            *map(_parameter, options),
+            *map(option_parameter, options),
             *_shared_parameters(),
         ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -209,12 +210,12 @@ def with_settings(
 def _model_parameter(about: str, default: str | None) -> inspect.Parameter:
     if default is None:
         shown = typer.Argument(metavar="MODEL", help=about, autocompletion=complete_model)
-        return _keyword("model", Annotated[str, shown], inspect.Parameter.empty)
+        return keyword("model", Annotated[str, shown], inspect.Parameter.empty)
     about = f"{about} Default: {default}."
     shown = typer.Argument(
         metavar="MODEL", help=about, show_default=False, autocompletion=complete_model
     )
-    return _keyword("model", Annotated[str | None, shown], None)
+    return keyword("model", Annotated[str | None, shown], None)
 
 
 def _shared_parameters() -> Iterator[inspect.Parameter]:
@@ -222,38 +223,8 @@ def _shared_parameters() -> Iterator[inspect.Parameter]:
         "--config", metavar="FILE.toml", help="Read options from a file; flags take precedence."
     )
     verbose = typer.Option("--verbose", "-v", help="Print details and tracebacks.")
-    yield _keyword("config", Annotated[Path | None, config], None)
-    yield _keyword("verbose", Annotated[bool, verbose], False)
-
-
-def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
-    )
-
-
-def _parameter(found: OptionField) -> inspect.Parameter:
-    declaration = f"--{found.flag}"
-    if found.kind is bool and found.default is not False:
-        declaration += f"/--no-{found.flag}"
-    default = list(found.default) if isinstance(found.default, tuple) else found.default
-    shown = typer.Option(
-        declaration,
-        *(f"--{synonym}" for synonym in found.synonyms),
-        help=_sentence(found),
-        metavar=found.metavar,
-        show_default=default is not None and default != [],
-        rich_help_panel=found.group,
-        hidden=not found.common,
-        autocompletion=completer_of(found.flag, found.choices),
-    )
-    kind: Any = found.kind if default is not None else found.kind | None
-    return _keyword(found.parameter, Annotated[kind, shown], default)
-
-
-def _sentence(found: OptionField) -> str:
-    text = found.help[:1].upper() + found.help[1:].rstrip(".") + "."
-    return text + " Can be repeated." if found.kind == list[str] else text
+    yield keyword("config", Annotated[Path | None, config], None)
+    yield keyword("verbose", Annotated[bool, verbose], False)
 
 
 def _resolve(

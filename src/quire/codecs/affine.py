@@ -43,6 +43,34 @@ def encode_affine(
     return codes.to(torch.uint8), scales, zeros
 
 
+def encode_affine_again(
+    numbers: Float[Tensor, "*shape"],
+    bits: int,
+    dim: int,
+    before: tuple[Tensor, Tensor],
+    keeps: Bool[Tensor, "..."],
+) -> Affine:
+    """Return codes, scales and zeros after some of the numbers were replaced.
+
+    If all numbers are within the range of the scale and zero before, these are kept. Numbers that
+    were decoded with them get the same codes again, without an error.
+
+    Args:
+        numbers: float32, finite or NaN.
+        bits: bits of a code.
+        dim: dimension over which numbers share a scale; retained with size 1.
+        before: scales and zeros before.
+        keeps: where some of the numbers are not replaced; broadcast over the scales.
+    """
+    _, scales, zeros = encode_affine(numbers, bits, dim)
+    top = (1 << bits) - 1
+    low, high = numbers.amin(dim, keepdim=True), numbers.amax(dim, keepdim=True)
+    least, most = before[1].float(), before[0].float() * top + before[1].float()
+    within = keeps & (low >= least) & (high <= most)
+    scales, zeros = torch.where(within, before[0], scales), torch.where(within, before[1], zeros)
+    return to_codes(numbers - zeros.float(), scales, 0, top).to(torch.uint8), scales, zeros
+
+
 def decode_affine(
     codes: UInt8[Tensor, "*shape"],
     scales: Shaped[Tensor, "*scale_shape"],

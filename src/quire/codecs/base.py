@@ -1,7 +1,8 @@
 """Interface of a codec: encodes vectors to planes and decodes them, without pages or sequences.
 
 A codec has no state. A token is encoded once, when it is written, from full-precision numbers.
-Decoded numbers are never encoded again.
+Decoded numbers are never encoded again, except in pages of shared scales whose tokens are replaced
+(`Codec.encode_again`).
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from quire.errors import ConfigError
@@ -73,6 +74,22 @@ class Codec(ABC):
     @abstractmethod
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         """Encode vectors to planes; if `spec.per_page`, the tokens are those of a whole page."""
+
+    def encode_again(
+        self,
+        vectors: Float[Tensor, "*batch token head_dim"],
+        planes: Planes,
+        keeps: Bool[Tensor, "*batch"],
+    ) -> tuple[Tensor, ...]:
+        """Encode a page after some of its tokens were replaced; only for codecs of whole pages.
+
+        Args:
+            vectors: the tokens of the page; those that were in it before are decoded.
+            planes: the page's planes before.
+            keeps: whether the page keeps some of its tokens in their slots.
+        """
+        del planes, keeps
+        return self.encode(vectors)
 
     @abstractmethod
     def decode(self, planes: Planes) -> Float[Tensor, "*batch token head_dim"]:

@@ -84,6 +84,12 @@ def _early_stopping(name: str, value: object) -> bool | str:
     raise _refuse(name, 'true, false or "never"', value)
 
 
+def _pooling(name: str, value: object) -> str:
+    if isinstance(value, str) and value in ("last", "mean"):
+        return value
+    raise _refuse(name, '"last" or "mean"', value)
+
+
 def _texts(name: str, value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Iterable):
@@ -145,7 +151,7 @@ _penalty = _number(-MAX_PENALTY, MAX_PENALTY)
 OPTIONAL = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias"}
     | {"allowed_token_ids", "logprobs", "prompt_logprobs", "seed", "best_of", "beam_width"}
-    | {"structured_outputs"}
+    | {"structured_outputs", "pooling"}
 )
 """Options for which None means unset."""
 
@@ -169,6 +175,7 @@ FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
     "ignore_eos": _flag,
     "logprobs": _integer(0),
     "prompt_logprobs": _integer(0),
+    "pooling": _pooling,
     "seed": _integer(-(2**63), 2**64 - 1),
     "skip_special_tokens": _flag,
     "n": _integer(1, MAX_CHOICES),

@@ -16,6 +16,8 @@ from quire.layout.options import Parsed, option
 
 T = TypeVar("T", int, float)
 
+Pooling = Literal["last", "mean"]
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing by them would overflow."""
 
@@ -34,7 +36,8 @@ class SamplingParams:
     """The sampling options of one request, with the names of OpenAI and vLLM.
 
     Attributes:
-        max_tokens: maximum tokens to generate; 0 only scores the prompt (with `prompt_logprobs`).
+        max_tokens: maximum tokens to generate; 0 only scores the prompt (with `prompt_logprobs`) or
+            computes its embedding (with `pooling`).
         min_tokens: tokens to generate before stop rules apply.
         temperature: divides the logits; 0 (or below 1e-5) is greedy. None: the model's, else 0.
         top_k: sample from the k most likely tokens; 0 and -1: off. None: the model's, else off.
@@ -60,6 +63,9 @@ class SamplingParams:
         logprobs: number of most likely tokens to report for each output token; 0: only the output
             token itself. At most the size of the vocabulary; each costs memory in the output.
         prompt_logprobs: the same for the tokens of the prompt.
+        pooling: compute an embedding of the prompt from the hidden states after the last layer and
+            its norm: "last" that of the last token, "mean" the mean over the prompt. It needs
+            `max_tokens=0`. None: no embedding.
         seed: seed of random sampling: equal logits give equal tokens. In float32 the output does
             not depend on the rest of the batch. In bfloat16 and float16 the batch can change
             logits, and so tokens, except with `--batch-invariant`. None: random.
@@ -101,6 +107,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
     seed: int | None = option(None, common=True)
     skip_special_tokens: bool = True
     n: int = option(1, common=True)
@@ -121,11 +128,17 @@ class SamplingParams:
                 "raise max_tokens or lower min_tokens",
                 param="min_tokens",
             )
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
+        if self.max_tokens == 0 and self.prompt_logprobs is None and self.pooling is None:
             raise RequestError(
                 "max_tokens=0 generates no tokens: raise max_tokens, or set prompt_logprobs to "
                 "score the prompt",
                 param="max_tokens",
+            )
+        if self.pooling is not None and (self.max_tokens or self.num_sequences != 1):
+            raise RequestError(
+                f"pooling={self.pooling!r} computes an embedding and generates no tokens: set "
+                "max_tokens=0 and n=1",
+                param="pooling",
             )
         check_branches(self)
 

@@ -91,8 +91,7 @@ class Engine:
         self.prefix_loader = parts.prefix_loader
         self._closing = closing(self, self.prefix_loader)
         self._clock = clock
-        layout, rules = self.pool.kv.memory.layout, self.pool.rules
-        self.input_processor = InputProcessor(model, rules, layout, self.schedule_config, kv, clock)
+        self.input_processor = InputProcessor(model, self.pool, self.schedule_config, kv, clock)
         self._traces = Traces()
         self.request_log = RequestLog(self.events, clock)
         self._outputs = OutputProcessor(

@@ -79,6 +79,15 @@ class PaddedBridge:
         out[own] = self._bridge.attend(call, query[own], key[own], value[own])
         return out
 
+    @property
+    def hidden_rows(self) -> Tensor | None:
+        """Rows of the batch whose hidden states are needed."""
+        return getattr(self._bridge, "hidden_rows", None)
+
+    def note_hidden_states(self, states: Tensor) -> None:
+        """Forward the hidden states of these rows."""
+        self._bridge.note_hidden_states(states)  # type: ignore[attr-defined]
+
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> Sequence[object] | None:
         """See `ChainedAttention.chain`."""
         if not isinstance(self._bridge, ChainedAttention):

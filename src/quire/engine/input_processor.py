@@ -11,12 +11,13 @@ from quire.config.generation_request import GenerationRequest, token_ids_of
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.batch_invariance import refuse_pressure
+from quire.engine.pool import KVPool
+from quire.engine.pooling import check_pooling
 from quire.errors import ConfigError, RequestError
-from quire.eviction.eviction_rules import EvictionRules, check_chunk_size
+from quire.eviction.eviction_rules import check_chunk_size
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
@@ -35,8 +36,7 @@ class InputProcessor:
 
     Args:
         model: model of the engine.
-        rules: eviction rules that requests may use.
-        layout: lane groups of every sequence.
+        pool: KV memory of the engine, with the eviction rules that requests may use.
         schedule: options of the scheduler.
         kv: default of `record_evictions`.
         clock: time in seconds, for time stamps.
@@ -48,13 +48,12 @@ class InputProcessor:
     def __init__(
         self,
         model: LoadedModel,
-        rules: EvictionRules,
-        layout: CacheLayout,
+        pool: KVPool,
         schedule: ScheduleConfig,
         kv: KVConfig,
         clock: Callable[[], float],
     ) -> None:
-        self._model, self._rules, self._layout = model, rules, layout
+        self._model, self._pool, self._rules = model, pool, pool.rules
         self._schedule, self._clock = schedule, clock
         self._records_evictions = kv.record_evictions
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
@@ -80,6 +79,7 @@ class InputProcessor:
         check_context(len(token_ids), context)
         prompt = checked_prompt(token_ids, model.spec)
         params = checked_params(requested.sampling or SamplingParams(), len(prompt), model, context)
+        check_pooling(model, params)
         seed, records = params.seed, requested.record_evictions
         now_s, final_tokens = self._clock(), len(prompt) + params.max_tokens
         policy = self._policy(rule, len(prompt), len(prompt) + max(0, params.max_tokens - 1))
@@ -93,6 +93,7 @@ class InputProcessor:
             arrival=arrival,
             arrival_s=now_s,
             rope_variant=model.decoder.rope_variant(policy.context_tokens or final_tokens),
+            pre_rope=policy.context_tokens is not None and self._rules.mixes,
             tenant=requested.tenant,
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
@@ -119,9 +120,9 @@ class InputProcessor:
             final_tokens: largest number of tokens whose KV the request can need.
 
         Raises:
-            RequestError: the cap of the rule is too small.
+            RequestError: the cap is too small, or a page of the statistics is too large.
         """
-        none = statistics_used(self._layout, ())
+        none = statistics_used(self._pool.kv.memory.layout, ())
         if not rule.evicts:
             return _Policy(memory=RequestMemory(statistics=none))
         eviction = _equal_caps_per_layer(
@@ -139,12 +140,14 @@ class InputProcessor:
         if eviction.keeps_all(prompt_tokens, final_tokens):
             logger.info("%r: %d tokens never exceed the cap", rule.text, final_tokens)
             return _Policy(rule.text, memory=RequestMemory(statistics=none))
+        self._pool.add_statistics(spec.statistics)
+        layout = self._pool.kv.memory.layout
         # re-rotated positions never exceed the lane's capacity, which selects the RoPE variant
         rerotates = rule.policy is not None and rule.policy.rerotates_keys and not spec.divided
         return _Policy(
             rule.text,
             spec.peak_tokens(final_tokens, prompt_tokens) if rerotates else None,
-            RequestMemory(statistics=statistics_used(self._layout, spec.statistics)),
+            RequestMemory(statistics=statistics_used(layout, spec.statistics)),
             RequestEviction(
                 spec=self._one_of(spec),
                 selection=eviction,

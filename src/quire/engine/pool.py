@@ -15,9 +15,15 @@ from quire.engine.codec import StoredAs, codec_of
 from quire.engine.kv_size import kv_memory_bytes, swap_space
 from quire.engine.option_effects import refuse_without_effect
 from quire.engine.shared_pool import PoolMember
-from quire.errors import ConfigError, UnsoundCombination
-from quire.eviction.eviction_rules import EvictionRules, check_chunk_size, check_pre_rope
+from quire.errors import ConfigError, RequestError, UnsoundCombination
+from quire.eviction.eviction_rules import (
+    EvictionRules,
+    Provided,
+    check_chunk_size,
+    check_pre_rope,
+)
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.select import select_backend
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory, MakeStore
@@ -33,8 +39,9 @@ from quire.kv.stores.registry import (
 from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.eviction import PRESSURE, EvictionSpec
-from quire.layout.layout import layout_for
+from quire.layout.layout import added_statistics, layout_for
 from quire.layout.pages import CacheLayout
+from quire.layout.statistics import Statistic
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
@@ -45,6 +52,8 @@ from quire.scheduler.preemption.swapper import refuse_unused_swap_space
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import refuse_nothing_shared
+
+MOST_GROUPS = 128  # lane groups with those that requests add: bounds page tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,29 @@ class KVPool:
             f"attention: {self.kv.backend.name} ({self.reason}); {swap}{no_cache}{offload}"
         )
 
+    def add_statistics(self, statistics: Sequence[Statistic]) -> None:
+        """Add lane groups for statistics that the layout lacks, for a request's rule.
+
+        Raises:
+            RequestError: the groups are too large, or requests have added too many.
+        """
+        layout = self.kv.memory.layout
+        added = added_statistics(self.rules.model, layout, statistics)
+        if not added:
+            return
+        if len(layout.groups) + len(added) > MOST_GROUPS:
+            raise RequestError(
+                f"evict: requests have named rules with {len(layout.groups)} kinds of statistics "
+                f"and windows, and an engine has at most {MOST_GROUPS}; name a rule with other "
+                "options, or start another engine",
+                param="evict",
+            )
+        try:
+            refuse_too_many_rows(added, len(self.kv.memory.lengths))
+            self.kv.add_groups(added)
+        except ConfigError as error:
+            raise RequestError(f"evict: {error}", param="evict") from error
+
     @property
     def why_no_prefix(self) -> str | None:
         """Reason why prompts cannot share the KV of a common prefix; None if they can."""
@@ -129,7 +161,7 @@ def build_pool(
     choice = OffloadChoice(model, config, layout) if offload_bytes else None
     if choice is not None:
         choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)
-    refuse_too_many_rows(layout, schedule.num_rows)
+    refuse_too_many_rows(layout.groups, schedule.num_rows)
     if member is None:
         make_store = partial(PageStore, device=device, mover=mover)
         memory = _own_memory(model, config, schedule, layout, plan.eviction.spec, make_store)
@@ -144,7 +176,9 @@ def build_pool(
         offload = build_kv_offload(choice, memory, store, coded, offload_bytes, running)
     kv_offload = None if offload is None else offload.kv_offload
     return KVPool(
-        kv=PagedKV(memory, store, plan.backend, measured, offload=kv_offload),
+        kv=PagedKV(
+            memory, store, plan.backend, measured, offload=kv_offload, pre_rope=plan.pre_rope
+        ),
         rules=plan.rules,
         eviction=plan.eviction,
         stored_as=plan.stored_as,
@@ -166,6 +200,7 @@ class _PoolPlan:
     layout: CacheLayout
     backend: AttentionBackend
     reason: str
+    pre_rope: AttentionBackend | None = None
 
 
 def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> _PoolPlan:
@@ -190,6 +225,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         rotated=not rules.rerotates_keys,
         statistics=rules.statistics,
     )
+    layout = rules.fitted(layout)
     _check_store(config, rules)
     check_pre_rope(rules, model.decoder.prepare_pre_rope)
     refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
@@ -203,7 +239,10 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         codec=stored_as.codec,
     )
     backend = one_by_one(choice) if schedule.batch_invariant else choice.backend
-    return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason)
+    pre_rope = None
+    if rules.mixes and rules.why_no_pre_rope is None:
+        pre_rope = PreRopeAttention(model.decoder.device, scratch_bytes=config.scratch)
+    return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason, pre_rope)
 
 
 def _make_rules(
@@ -217,12 +256,24 @@ def _make_rules(
         page_tokens=config.page_tokens,
         codec=codec,
         reserved=config.store != "paged",
-        why_not=exact_statistics(prepare) if schedule.batch_invariant else prepare,
+        provided=Provided(
+            exact_statistics(prepare) if schedule.batch_invariant else prepare,
+            _why_no_pre_rope(model, config, schedule),
+        ),
     )
     if schedule.batch_invariant:
         refuse_pressure(rules.default)
     check_chunk_size(rules.default, schedule)
     return rules
+
+
+def _why_no_pre_rope(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> str | None:
+    """Why single requests cannot store keys before RoPE; None if they can."""
+    if config.offload.kv_memory:
+        return "KV offload reads keys after RoPE"
+    if schedule.batch_invariant:
+        return "batch-invariant engines have one attention backend"
+    return model.decoder.prepare_pre_rope()
 
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:

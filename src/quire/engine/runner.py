@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
-from quire.kernels.backend import AttentionMath
-from quire.kernels.chains import HeadBuffers
+from quire.engine.step_bridge import StepBridge
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_part import StepPart
-from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
+from quire.models.base import Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
 from quire.sampling.logits import StepLogits
+from quire.sampling.pooling import StepHidden, pooled_rows
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan, StepTimes
 from quire.scheduler.step_size import StepSize
@@ -32,14 +32,24 @@ class _Prepared:
     Attributes:
         batch: input of the decoder.
         wanted: (request, first position, rows) of the needed logits.
+        pooled: the same of the needed hidden states.
+        bridge: has the hidden states after the forward.
     """
 
     batch: Batch
     wanted: list[tuple[Request, int, int]]
+    pooled: list[tuple[Request, int, int]]
+    bridge: StepBridge
 
-    def results(self, logits: Tensor) -> list[StepLogits]:
-        """Split the batch's logits by request."""
-        results, first = [], 0
+    def results(self, logits: Tensor) -> list[StepLogits | StepHidden]:
+        """Split the batch's logits and hidden states by request."""
+        results: list[StepLogits | StepHidden] = []
+        first = 0
+        for request, position, count in self.pooled:
+            states = self.bridge.hidden_states[first : first + count]
+            results.append(StepHidden(request, position, states))
+            first += count
+        first = 0
         for request, position, count in self.wanted:
             results.append(StepLogits(request, position, logits, first, count))
             first += count
@@ -70,7 +80,7 @@ class Runner:
         self._step, self._fixed_rows = step, fixed_rows
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[StepLogits]:
+    def run(self, plan: StepPlan) -> list[StepLogits | StepHidden]:
         """Run a step's tokens through the model.
 
         Args:
@@ -78,26 +88,30 @@ class Runner:
 
         Returns:
             For each request that needs logits: those of its last token if it has no uncomputed
-            tokens left, or of all its tokens if it needs prompt log-probabilities.
+            tokens left, or of all its tokens if it needs prompt log-probabilities. For a request
+            with `pooling`, hidden states instead.
         """
-        results = []
-        for variant in sorted({r.spec.rope_variant for r in plan.requests}):
+        results: list[StepLogits | StepHidden] = []
+        kinds = {(r.spec.rope_variant, r.spec.pre_rope) for r in plan.requests}
+        for kind in sorted(kinds):
             rows = [
                 (request, tokens)
                 for request, tokens in zip(plan.requests, plan.tokens, strict=True)
-                if request.spec.rope_variant == variant
+                if (request.spec.rope_variant, request.spec.pre_rope) == kind
             ]
-            results += self._run_rope_variant(rows, variant)
+            results += self._run_rope_variant(rows, kind[0])
         return results
 
-    def _run_rope_variant(self, rows: list[tuple[Request, int]], variant: int) -> list[StepLogits]:
+    def _run_rope_variant(
+        self, rows: list[tuple[Request, int]], variant: int
+    ) -> list[StepLogits | StepHidden]:
         started_s = time.perf_counter()
         parts = self._parts(rows)
         count = min(len(parts), MOST_BATCHES)
         prepared = [self._prepare(part, StepPart(n, count)) for n, part in enumerate(parts)]
         self._times.prepare_s += time.perf_counter() - started_s
         most = MOST_BATCHES if self._fixed_rows is None or self._step.shares_layers else 1
-        results: list[StepLogits] = []
+        results: list[StepLogits | StepHidden] = []
         for start in range(0, len(prepared), most):
             together = prepared[start : start + most]
             logits = self._forward([p.batch for p in together], variant)
@@ -130,7 +144,8 @@ class Runner:
             token_ids += row.request.token_ids(start, start + row.tokens)
             logical += range(start, start + row.tokens)
         # RoPE is the identity at position 0: pages store pre-RoPE keys
-        positions = logical if self._kv.rotated else [0] * len(logical)
+        pre_rope = rows[0].request.spec.pre_rope
+        positions = logical if self._kv.rotated and not pre_rope else [0] * len(logical)
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
             self._kv,
@@ -138,19 +153,27 @@ class Runner:
             np.array([row.tokens for row in rows], dtype=np.int32),
             np.array([row.later for row in rows], dtype=np.int32),
             part,
+            pre_rope=pre_rope,
         )
-        sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
-        wanted_logits = [(request, logical[first], count) for request, first, count in wanted]
-        return _Prepared(self._batch(token_ids, positions, sample_rows, attention), wanted_logits)
+        pooled = list(_pooled_rows(rows))
+        bridge = StepBridge(attention, self._on_device(_flat(pooled)) if pooled else None)
+        return _Prepared(
+            self._batch(token_ids, positions, _flat(wanted), bridge),
+            [(request, logical[first], count) for request, first, count in wanted],
+            [(request, logical[first], count) for request, first, count in pooled],
+            bridge,
+        )
+
+    def _on_device(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self._decoder.device)
 
     def _batch(
         self,
         token_ids: list[int],
         positions: list[int],
         sample_rows: list[int],
-        attention: StepAttention,
+        bridge: PagedAttention,
     ) -> Batch:
-        bridge: PagedAttention = StepBridge(attention)
         if self._fixed_rows is not None:
             bridge = PaddedBridge(bridge, len(token_ids))
             token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
@@ -207,52 +230,36 @@ def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
         start += row.tokens
 
 
-def _joined(results: list[StepLogits]) -> list[StepLogits]:
+def _pooled_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
+    """Yield (request, first row of the flat batch, rows) of the needed hidden states."""
+    start = 0
+    for row in rows:
+        request, pooling = row.request, row.request.params.pooling
+        if pooling is not None:
+            first = request.progress.num_computed + row.done
+            found = pooled_rows(pooling, first, row.tokens, len(request.prompt_token_ids))
+            if found:
+                yield request, start + found.start, len(found)
+        start += row.tokens
+
+
+def _flat(wanted: list[tuple[Request, int, int]]) -> list[int]:
+    """All rows of (request, first row, rows)."""
+    return [row for _, first, count in wanted for row in range(first, first + count)]
+
+
+def _joined(results: list[StepLogits | StepHidden]) -> list[StepLogits | StepHidden]:
     """Concatenate the logits of each request: a scored prompt may span several batches."""
     by_request: dict[int, list[StepLogits]] = {}
     for result in results:
-        by_request.setdefault(id(result.request), []).append(result)
-    return [_concatenated(parts) if len(parts) > 1 else parts[0] for parts in by_request.values()]
+        if isinstance(result, StepLogits):
+            by_request.setdefault(id(result.request), []).append(result)
+    hidden = [result for result in results if isinstance(result, StepHidden)]
+    return hidden + [
+        _concatenated(parts) if len(parts) > 1 else parts[0] for parts in by_request.values()
+    ]
 
 
 def _concatenated(parts: Sequence[StepLogits]) -> StepLogits:
     logits = torch.cat([part.logits for part in parts])
     return replace(parts[0], batch=logits, first_row=0, num_rows=len(logits))
-
-
-class StepBridge:
-    """Adapter between a decoder's layers and the attention of a step."""
-
-    def __init__(self, step: StepAttention) -> None:
-        self._step = step
-
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Forward the call; the lane group sets the window."""
-        math = AttentionMath(call.scale, call.softcap, call.sinks)
-        return self._step.attend(call.layer, math, query, key, value, call.rotary)
-
-    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
-        """See `StepAttention.chain`."""
-        return self._step.chain(layers, heads)
-
-    @property
-    def wants_residual_similarity(self) -> bool:
-        """Whether any row records the residual cosine similarity of attention."""
-        return self._step.wants_residual_similarity
-
-    def begin_layer(self, layer: int) -> None:
-        """Forward the start of a layer whose weights may still be in transfer."""
-        self._step.begin_layer(layer)
-
-    @property
-    def wants_inputs(self) -> bool:
-        """Whether the inputs of the layers' attention are stored."""
-        return self._step.wants_inputs
-
-    def note_input(self, layer: int, inputs: Tensor) -> None:
-        """Forward the attention input of a layer."""
-        self._step.note_input(layer, inputs)
-
-    def note_residual_similarity(self, layer: int, cosines: Tensor) -> None:
-        """Forward the residual cosine similarity of a layer."""
-        self._step.note_residual_similarity(layer, cosines)

@@ -2,14 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.errors import OutOfPages, PolicyError
+from quire.eviction.decisions import (
+    LayerPart,
+    RetainedSlots,
+    Selected,
+    checked_mask,
+    consecutive,
+    stacked,
+)
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
 from quire.kv.compaction import (
@@ -19,16 +26,19 @@ from quire.kv.compaction import (
     plan_compaction,
     require_private_copies,
 )
+from quire.kv.joined_reader import JoinedReader
 from quire.kv.lane_reader import LaneReader
 from quire.kv.layer_loads import LayerLoads
+from quire.kv.resealing import Resealing
 from quire.kv.step import PagedKV
-from quire.layout.statistics import Statistic
+from quire.layout.eviction import UNLIMITED
+from quire.layout.pages import LaneGroup
 from quire.policies.base import MergedValues
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lane_capacities import Evicted
-from quire.scheduler.lane_slots import Slots, evicting_table
+from quire.scheduler.lane_slots import Slots, evicting_lanes
 from quire.scheduler.request import Request
 
 FLOAT_BYTES = 4
@@ -55,11 +65,16 @@ class PolicyEvictor:
         rotations: Callable[[int], Rotation | None],
         offloaded: LayerLoads | None = None,
     ) -> None:
-        table = evicting_table(kv.memory)
-        assert table is not None, "only built for pools whose lanes evict"
-        self._kv, self._rules, self._table = kv, rules, table
+        lanes = evicting_lanes(kv.memory)
+        assert lanes is not None, "only built for pools whose lanes evict"
+        self._kv, self._rules, self._lanes = kv, rules, lanes
         self._scratch_bytes, self._rotations = scratch_bytes, rotations
-        self._promotion = _promotion_of(kv, table.group.name)
+        groups = [table.group for table in lanes.tables]
+        self._promotions = {group.name: _promotion_of(kv, group.name) for group in groups}
+        self._mover = None
+        for group in groups:
+            if group.page_class.per_page:
+                self._mover = Resealing(kv, group.name, scratch_bytes)
         self._offloaded = offloaded
 
     def evict(
@@ -74,94 +89,136 @@ class PolicyEvictor:
         eviction, done = _eviction_of(request), request.progress.num_computed
         layers = self._offloaded_layers(request)
         parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
-        mask = _stacked([part.stored_mask for part in parts])
         if layers is not None:
+            mask = stacked([part.stored_mask for part in parts])
             self._require_layers(layers, request, mask, parts)
             self._compact_by_layer(layers, request, mask, parts)
-            return Evicted(
-                (entry := self._entry(eviction, keep, done, parts)).num_slots,
-                self._table.group.num_lanes,
-                entry,
-            )
-        plan = self._plan(request, mask, parts)
-        if least_gain is not None and plan.gain_bytes < least_gain:
+            entry = self._entry(eviction, keep, done, parts)
+            return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
+        masks = {
+            table.group.name: stacked([p.stored_mask for p in parts if p.is_of(table.group)])
+            for table in self._lanes.tables
+        }
+        plans = self._plans(request, masks, parts)
+        if least_gain is not None and sum(plan.gain_bytes for plan in plans) < least_gain:
             return None
         entry = self._entry(eviction, keep, done, parts)
-        self._commit(request, plan, parts)
-        self._store_promoted(request.memory.row, parts)
-        return Evicted(entry.num_slots, self._table.group.num_lanes, entry)
+        records = [RetainedSlots(p.part.group, p.reader, p.kept, p.promoted) for p in parts]
+        self._commit(request, plans, parts, records)
+        return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of a recorded entry again."""
         layers = self._offloaded_layers(request)
         if layers is not None:
             mask, retained = self._repeated_mask(request, entry)
-            parts = self._select_again(request, entry, retained)
+            whole = LayerPart(group := self._lanes.tables[0].group, range(len(group.layers)))
+            records = RetainedSlots(group, self._reader(request, whole), retained, None)
+            parts = self._select_again(request, entry, [records])
             self._require_layers(layers, request, mask, parts)
             self._compact_by_layer(layers, request, mask, parts)
             return
-        reader = self._reader(request, range(len(self._table.group.layers)))
-        heads = self._table.group.page_class.heads
-        retained = entry.retained(reader.lane_positions)
-        mask = reader.unsort(torch.from_numpy(retained).repeat_interleave(heads, dim=0))
-        parts = self._select_again(request, entry, retained)
-        self._commit(request, self._plan(request, mask, parts), parts)
-        if entry.promoted is not None:
-            assert self._promotion is not None, "promoted in a memory with records"
-            positions = reader.lane_positions
-            promoted = (positions >= 0) & ~entry.promoted.retained(positions)
-            self._promotion.put(reader, request.memory.row, retained, promoted)
+        repeated = [
+            self._repeated(request, table.group, entry.of_lanes(places))
+            for table, places in zip(self._lanes.tables, self._lanes.places, strict=True)
+        ]
+        masks = {}
+        for one in repeated:
+            heads = one.group.page_class.heads
+            by_head = torch.from_numpy(one.retained).repeat_interleave(heads, dim=0)
+            masks[one.group.name] = one.reader.unsort(by_head)
+        parts = self._select_again(request, entry, repeated)
+        self._commit(request, self._plans(request, masks, parts), parts, repeated)
 
-    def _plan(
-        self, request: Request, mask: NDArray[np.bool_], parts: "Sequence[_Selected]"
-    ) -> CompactionPlan:
-        merged = [part.stored_merged for part in parts]
-        return plan_compaction(
-            self._kv.memory,
-            self._table.group.name,
-            request.memory.row,
-            mask,
-            _kind_of(_eviction_of(request)),
-            written=_stacked(merged) if any(marks.any() for marks in merged) else None,
-        )
+    def _plans(
+        self,
+        request: Request,
+        masks: Mapping[str, NDArray[np.bool_]],
+        parts: Sequence[Selected],
+    ) -> list[CompactionPlan]:
+        """Plan the compaction of each lane group.
 
-    def _commit(self, request: Request, plan: CompactionPlan, parts: "Sequence[_Selected]") -> None:
-        """Store statistics, compact the lanes, then overwrite merged values."""
-        require_private_copies(self._kv.memory, plan)
+        Args:
+            request: a running request.
+            masks: retained slots of each group, in storage order.
+            parts: decisions whose merged values will be written.
+        """
+        plans = []
+        for table in self._lanes.tables:
+            merged = [part.stored_merged for part in parts if part.is_of(table.group)]
+            plans.append(
+                plan_compaction(
+                    self._kv.memory,
+                    table.group.name,
+                    request.memory.row,
+                    masks[table.group.name],
+                    _kind_of(_eviction_of(request)),
+                    written=stacked(merged) if any(marks.any() for marks in merged) else None,
+                )
+            )
+        return plans
+
+    def _commit(
+        self,
+        request: Request,
+        plans: Sequence[CompactionPlan],
+        parts: Sequence[Selected],
+        records: Sequence[RetainedSlots],
+    ) -> None:
+        """Store statistics and records, compact the lanes, then overwrite merged values."""
+        require_private_copies(self._kv.memory, *plans)
         for part in parts:
             part.store_statistics()
-        commit_compaction(self._kv.memory, plan)
+        for one in records:
+            promotion = self._promotions[one.group.name]
+            if promotion is not None and one.promoted is not None:
+                promotion.put(one.reader, one.retained, one.promoted)
+        commit_compaction(self._kv.memory, *plans, mover=self._mover)
         for part in parts:
             if part.merged is not None:
-                part.overwrite(self._reader(request, part.layers))
+                part.overwrite(self._reader(request, part.part))
+
+    def _repeated(self, request: Request, group: LaneGroup, entry: EvictionEntry) -> RetainedSlots:
+        """Return the slots of a lane group that a recorded entry retains and promotes."""
+        reader = self._reader(request, LayerPart(group, range(len(group.layers))))
+        positions = reader.lane_positions
+        retained, promoted = entry.retained(positions), None
+        if entry.promoted is not None:
+            promoted = (positions >= 0) & ~entry.promoted.retained(positions)
+        return RetainedSlots(group, reader, retained, promoted)
 
     def _select_again(
-        self, request: Request, entry: EvictionEntry, retained: NDArray[np.bool_]
-    ) -> "list[_Selected]":
+        self, request: Request, entry: EvictionEntry, repeated: Sequence[RetainedSlots]
+    ) -> list[Selected]:
         """Run the rule of a recorded eviction again, for the data that it returns."""
         if entry.wanted is None:
             return []
         eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
-        found, first = [], 0
-        for layers in self._parts(request):
-            part = self._select(request, eviction, keep, layers)
-            of_part = retained[first : first + len(part.kept), : part.kept.shape[1]]
+        retained = {one.group.name: one.retained for one in repeated}
+        found = []
+        for place in self._parts(request):
+            part, per_layer = (
+                self._select(request, eviction, keep, place),
+                place.group.lanes_per_layer,
+            )
+            first = place.layers.start * per_layer
+            lanes = slice(first, first + len(part.kept))
+            of_part = retained[place.group.name][lanes, : part.kept.shape[1]]
             found.append(replace(part, kept=of_part))
-            first += len(part.kept)
         return found
 
     def finalize(self, request: Request) -> None:
         """Divide the cap of a request after its prefill."""
         eviction = _eviction_of(request)
-        reader = self._reader(request, range(len(self._table.group.layers)))
-        view = self._view(request, reader)
+        parts = self._parts(request, UNLIMITED)
+        view = self._view(request, JoinedReader([self._reader(request, part) for part in parts]))
         rule = self._rules.rule(request.spec.evict)
         with _named(eviction):
             final = rule.finalize(eviction, view, self._rules.lanes_of(rule))
         request.eviction.selection, request.eviction.spec = final, final.spec
 
     def _entry(
-        self, eviction: Eviction, keep: Slots, done: int, parts: "Sequence[_Selected]"
+        self, eviction: Eviction, keep: Slots, done: int, parts: Sequence[Selected]
     ) -> EvictionEntry:
         entry = EvictionEntry.joined(done, [part.entry for part in parts])
         return replace(entry, wanted=keep.astype(np.int32)) if _selects_again(eviction) else entry
@@ -172,18 +229,25 @@ class PolicyEvictor:
         """Loads the offloaded pages of a request layer by layer; None if all are in the arena.
 
         Raises:
-            OutOfPages: promoted tokens are written for all layers together.
+            OutOfPages: records, or pages that are encoded again, need all layers together.
         """
-        name = self._table.group.name
-        if self._offloaded is None or not self._offloaded.is_offloaded(request.memory.row, name):
+        groups = [table.group for table in self._lanes.tables]
+        if not any(self._is_offloaded(request, group) for group in groups):
             return None
-        if self._promotion is not None:
+        if any(self._promotions.values()):
             raise OutOfPages("promoted tokens need all pages of a request in the arena")
+        if len(groups) > 1 or self._mover is not None:
+            raise OutOfPages("these codecs need all pages of a request in the arena to evict")
         return self._offloaded
+
+    def _is_offloaded(self, request: Request, group: LaneGroup) -> bool:
+        return self._offloaded is not None and self._offloaded.is_offloaded(
+            request.memory.row, group.name
+        )
 
     def _retained_pages(self, mask: NDArray[np.bool_], eviction: Eviction) -> NDArray[np.bool_]:
         """Pages [lanes, columns] that hold retained slots after a compaction."""
-        tokens = self._table.group.page_class.tokens
+        tokens = self._lanes.tables[0].group.page_class.tokens
         columns = -(-mask.shape[1] // tokens)
         if _kind_of(eviction) is Kind.DROP_PAGES:
             padded = np.zeros((len(mask), columns * tokens), dtype=bool)
@@ -196,7 +260,7 @@ class PolicyEvictor:
         layers: LayerLoads,
         request: Request,
         mask: NDArray[np.bool_],
-        parts: "Sequence[_Selected]",
+        parts: Sequence[Selected],
     ) -> None:
         """Refuse an eviction layer by layer that lacks pages, before anything is changed.
 
@@ -206,17 +270,17 @@ class PolicyEvictor:
         if any(part.merged is not None for part in parts):
             raise OutOfPages("merged values need all pages of a request in the arena")
         kept = self._retained_pages(mask, _eviction_of(request))
-        layers.require_pages(request.memory.row, self._table.group.name, kept)
+        layers.require_pages(request.memory.row, self._lanes.tables[0].group.name, kept)
 
     def _compact_by_layer(
         self,
         layers: LayerLoads,
         request: Request,
         mask: NDArray[np.bool_],
-        parts: "Sequence[_Selected]",
+        parts: Sequence[Selected],
     ) -> None:
         """Store statistics, then settle each layer and cut it before the next one is settled."""
-        memory, group, row = self._kv.memory, self._table.group, request.memory.row
+        memory, group, row = self._kv.memory, self._lanes.tables[0].group, request.memory.row
         eviction, per_layer = _eviction_of(request), group.lanes_per_layer
         kept, kind = self._retained_pages(mask, eviction), _kind_of(eviction)
         for part in parts:
@@ -224,7 +288,7 @@ class PolicyEvictor:
         for index in range(len(group.layers)):
             lanes = slice(index * per_layer, (index + 1) * per_layer)
             layers.settle(row, group.name, index, kept)
-            slots = int(self._table.num_slots[row].max())
+            slots = int(self._lanes.tables[0].num_slots[row].max())
             keep = np.ones((group.num_lanes, slots), dtype=bool)
             keep[lanes] = False
             keep[lanes, : mask.shape[1]] = mask[lanes, :slots]
@@ -248,8 +312,8 @@ class PolicyEvictor:
                 for reader in readers
             ]
         )
-        retained, heads = entry.retained(positions), self._table.group.page_class.heads
-        mask = _stacked(
+        retained, heads = entry.retained(positions), self._lanes.tables[0].group.page_class.heads
+        mask = stacked(
             [
                 reader.unsort(
                     torch.from_numpy(
@@ -263,26 +327,37 @@ class PolicyEvictor:
 
     # ---- views ---------------------------------------------------------------------------------
 
-    def _parts(self, request: Request) -> Iterator[range]:
-        """Yield ranges of layers to process together."""
-        group, page_class = self._table.group, self._table.group.page_class
-        slots = int(self._table.num_slots[request.memory.row].max())
-        numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
-        layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer
-        together = max(1, self._scratch_bytes // max(1, layer_bytes))
-        if self._offloaded is not None and self._offloaded.is_offloaded(
-            request.memory.row, group.name
-        ):
-            together = 1
-        for start in range(0, len(group.layers), together):
-            yield range(start, min(start + together, len(group.layers)))
+    def _parts(self, request: Request, scratch_bytes: int | None = None) -> list[LayerPart]:
+        """Return the layers to process together, in the order of the model's layers.
 
-    def _reader(self, request: Request, layers: range) -> LaneReader:
+        Args:
+            request: a running request.
+            scratch_bytes: bound on the bytes of a part; None for the evictor's bound.
+        """
+        bounded = scratch_bytes is None
+        scratch_bytes = self._scratch_bytes if scratch_bytes is None else scratch_bytes
+        found = []
+        for table in self._lanes.tables:
+            group, page_class = table.group, table.group.page_class
+            slots = int(table.num_slots[request.memory.row].max())
+            numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
+            layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer
+            together = max(1, scratch_bytes // max(1, layer_bytes))
+            if bounded and self._is_offloaded(request, group):
+                together = 1
+            for run in consecutive(group, self._lanes.layers):
+                found += [
+                    LayerPart(group, range(start, min(start + together, run.stop)))
+                    for start in range(run.start, run.stop, together)
+                ]
+        return sorted(found, key=lambda part: part.first_layer)
+
+    def _reader(self, request: Request, part: LayerPart) -> LaneReader:
         if self._offloaded is not None:
-            self._offloaded.read(request.memory.row, self._table.group.name, layers)
-        return LaneReader(self._kv, self._table.group.name, request.memory.row, layers)
+            self._offloaded.read(request.memory.row, part.group.name, part.layers)
+        return LaneReader(self._kv, part.group.name, request.memory.row, part.layers)
 
-    def _view(self, request: Request, reader: LaneReader) -> KVView:
+    def _view(self, request: Request, reader: LaneReader | JoinedReader) -> KVView:
         return KVView(
             reader.positions,
             request.progress.num_computed,
@@ -291,7 +366,7 @@ class PolicyEvictor:
             prompt_tokens=len(request.prompt_token_ids),
             statistics=reader.statistics,
             slots=reader,
-            head_dim=self._table.group.page_class.head_dim,
+            head_dim=self._lanes.tables[0].group.page_class.head_dim,
             scale=self._kv.scale,
             rotation=self._rotations(request.spec.rope_variant),
             group=self._rules.query_group,
@@ -300,93 +375,35 @@ class PolicyEvictor:
     # ---- selection -----------------------------------------------------------------------------
 
     def _select(
-        self, request: Request, eviction: Eviction, keep: Slots, layers: range
-    ) -> "_Selected":
+        self, request: Request, eviction: Eviction, keep: Slots, part: LayerPart
+    ) -> Selected:
         """Select the slots to retain in some layers."""
-        reader = self._reader(request, layers)
-        view, group = self._view(request, reader), self._table.group
-        per_layer, heads = group.lanes_per_layer, group.page_class.heads
-        of_part = keep[layers.start * per_layer : layers.stop * per_layer]
+        reader, group = self._reader(request, part), part.group
+        view, heads = self._view(request, reader), group.page_class.heads
+        first = self._lanes.layers.index(part.first_layer) * group.lanes_per_layer
+        of_part = keep[first : first + len(part.layers) * group.lanes_per_layer]
         wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
         with _named(eviction):
             decision = eviction.decide(view, wanted)
-            mask = _checked(decision.retained, eviction, view, wanted) & view.live
+            mask = checked_mask(decision.retained, eviction, view, wanted) & view.live
         stored_mask = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's positions, which a rule may have overwritten
         done, positions = request.progress.num_computed, reader.lane_positions
         entry = EvictionEntry.of(done, positions, kept)
-        promoted = None
-        if self._promotion is not None:
+        promotion, promoted = self._promotions[group.name], None
+        if promotion is not None:
             with _named(eviction):
-                promoted = self._promotion.choose(eviction, view, reader, kept, done)
-            entry = replace(entry, promoted=promoted_entry(done, positions, promoted))
+                promoted = promotion.choose(eviction, view, reader, kept, done)
+        if any(self._promotions.values()):  # the entry of a part without records has no tokens
+            chosen = np.zeros_like(kept) if promoted is None else promoted
+            entry = replace(entry, promoted=promoted_entry(done, positions, chosen))
         merged = decision.merged
         if merged is not None:  # a rule may only change what it retains
             merged = MergedValues(merged.slots & mask, merged.values[mask[merged.slots]])
-        return _Selected(
-            layers, stored_mask, entry, reader, decision.statistics, kept, promoted, merged
+        return Selected(
+            part, stored_mask, entry, reader, decision.statistics, kept, promoted, merged
         )
-
-    def _store_promoted(self, row: int, parts: "Sequence[_Selected]") -> None:
-        """Write the promoted tokens to records of a finer codec."""
-        for part in parts:
-            if self._promotion is not None and part.promoted is not None:
-                self._promotion.put(part.reader, row, part.kept, part.promoted)
-
-
-@dataclass(frozen=True, slots=True)
-class _Selected:
-    """Result of an eviction decision for some layers.
-
-    Attributes:
-        layers: indices of the layers in the lane group.
-        stored_mask: [lanes, slots] True for each retained slot, in storage order.
-        entry: the evicted tokens.
-        reader: reader of the layers.
-        statistics: values to store before slots move.
-        kept: [lanes, slots] retained slots, in the order of positions.
-        promoted: [lanes, slots] slots that get a record in a finer codec, in the order of
-            positions; None without promotion.
-        merged: new values of retained slots; None for none.
-    """
-
-    layers: range
-    stored_mask: NDArray[np.bool_]
-    entry: EvictionEntry
-    reader: LaneReader
-    statistics: Mapping[Statistic, Tensor]
-    kept: NDArray[np.bool_]
-    promoted: NDArray[np.bool_] | None
-    merged: MergedValues | None
-
-    @property
-    def stored_merged(self) -> NDArray[np.bool_]:
-        """[lanes, slots] True for each slot with a new value, in storage order."""
-        if self.merged is None:
-            return np.zeros_like(self.stored_mask)
-        return self.reader.unsort(self.merged.slots)
-
-    def overwrite(self, compacted: LaneReader) -> None:
-        """Write the merged values into slots that are still retained.
-
-        Args:
-            compacted: reader of the same layers, built after the eviction.
-        """
-        assert self.merged is not None, "only called for a rule that merges"
-        heads = len(self.merged.slots) // len(self.kept)
-        kept = torch.from_numpy(self.kept).to(self.merged.slots.device)
-        kept = kept.repeat_interleave(heads, dim=0)
-        lane, slot = (self.merged.slots & kept).nonzero(as_tuple=True)
-        place = (kept.cumsum(dim=1) - 1)[lane, slot]  # its slot after the eviction, by position
-        slots = torch.zeros_like(compacted.positions, dtype=torch.bool)
-        slots[lane, place] = True
-        compacted.overwrite_values(slots, self.merged.values[kept[self.merged.slots]])
-
-    def store_statistics(self) -> None:
-        """Store the statistics that the policy returned."""
-        for statistic, numbers in self.statistics.items():
-            self.reader.note(statistic, numbers)
 
 
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
@@ -423,43 +440,3 @@ def _named(eviction: Eviction) -> Iterator[None]:
         name = type(eviction.policy).__name__
         said = f"policy {name} raised {type(error).__name__}: {error}"
         raise PolicyError(f"{eviction.text!r}: {said}") from error
-
-
-def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Tensor:
-    """Return the mask after checking it.
-
-    Raises:
-        PolicyError: wrong type or shape, or a wrong number of slots.
-    """
-    name, shape = type(eviction.policy).__name__, list(view.positions.shape)
-    if not isinstance(mask, Tensor):
-        raise PolicyError(
-            f"policy {name} must return a mask, a tensor of type torch.bool {shape}, got a "
-            f"{type(mask).__name__}"
-        )
-    if mask.dtype != torch.bool or list(mask.shape) != shape:
-        raise PolicyError(
-            f"policy {name} must return a mask of type torch.bool {shape}, got {mask.dtype} "
-            f"{list(mask.shape)}"
-        )
-    kept = (mask & view.live).sum(dim=1)
-    if eviction.spec.ragged:  # heads of a layer share the number of retained slots
-        kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
-    wrong = kept > keep if eviction.piece_tokens > 1 else kept != keep
-    if bool(wrong.any()):
-        lane = int(wrong.int().argmax())
-        what = "layer" if eviction.spec.ragged else "lane"
-        most = "at most " if eviction.piece_tokens > 1 else ""
-        raise PolicyError(
-            f"policy {name} must retain {most}{int(keep[lane])} live slots in {what} {lane}, but "
-            f"retained {int(kept[lane])}"
-        )
-    return mask
-
-
-def _stacked(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Stack the masks of all parts' lanes, padded to the widest."""
-    slots = max(part.shape[1] for part in parts)
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([np.pad(part, ((0, 0), (0, slots - part.shape[1]))) for part in parts])

@@ -6,11 +6,13 @@ rules of `KVConfig.evict_allow`, or the default rule with other option values.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.rule_requirements import (
+    ALL,
     NONE,
+    RuleRequirements,
     announced,
     of_other_pages,
     possible,
@@ -19,16 +21,30 @@ from quire.eviction.rule_requirements import (
     without_numbers,
 )
 from quire.layout.codec_refusals import Storing, refuse_excluded
+from quire.layout.evicting import without_relocated_tokens
 from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, PRESSURE, UNLIMITED
 from quire.layout.kv_format import read_format
 from quire.layout.layout import layout_for, page_and_fixed_bytes
 from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
-from quire.policies.base import ScorePolicy
 from quire.policies.eviction import PAGE, Eviction, EvictionRule, make_eviction
 from quire.policies.lane_shape import LaneShape
 from quire.policies.registry import FULL
 from quire.scheduler.schedule_config import ScheduleConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """What a model provides to rules.
+
+    Attributes:
+        why_not: returns why the model cannot provide a statistic; None if it can.
+        why_no_pre_rope: why requests cannot store keys before RoPE beside others; None if they can.
+    """
+
+    why_not: Callable[[Statistic], str | None] = lambda statistic: None
+    why_no_pre_rope: str | None = None
 
 
 class EvictionRules:
@@ -43,7 +59,12 @@ class EvictionRules:
         codec: how keys and values are stored.
         reserved: lanes are allocated with the maximum length under the default rule, so requests
             may not name another rule.
-        why_not: returns why the model cannot provide a statistic; None if it can.
+        provided: what the model provides to rules.
+
+    Attributes:
+        default: rule of requests that name none.
+        model: see above.
+        served: requirements of all rules that requests may use, as far as they are known.
 
     Raises:
         ConfigError: a text is not a rule.
@@ -60,17 +81,20 @@ class EvictionRules:
         page_tokens: int,
         codec: str,
         reserved: bool = False,
-        why_not: Callable[[Statistic], str | None] = lambda statistic: None,
+        provided: Provided = Provided(),
     ) -> None:
         self.default = make_eviction(default)
-        self._model, self._page_tokens, self._codec = model, page_tokens, codec
+        self.model, self._page_tokens, self._codec = model, page_tokens, codec
+        self._why_not, self.why_no_pre_rope = provided.why_not, provided.why_no_pre_rope
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow, self._reserved = allow.strip(), reserved
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
-        others = announced(allow, rerotates_keys=any(one.rerotates_keys for one in own))
-        self.served = tuple(possible([*own, *others], why_not, self._allow))
-        refuse_mixture(self.served)
-        self._storing = Storing(form=read_format(codec), evicts=self.evicts, in_runs=reserved)
+        self.served = tuple(possible([*own, *announced(allow)], provided.why_not, self._allow))
+        if not self.mixes:
+            refuse_mixture(self.served)
+        self._storing = Storing(
+            form=read_format(codec), evicts=self.evicts, rerotates=self.rerotates_keys
+        )
         refuse_excluded(codec, self._storing_of(self.default))
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
@@ -90,9 +114,24 @@ class EvictionRules:
         return any(rule.heads_apart for rule in self.served)
 
     @property
+    def mixes(self) -> bool:
+        """Whether requests with keys before RoPE run beside requests with keys after it."""
+        return self._allow == ALL
+
+    @property
     def rerotates_keys(self) -> bool:
-        """Whether keys are stored before RoPE."""
-        return any(rule.rerotates_keys for rule in self.served)
+        """Whether all keys are stored before RoPE."""
+        return not self.mixes and any(rule.rerotates_keys for rule in self.served)
+
+    @property
+    def moves_slots(self) -> bool:
+        """Whether an eviction may move single slots instead of dropping whole pages."""
+        by_page = self.default.evicts and self.default.granularity == PAGE
+        return self._reserved or not by_page or self._allow not in ("", NONE)
+
+    def fitted(self, layout: CacheLayout) -> CacheLayout:
+        """Return a layout without records that no rule of this engine uses."""
+        return layout if self.moves_slots else without_relocated_tokens(layout)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -118,6 +157,7 @@ class EvictionRules:
         if text != self.default.text:
             self._require_lanes(text)
             self._require_storing(rule)
+            self._require_moves(text, rule)
             if rule.evicts:
                 self._require_served(text, rule)
         return rule
@@ -136,7 +176,7 @@ class EvictionRules:
     @property
     def query_group(self) -> int:
         """Query heads that share a KV head."""
-        return self._model.num_heads // self._model.num_kv_heads
+        return self.model.num_heads // self.model.num_kv_heads
 
     def lanes_of(self, rule: EvictionRule) -> LaneShape:
         """Return the lanes a rule applies to, those of layers without a window."""
@@ -146,17 +186,17 @@ class EvictionRules:
 
     def _lane_shape(self, statistics: tuple[Statistic, ...]) -> LaneShape:
         layout = layout_for(
-            self._model,
+            self.model,
             codec=self._codec,
             page_tokens=self._page_tokens,
             evicting=True,
             heads_apart=self.heads_apart,
             statistics=statistics,
         )
-        page_bytes, fixed_bytes = page_and_fixed_bytes(layout)
+        page_bytes, fixed_bytes = page_and_fixed_bytes(self.fitted(layout))
         return LaneShape(
-            num_layers=sum(layer.window is None for layer in self._model.layers),
-            heads=self._model.num_kv_heads,
+            num_layers=sum(layer.window is None for layer in self.model.layers),
+            heads=self.model.num_kv_heads,
             page_tokens=self._page_tokens,
             page_bytes=page_bytes,
             fixed_bytes=fixed_bytes,
@@ -174,7 +214,7 @@ class EvictionRules:
         Raises:
             RequestError: the cap leaves less than the rule protects.
         """
-        context, policy = self._model.max_positions, rule.policy
+        context, policy = self.model.max_positions, rule.policy
         if policy is None or not policy.rerotates_keys:
             return context
         spec = self.resolve(rule, prompt_tokens).spec
@@ -189,11 +229,11 @@ class EvictionRules:
     def _storing_of(self, rule: EvictionRule) -> Storing:
         """Return what a rule requires of the storage format."""
         if not rule.evicts:
-            return replace(self._storing, by_page=True)
+            return self._storing
+        own = rule.policy is not None and rule.policy.rerotates_keys
         return replace(
             self._storing,
-            by_page=rule.granularity == PAGE,
-            scores=isinstance(rule.policy, ScorePolicy),
+            rerotates=own or self._storing.rerotates,
             every=0 if rule.when == PREFILL_END else rule.most_every,
             merges=rule.policy is not None and rule.policy.merges_values,
         )
@@ -205,6 +245,20 @@ class EvictionRules:
         except UnsoundCombination as error:
             raise RequestError(f"evict: {error}", param="evict") from error
 
+    def _require_moves(self, text: str, rule: EvictionRule) -> None:
+        if (
+            self._storing.form.per_page
+            and rule.evicts
+            and rule.granularity != PAGE
+            and not self.moves_slots
+        ):
+            raise RequestError(
+                f"evict: {text!r} moves single tokens of pages that {self._codec!r} encodes as a "
+                "whole, and this engine has no records for that; use granularity=page, or start "
+                f"the engine with --evict-allow {without_numbers(text)!r}",
+                param="evict",
+            )
+
     def _require_lanes(self, text: str) -> None:
         if self._reserved:
             raise RequestError(
@@ -213,9 +267,18 @@ class EvictionRules:
                 param="evict",
             )
 
+    def _require_possible(self, text: str, wanted: RuleRequirements) -> None:
+        reasons = [why for one in wanted.statistics if (why := self._why_not(one)) is not None]
+        if wanted.rerotates_keys and self.why_no_pre_rope is not None:
+            reasons.append(self.why_no_pre_rope)
+        if reasons:
+            raise RequestError(
+                f"evict: {text!r} cannot be served here: {reasons[0]}", param="evict"
+            )
+
     def _require_served(self, text: str, rule: EvictionRule) -> None:
         wanted = served_by_rule(text, rule)
-        if wanted.rerotates_keys != self.rerotates_keys:
+        if not self.mixes and wanted.rerotates_keys != self.rerotates_keys:
             raise RequestError(f"evict: {of_other_pages(wanted)}", param="evict")
         names = sorted({one.name for one in self.served})
         if self._allow == NONE:
@@ -223,13 +286,16 @@ class EvictionRules:
                 f"evict: requests may not name a rule here (evict_allow=none), got {text!r}",
                 param="evict",
             )
-        if wanted.name not in names:
+        if wanted.name not in names and self._allow != ALL:
             raise RequestError(
                 f"evict: this engine serves {', '.join((FULL, *names))}, got {text!r}; start it "
                 f"with --evict-allow {wanted.name!r}",
                 param="evict",
             )
         missing = sorted(one.name for one in wanted.statistics - set(self.statistics))
+        if self._allow == ALL:  # lane groups of other statistics are added for the request
+            self._require_possible(text, wanted)
+            missing = []
         if missing or (wanted.heads_apart and not self.heads_apart):
             what = f"the statistics {', '.join(missing)}" if missing else "one-head pages"
             raise RequestError(
@@ -268,6 +334,9 @@ def check_pre_rope(rules: EvictionRules, why_not: Callable[[], str | None]) -> N
         UnsoundCombination: states the reason and an alternative.
     """
     why = why_not() if rules.rerotates_keys else None
+    policy = rules.default.policy
+    if rules.mixes and policy is not None and policy.rerotates_keys:
+        why = rules.why_no_pre_rope
     if why is not None:
         raise UnsoundCombination(
             f"'streaming' stores pre-RoPE keys and rotates them in attention, but {why}; use "

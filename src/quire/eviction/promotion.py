@@ -1,4 +1,4 @@
-"""Promotes important tokens to records of higher precision, selected once, at an eviction.
+"""Promotes important tokens: records of what their codes lost, selected once, at an eviction.
 
 Candidates are the retained tokens of a lane that leave the residual window before the next
 eviction. Those with the highest scores get the lane's free records, up to a quota.
@@ -19,6 +19,7 @@ from quire.layout.eviction import PREFILL_END
 from quire.layout.token_precision import FullPrecisionTokens
 from quire.policies.base import ScorePolicy
 from quire.policies.eviction import Eviction
+from quire.policies.keydiff import KeyDiff
 from quire.policies.view import KVView
 from quire.scheduler.eviction_trace import EvictionEntry
 
@@ -71,13 +72,12 @@ class Promotion:
         return _highest(scores, torch.from_numpy(leaving), torch.from_numpy(count)).numpy()
 
     def put(
-        self, reader: LaneReader, row: int, retained: NDArray[np.bool_], promoted: NDArray[np.bool_]
+        self, reader: LaneReader, retained: NDArray[np.bool_], promoted: NDArray[np.bool_]
     ) -> None:
-        """Write tokens to their records.
+        """Write what the codes of tokens lost to their records, before slots move.
 
         Args:
-            reader: reader of the layers, built before the eviction.
-            row: row of the sequence.
+            reader: reader of the layers.
             retained: [lanes, slots] retained slots of the reader, in the order of positions.
             promoted: [lanes, slots] tokens that get a record, in the order of positions.
         """
@@ -89,7 +89,7 @@ class Promotion:
         first_free = np.argsort(~free, axis=1, kind="stable")
         nth = (np.cumsum(promoted, axis=1) - 1)[lane, slot]
         place = lane + reader.lanes.start, first_free[lane, nth]
-        self.promoted.put(row, place, positions[lane, slot], self.full_precision)
+        self.promoted.put(reader.row, place, positions[lane, slot], reader.lost(lane, slot))
 
     def _records(
         self, reader: LaneReader, positions: NDArray[np.int32], retained: NDArray[np.bool_]
@@ -134,9 +134,11 @@ def promoted_entry(
 
 
 def _lane_scores(eviction: Eviction, view: KVView, lanes: int) -> Float[Tensor, "lane slot"]:
-    """Return the rule's score of each token; the mean over heads that share a lane."""
-    policy = eviction.policy
-    assert isinstance(policy, ScorePolicy), "checked when the engine was built"
+    """Return a score of each token; the mean over heads that share a lane.
+
+    Rules that return a retained set without scores use those of `keydiff`, which reads only keys.
+    """
+    policy = eviction.policy if isinstance(eviction.policy, ScorePolicy) else KeyDiff()
     score = policy.checked_score(view).float().cpu()
     return score.view(lanes, -1, score.shape[1]).mean(dim=1)
 

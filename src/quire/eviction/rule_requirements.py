@@ -77,16 +77,14 @@ def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> RuleReq
     )
 
 
-def announced(allow: str, *, rerotates_keys: bool) -> Iterable[RuleRequirements]:
+def announced(allow: str) -> Iterable[RuleRequirements]:
     """Return the rules of `evict_allow`; caps and schedules in the text are ignored.
 
     Args:
-        allow: value of `evict_allow`; "all" means all rules that can share pages with the default.
-        rerotates_keys: whether the default rule re-rotates keys.
+        allow: value of `evict_allow`; "all" means all registered rules.
     """
     if allow.strip() == ALL:
-        found = (_served(name, policy(), None) for name, policy in registered().items())
-        return [one for one in found if one.rerotates_keys == rerotates_keys]
+        return [_served(name, policy(), None) for name, policy in registered().items()]
     texts = [text.strip() for text in allow.split(";")]
     return [_read(text) for text in texts if text and text not in (NONE, FULL)]
 

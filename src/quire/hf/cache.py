@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.engine.codec import stored_as
 from quire.errors import ConfigError, RequestError
-from quire.eviction.eviction_rules import EvictionRules, check_pre_rope
+from quire.eviction.eviction_rules import EvictionRules, Provided, check_pre_rope
 from quire.eviction.rule_requirements import NONE
 from quire.hf.arguments import refuse_unread
 from quire.hf.cache_memory import MemoryOptions, folder_of, make_layout
@@ -103,7 +103,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
                 model=spec,
                 page_tokens=page_tokens,
                 codec=stored.codec,
-                why_not=self._decoder.prepare,
+                provided=Provided(self._decoder.prepare),
             )
             check_pre_rope(rules, self._decoder.prepare_pre_rope)
             layout = make_layout(spec, stored.codec, rules, page_tokens)

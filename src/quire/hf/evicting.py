@@ -22,7 +22,7 @@ from quire.policies.registry import FULL
 from quire.scheduler.lane_slots import (
     Slots,
     division_is_due,
-    evicting_table,
+    evicting_lanes,
     free_tokens,
     has_atomic_chunk,
     held_slots,
@@ -49,7 +49,7 @@ class Evicting:
     """
 
     def __init__(self, decoder: Decoder, kv: PagedKV, rules: EvictionRules) -> None:
-        self._table = evicting_table(kv.memory)
+        self._lanes = evicting_lanes(kv.memory)
         self._evictor: PolicyEvictor | None = None
         if rules.evicts:
             self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, cache(decoder.rotations))
@@ -61,7 +61,7 @@ class Evicting:
             row: a sequence.
             left: remaining tokens of this forward.
         """
-        tokens = min(left, free_tokens(row, self._table))
+        tokens = min(left, free_tokens(row, self._lanes))
         return tokens if has_atomic_chunk(row) else min(tokens, BLOCK_TOKENS)
 
     def evict_for_chunk(self, row: Request) -> None:
@@ -71,11 +71,11 @@ class Evicting:
             PolicyError: the rule broke its contract.
             OutOfPages: no free pages for private copies of pages that beams share.
         """
-        if self._table is None or self._evictor is None or row.eviction.spec.cap is None:
+        if self._lanes is None or self._evictor is None or row.eviction.spec.cap is None:
             return
-        if division_is_due(row, self._table, lookahead(row)):
+        if division_is_due(row, self._lanes, lookahead(row)):
             self._divide(row)
-        self._evict(row, slots_to_keep(row, self._table, lookahead(row)))
+        self._evict(row, slots_to_keep(row, self._lanes, lookahead(row)))
 
     def evict_after_prompt(self, row: Request) -> None:
         """Evict at once at the end of a prefill if the schedule is prefill_end."""
@@ -89,15 +89,15 @@ class Evicting:
             rows: rows of the batch.
             enough: returns whether enough memory is free.
         """
-        if self._table is None:
+        if self._lanes is None:
             return
         waiting = [row for row in rows if row.eviction.spec.when == PRESSURE]
         for row in sorted(waiting, key=self._held, reverse=True):
             if enough():
                 return
-            if row.eviction.pending and over_cap(row, self._table, tokens=1) is not None:
+            if row.eviction.pending and over_cap(row, self._lanes, tokens=1) is not None:
                 self._divide(row)
-            self._evict(row, over_cap(row, self._table, tokens=1))
+            self._evict(row, over_cap(row, self._lanes, tokens=1))
 
     def _divide(self, row: Request) -> None:
         """Set the caps of a row's lanes by its cache."""
@@ -106,13 +106,13 @@ class Evicting:
         note_division(row)
 
     def _held(self, row: Request) -> int:
-        assert self._table is not None, "only called if the rule evicts"
-        return int(held_slots(self._table, row).sum())
+        assert self._lanes is not None, "only called if the rule evicts"
+        return int(held_slots(self._lanes, row).sum())
 
     def _evict(self, row: Request, keep: Slots | None) -> None:
-        assert self._table is not None, "only called if the rule evicts"
+        assert self._lanes is not None, "only called if the rule evicts"
         assert self._evictor is not None, "only called if the rule evicts"
-        if keep is not None and np.any(keep < held_slots(self._table, row)):
+        if keep is not None and np.any(keep < held_slots(self._lanes, row)):
             self._evictor.evict(row, keep)
 
 

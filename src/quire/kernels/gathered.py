@@ -25,10 +25,10 @@ from quire.kernels.gathered_plan import (
     Chunk,
     DecodeBucket,
     GatheredPlan,
+    add_promoted_in_chunk,
     chunk_lane,
     plan_gathering,
     write_full_precision_in_bucket,
-    write_promoted_in_chunk,
 )
 from quire.kernels.paging import TorchSlots, gather_pages, page_numbers
 from quire.kernels.token_precision import full_precision_columns
@@ -192,7 +192,7 @@ class GatheredAttention(TorchSlots):
                     num_tokens=chunk.tokens,
                     first=first,
                 )
-                write_promoted_in_chunk(pages, place, (key, value))
+                add_promoted_in_chunk(pages, place, (key, value))
                 exact = full_precision_columns(pages.full_precision, place, seen[0, 0])
                 seen = exact.seen
                 key, value = exact.append_to(key, exact.key), exact.append_to(value, exact.value)

@@ -13,9 +13,9 @@ from quire.kernels.paging import page_numbers
 from quire.kernels.token_precision import (
     ChunkLane,
     FullPrecisionPages,
+    add_promoted,
     in_full_precision,
     write_full_precision,
-    write_promoted,
 )
 
 BUCKET_SLACK = 1.25  # longest over shortest entry of a decode bucket, beyond a page
@@ -175,18 +175,19 @@ def write_full_precision_in_bucket(
     live = None if bucket.seen is None else bucket.seen[:, 0, 0]
     if pages.promoted is not None:
         own = pages.promoted.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0]
-        write_promoted(pages.promoted, own.long(), positions, decoded, live)
+        add_promoted(pages.promoted, own.long(), positions, decoded, live)
     wanted = in_full_precision(full.tokens, positions, slots, lengths - 1, held - 1)
     if live is not None:
         wanted = wanted & live
     page = full.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0].long()
-    write_full_precision(full, (bucket.rows, page, bucket.lanes), positions, wanted, decoded)
+    place = bucket.rows, page, bucket.lanes
+    write_full_precision(full, place, positions, slots, wanted, decoded)
 
 
-def write_promoted_in_chunk(
+def add_promoted_in_chunk(
     pages: LayerPages, place: ChunkLane, decoded: tuple[Tensor, Tensor]
 ) -> None:
-    """Overwrite decoded slots of a lane with the records of promoted tokens.
+    """Add the records of promoted tokens to the decoded slots of a lane.
 
     Args:
         pages: pages of the layer.
@@ -197,7 +198,7 @@ def write_promoted_in_chunk(
         return
     table_row, table_lane = pages.rows[place.row], pages.first_lane + place.lane
     page = pages.promoted.table[table_row, table_lane, 0].long()[None]
-    write_promoted(pages.promoted, page, place.positions[None], decoded)
+    add_promoted(pages.promoted, page, place.positions[None], decoded)
 
 
 def chunk_lane(

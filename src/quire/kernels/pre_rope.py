@@ -4,6 +4,9 @@ The slots a query may see are gathered in the order of their positions, without 
 index i of that order is rotated to position i, and the query to its own index. So no position
 exceeds the number of slots of a lane, at any sequence length.
 
+Codes hold keys before RoPE too. They are decoded to float32 and then rotated, at every attention,
+so a token is encoded once. Tokens in full precision replace the decoded ones before the rotation.
+
 Runs with torch on any device; rows with the same number of new tokens are batched.
 
 Source: StreamingLLM (Xiao et al. 2023), section 3.2, "cache index".
@@ -23,9 +26,19 @@ from quire.kernels.backend import (
     LayerPages,
     StepShape,
 )
+from quire.kernels.coded import decode_slots
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered import DEFAULT_SCRATCH_BYTES
 from quire.kernels.paging import TorchSlots
+from quire.kernels.token_precision import (
+    ChunkLane,
+    FullPrecisionColumns,
+    FullPrecisionPages,
+    add_promoted,
+    full_precision_columns,
+    in_full_precision,
+    write_full_precision,
+)
 
 # ---- pre rope plan -------------------------------------------------------------------------------
 
@@ -46,6 +59,7 @@ class Bucket:
         lanes: [entries] lane among the layer's own.
         token: [entries, tokens] indices of the row's new tokens in the flat batch.
         slot: [entries, places] slots of the lane, in storage order.
+        held: [entries, 1] live slots of the lane.
         is_live: bool [entries, places] whether the slot exists.
         query_place: [entries, tokens] each query's own place.
         seen: bool [entries, 1, tokens, places] which places a query sees.
@@ -55,9 +69,30 @@ class Bucket:
     lanes: Tensor
     token: Tensor
     slot: Tensor
+    held: Tensor
     is_live: Tensor
     query_place: Tensor
     seen: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of each entry."""
+        return self.token.shape[1]
+
+    def alone(self) -> "Iterator[Bucket]":
+        """Yield a bucket for each entry, without places that are not live."""
+        for entry, live in enumerate(self.is_live.sum(dim=1).tolist()):
+            one = slice(entry, entry + 1)
+            yield Bucket(
+                rows=self.rows[one],
+                lanes=self.lanes[one],
+                token=self.token[one],
+                slot=self.slot[one, :live],
+                held=self.held[one],
+                is_live=self.is_live[one, :live],
+                query_place=self.query_place[one],
+                seen=self.seen[one, :, :, :live],
+            )
 
 
 def plan_buckets(
@@ -115,13 +150,15 @@ def _bucket(
     seen = place <= own[:, :, None]
     if window is not None:
         seen &= place > own[:, :, None] - window
-    numbers = (rows, lane, step.starts[rows, None] + np.arange(tokens), first[:, None] + place)
-    rows_, lanes_, token, slot = (torch.from_numpy(x).to(device) for x in numbers)
+    token = step.starts[rows, None] + np.arange(tokens)
+    numbers = (rows, lane, token, first[:, None] + place, held[:, None])
+    rows_, lanes_, token_, slot, held_ = (torch.from_numpy(x).to(device) for x in numbers)
     return Bucket(
         rows=rows_,
         lanes=lanes_,
-        token=token,
+        token=token_,
         slot=slot,
+        held=held_,
         is_live=torch.from_numpy(place < live).to(device),
         query_place=torch.from_numpy(own).to(device),
         seen=torch.from_numpy(seen[:, None]).to(device),
@@ -149,11 +186,14 @@ class _Gathered:
         key: [entries, KV heads, places, head_dim], rotated.
         value: [entries, KV heads, places, head_dim].
         slot: [entries, places] slots of the lane.
+        exact: columns after the places, for tokens that only some queries of a chunk read in full
+            precision; the keys and values include them.
     """
 
     key: Tensor
     value: Tensor
     slot: Tensor
+    exact: FullPrecisionColumns | None = None
 
 
 class PreRopeAttention(TorchSlots):
@@ -193,39 +233,68 @@ class PreRopeAttention(TorchSlots):
         assert isinstance(plan, _Plan), "a plan comes from this backend"
         out = torch.empty_like(query)
         by_lane, out_by_lane = (_by_lane(x, pages.num_lanes) for x in (query, out))
-        for bucket in plan.buckets:
+        for bucket in self._buckets(plan, pages):
             token, lane = bucket.token, bucket.lanes[:, None]
             found = self._gather(bucket, pages, math, query.dtype)
+            seen = bucket.seen if found.exact is None else found.exact.seen
             q = _rotated_queries(by_lane[token, lane], bucket, math)
             own_math = _math_of(math, pages.num_lanes, bucket.lanes)
-            attended = attend_dense(q, found.key, found.value, math=own_math, seen=bucket.seen)
+            attended = attend_dense(q, found.key, found.value, math=own_math, seen=seen)
             out_by_lane[token, lane] = attended.transpose(1, 2)
             if column_sums is not None:
-                sums = column_sums_dense(q, found.key, math=own_math, seen=bucket.seen)
+                sums = column_sums_dense(q, found.key, math=own_math, seen=seen)
+                sums = sums if found.exact is None else found.exact.by_slot(sums)
                 _put_sums(sums, found.slot, bucket, _by_lane(column_sums, pages.num_lanes))
         return out
+
+    @staticmethod
+    def _buckets(plan: _Plan, pages: LayerPages) -> Iterator[Bucket]:
+        """Yield the plan's buckets; chunks with full-precision tokens one entry at a time."""
+        for bucket in plan.buckets:
+            if pages.full_precision is not None and bucket.num_tokens > 1:
+                yield from bucket.alone()
+            else:
+                yield bucket
 
     def _gather(
         self, bucket: Bucket, pages: LayerPages, math: AttentionMath, dtype: torch.dtype
     ) -> _Gathered:
-        assert math.rotary is not None, "only called with keys stored before RoPE"
         slot, is_live = bucket.slot, bucket.is_live
         numbers, offset = _places(bucket, pages, slot)
+        positions = None
         if pages.positions is not None:
             positions = pages.positions[numbers, offset].masked_fill(~is_live, BEHIND_ALL)
-            order = positions.argsort(dim=1)
+            positions, order = positions.sort(dim=1)
             slot, numbers, offset = (x.gather(1, order) for x in (slot, numbers, offset))
+        elif pages.full_precision is not None:
+            lengths = torch.from_numpy(pages.full_precision.lengths).to(slot.device)[bucket.rows]
+            positions = slot + (lengths[:, None] - bucket.held)
+        key, value = _stored(pages, bucket, numbers, offset)
         # slots without a token may hold NaN, and 0 * NaN is NaN; they sort to the end
         dead = ~is_live[:, :, None, None]
-        key, value = (
-            plane[numbers, :, offset].masked_fill_(dead, 0) for plane in (pages.key, pages.value)
-        )
-        entries, places, heads, head_dim = key.shape
-        pre_rope = key.transpose(0, 1).reshape(places, entries * heads, head_dim)
-        rotated = math.rotary.rotate_pre_rope(pre_rope, torch.arange(places, device=key.device))
+        key, value = key.masked_fill_(dead, 0), value.masked_fill_(dead, 0)
+        by_head = key.transpose(1, 2), value.transpose(1, 2)
+        exact = None
+        if positions is not None and pages.full_precision is not None:
+            exact = _write_finer(pages, pages.full_precision, bucket, (slot, positions), by_head)
+        index = torch.arange(key.shape[1], device=key.device)
+        rotated = self._rotated(key, index, math)
         self._count(key, value, rotated)
-        rotated = rotated.to(dtype).view(places, entries, heads, head_dim)
-        return _Gathered(rotated.permute(1, 2, 0, 3), value.transpose(1, 2), slot)
+        rotated, value = rotated.to(dtype).transpose(1, 2), by_head[1].to(dtype)
+        if exact is not None:
+            own = self._rotated(exact.key.transpose(1, 2), exact.index, math).transpose(1, 2)
+            rotated = exact.append_to(rotated, own)
+            value = exact.append_to(value, exact.value)
+        return _Gathered(rotated, value, slot, exact)
+
+    @staticmethod
+    def _rotated(key: Tensor, places: Tensor, math: AttentionMath) -> Tensor:
+        """Rotate keys [entries, places, heads, head_dim] to their places, float32."""
+        assert math.rotary is not None, "only called with keys stored before RoPE"
+        entries, num_places, heads, head_dim = key.shape
+        pre_rope = key.transpose(0, 1).reshape(num_places, entries * heads, head_dim)
+        rotated = math.rotary.rotate_pre_rope(pre_rope, places)
+        return rotated.view(num_places, entries, heads, head_dim).transpose(0, 1)
 
     def _count(self, key: Tensor, value: Tensor, rotated: Tensor) -> None:
         held = key.nbytes + value.nbytes + (COPIES_OF_A_SLOT - 1) * rotated.nbytes
@@ -243,6 +312,61 @@ def _places(bucket: Bucket, pages: LayerPages, slot: Tensor) -> tuple[Tensor, Te
     row, lane = pages.rows[bucket.rows], pages.first_lane + bucket.lanes
     numbers = pages.table[row[:, None], lane[:, None], column]
     return numbers.clamp_min(0).long(), slot % pages.page_tokens
+
+
+def _stored(
+    pages: LayerPages, bucket: Bucket, numbers: Tensor, offset: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values [entries, places, heads, head_dim], decoded if they are codes."""
+    if pages.coded is None:
+        return pages.key[numbers, :, offset], pages.value[numbers, :, offset]
+    lanes = bucket.lanes[:, None]
+    sides = (pages.coded.key, pages.coded.value)
+    key, value = (decode_slots(side, numbers, offset, lanes) for side in sides)
+    return key, value
+
+
+def _write_finer(
+    pages: LayerPages,
+    full: FullPrecisionPages,
+    bucket: Bucket,
+    ordered: tuple[Tensor, Tensor],
+    decoded: tuple[Tensor, Tensor],
+) -> FullPrecisionColumns | None:
+    """Add the records of promoted tokens, and overwrite tokens with full-precision ones.
+
+    Args:
+        pages: pages of the layer.
+        full: full-precision tokens of the layer.
+        bucket: the entries.
+        ordered: slots and positions [entries, places].
+        decoded: keys and values [entries, heads, places, head_dim], modified in place.
+
+    Returns:
+        For the single entry of a chunk, additional columns; None for decode entries.
+    """
+    slot, positions = ordered
+    row, lane = pages.rows[bucket.rows], pages.first_lane + bucket.lanes
+    if pages.promoted is not None:
+        own = pages.promoted.table[row, lane, 0].long()
+        add_promoted(pages.promoted, own, positions, decoded, bucket.is_live)
+    page = full.table[row, lane, 0].long()
+    if bucket.num_tokens > 1:
+        place = ChunkLane(
+            row=int(bucket.rows[0]),
+            lane=int(bucket.lanes[0]),
+            page=int(page[0]),
+            slots=slot[0],
+            positions=positions[0],
+            held=int(bucket.held[0, 0]),
+            num_tokens=bucket.num_tokens,
+        )
+        return full_precision_columns(full, place, bucket.seen[0, 0])
+    lengths = torch.from_numpy(full.lengths).to(slot.device)[bucket.rows][:, None]
+    wanted = in_full_precision(full.tokens, positions, slot, lengths - 1, bucket.held - 1)
+    at = bucket.rows, page, bucket.lanes
+    write_full_precision(full, at, positions, slot, wanted & bucket.is_live, decoded)
+    return None
 
 
 def _rotated_queries(query: Tensor, bucket: Bucket, math: AttentionMath) -> Tensor:

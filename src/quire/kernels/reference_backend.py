@@ -18,8 +18,8 @@ from quire.kernels.token_precision import (
     FullPrecisionPages,
     decode_records,
     in_full_precision,
-    record_of,
     records_of,
+    stored_record,
 )
 
 
@@ -89,7 +89,7 @@ def _attend_lane(
         sides = (pages.coded.key, pages.coded.value)
         of_lane = torch.tensor(lane, device=query.device)
         key, value = (decode_slots(side, numbers.long(), offsets, of_lane) for side in sides)
-        _write_promoted(pages, (row, lane), (numbers.long(), offsets), (key, value))
+        _add_promoted(pages, (row, lane), (numbers.long(), offsets), (key, value))
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
     own = slot[len(slot) - len(query) :]
@@ -124,13 +124,13 @@ def _attend_lane(
     return out, sums
 
 
-def _write_promoted(
+def _add_promoted(
     pages: LayerPages,
     place: tuple[int, int],
     at: tuple[Tensor, Tensor],
     decoded: tuple[Tensor, Tensor],
 ) -> None:
-    """Overwrite slots [slot, head, head_dim] that have a record in a finer codec."""
+    """Add their records to the slots [slot, head, head_dim] of promoted tokens."""
     promoted = pages.promoted
     if promoted is None:
         return
@@ -144,7 +144,7 @@ def _write_promoted(
             for target, side in zip(
                 decoded, (promoted.coded.key, promoted.coded.value), strict=True
             ):
-                target[slot] = decode_records(side, page[None], one)[0]
+                target[slot] += decode_records(side, page[None], one)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,10 @@ def _exact_tokens(
         torch.tensor(query_position),
         torch.tensor(query_slot),
     )
+    record = stored_record(full.tokens, full.marks, torch.full_like(slot, page), positions, slot)
     sides = []
     for plane, fresh in full.sides:
-        stored = plane[page, :, record_of(full.tokens, positions)].transpose(0, 1)
+        stored = plane[page, :, record].transpose(0, 1)
         heads = slice(lane * stored.shape[1], (lane + 1) * stored.shape[1])
         sides.append(torch.where(is_fresh, fresh[token.clamp_min(0), heads], stored).float())
     return _Exact(wanted[:, None, None], *sides)

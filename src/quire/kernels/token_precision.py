@@ -35,6 +35,7 @@ class FullPrecisionPages:
         lengths: [rows of the step] tokens of each row, including the step's.
         starts: [rows of the step] index of the row's first token in the step.
         fresh: keys and values of the step, [num_tokens, num_kv_heads, head_dim] each.
+        marks: [page, record] position + 1 of relocated tokens; None if no slot moves.
     """
 
     tokens: FullPrecisionTokens
@@ -44,6 +45,7 @@ class FullPrecisionPages:
     lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
     fresh: tuple[Tensor, Tensor]
+    marks: Int[Tensor, "page record"] | None = None
 
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -71,13 +73,40 @@ def record_of(
 ) -> Shaped[Tensor, "*shape"]:
     """Return the record of the token at a position; arbitrary for tokens without a record."""
     newest = full.sinks + (positions - full.sinks) % max(1, full.recent)
-    return torch.where(positions < full.sinks, positions, newest).clamp(max=full.records - 1)
+    return torch.where(positions < full.sinks, positions, newest).clamp(
+        max=full.first_relocated - 1
+    )
+
+
+def stored_record(
+    full: FullPrecisionTokens,
+    marks: Int[Tensor, "page record"] | None,
+    pages: Int[Tensor, "*page_shape"],
+    positions: Shaped[Tensor, "*shape"],
+    slots: Int[Tensor, "*slot_shape"],
+) -> Shaped[Tensor, "*shape"]:
+    """Return the record of the token at a position and slot, relocated tokens included.
+
+    Args:
+        full: which tokens are in full precision.
+        marks: position + 1 of relocated tokens; None if there are none.
+        pages: page of the lane's full-precision tokens; broadcast over the positions.
+        positions: positions of tokens; the result for tokens without a record is arbitrary.
+        slots: slots of the tokens.
+    """
+    record = record_of(full, positions)
+    if marks is None:
+        return record
+    relocated = full.first_relocated + slots % full.page_tokens
+    is_relocated = (marks[pages, relocated] == positions + 1) & (positions >= full.sinks)
+    return torch.where(is_relocated, relocated, record)
 
 
 def write_full_precision(
     full: FullPrecisionPages,
     place: tuple[Int[Tensor, " entry"], Int[Tensor, " entry"], Int[Tensor, " entry"]],
     positions: Int[Tensor, "entry slot"],
+    slots: Int[Tensor, "entry slot"],
     wanted: Bool[Tensor, "entry slot"],
     decoded: tuple[Tensor, Tensor],
 ) -> None:
@@ -88,6 +117,7 @@ def write_full_precision(
         place: row of the step, page of full-precision tokens and lane of the layer, for each
             entry.
         positions: positions of slots; a row's newest token belongs to the step.
+        slots: numbers of the slots in their lanes.
         wanted: live slots to overwrite.
         decoded: keys and values [entry, head, slot, head_dim], modified in place.
     """
@@ -97,7 +127,9 @@ def write_full_precision(
     lengths = torch.from_numpy(full.lengths).to(position.device)[row]
     starts = torch.from_numpy(full.starts).to(position.device)[row]
     own = (position == lengths - 1)[:, None, None]
-    record = record_of(full.tokens, position)
+    record = stored_record(
+        full.tokens, full.marks, page, position, slots.expand_as(positions)[entry, slot]
+    )
     for target, (plane, fresh) in zip(decoded, full.sides, strict=True):
         stored = plane[page, :, record]
         fresh_by_lane = fresh.reshape(len(fresh), -1, *stored.shape[1:])
@@ -189,7 +221,8 @@ def full_precision_columns(
     position = place.positions[index].long()
     is_fresh = position >= length - count
     token = (position - (length - count)).clamp_min(0) + int(full.starts[place.row])
-    record = record_of(full.tokens, position)
+    page = torch.full_like(index, place.page)
+    record = stored_record(full.tokens, full.marks, page, position, place.slots[index])
     vectors = []
     for plane, fresh in full.sides:
         stored = plane[place.page, :, record]  # [head, exact, head_dim]
@@ -201,7 +234,7 @@ def full_precision_columns(
 
 # ---- promoted ------------------------------------------------------------------------------------
 
-# Promoted tokens: records in a finer codec, which overwrite the decoded tokens.
+# Promoted tokens: records of quantization residuals, which are added to the decoded tokens.
 #
 # The tokens with a record change only between steps, so all queries of a step see the same ones.
 
@@ -210,7 +243,7 @@ NO_TOKEN = 0  # mark of a free record, and the content of a page that was never 
 
 @dataclass(frozen=True, slots=True)
 class PromotedPages:
-    """Promoted tokens of a layer: records in a finer codec than the pages.
+    """Promoted tokens of a layer: records of what the codes of the pages lost.
 
     Attributes:
         coded: decodes the records.
@@ -241,14 +274,14 @@ def records_of(
     return record.gather(1, index).masked_fill_(~matches, -1)
 
 
-def write_promoted(
+def add_promoted(
     promoted: PromotedPages,
     pages: Int[Tensor, " entry"],
     positions: Int[Tensor, "entry slot"],
     decoded: tuple[Tensor, Tensor],
     live: Bool[Tensor, "entry slot"] | None = None,
 ) -> None:
-    """Overwrite decoded tokens with their records.
+    """Add the records of promoted tokens to the decoded tokens.
 
     Args:
         promoted: records of the layer.
@@ -264,7 +297,8 @@ def write_promoted(
         return
     record = found[entry, slot]
     for target, side in zip(decoded, (promoted.coded.key, promoted.coded.value), strict=True):
-        target[entry, :, slot] = decode_records(side, pages[entry], record).to(target.dtype)
+        lost = decode_records(side, pages[entry], record)
+        target[entry, :, slot] = (target[entry, :, slot].float() + lost).to(target.dtype)
 
 
 def decode_records(

@@ -16,6 +16,7 @@ retain different numbers of slots.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,13 +215,17 @@ def _freed_pages(
 # ---- commit ------------------------------------------------------------------------------------
 
 
-def require_private_copies(memory: KVMemory, plan: CompactionPlan) -> None:
-    """Refuse a plan whose private copies do not fit, before other data is written for the plan.
+def require_private_copies(memory: KVMemory, *plans: CompactionPlan) -> None:
+    """Refuse plans whose private copies do not fit, before other data is written for the plans.
 
     Raises:
         OutOfPages: too few free pages for the private copies.
     """
-    _require_pages(memory, plan.needed_pages)
+    needed: dict[PageClass, int] = {}
+    for plan in plans:
+        for page_class, count in plan.needed_pages.items():
+            needed[page_class] = needed.get(page_class, 0) + count
+    _require_pages(memory, needed)
 
 
 def _require_pages(memory: KVMemory, needed: Pages) -> None:
@@ -228,8 +233,24 @@ def _require_pages(memory: KVMemory, needed: Pages) -> None:
         raise OutOfPages(f"{sum(needed.values())} private pages needed before compaction")
 
 
-def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
+@runtime_checkable  # for the type checks in tests
+class SlotMover(Protocol):
+    """Moves the slots of KV lanes, for codecs that encode whole pages."""
+
+    def move(self, table: LaneTable, plan: CompactionPlan) -> None:
+        """Move the slots of a plan in a table whose pages are private and not yet freed."""
+        ...
+
+
+def commit_compaction(
+    memory: KVMemory, *plans: CompactionPlan, mover: SlotMover | None = None
+) -> None:
     """Execute all plans or none: copy shared pages, move slots, free pages.
+
+    Args:
+        memory: the KV memory.
+        plans: planned compactions of different rows or groups.
+        mover: moves the slots of pages that are encoded as a whole.
 
     Raises:
         OutOfPages: the private copies do not fit; the memory is unchanged.
@@ -253,7 +274,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
             memory.note_peaks(row[:1])
     for plan in plans:
         for table in _moved_tables(memory, plan):
-            _move(memory, table, plan)
+            _move(memory, table, plan, mover)
             _cut(memory, table, plan)
         moves = plan.moves if plan.kept_columns is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
@@ -263,7 +284,12 @@ def _moved_tables(memory: KVMemory, plan: CompactionPlan) -> Iterator[LaneTable]
     return (memory.tables[name] for name in (plan.group, *plan.statistics))
 
 
-def _move(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
+def _move(
+    memory: KVMemory, table: LaneTable, plan: CompactionPlan, mover: SlotMover | None
+) -> None:
+    if mover is not None and table.group.page_class.per_page and plan.kept_columns is None:
+        mover.move(table, plan)
+        return
     if not len(plan.moves):
         return
     tokens = table.group.page_class.tokens

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from quire.kernels.backend import NewSlots
 from quire.kernels.coded import CodedPlanes, write_codes
-from quire.kernels.token_precision import FullPrecisionPages
+from quire.kernels.token_precision import FullPrecisionPages, stored_record
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.memory import KVMemory
+from quire.kv.mixed_precision import PromotedBuffer
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
 from quire.layout.token_precision import FullPrecisionTokens
@@ -73,6 +74,9 @@ class FullPages:
         is_fresh: [page, token] whether a token belongs to this step.
         fresh: [page, token] index of the token in the step if it belongs to the step.
         records: [page, token] record of the token in `full_precision_pages` otherwise.
+        positions: [page, token] positions of the tokens.
+        promoted_pages: [page] page with the records of promoted tokens of the same lane; 0 if the
+            group has none.
     """
 
     pages: Tensor
@@ -81,6 +85,8 @@ class FullPages:
     is_fresh: Tensor
     fresh: Tensor
     records: Tensor
+    positions: Tensor
+    promoted_pages: Tensor
 
 
 class FullPrecisionStep:
@@ -90,12 +96,17 @@ class FullPrecisionStep:
         buffer: pages of the full-precision tokens.
         batch: batch of the step.
         lengths: lengths of all rows, including the step's tokens.
+        promoted: promoted tokens of the group; None if it has none.
     """
 
     def __init__(
-        self, buffer: FullPrecisionBuffer, batch: FlatBatch, lengths: NDArray[np.int64]
+        self,
+        buffer: FullPrecisionBuffer,
+        batch: FlatBatch,
+        lengths: NDArray[np.int64],
+        promoted: PromotedBuffer | None = None,
     ) -> None:
-        self._buffer, self._batch = buffer, batch
+        self._buffer, self._batch, self._promoted = buffer, batch, promoted
         self._lengths = lengths[batch.rows].astype(np.int64)
         group = buffer.table.group
         self._shape = (len(group.layers), group.lanes_per_layer)
@@ -114,6 +125,7 @@ class FullPrecisionStep:
             lengths=self._lengths,
             starts=self._batch.shape.starts,
             fresh=fresh,
+            marks=views.positions,
         )
 
     def encode(self, layer: int, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
@@ -133,12 +145,19 @@ class FullPrecisionStep:
         views = self._buffer.views
         assert views.value is not None, "full-precision pages hold keys and values"
         sides = ((slots.coded.key, views.key, key), (slots.coded.value, views.value, value))
-        for coded, full_precision, fresh in sides:
-            if coded.codec.spec.per_page:
-                _encode_pages(self._full[layer], coded, full_precision, fresh)
-            else:
+        for number, (coded, full_precision, fresh) in enumerate(sides):
+            if not coded.codec.spec.per_page:
                 write_codes(coded, slots.pages, slots.offsets, fresh)
+            elif len(self._full[layer].pages):
+                lost = _encode_pages(self._full[layer], coded, full_precision, fresh)
+                self._encode_records(self._full[layer], number, lost)
         return True
+
+    def _encode_records(self, full: FullPages, side: int, lost: Tensor) -> None:
+        """Encode what the new codes lost, for the promoted tokens of full pages."""
+        if self._promoted is not None:
+            coded = (self._promoted.coded.key, self._promoted.coded.value)[side]
+            self._promoted.encode_again(coded, full.promoted_pages, full.positions, lost)
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the step's tokens in full precision over tokens that have left the window."""
@@ -182,16 +201,51 @@ class FullPrecisionStep:
         ahead = slot - before[row, lane][:, None]  # index in the step's tokens if not negative
         position = (self._lengths - batch.shape.tokens)[row][:, None] + ahead
         table_row, lanes = batch.rows[row], self._shape[1]
+        pages = buffer.coded_table.pages[table_row, lane, column]
+        full_precision_pages = buffer.table.pages[table_row, lane, 0]
         found = (
-            buffer.coded_table.pages[table_row, lane, column],
-            buffer.table.pages[table_row, lane, 0],
+            pages,
+            full_precision_pages,
             lane % lanes,
             ahead >= 0,
             batch.shape.starts[row][:, None] + np.maximum(ahead, 0),
-            _records(buffer.tokens, position),
+            self._older_records(pages, full_precision_pages, position, ahead < 0),
+            position,
+            np.zeros_like(pages)
+            if self._promoted is None
+            else self._promoted.table.pages[table_row, lane, 0],
         )
         layers = [lane // lanes == layer for layer in range(self._shape[0])]
         return tuple(FullPages(*(self._tensor(x[of]) for x in found)) for of in layers)
+
+    def _older_records(
+        self,
+        pages: NDArray[np.int32],
+        full_precision_pages: NDArray[np.int32],
+        position: NDArray[np.int64],
+        is_older: NDArray[np.bool_],
+    ) -> NDArray[np.int64]:
+        """Return the records [page, token] of the tokens of filled pages that are not of the step.
+
+        Args:
+            pages: [page] pages that become full.
+            full_precision_pages: [page] pages with the older tokens.
+            position: [page, token] positions, if no older token was evicted; older positions are
+                overwritten with the stored ones.
+            is_older: [page, token] whether a token was stored before the step.
+        """
+        buffer = self._buffer
+        if buffer.coded.positions is not None:
+            stored = buffer.coded.positions[self._tensor(pages)].cpu().numpy()
+            position[is_older] = stored[is_older]
+        record = stored_record(
+            buffer.tokens,
+            buffer.views.positions,
+            self._tensor(full_precision_pages)[:, None],
+            self._tensor(position),
+            torch.arange(position.shape[1], device=buffer.views.whole.device)[None],
+        )
+        return record.cpu().numpy()
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         device = self._buffer.views.whole.device
@@ -205,14 +259,14 @@ def _records(tokens: FullPrecisionTokens, position: NDArray[np.int64]) -> NDArra
     return found
 
 
-def _encode_pages(full: FullPages, coded: CodedPlanes, kept: Tensor, fresh: Tensor) -> None:
-    """Encode pages that have become full."""
-    if not len(full.pages):
-        return
+def _encode_pages(full: FullPages, coded: CodedPlanes, kept: Tensor, fresh: Tensor) -> Tensor:
+    """Encode pages that have become full; return what the codes lost, float32."""
     heads, head_dim = kept.shape[1], kept.shape[3]
     by_lane = fresh.reshape(len(fresh), -1, heads, head_dim)
     new = by_lane[full.fresh, full.lanes[:, None]]  # [page, token, head, head_dim]
     old = kept[full.full_precision_pages[:, None], :, full.records]
     vectors = torch.where(full.is_fresh[:, :, None, None], new, old).transpose(1, 2)
-    for plane, codes in zip(coded.planes, coded.codec.encode(vectors), strict=True):
+    encoded = coded.codec.encode(vectors)
+    for plane, codes in zip(coded.planes, encoded, strict=True):
         plane[full.pages] = codes
+    return vectors.float() - coded.codec.decode(encoded)

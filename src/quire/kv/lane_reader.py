@@ -18,7 +18,13 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
-from quire.kernels.token_precision import decode_records, in_full_precision, record_of, records_of
+from quire.kernels.token_precision import (
+    decode_records,
+    in_full_precision,
+    record_of,
+    records_of,
+    stored_record,
+)
 from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.mixed_precision import PromotedBuffer
 from quire.kv.slot_order import SlotOrder, by_position
@@ -38,10 +44,20 @@ class LaneReader:
         group: name of the lane group; the group has no window.
         row: the sequence.
         layers: consecutive indices of layers in the group; None for all.
+        whole_window: read every token that is stored in full precision from there, not only those
+            that the newest query reads so.
     """
 
-    def __init__(self, kv: PagedKV, group: str, row: int, layers: range | None = None) -> None:
-        self._kv, self.row = kv, row
+    def __init__(
+        self,
+        kv: PagedKV,
+        group: str,
+        row: int,
+        layers: range | None = None,
+        *,
+        whole_window: bool = False,
+    ) -> None:
+        self._kv, self.row, self._whole_window = kv, row, whole_window
         self._table = kv.memory.tables[group]
         self._group: LaneGroup = self._table.group
         chosen = range(len(self._group.layers)) if layers is None else layers
@@ -98,14 +114,49 @@ class LaneReader:
         """Return the stored keys, decoded to float32; zeros past a lane's last slot."""
         views = self._views
         kept = None if self._kept is None else self._kept.views.key
-        return self._gather(views.key, lambda coded: coded.key, kept)
+        return self._gather(views.key, _key, kept)
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Return the stored values, decoded to float32; zeros past a lane's last slot."""
         views = self._views
         assert views.value is not None, "lanes that attend have a value plane"
         kept = None if self._kept is None else self._kept.views.value
-        return self._gather(views.value, lambda coded: coded.value, kept)
+        return self._gather(views.value, _value, kept)
+
+    def lost(
+        self, lane: NDArray[np.int64], index: NDArray[np.int64]
+    ) -> tuple[Float[Tensor, "token head head_dim"], Float[Tensor, "token head head_dim"]]:
+        """Return what the codes of tokens of the full-precision window lost, of keys and values.
+
+        Args:
+            lane: [token] lane, counted from the first of the reader.
+            index: [token] index of the token in the order of positions.
+        """
+        kept = self._kept
+        assert kept is not None, "the group keeps full-precision tokens"
+        assert kept.views.value is not None, "full-precision pages hold keys and values"
+        at, tokens = (self._tensor(lane), self._tensor(index)), self._group.page_class.tokens
+        places = self._places(tokens)
+        pages = self._tensor(kept.table.pages[self.row, self.lanes, 0])[at[0]]
+        record = record_of(kept.tokens, self._tensor(self._order.positions)[at])
+        held = self._order.live.sum(axis=1)[lane]
+        is_coded = self._order.slot[lane, index] < held // tokens * tokens
+        sides = []
+        for side, plane in ((_key, kept.views.key), (_value, kept.views.value)):
+            exact, decoded = plane[pages, :, record].float(), self._decoded(side, *places)[at]
+            residual = exact - decoded
+            if side(self._coded).codec.spec.per_page:  # the last page is encoded when it is full
+                residual[~self._tensor(is_coded)] = 0
+            sides.append(residual)
+        return sides[0], sides[1]
+
+    def in_storage_order(
+        self, vectors: Float[Tensor, "lane slot head_dim"]
+    ) -> Float[Tensor, "table_lane head slot head_dim"]:
+        """Return keys or values by slot, for each lane of the table and its heads."""
+        by_lane = vectors.view(-1, self._group.page_class.heads, *vectors.shape[1:])
+        slot = self._tensor(self._order.slot)[:, None, :, None].expand_as(by_lane)
+        return torch.empty_like(by_lane).scatter_(2, slot, by_lane)
 
     def overwrite_values(
         self, slots: Bool[Tensor, "lane slot"], values: Float[Tensor, "written head_dim"]
@@ -172,13 +223,20 @@ class LaneReader:
         held = self._table.num_slots[self.row, self.lanes]
         slot = np.arange(int(held.max(initial=0)))
         live = slot < held[:, None]
-        return by_position(self._stored_positions(len(slot)), live)
+        return by_position(self.stored_positions[:, : len(slot)], live)
 
-    def _stored_positions(self, slots: int) -> NDArray[np.int32]:
-        """Return positions [lanes, slots] in storage order; undefined past a lane's last slot."""
-        return stored_positions(self._kv, self._group.name, self.row, self.lanes)[:, :slots]
+    @property
+    def stored_positions(self) -> NDArray[np.int32]:
+        """Positions [lanes, slots] in storage order; undefined past a lane's last slot."""
+        return stored_positions(self._kv, self._group.name, self.row, self.lanes)
 
     # ---- bytes ---------------------------------------------------------------------------------
+
+    @property
+    def _coded(self) -> CodedPages:
+        coded = self._views.coded
+        assert coded is not None, "the pages hold codes"
+        return coded
 
     @property
     def _views(self) -> PageViews:
@@ -232,7 +290,7 @@ class LaneReader:
         else:
             found = self._decoded(side, *self._places(plane.shape[2]))
         if self.promoted is not None:
-            self._write_promoted(found, side(self.promoted.coded), self.promoted)
+            self._add_promoted(found, side(self.promoted.coded), self.promoted)
         if kept is not None:
             self._write_full_precision(found, kept)
         if not self._order.live.all():
@@ -274,12 +332,12 @@ class LaneReader:
             found.append(decode_slots(side(coded), pages[part], offsets[part], lanes))
         return torch.cat(found)
 
-    def _write_promoted(self, found: Tensor, side: CodedPlanes, place: PromotedBuffer) -> None:
-        """Overwrite promoted tokens with their decoded finer codes, as attention reads them."""
+    def _add_promoted(self, found: Tensor, side: CodedPlanes, place: PromotedBuffer) -> None:
+        """Add the records of promoted tokens, as attention reads them."""
         pages = self._tensor(self._pages(place.table.pages)[:, 0])
         record = records_of(place.marks[pages], self._tensor(self._order.positions))
         lane, slot = ((record >= 0) & self._tensor(self._order.live)).nonzero(as_tuple=True)
-        found[lane, slot] = decode_records(side, pages[lane], record[lane, slot])
+        found[lane, slot] += decode_records(side, pages[lane], record[lane, slot])
 
     def _write_full_precision(self, found: Tensor, kept: Tensor) -> None:
         """Overwrite tokens that the newest query reads in full precision."""
@@ -289,9 +347,13 @@ class LaneReader:
         held = self._tensor(order.live.sum(axis=1)[:, None])
         newest = torch.full_like(held, int(self._kv.memory.lengths[self.row]) - 1)
         wanted = in_full_precision(place.tokens, positions, slots, newest, held - 1)
+        if self._whole_window:
+            wanted |= positions > newest - place.tokens.recent
         lane, slot = (wanted & self._tensor(order.live)).nonzero(as_tuple=True)
         pages = self._tensor(place.table.pages[self.row, self.lanes, 0])[lane]
-        record = record_of(place.tokens, positions[lane, slot])
+        record = stored_record(
+            place.tokens, place.views.positions, pages, positions[lane, slot], slots[lane, slot]
+        )
         found[lane, slot] = kept[pages, :, record].float()
 
     def _gather_numbers(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:
@@ -316,3 +378,11 @@ class LaneReader:
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = numbers.astype(np.int64) if numbers.dtype == np.int32 else numbers
         return torch.from_numpy(np.ascontiguousarray(whole)).to(self._kv.store.device)
+
+
+def _key(coded: CodedPages) -> CodedPlanes:
+    return coded.key
+
+
+def _value(coded: CodedPages) -> CodedPlanes:
+    return coded.value

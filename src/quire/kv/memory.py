@@ -63,7 +63,7 @@ class KVMemory:
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"expected max_rows of at least 1, got {max_rows}")
-        self.layout = layout
+        self.layout, self._track_changes = layout, track_changes
         self.placement = placement(layout, total_bytes, max_rows)
         self.arena, self.pools = self.placement.arena, self.placement.pools
         require_room_for_one_token(layout, self.placement, total_bytes)
@@ -82,6 +82,21 @@ class KVMemory:
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
         self.store: PageBytes = _page_bytes(store, self.arena.total_bytes)
+
+    def add_groups(self, groups: Sequence[LaneGroup]) -> None:
+        """Add private lane groups, which only sequences that start later can use.
+
+        Raises:
+            ConfigError: see `Placement.add_page_class`.
+        """
+        layout = CacheLayout((*self.layout.groups, *groups))
+        for group in groups:
+            self.placement.add_page_class(group.page_class)
+        for group in groups:
+            table = LaneTable(group, len(self.lengths), track_changes=self._track_changes)
+            table.active[:] = False
+            self.tables[group.name] = table
+        self.layout = layout
 
     # ---- bytes ---------------------------------------------------------------------------------
 

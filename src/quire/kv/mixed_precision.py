@@ -1,17 +1,17 @@
-"""Mixed precision: records of tokens that are promoted to a finer codec."""
+"""Mixed precision: records of promoted tokens, which hold what their codes lost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.coded import CodedPages, write_codes
-from quire.kernels.token_precision import PromotedPages, record_of, records_of
+from quire.kernels.coded import CodedPages, CodedPlanes, write_codes
+from quire.kernels.token_precision import PromotedPages, records_of
 from quire.kv.flat_batch import DeviceTable
-from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.kv.tables import LaneTable
@@ -23,7 +23,7 @@ class PromotedBuffer:
     """Pages that hold the promoted tokens of a lane group.
 
     Attributes:
-        tokens: number of promoted tokens and their codec.
+        tokens: number of promoted tokens.
         coded: encodes and decodes the records.
         marks: [page, record] position + 1 of the token in the record; 0 for a free record.
         table: page table of these pages, one page per lane.
@@ -56,29 +56,44 @@ class PromotedBuffer:
         row: int,
         place: tuple[NDArray[np.int64], NDArray[np.int64]],
         positions: NDArray[np.integer],
-        kept: FullPrecisionBuffer,
+        lost: tuple[Tensor, Tensor],
     ) -> None:
-        """Encode tokens that are still in the full-precision window.
+        """Encode what the codes of tokens lost.
 
         Args:
             row: the sequence.
             place: (lane, record) of each token.
             positions: position of each token in the sequence.
-            kept: full-precision buffer of the lane group.
+            lost: keys and values [token, head, head_dim] in full precision, less the decoded ones.
         """
         device = self.marks.device
         lane, record = (torch.from_numpy(index).to(device) for index in place)
         position = torch.from_numpy(np.asarray(positions, dtype=np.int64)).to(device)
         pages = self._pages(row)[lane]
-        full_precision_pages = torch.from_numpy(kept.table.pages[row, :, 0].astype(np.int64)).to(
-            device
-        )
-        source = full_precision_pages[lane], record_of(kept.tokens, position)
-        planes = kept.views.key, kept.views.value
-        for side, plane in zip((self.coded.key, self.coded.value), planes, strict=True):
-            assert plane is not None, "full-precision pages hold keys and values"
-            write_codes(side, pages[:, None], record[:, None], plane[source[0], :, source[1]])
+        for side, residual in zip((self.coded.key, self.coded.value), lost, strict=True):
+            write_codes(side, pages[:, None], record[:, None], residual)
         self.marks[pages, record] = (position + 1).to(self.marks.dtype)
+
+    def encode_again(
+        self,
+        side: CodedPlanes,
+        pages: Tensor,
+        positions: Tensor,
+        lost: Float[Tensor, "page head token head_dim"],
+    ) -> None:
+        """Encode what new codes of whole pages lost, for the tokens that have records.
+
+        Args:
+            side: keys or values of the records.
+            pages: [page] pages of the records of the pages' lanes.
+            positions: [page, token] positions of the tokens.
+            lost: keys or values in full precision, less the decoded ones.
+        """
+        record = records_of(self.marks[pages], positions)
+        page, token = (record >= 0).nonzero(as_tuple=True)
+        if len(page):
+            residual = lost[page, :, token]
+            write_codes(side, pages[page][:, None], record[page, token][:, None], residual)
 
     def _pages(self, row: int) -> Tensor:
         pages = self.table.pages[row, :, 0].astype(np.int64)

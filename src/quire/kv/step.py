@@ -52,6 +52,8 @@ class PagedKV:
         backend: computes attention.
         measured: measured constants of codecs that need them.
         offload: KV offload; None if all KV is in the arena.
+        pre_rope: attention of rows whose keys are stored before RoPE, beside rows with keys after
+            RoPE; None if all rows store keys in the same form.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class PagedKV:
         measured: MeasuredConstants | None = None,
         *,
         offload: EngineOffload | None = None,
+        pre_rope: AttentionBackend | None = None,
     ) -> None:
         self.memory, self.store, self.backend = memory, store, backend
+        self.pre_rope = pre_rope
         self.chains = backend if isinstance(backend, ChainBackend) else None
         self.last_chained = ChainedStep()
         self.coded = CodedLayers(store, measured)
@@ -85,6 +89,17 @@ class PagedKV:
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
 
+    def add_groups(self, groups: Sequence[LaneGroup]) -> None:
+        """Add private lane groups of statistics, which only later sequences can use.
+
+        Raises:
+            ConfigError: the store reserves lanes in advance, or a page is larger than a slab.
+        """
+        self.memory.add_groups(groups)
+        for group in groups:
+            self.tables[group.name] = DeviceTable(self.memory.tables[group.name], self.store.device)
+        self.statistics = self._statistics()
+
     def note_scale(self, scale: float) -> None:
         """Record the softmax scale (on products of queries and keys) of the current layer."""
         self.scale = scale
@@ -98,7 +113,8 @@ class PagedKV:
     def peak_scratch_bytes(self) -> int:
         """Peak scratch bytes outside the arena: backend, column sums, staged activations (X)."""
         staged = 0 if self.offload is None else self.offload.staging_bytes
-        return self.backend.peak_scratch_bytes + self.sums_scratch.num_bytes + staged
+        other = 0 if self.pre_rope is None else self.pre_rope.peak_scratch_bytes
+        return self.backend.peak_scratch_bytes + other + self.sums_scratch.num_bytes + staged
 
     def _statistics(self) -> dict[str, list[StatisticPages]]:
         """Return the statistic pages of each lane group."""
@@ -191,6 +207,7 @@ class StepAttention:
         later: [rows] new tokens of each row in later batches of the same step, whose slots are
             already allocated; None if the step has one batch.
         part: place of the batch in its step.
+        pre_rope: whether the keys of these rows are stored before RoPE, beside others after RoPE.
 
     Attributes:
         wants_residual_similarity: whether a row uses `ResidualSimilarity`; if so, the model must
@@ -205,8 +222,11 @@ class StepAttention:
         tokens: NDArray[np.int32],
         later: NDArray[np.int32] | None = None,
         part: StepPart = WHOLE_STEP,
+        *,
+        pre_rope: bool = False,
     ) -> None:
         self._kv = kv
+        self._pre_rope = kv.pre_rope if pre_rope and kv.rotated else None
         self._later = np.zeros_like(tokens) if later is None else later
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = kv.flat_batch(rows, tokens)
@@ -242,9 +262,9 @@ class StepAttention:
             rotary: RoPE of the layer; needed for query moments and for keys before RoPE.
         """
         group, index = self._kv.place[layer]
-        step, backend = self._groups[group.name], self._kv.backend
+        step, backend = self._groups[group.name], self._backend
         self._kv.note_scale(math.scale)
-        if not group.page_class.rotated:
+        if self._pre_rope is not None or not group.page_class.rotated:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)
         slots = step.new_slots[index]
@@ -287,7 +307,7 @@ class StepAttention:
         """
         kv, groups = self._kv, self._groups
         is_plain = self._offload is None and all(step.is_plain for step in groups.values())
-        if kv.chains is None or not is_plain or not kv.rotated:
+        if kv.chains is None or not is_plain or not kv.rotated or self._pre_rope is not None:
             return None
         kv.note_scale(layers[-1].scale)
         calls = kv.last_chained.calls_of(groups, layers, heads)
@@ -304,6 +324,10 @@ class StepAttention:
             for step in groups.values():
                 step.write_positions(self._positions)
         return calls
+
+    @property
+    def _backend(self) -> AttentionBackend:
+        return self._kv.backend if self._pre_rope is None else self._pre_rope
 
     def begin_layer(self, layer: int) -> None:
         """Recompute the offloaded KV of a layer before the other weights of the layer arrive."""
@@ -367,7 +391,9 @@ class StepAttention:
     ) -> GroupStep | None:
         """Return the state of the last chained step, changed to this step, if that is possible."""
         kv, shape = self._kv, (len(slots), len(group.layers), group.lanes_per_layer)
-        if kv.chains is None or kv.last_chained.batch is not self._batch or self._later.any():
+        if self._pre_rope is not None or kv.chains is None or self._later.any():
+            return None
+        if kv.last_chained.batch is not self._batch:
             return None
         by_layer = slots.reshape(shape)
         return kv.last_chained.continued(
@@ -376,7 +402,10 @@ class StepAttention:
 
     def _full_precision_step(self, name: str) -> FullPrecisionStep | None:
         buffer = self._kv.full_precision.get(name)
-        return None if buffer is None else FullPrecisionStep(buffer, self._batch, self._lengths)
+        if buffer is None:
+            return None
+        promoted = self._kv.promoted.get(name)
+        return FullPrecisionStep(buffer, self._batch, self._lengths, promoted)
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
         """Return a plan per layer; layers share a plan if all lanes of a row have equal lengths."""
@@ -387,7 +416,7 @@ class StepAttention:
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
         distinct = 1 if (slots == slots[:, :1]).all() else num_layers
         plans = [
-            self._kv.backend.plan(
+            self._backend.plan(
                 self._batch.shape,
                 LaneSlots(np.ascontiguousarray(by_layer[:, layer]), group.window),
                 page_class.tokens,

@@ -150,6 +150,18 @@ class PageStore:
                 f"single slots of pages in {page_class.key.name} cannot move: the codec encodes "
                 "whole pages"
             )
+        self.move_records(page_class, source, target)
+
+    def move_records(
+        self,
+        page_class: PageClass,
+        source: tuple[PageNumbers, NDArray[np.int64]],
+        target: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> None:
+        """Copy the planes that have a record for each slot, and the positions.
+
+        If a codec encodes whole pages, the target pages must then be encoded again.
+        """
         (from_page, from_offset), (to_page, to_offset) = source, target
         self._mover(
             MovedSlots(

@@ -5,8 +5,9 @@
 
 Sequences that share pages (forks) are swapped together; each page is stored once and is shared
 again after swap-in. Offloaded pages stay where they are; only their staging is allocated again. The
-tail of a sequence with ordered lanes can be swapped alone: the head is recomputed, and the tail is
-appended to it.
+tail of a sequence that has evicted no tokens can be swapped alone: the head is recomputed, and the
+tail is appended to it. Private pages (statistics, tokens in full precision) are stored as a whole,
+because they describe all tokens; they replace those of the head.
 """
 
 import math
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
+from quire.kv.resizing import cut_slots
 from quire.kv.stored_sequences import (
     OffloadedRows,
     Payloads,
@@ -112,28 +114,28 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
 def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
     """Return whether the tail from token `keep_from` on can be stored without the head.
 
-    Every lane must be in order and hold all tokens, the row may not use statistics (they sum over
-    the head), and `keep_from` must be a page boundary in every group.
+    Every lane must hold all tokens, so that their slots are in order, and `keep_from` must be a
+    page boundary in every group. Stores with runs cannot replace the private pages of a row.
     """
     if not 0 < keep_from < memory.lengths[row]:
         return False
+    if memory.statistics_of(row) and not memory.placement.shares:
+        return False
     return all(
-        table.group.ordered
-        and not table.group.private
-        and not table.staged[row]
+        not table.staged[row]
         and keep_from % table.group.page_class.tokens == 0
         and bool((table.num_slots[row] == memory.lengths[row]).all())
-        for table in _used_tables(memory, row)
+        for table in _kv_tables(memory)
     )
 
 
-def _used_tables(memory: KVMemory, row: int) -> list[LaneTable]:
-    return [table for table in memory.tables.values() if table.active[row]]
+def _kv_tables(memory: KVMemory) -> list[LaneTable]:
+    return [table for table in memory.tables.values() if not table.group.private]
 
 
 def split_border(memory: KVMemory, row: int) -> int:
     """Return the distance in tokens between possible split positions of a row; 0 if none."""
-    tokens = math.lcm(*(t.group.page_class.tokens for t in _used_tables(memory, row)))
+    tokens = math.lcm(*(t.group.page_class.tokens for t in _kv_tables(memory)))
     return tokens if can_split(memory, row, tokens) else 0
 
 
@@ -142,10 +144,10 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
 
     Raises:
         OutOfPages: too few free pages; nothing changed.
-        ConfigError: the row does not hold exactly the head, or uses statistics.
+        ConfigError: the row does not hold exactly the head, or uses other statistics.
     """
-    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _used_tables(memory, row))]
-    if memory.statistics_of(row):
+    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _kv_tables(memory))]
+    if memory.statistics_of(row) != swapped.sequences[0].statistics:
         raise ConfigError(f"row {row} would have no statistics of the stored tail")
     if any(np.any(count != swapped.keep_from) for count in held):
         raise ConfigError(
@@ -153,11 +155,21 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
             f"tail, got a row of {held[0]} tokens or lanes with other counts"
         )
     if memory.placement.shares:
-        _attach(memory, row, swapped.sequences[0], _copy_in(memory, swapped))
+        pages = _copy_in(memory, swapped)
+        _free_private(memory, row)
+        _attach(memory, row, swapped.sequences[0], pages)
     else:
         add_stored(memory, np.array([row]), swapped)
     memory.note_peaks(np.array([row]))
     swapped.stored.free()
+
+
+def _free_private(memory: KVMemory, row: int) -> None:
+    """Free the private pages of a recomputed head; those of the whole sequence were stored."""
+    for name in memory.statistics_of(row):
+        table = memory.tables[name]
+        none = np.zeros(table.group.num_lanes, dtype=np.int32)
+        memory.placement.free(table, cut_slots(table, row, none))
 
 
 # ---- out ---------------------------------------------------------------------------------------
@@ -206,8 +218,8 @@ class _FirstSeen:
 
 
 def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) -> SwappedLanes:
-    if not table.active[row]:
-        keep_from = 0  # the lanes have no slots, so there is no head
+    if table.group.private or not table.active[row]:
+        keep_from = 0  # stored as a whole, or the lanes have no slots
     head = keep_from // table.group.page_class.tokens + int(table.staged[row])
     column = np.arange(table.capacity)
     kept = (column >= head) & (column < table.num_pages[row][:, None])

@@ -6,12 +6,14 @@ NumPy. On a CPU the kernels read the same memory; for a device `drain_changes` r
 that changed.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.pages import PageNumbers
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import LaneGroup
 from quire.layout.sizes import format_size
 from quire.plan.machine import free_host_bytes
 
@@ -245,18 +247,18 @@ def table_bytes(group: LaneGroup, max_rows: int) -> int:
     return max_rows * sum(array.nbytes for array in of_one if isinstance(array, np.ndarray))
 
 
-def refuse_too_many_rows(layout: CacheLayout, max_rows: int) -> None:
+def refuse_too_many_rows(groups: Iterable[LaneGroup], max_rows: int) -> None:
     """Refuse more rows than CPU memory has space for, before page tables are allocated.
 
     Args:
-        layout: lane groups of every sequence.
+        groups: lane groups of every sequence.
         max_rows: maximum number of concurrent sequences: of a batch, and those that the batcher
             holds in addition.
 
     Raises:
         ConfigError: the page tables would be larger than the free CPU memory.
     """
-    needed_bytes = sum(table_bytes(group, max_rows) for group in layout.groups)
+    needed_bytes = sum(table_bytes(group, max_rows) for group in groups)
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         raise ConfigError(

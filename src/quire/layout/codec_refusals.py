@@ -15,19 +15,14 @@ class Storing:
     Attributes:
         form: codecs of keys and values, and full-precision tokens.
         evicts: whether tokens are evicted.
-        by_page: whether eviction removes only whole pages.
-        in_runs: whether the store uses contiguous runs, in which eviction moves slots instead of
-            freeing pages.
-        scores: whether all eviction rules score tokens.
+        rerotates: whether keys are stored before RoPE.
         every: maximum number of tokens between two evictions.
         merges: whether an eviction rule merges values of evicted tokens into retained ones.
     """
 
     form: KVFormat
     evicts: bool = False
-    by_page: bool = False
-    in_runs: bool = False
-    scores: bool = True
+    rerotates: bool = False
     every: int = 0
     merges: bool = False
 
@@ -55,22 +50,6 @@ _OF_PAGES = "codecs of whole pages (`int4_page`, `int2_page`, `kivi4`, `kivi2`)"
 EXCLUDED: tuple[Excluded, ...] = (
     Excluded(
         codecs=_OF_PAGES,
-        other="eviction of tokens or chunks",
-        meets=lambda requested: (
-            requested.form.per_page and requested.evicts and not requested.by_page
-        ),
-        reason="the tokens of a page share scales, so single tokens cannot be evicted or moved",
-        instead="granularity=page, or a codec that encodes single tokens, such as int4_outliers",
-    ),
-    Excluded(
-        codecs=_OF_PAGES,
-        other="eviction in a store of runs (`contiguous_max`, `contiguous_growing`, `ring`)",
-        meets=lambda requested: requested.form.per_page and requested.evicts and requested.in_runs,
-        reason="eviction in a run moves single slots, and the slots of a page share scales",
-        instead="--kv-store paged, or a codec that encodes single tokens, such as int4_outliers",
-    ),
-    Excluded(
-        codecs=_OF_PAGES,
         other="rules that merge values (`kvcrush:merge=values`)",
         meets=lambda requested: requested.form.per_page and requested.merges,
         reason="the tokens of a page share scales, so the value of one token cannot be replaced",
@@ -84,27 +63,18 @@ EXCLUDED: tuple[Excluded, ...] = (
         instead="merge=none, or a codec without these options",
     ),
     Excluded(
-        codecs="`plain_layers`",
-        other="eviction",
-        meets=lambda requested: requested.form.plain_layers > 0 and requested.evicts,
-        reason="eviction applies to all layers together, and plain layers are another lane group",
-        instead="sinks=... and residual=..., which keep tokens of all layers in full precision",
+        codecs="calibrated codecs of keys (`int8_channel`, `kvquant4`, `kvquant3`, `equalise=1`)",
+        other="`streaming`",
+        meets=lambda requested: bool(requested.form.key.constants) and requested.rerotates,
+        reason="constants are measured on keys after RoPE, and streaming stores keys before it",
+        instead="int8 or int4_outliers for keys; values may have a calibrated codec",
     ),
     Excluded(
         codecs="`promoted`",
         other="no eviction",
         meets=lambda requested: requested.form.promoted is not None and not requested.evicts,
         reason="the scores of an eviction rule select promoted tokens, and eviction is off",
-        instead="--evict with a rule that scores tokens, such as h2o, or a finer codec",
-    ),
-    Excluded(
-        codecs="`promoted`",
-        other="rules without scores",
-        meets=lambda requested: (
-            requested.form.promoted is not None and requested.evicts and not requested.scores
-        ),
-        reason="scores select promoted tokens, and the eviction rule does not score tokens",
-        instead="a rule that scores tokens, such as h2o, average or keydiff",
+        instead="--evict with a rule, such as h2o, or a finer codec",
     ),
     Excluded(
         codecs="`promoted`",

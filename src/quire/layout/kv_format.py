@@ -3,11 +3,11 @@
     int4_outliers+residual=64           the newest 64 tokens in full precision (residual window)
     kivi4+sinks=4+residual=128          also the first 4 tokens in full precision
     int8+plain_layers=2                 the first two and the last two layers unquantized
-    int2+residual=64+promoted=32:int8   the 32 tokens of a lane with the highest scores in int8
+    int2+residual=64+promoted=32:int4   4 more bits for the 32 tokens of a lane with top scores
 
 Full-precision tokens are stored in addition to their codes, in private pages of the sequence. Every
-token is encoded once, when it is written, so no work is needed when it leaves the window. Promoted
-tokens are encoded a second time, from full precision, before they leave the window.
+token is encoded once, when it is written, so no work is needed when it leaves the window. What the
+code of a promoted token lost is encoded in addition, before the token leaves the window.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import AS_COMPUTED, codec_pair, codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.token_precision import PROMOTED, Records, check_finer, read_records
+from quire.layout.token_precision import PROMOTED, Records, read_records
 
 COUNTS = ("sinks", "residual", "plain_layers")
 PLAIN = "plain"
@@ -108,13 +108,11 @@ def read_format(text: str) -> KVFormat:
         raise ConfigError(
             f"KV codec {text!r} is unquantized: remove sinks, residual, plain_layers and promoted"
         )
-    if promoted is not None:
-        if not found.residual:
-            raise ConfigError(
-                f"KV codec {text!r}: {PROMOTED} tokens are encoded from the residual window, which "
-                "is unset; add residual=64, or at least the eviction rule's every="
-            )
-        check_finer(text, promoted, (key, value))
+    if promoted is not None and not found.residual:
+        raise ConfigError(
+            f"KV codec {text!r}: {PROMOTED} tokens are encoded from the residual window, which "
+            "is unset; add residual=64, or at least the eviction rule's every="
+        )
     return found
 
 

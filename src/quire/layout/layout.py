@@ -66,7 +66,7 @@ def layout_for(
             groups.extend(_statistics_groups(model, group, statistics))
         if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
             groups.append(_full_precision_group(group, form))
-        if loses_order and form.promoted is not None:
+        if loses_order and form.promoted is not None and not group.page_class.is_plain:
             groups.append(_promoted_group(group, form.promoted))
     return CacheLayout(tuple(groups))
 
@@ -106,6 +106,7 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
         residual=form.residual,
         recent=form.recent(page_tokens),
         page_tokens=page_tokens if form.per_page else 1,
+        relocated=page_tokens if form.per_page and not group.ordered else 0,
     )
     return LaneGroup(
         name=f"{group.name}.full_precision",
@@ -115,6 +116,7 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
             head_dim=group.page_class.head_dim,
             heads=group.page_class.heads,
             tokens=full_precision.records,
+            positions=full_precision.relocated > 0,
             rotated=group.page_class.rotated,
         ),
         layers=group.layers,
@@ -164,6 +166,20 @@ def _statistics_groups(
             fixed_slots=slots,
             statistic=statistic,
         )
+
+
+def added_statistics(
+    model: ModelSpec, layout: CacheLayout, statistics: Collection[Statistic]
+) -> tuple[LaneGroup, ...]:
+    """Return the groups of statistics that a layout lacks, for its layers with eviction."""
+    names = {group.name for group in layout.groups}
+    found = (
+        one
+        for group in layout.groups
+        if not group.private and group.window is None
+        for one in _statistics_groups(model, group, statistics)
+    )
+    return tuple(one for one in found if one.name not in names)
 
 
 def statistics_name(group: str, statistic: Statistic) -> str:

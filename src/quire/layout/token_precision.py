@@ -4,13 +4,17 @@ A sequence has private full-precision records in each lane:
 
     record    0 .. sinks - 1                 the tokens at these positions
               sinks + (p - sinks) % recent   the newest tokens; p is the position of a token
+              sinks + recent + offset        relocated tokens, by their offset in the open page
+
+A codec of whole pages encodes a page when it is full. If an eviction moves slots, older tokens can
+end in the last page of a lane, which is open. These relocated tokens have records until the page is
+full.
 
 A query at position t reads the full-precision record of position p instead of its codes if p is
 below `sinks`, if p > t - residual, or if p's page is encoded as a whole and was not full at the
 time of the query. Results therefore do not depend on the chunking of a prompt.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
@@ -30,6 +34,7 @@ class FullPrecisionTokens:
         residual: number of newest tokens that a query reads in full precision, its own included.
         recent: number of newest tokens that are stored; at least `residual`.
         page_tokens: tokens of a page if the codec encodes whole pages; otherwise 1.
+        relocated: number of records for older tokens in a page that is not full; 0 if none moves.
     """
 
     of: str
@@ -37,25 +42,32 @@ class FullPrecisionTokens:
     residual: int
     recent: int
     page_tokens: int = 1
+    relocated: int = 0
+
+    @property
+    def first_relocated(self) -> int:
+        """The first record of relocated tokens."""
+        return self.sinks + self.recent
 
     @property
     def records(self) -> int:
         """Number of records of a lane."""
-        return self.sinks + self.recent
+        return self.first_relocated + self.relocated
 
 
 # ---- promoted tokens -----------------------------------------------------------------------------
 
-# Promoted tokens: tokens with high eviction scores, stored in a finer codec (mixed precision).
+# Promoted tokens: tokens with high eviction scores, stored in more bits (mixed precision).
 #
 # A sequence has private records in each lane, in addition to the pages that hold all its tokens in
 # the main codec. At an eviction, consider the retained tokens that are about to leave the residual
-# window: those with the highest scores are encoded into free records, from full precision. A token
-# keeps its record until it is evicted. Tokens without a record stay in the main codec.
+# window. Those with the highest scores get free records. A record holds the quantization residual:
+# the difference between the token in full precision and its decoded code. So attention adds both,
+# and the bits of the main codec are not stored twice. A token keeps its record until it is evicted.
+# Tokens without a record stay in the main codec.
 
 PROMOTED = "promoted"
 MOST_RECORDS = 1 << 16
-_COMPARED = 128  # head_dim and page tokens for which the bits of codecs are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +76,7 @@ class Records:
 
     Attributes:
         count: number of records of a lane.
-        key, value: codecs of the records.
+        key, value: codecs of the records, which hold quantization residuals.
     """
 
     count: int
@@ -124,24 +136,3 @@ def read_records(text: str, option: str) -> Records:
                 f"by one, without measured constants, got {codec.name!r}; use int8"
             )
     return Records(count=int(count), key=key, value=value)
-
-
-def check_finer(text: str, records: Records, body: Sequence[CodecSpec]) -> None:
-    """Refuse promoted codecs that are not finer than the main codecs.
-
-    Raises:
-        ConfigError: a codec has fewer bits, or both have equal bits; the message states the bits.
-    """
-    own = [_bits(codec) for codec in (records.key, records.value)]
-    others = [_bits(codec) for codec in body]
-    coarser = any(mine < other for mine, other in zip(own, others, strict=True))
-    if coarser or own == others:
-        raise ConfigError(
-            f"KV codec {text!r}: expected promoted tokens with more bits than the others, which "
-            f"have {others[0]:g} for keys and {others[1]:g} for values, got {own[0]:g} and "
-            f"{own[1]:g}"
-        )
-
-
-def _bits(codec: CodecSpec) -> float:
-    return round(codec.effective_bits(_COMPARED, _COMPARED), 2)

@@ -21,6 +21,7 @@ from quire.layout.statistics import Statistic
 from quire.models.base import Batch, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.forward_lock import ForwardLock
+from quire.models.hidden_states import LastStates, note_hidden_states
 from quire.models.layer_kv import KeysAndValues
 from quire.models.layer_major import LayerMajor
 from quire.models.layer_source import LayerSource
@@ -75,6 +76,7 @@ class TransformersDecoder:
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
         self._weights = weights
+        self._last_states: LastStates | None = None
         for number, layer in enumerate(() if weights is None else weights.modules):
             hook = partial(self._begin_layer, number)
             layer.register_forward_pre_hook(hook, prepend=True)  # before it waits for its weights
@@ -116,6 +118,13 @@ class TransformersDecoder:
     def prepare_pre_rope(self) -> str | None:
         """See `Decoder.prepare_pre_rope`."""
         return self._observing.prepare_pre_rope()
+
+    def prepare_hidden_states(self) -> str | None:
+        """See `HiddenStates`."""
+        if self._last_states is None:
+            self._last_states, why_not = LastStates.of(self._model, self._probe)
+            return why_not
+        return None
 
     def prepare_fixed_shapes(self, rows: int) -> str | None:
         """See `FixedShapes.prepare_fixed_shapes`."""
@@ -239,6 +248,8 @@ class TransformersDecoder:
             return_dict=True,
             **head,
         )
+        if self._last_states is not None:
+            note_hidden_states(batch.attention, self._last_states.take())
         logits: Tensor = output.logits[0]
         return logits if self._head_takes_rows else logits[batch.sample_rows]
 

@@ -51,6 +51,8 @@ class PagedAttention(Protocol):
     If an instance has `wants_residual_similarity` set, its
     `note_residual_similarity(layer, cosines)` is called once for each layer. `cosines` is, for each
     token, the cosine between the residual stream before and after attention was added.
+    If it has `hidden_rows`, its `note_hidden_states(states)` is called once at the end, with the
+    hidden states of these rows of the batch after the last layer and its norm.
     """
 
     def attend(
@@ -228,6 +230,19 @@ class LayerByLayer(Decoder, Protocol):
 
         Returns:
             The logits of each batch.
+        """
+        ...
+
+
+@runtime_checkable
+class HiddenStates(Decoder, Protocol):
+    """A decoder that can pass hidden states after the last layer and its norm to attention."""
+
+    def prepare_hidden_states(self) -> str | None:
+        """Prepare to pass the hidden states of `hidden_rows`; see `PagedAttention`.
+
+        Returns:
+            The reason why this model cannot provide them, or None if it can.
         """
         ...
 

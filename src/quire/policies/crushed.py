@@ -47,7 +47,7 @@ _SEARCH_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Crushed(ScorePolicy):
-    """Retains the tokens that a base rule finds important, and representatives of the rest.
+    """Retains the tokens with a base rule's highest scores, and representatives of the rest.
 
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.

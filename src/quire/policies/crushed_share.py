@@ -28,7 +28,7 @@ PLACES = (INSIDE, ADDITIVE)
 
 @dataclass(frozen=True, slots=True)
 class CrushedShare(Crushed, ABC):
-    """Retains the tokens that a base rule finds important, and a share of representatives.
+    """Retains the tokens with a base rule's highest scores, and a share of representatives.
 
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.

@@ -34,7 +34,7 @@ _AS_NEAR = 1 + 1e-9  # tolerates rounding: both points of a pair are equally nea
 @register("kmeans")
 @dataclass(frozen=True, slots=True)
 class KMeans(CrushedShare):
-    """Retain what the base rule finds important, and one token of each cluster of the rest.
+    """Retain the tokens with the base rule's highest scores, and one of each cluster of the rest.
 
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.

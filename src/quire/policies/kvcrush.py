@@ -79,7 +79,7 @@ MERGES = (NONE, VALUES)
 @register("kvcrush")
 @dataclass(frozen=True, slots=True)
 class KVCrush(CrushedShare):
-    """Retain what the base rule finds important, and representatives of the rest.
+    """Retain the tokens with the base rule's highest scores, and representatives of the rest.
 
     Attributes:
         base: the rule; tokens it protects are always retained. It must read queries or keys.

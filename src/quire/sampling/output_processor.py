@@ -7,6 +7,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
 from quire.sampling.beam import BeamSearch
 from quire.sampling.outputs import FinishReason, OutputDelta
+from quire.sampling.pooling import StepHidden
 from quire.sampling.request_state import RequestOutputState
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.stop_rules import OutputText
@@ -87,6 +88,10 @@ class OutputProcessor:
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
         """Add log-probabilities of prompt tokens from position `first` on."""
         self._of(request).add_scores(request, first, scores)
+
+    def add_hidden(self, found: StepHidden) -> None:
+        """Add hidden states of prompt tokens of a request with `pooling`."""
+        self._of(found.request).add_hidden(found)
 
     def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[OutputDelta]:
         """Add a token to a sequence; return the deltas that may be sent."""

@@ -1,7 +1,9 @@
 """Asyncio stream of the outputs of an engine that runs in another thread."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from quire.config.generation_request import GenerationRequest, token_ids_of
 from quire.errors import EngineDead
@@ -17,6 +19,8 @@ class OutputStream:
     Attributes:
         requests: the requests, with prompts as token ids.
         request_ids: one id per request, in the same order.
+        wake_interval: number of tokens after which a waiting reader is woken; the first and the
+            last delta of each completion wake it at once. It then finds all deltas in `ready`.
     """
 
     def __init__(
@@ -24,10 +28,14 @@ class OutputStream:
     ) -> None:
         self.requests = tuple(requests)
         self.request_ids: tuple[str, ...] = ()
+        self.wake_interval = 1
         self._on_cancel = on_cancel
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[OutputDelta | EngineDead] = asyncio.Queue()
+        self._items: deque[OutputDelta | EngineDead] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._num_open = 0
+        self._num_unseen = 0  # tokens since the reader was woken
+        self._begun: set[tuple[str, int]] = set()
 
     def __aiter__(self) -> "OutputStream":
         return self
@@ -40,15 +48,44 @@ class OutputStream:
         """
         if not self._num_open:
             raise StopAsyncIteration
-        item = await self._items.get()
+        if not self._items:
+            await self._wait()
+        return self._next()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last delta of every request has been returned."""
+        return not self._num_open
+
+    def ready(self) -> Iterator[OutputDelta]:
+        """Yield the deltas that have arrived, without waiting for others.
+
+        Raises:
+            EngineDead: the engine has stopped; the outputs are incomplete.
+        """
+        while self._items:
+            yield self._next()
+
+    def _next(self) -> OutputDelta:
+        item = self._items.popleft()
         if isinstance(item, EngineDead):
             self._num_open = 0
             raise item
         self._num_open -= item.is_last
         return item
 
+    async def _wait(self) -> None:
+        while not self._items:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
     async def collect(self) -> list[RequestOutput]:
         """Wait for all outputs and return them in the order of the requests.
+
+        The reader is woken by the first and the last delta of each completion only.
 
         Raises:
             EngineDead: the engine has stopped.
@@ -58,6 +95,7 @@ class OutputStream:
             for request_id, request in zip(self.request_ids, self.requests, strict=True)
         }
         outputs: dict[str, RequestOutput] = {}
+        self.wake_interval = sys.maxsize
         async for delta in self:
             output = builders[delta.request_id].add(delta)
             if output is not None:
@@ -82,7 +120,21 @@ class OutputStream:
 
     def receive(self, item: OutputDelta | EngineDead) -> None:
         """Add an item, in the event loop."""
-        self._items.put_nowait(item)
+        self._items.append(item)
+        if not self._must_wake(item):
+            return
+        self._num_unseen = 0
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _must_wake(self, item: OutputDelta | EngineDead) -> bool:
+        if self.wake_interval == 1 or isinstance(item, EngineDead):
+            return True
+        self._num_unseen += len(item.token_ids)
+        key = (item.request_id, item.index)
+        is_first = key not in self._begun
+        self._begun.add(key)
+        return is_first or item.finish_reason is not None or self._num_unseen >= self.wake_interval
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

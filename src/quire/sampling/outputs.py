@@ -1,6 +1,6 @@
 """Outputs of requests: deltas for streaming, and complete outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -57,6 +57,8 @@ class OutputDelta:
             length to the power of `length_penalty`.
         prompt_logprobs: in the last delta, the log-probabilities of the prompt, if requested; None
             for its first token.
+        embedding: in the last delta, the pooled hidden states of the prompt in float32, if
+            requested; not normalized.
         usage: set on the last delta of the request.
     """
 
@@ -70,12 +72,32 @@ class OutputDelta:
     error: str | None = None
     score: float | None = None
     prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
+    embedding: tuple[float, ...] | None = None
     usage: Usage | None = None
 
     @property
     def is_last(self) -> bool:
         """Whether it is the last delta of the request."""
         return self.usage is not None
+
+
+def joined(deltas: Sequence[OutputDelta]) -> Iterator[OutputDelta]:
+    """Yield the deltas with those of each completion joined, in the order of their first ones."""
+    found: dict[tuple[str, int], list[OutputDelta]] = {}
+    for delta in deltas:
+        found.setdefault((delta.request_id, delta.index), []).append(delta)
+    for own in found.values():
+        yield own[0] if len(own) == 1 else _joined(own)
+
+
+def _joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(token for tokens in scored for token in tokens) if scored else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +136,7 @@ class RequestOutput:
     prompt_logprobs: tuple[ScoredToken | None, ...] | None
     choices: tuple[Choice, ...]
     usage: Usage
+    embedding: tuple[float, ...] | None = None
     request: GenerationRequest | None = field(default=None, compare=False, repr=False)
 
 
@@ -170,11 +193,13 @@ class OutputBuilder:
         self._request_id, self._prompt, self._request = request_id, prompt_token_ids, request
         self._deltas: dict[int, list[OutputDelta]] = {}
         self._prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
+        self._embedding: tuple[float, ...] | None = None
 
     def add(self, delta: OutputDelta) -> RequestOutput | None:
         """Add the next delta; return the output after the last delta, else None."""
         self._deltas.setdefault(delta.index, []).append(delta)
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+        self._embedding = delta.embedding or self._embedding
         return None if delta.usage is None else self._build(delta.usage)
 
     def _build(self, usage: Usage) -> RequestOutput:
@@ -193,6 +218,7 @@ class OutputBuilder:
             prompt_logprobs=self._prompt_logprobs,
             choices=choices,
             usage=usage,
+            embedding=self._embedding,
             request=self._request,
         )
 

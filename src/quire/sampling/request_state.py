@@ -7,6 +7,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.sampling.beam import BeamSearch
 from quire.sampling.beam_step import tokens_of
 from quire.sampling.outputs import FinishReason, OutputDelta, Usage
+from quire.sampling.pooling import PooledStates, StepHidden
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.request import Request
@@ -37,6 +38,7 @@ class SequenceOutput:
         self._score: float | None = None if request.params.logprobs is None else 0.0
         self._text, self._release = text, release
         self._scores: list[ScoredToken | None] = [None]  # scores of the prompt, none for token 0
+        self._pooled = PooledStates()
 
     def add_scores(self, first: int, scores: Sequence[ScoredToken]) -> None:
         """Add the log-probabilities of prompt tokens from position `first` on.
@@ -44,6 +46,10 @@ class SequenceOutput:
         A preempted prompt is scored again from its start; its earlier values are replaced.
         """
         self._scores[first:] = scores
+
+    def add_hidden(self, found: StepHidden) -> None:
+        """Add hidden states of prompt tokens."""
+        self._pooled.add(found)
 
     def add_token(self, token: SampledToken, now_s: float) -> OutputDelta:
         """Add a sampled token; return its delta, which has a finish reason for the last token."""
@@ -95,12 +101,14 @@ class SequenceOutput:
         if request.matcher is not None:
             request.matcher.close()
         wants_scores = request.params.prompt_logprobs is not None and not self._index
+        has_pooled = request.params.pooling is not None and reason == "length"
         return OutputDelta(
             request_id=self._submission_id,
             index=self._index,
             finish_reason=reason,
             score=self._score,
             prompt_logprobs=tuple(self._scores) if wants_scores else None,
+            embedding=self._pooled.vector() if has_pooled else None,
             **fields,  # type: ignore[arg-type]
         )
 
@@ -157,6 +165,10 @@ class RequestOutputState:
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
         """Add log-probabilities of prompt tokens; see `SequenceOutput`."""
         self._outputs[request.request_id].add_scores(first, scores)
+
+    def add_hidden(self, found: StepHidden) -> None:
+        """Add hidden states of prompt tokens; see `SequenceOutput`."""
+        self._outputs[found.request.request_id].add_hidden(found)
 
     def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[OutputDelta]:
         """Add a token to one of the sequences; return the deltas that may be sent."""

@@ -8,6 +8,7 @@ from quire.sampling.beam_step import Branch, advance_beams
 from quire.sampling.logits import StepLogits, last_rows
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
+from quire.sampling.pooling import StepHidden
 from quire.sampling.sampler import Sampler, prompt_logprobs
 from quire.scheduler.request import PlannedFork, Request, RequestGroup
 
@@ -35,19 +36,23 @@ class SamplingStep:
 
     def deltas(
         self,
-        results: Sequence[StepLogits],
+        results: Sequence[StepLogits | StepHidden],
         requests: Sequence[Request],
         forks: Sequence[PlannedFork],
     ) -> Iterator[OutputDelta]:
         """Yield the deltas of a step as they are computed.
 
         Args:
-            results: logits of the step.
+            results: logits and hidden states of the step.
             requests: requests of the step.
             forks: forks that were created after the step.
         """
-        yield from self._score_prompts(results)
-        ready = [r for r in (*results, *_fork_logits(results, forks)) if _is_ready(r.request)]
+        logits = [result for result in results if isinstance(result, StepLogits)]
+        for result in results:
+            if isinstance(result, StepHidden):
+                self._outputs.add_hidden(result)
+        yield from self._score_prompts(logits)
+        ready = [r for r in (*logits, *_fork_logits(logits, forks)) if _is_ready(r.request)]
         yield from self._sample([result for result in ready if not _is_beam(result.request)])
         yield from self._end_without_tokens([*requests, *(planned.child for planned in forks)])
         yield from self._advance_searches([result for result in ready if _is_beam(result.request)])
@@ -105,7 +110,7 @@ class SamplingStep:
             yield from self._outputs.end_search(first, self._clock())
 
     def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[OutputDelta]:
-        """End requests with `max_tokens=0`, which need only prompt log-probabilities."""
+        """End requests with `max_tokens=0`: prompt log-probabilities or embeddings."""
         for request in requests:
             running = request.is_running
             if running and request.num_uncomputed == 0 and not request.params.max_tokens:

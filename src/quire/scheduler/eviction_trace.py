@@ -69,6 +69,20 @@ class EvictionEntry:
             promoted=cls.joined(num_computed, promoted) if promoted else None,
         )
 
+    def of_lanes(self, lanes: NDArray[np.int64]) -> "EvictionEntry":
+        """Return the part of an entry in some lanes, in this order."""
+        if np.array_equal(lanes, np.arange(len(self.counts))):
+            return self
+        by_lane = self.by_lane
+        chosen = [by_lane[lane] for lane in lanes.tolist()]
+        return EvictionEntry(
+            self.num_computed,
+            self.counts[lanes],
+            _in_runs(np.concatenate(chosen)),
+            wanted=None if self.wanted is None else self.wanted[lanes],
+            promoted=None if self.promoted is None else self.promoted.of_lanes(lanes),
+        )
+
     @property
     def evicted(self) -> Positions:
         """The evicted positions, ascending within each lane, lane after lane."""

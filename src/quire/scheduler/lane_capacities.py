@@ -13,7 +13,7 @@ from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lane_slots import (
     Slots,
     division_is_due,
-    evicting_table,
+    evicting_lanes,
     held_slots,
     lookahead,
     needs_page,
@@ -35,7 +35,7 @@ class Evicted:
 
     Attributes:
         slots: number of evicted slots, over all lanes.
-        lanes: number of lanes of the table.
+        lanes: number of lanes that can evict.
         entry: the evicted tokens; None in a simulation, which does not track tokens.
     """
 
@@ -122,13 +122,13 @@ class LaneCapacities:
     ) -> None:
         self._sequence_memory, self._lifecycle = sequence_memory, lifecycle
         self._evictor = _NoEvictor() if evictor is None else evictor
-        self._table = evicting_table(sequence_memory.memory)
+        self._lanes = evicting_lanes(sequence_memory.memory)
         self.num_evictions = 0
         self.evicted_tokens = 0.0
 
     def evict_to_capacity(self, requests: list[Request]) -> list[Request]:
         """Evict from requests with full lanes; return the requests that can be scheduled."""
-        if self._table is None:
+        if self._lanes is None:
             return requests
         stuck = [r for r in requests if r.eviction.spec.cap is not None and not self._try(r)]
         if not stuck:
@@ -145,7 +145,7 @@ class LaneCapacities:
             lacks_free_pages: whether memory is still short; called only if a request may evict.
             requests: see `evict_under_pressure`; failed requests are removed from it.
         """
-        evictable = self._table is not None and any(
+        evictable = self._lanes is not None and any(
             r.eviction.spec.when == PRESSURE for r in requests
         )
         while evictable and lacks_free_pages() and self.evict_under_pressure(requests):
@@ -190,7 +190,7 @@ class LaneCapacities:
 
     def _evictable(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield the requests that evict only under pressure, the longest first."""
-        if self._table is None:
+        if self._lanes is None:
             return
         evictable = [
             r
@@ -202,15 +202,15 @@ class LaneCapacities:
                 yield request
 
     def _held(self, request: Request) -> int:
-        assert self._table is not None
-        return int(held_slots(self._table, request).sum())
+        assert self._lanes is not None
+        return int(held_slots(self._lanes, request).sum())
 
     def _evict_pages(self, request: Request) -> bool:
         return self._evict_private(request, tokens=0, least_gain=1)
 
     def _reuse_slots(self, request: Request) -> bool:
-        assert self._table is not None
-        if not needs_page(request, self._table):
+        assert self._lanes is not None
+        if not needs_page(request, self._lanes):
             return False
         return self._evict_private(request, tokens=1, least_gain=None)
 
@@ -225,9 +225,9 @@ class LaneCapacities:
         Returns:
             Whether slots were evicted, or the request failed and was freed.
         """
-        assert self._table is not None
+        assert self._lanes is not None
         # while every lane is within its cap, their sum is bounded: no division is needed
-        if over_cap(request, self._table, tokens) is None:
+        if over_cap(request, self._lanes, tokens) is None:
             return False
         if self._sequence_memory.sharing.shares_unwritten(request):
             return False
@@ -240,7 +240,7 @@ class LaneCapacities:
             with _undone_without_eviction(request):
                 if request.eviction.pending:
                     self._divide(request)
-                keep = over_cap(request, self._table, tokens)
+                keep = over_cap(request, self._lanes, tokens)
                 return keep is not None and self._evict(
                     request, keep, PRESSURE, least_gain=least_gain
                 )
@@ -261,13 +261,16 @@ class LaneCapacities:
         Admission counted these pages as shared until the end. With private copies, the group could
         need more pages than the memory has.
         """
-        if self._table is None or request.group is None:
+        if self._lanes is None or request.group is None:
             return False
         others = [
             m.memory.row for m in request.group.members if m.memory.row >= 0 and m is not request
         ]
-        others_pages = self._table.pages[np.array(others, dtype=np.int64)]
-        return bool(np.isin(self._table.row_pages(request.memory.row), others_pages).any())
+        rows, row = np.array(others, dtype=np.int64), request.memory.row
+        return any(
+            bool(np.isin(table.row_pages(row), table.pages[rows]).any())
+            for table in self._lanes.tables
+        )
 
     def _try(self, request: Request) -> bool:
         """Evict; False if the policy failed or there are no pages for private copies."""
@@ -281,7 +284,7 @@ class LaneCapacities:
 
     def _evict_due(self, request: Request) -> bool:
         """Evict what the next tokens require; False while the request shares unwritten blocks."""
-        assert self._table is not None
+        assert self._lanes is not None
         if self._sequence_memory.sharing.shares_unwritten(request):
             return not self._is_due(request)
         while (entry := request.eviction.next_replay) is not None:
@@ -292,10 +295,10 @@ class LaneCapacities:
             return True  # recomputed: no eviction was due between the last one and the division
         try:
             division = request.eviction.division
-            if division_is_due(request, self._table, lookahead(request)):
+            if division_is_due(request, self._lanes, lookahead(request)):
                 self._divide(request)
-            keep = slots_to_keep(request, self._table, lookahead(request))
-            if keep is not None and np.any(keep < held_slots(self._table, request)):
+            keep = slots_to_keep(request, self._lanes, lookahead(request))
+            if keep is not None and np.any(keep < held_slots(self._lanes, request)):
                 self._evict(request, keep, CAP)
         except OutOfPages:
             request.eviction.division = division
@@ -306,11 +309,11 @@ class LaneCapacities:
         entry = request.eviction.next_replay
         if entry is not None:
             return entry.num_computed == request.progress.num_computed
-        assert self._table is not None
+        assert self._lanes is not None
         tokens = lookahead(request)
         return (
-            division_is_due(request, self._table, tokens)
-            or slots_to_keep(request, self._table, tokens) is not None
+            division_is_due(request, self._lanes, tokens)
+            or slots_to_keep(request, self._lanes, tokens) is not None
         )
 
     def _evict(

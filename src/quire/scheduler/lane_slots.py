@@ -5,6 +5,7 @@ If a budget moves slots between the heads of a layer, the sums over layers are c
 lanes. Torch-free; the eviction policy selects the slots.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory
 from quire.kv.tables import LaneTable
+from quire.layout.evicting import evicting_layers, lane_places
 from quire.layout.eviction import (
     DECODE,
     PREFILL_AND_DECODE,
@@ -25,27 +27,72 @@ from quire.scheduler.request import Request
 Slots = NDArray[np.int64]
 
 
-def evicting_table(memory: KVMemory) -> LaneTable | None:
-    """The page table whose lanes evict tokens; None if no lane does."""
-    tables = memory.tables.values()
-    return next((t for t in tables if not t.group.ordered and not t.group.private), None)
+@dataclass(frozen=True, slots=True)
+class EvictingLanes:
+    """The lanes that evict tokens, in the order of their layers.
+
+    Layers with different codecs are in different lane groups. Caps and rules count all their lanes.
+
+    Attributes:
+        tables: page tables of the lane groups.
+        places: for each table, the index [lanes of the table] of its lanes among all lanes.
+        layers: the model's layers, ascending.
+        lanes_per_layer: lanes of a layer.
+        page_tokens: slots of a page.
+    """
+
+    tables: tuple[LaneTable, ...]
+    places: tuple[Slots, ...]
+    layers: tuple[int, ...]
+    lanes_per_layer: int
+    page_tokens: int
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes of a sequence."""
+        return sum(table.group.num_lanes for table in self.tables)
+
+    def held(self, row: int) -> Slots:
+        """Slots [lanes] of a row."""
+        if len(self.tables) == 1:
+            only: Slots = self.tables[0].num_slots[row].astype(np.int64)
+            return only
+        held = np.empty(self.num_lanes, dtype=np.int64)
+        for table, places in zip(self.tables, self.places, strict=True):
+            held[places] = table.num_slots[row]
+        return held
 
 
-def held_slots(table: LaneTable, request: Request) -> Slots:
+def evicting_lanes(memory: KVMemory) -> EvictingLanes | None:
+    """The lanes that evict tokens; None if no lane does."""
+    tables = tuple(t for t in memory.tables.values() if not t.group.ordered and not t.group.private)
+    if not tables:
+        return None
+    group = tables[0].group
+    layers = evicting_layers(memory.layout)
+    return EvictingLanes(
+        tables=tables,
+        places=tuple(lane_places(table.group, layers) for table in tables),
+        layers=layers,
+        lanes_per_layer=group.lanes_per_layer,
+        page_tokens=group.page_class.tokens,
+    )
+
+
+def held_slots(lanes: EvictingLanes, request: Request) -> Slots:
     """Slots [lanes] that a running request holds."""
-    held: Slots = table.num_slots[request.memory.row].astype(np.int64)
-    return held
+    return lanes.held(request.memory.row)
 
 
-def lane_capacities(spec: EvictionSpec, lanes: int) -> Slots:
-    """Cap [lanes] of each lane of a table; a lane with several heads has their lowest cap.
+def lane_capacities(spec: EvictionSpec, num_lanes: int) -> Slots:
+    """Cap [lanes] of each lane; a lane with several heads has their lowest cap.
 
     Args:
         spec: an eviction specification with a cap.
-        lanes: number of lanes of the table.
+        num_lanes: number of lanes.
     """
     assert spec.cap is not None, "only for requests that evict"
-    return _caps(spec.cap, spec.lane_capacities, lanes)
+    return _caps(spec.cap, spec.lane_capacities, num_lanes)
 
 
 @lru_cache(maxsize=1024)
@@ -61,7 +108,7 @@ def _caps(cap: int, by_head: tuple[int, ...] | None, lanes: int) -> Slots:
 # ---- evictions that are due ----------------------------------------------------------------------
 
 
-def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | None:
+def slots_to_keep(request: Request, lanes: EvictingLanes, tokens: int) -> Slots | None:
     """Slots [lanes] to retain before `tokens` more are computed; None if no eviction is due.
 
     With `when=pressure` no eviction is due here: see `over_cap`.
@@ -76,10 +123,10 @@ def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | No
         tokens = 0  # the cap does not include later tokens
     elif spec.when == DECODE and done < prompt_tokens:
         return None
-    return _at_capacity(spec, table, held_slots(table, request), tokens)
+    return _at_capacity(spec, lanes, held_slots(lanes, request), tokens)
 
 
-def division_is_due(request: Request, table: LaneTable, tokens: int) -> bool:
+def division_is_due(request: Request, lanes: EvictingLanes, tokens: int) -> bool:
     """Whether the caps of a request's lanes are to be set before `tokens` more are computed.
 
     With `when=pressure` they are set when the request evicts: see `over_cap`.
@@ -89,7 +136,7 @@ def division_is_due(request: Request, table: LaneTable, tokens: int) -> bool:
         return False
     if request.progress.num_computed >= len(request.prompt_token_ids):
         return True
-    return spec.divided and slots_to_keep(request, table, tokens) is not None
+    return spec.divided and slots_to_keep(request, lanes, tokens) is not None
 
 
 def note_division(request: Request) -> None:
@@ -99,29 +146,31 @@ def note_division(request: Request) -> None:
     request.eviction.pending = done < len(request.prompt_token_ids)
 
 
-def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | None:
+def over_cap(request: Request, lanes: EvictingLanes, tokens: int = 0) -> Slots | None:
     """Slots [lanes] to retain under memory pressure; None if no lane is above its cap.
 
     Args:
         request: a running request.
-        table: the table of evicting lanes.
+        lanes: the lanes that evict tokens.
         tokens: number of next tokens; with 1, lanes at their cap count as above it.
     """
     if request.eviction.spec.cap is None:
         return None
-    return _at_capacity(request.eviction.spec, table, held_slots(table, request), tokens)
+    return _at_capacity(request.eviction.spec, lanes, held_slots(lanes, request), tokens)
 
 
-def needs_page(request: Request, table: LaneTable) -> bool:
+def needs_page(request: Request, lanes: EvictingLanes) -> bool:
     """Whether some lane has no free slot for the next token in its pages."""
-    return bool(np.any(held_slots(table, request) % table.group.page_class.tokens == 0))
+    return bool(np.any(held_slots(lanes, request) % lanes.page_tokens == 0))
 
 
-def _at_capacity(spec: EvictionSpec, table: LaneTable, held: Slots, tokens: int) -> Slots | None:
-    caps, lanes = lane_capacities(spec, len(held)), table.group.lanes_per_layer
+def _at_capacity(
+    spec: EvictionSpec, lanes: EvictingLanes, held: Slots, tokens: int
+) -> Slots | None:
+    caps, per_layer = lane_capacities(spec, len(held)), lanes.lanes_per_layer
     if spec.ragged:
-        layers, most = held.reshape(-1, lanes), caps.reshape(-1, lanes)
-        over = layers.sum(axis=1) + tokens * lanes > most.sum(axis=1)
+        layers, most = held.reshape(-1, per_layer), caps.reshape(-1, per_layer)
+        over = layers.sum(axis=1) + tokens * per_layer > most.sum(axis=1)
         if not over.any():
             return None
         down = np.where(over[:, None], most - spec.leaving, layers)
@@ -177,12 +226,12 @@ def lookahead(request: Request) -> int:
     )
 
 
-def free_tokens(request: Request, table: LaneTable | None) -> int:
+def free_tokens(request: Request, lanes: EvictingLanes | None) -> int:
     """Tokens that a request may compute at once, after the eviction that is due before them.
 
     With these chunks, recomputed output tokens find the same lanes as before the preemption.
     """
-    if table is None or request.eviction.spec.cap is None:
+    if lanes is None or request.eviction.spec.cap is None:
         return UNLIMITED
     replay = _to_next_replay(request)
     if replay is not None:
@@ -196,7 +245,7 @@ def free_tokens(request: Request, table: LaneTable | None) -> int:
         return min(first, to_prompt_end if spec.when != PRESSURE else UNLIMITED)
     if spec.when in (PREFILL_END, PRESSURE):
         return UNLIMITED
-    return _free_slots(request, table)
+    return _free_slots(request, lanes)
 
 
 def _to_next_replay(request: Request) -> int | None:
@@ -207,11 +256,11 @@ def _to_next_replay(request: Request) -> int | None:
     return None
 
 
-def _free_slots(request: Request, table: LaneTable) -> int:
-    keep = slots_to_keep(request, table, 1)
-    held = held_slots(table, request) if keep is None else keep
+def _free_slots(request: Request, lanes: EvictingLanes) -> int:
+    keep = slots_to_keep(request, lanes, 1)
+    held = held_slots(lanes, request) if keep is None else keep
     free = lane_capacities(request.eviction.spec, len(held)) - held
     if request.eviction.spec.ragged:
-        lanes = table.group.lanes_per_layer
-        free = free.reshape(-1, lanes).sum(axis=1) // lanes
+        per_layer = lanes.lanes_per_layer
+        free = free.reshape(-1, per_layer).sum(axis=1) // per_layer
     return max(1, int(free.min()))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quire.scheduler.admission.admission import Admission
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import prefillable_tokens
-from quire.scheduler.lane_slots import evicting_table, free_tokens, has_atomic_chunk
+from quire.scheduler.lane_slots import evicting_lanes, free_tokens, has_atomic_chunk
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
@@ -29,7 +29,7 @@ class Prefill:
         self._loader = components.sequence_memory.prefix_loader
         self._fairness, self._capacities = components.fairness, components.capacities
         self._batcher, self._running = components.batcher, components.state.running
-        self._table = evicting_table(components.sequence_memory.memory)
+        self._lanes = evicting_lanes(components.sequence_memory.memory)
         self._admission = admission
 
     def plan(self, plan: StepPlan, budget: int | None = None) -> None:
@@ -125,7 +125,7 @@ class Prefill:
 
     def is_atomic(self, request: Request) -> bool:
         """Whether its next chunk, after an eviction, must be computed as a whole."""
-        return self._table is not None and has_atomic_chunk(request)
+        return self._lanes is not None and has_atomic_chunk(request)
 
     def chunk_tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Tokens of its next chunk within a budget.
@@ -134,7 +134,7 @@ class Prefill:
         tokens (or the rest of the prompt) after one eviction, as a whole or not at all. So the
         output does not depend on the rest of the batch.
         """
-        most = min(prefillable_tokens(request), free_tokens(request, self._table))
+        most = min(prefillable_tokens(request), free_tokens(request, self._lanes))
         if self.is_atomic(request):
             return most if most <= budget else 0
         budget = min(budget, self._config.longest_chunk)

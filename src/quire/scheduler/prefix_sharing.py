@@ -32,7 +32,7 @@ class PrefixIdentities:
     def __init__(self, kv_settings: Sequence[str] = (), *, secret: bytes | None = None) -> None:
         self._kv_settings = tuple(kv_settings)
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
-        self._roots: dict[int, bytes] = {}
+        self._roots: dict[tuple[int, bool], bytes] = {}
         self._public: list[NDArray[np.int64]] = []
 
     def register_public(self, token_ids: Sequence[int]) -> None:
@@ -41,9 +41,10 @@ class PrefixIdentities:
 
     def of(self, request: Request) -> PrefixIdentity:
         """Return the identity of a request's prefix."""
-        variant = request.spec.rope_variant
+        variant = request.spec.rope_variant, request.spec.pre_rope
         if variant not in self._roots:
-            self._roots[variant] = root_key(*self._kv_settings, str(variant))
+            kind = f"{variant[0]} before RoPE" if variant[1] else str(variant[0])
+            self._roots[variant] = root_key(*self._kv_settings, kind)
         salt, num_public = self._salt(request), self._num_public(request)
         return PrefixIdentity(self._roots[variant], salt, num_public, request.tenant)
 
@@ -114,9 +115,9 @@ class PrefixSharing:
         """Find and pin the cached prefix of a waiting request.
 
         The prefix is limited in three cases. A request with planned forks uses at most their common
-        tokens. A request with prompt log-probabilities uses none, because it needs the logits of
-        every prompt token. A request that evicts uses at most its tokens before the first
-        eviction, so that its output and peak do not depend on the cache.
+        tokens. A request with prompt log-probabilities or mean pooling uses none, because it needs
+        the output of every prompt token. A request that evicts uses at most its tokens before the
+        first eviction, so that its output and peak do not depend on the cache.
 
         Args:
             request: a waiting request.
@@ -129,7 +130,7 @@ class PrefixSharing:
         if self.prefix is None:
             return None
         identity = self.identities.of(request)
-        if request.scores_prompt:
+        if request.computes_whole_prompt:
             return PrefixLease(identity)
         wanted = min(prefillable_tokens(request), request.exact_tokens + 1)
         if most_tokens is not None:

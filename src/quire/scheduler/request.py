@@ -158,6 +158,11 @@ class Request:
         return wanted and self.progress.num_computed < len(self.prompt_token_ids)
 
     @property
+    def computes_whole_prompt(self) -> bool:
+        """Whether every token of its prompt must be computed, so that no cached prefix is used."""
+        return self.scores_prompt or self.params.pooling == "mean"
+
+    @property
     def final_tokens(self) -> int:
         """Maximum number of tokens whose KV is computed: all but the last output token."""
         return len(self.prompt_token_ids) + max(0, self.params.max_tokens - 1)

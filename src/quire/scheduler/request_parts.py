@@ -59,6 +59,8 @@ class RequestSpec:
         arrival: order of submission.
         arrival_s: time of submission on the engine's clock, in seconds.
         rope_variant: RoPE scaling variant (rotary frequencies) that it uses.
+        pre_rope: whether its keys are stored before RoPE, in an engine whose other requests store
+            them after it.
         tenant: the tenant that is charged.
         cache_salt: client's salt in the identity of its cached prefixes.
         evict: its eviction policy as text.
@@ -74,6 +76,7 @@ class RequestSpec:
     arrival: int = 0
     arrival_s: float = 0.0
     rope_variant: int = 0
+    pre_rope: bool = False
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     evict: str = "full"

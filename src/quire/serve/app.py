@@ -29,6 +29,7 @@ from quire.serve.connection import (
     raise_file_limit,
 )
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
+from quire.serve.embeddings import EmbeddingEndpoint
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
 from quire.serve.json_route import IGNORED_HEADER
@@ -83,6 +84,7 @@ def create_app(
     for handlers in (
         endpoints,
         OtherApis(endpoints),
+        EmbeddingEndpoint(service, endpoints),
         Probes(service),
         KVEndpoints(service),
         KVRequestEndpoints(service),

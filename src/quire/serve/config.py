@@ -95,6 +95,12 @@ class ServerConfig:
         help="time in seconds for open requests after SIGTERM or SIGINT; a second signal ends them",
         unit="s",
     )
+    stream_interval: int = option(
+        1,
+        help="tokens in each event of a stream after the first one; higher values raise the "
+        "throughput of small models with many streams",
+        unit="tokens",
+    )
     sse_keep_alive_interval: float = option(
         15.0,
         help="interval in seconds of comments in a stream without output, so that proxies keep the "
@@ -229,6 +235,10 @@ class ServerConfig:
             if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"expected {flag} >= 1, got {value}: leave it out for no limit")
+        if self.stream_interval < 1:
+            raise ConfigError(
+                f"expected stream-interval of 1 token or more, got {self.stream_interval}"
+            )
         for name in ("shutdown_timeout", "sse_keep_alive_interval"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
+from quire.serve.embedding_body import EmbeddingBody
 from quire.serve.errors import FieldError
 from quire.serve.fields import listed, refusal
 from quire.serve.formats import Format, PlainFormat
@@ -21,6 +21,7 @@ from quire.serve.protocol import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    PromptBody,
     StreamOptions,
     TokenizeBody,
 )
@@ -28,6 +29,7 @@ from quire.serve.response_docs import STREAM
 from quire.serve.responses import ChatWriter, CompletionWriter, Envelope, Writer
 from quire.serve.service import Service
 from quire.serve.streaming import GenerationResponse
+from quire.serve.submission import submit
 from quire.serve.tenant_keys import tenant_of
 from quire.serve.text import Prompt, Turn, template_kwargs, unread_fields, unread_kwargs
 from quire.serve.tools.chat import ChatTools
@@ -65,21 +67,14 @@ class Endpoints:
             return await self._completions(body, request)
 
     async def _completions(self, body: CompletionBody, request: Request) -> Response:
-        self._check(body, request)
+        self.check(body, request)
         service, num_choices = self._service, body.n or 1
         tenant = tenant_of(request)
         turn = service.turn(tenant, service.rule_of(body, tenant))
         bad_words = await service.texts.bad_words(body.bad_words, turn)
         params = completion_params(body, service.llm.model.generation.temperature, bad_words)
-        requested = body.prompts
-        service.check_number(len(requested), params)
-        prompts = await service.texts.prompts(
-            requested,
-            _unlimited(turn) if body.truncate_prompt_tokens else turn,
-            add_special_tokens=body.add_special_tokens is not False,
-            with_text=bool(body.echo),
-        )
-        prompts = [await self._truncated(prompt, body, turn) for prompt in prompts]
+        service.check_number(len(body.prompts), params)
+        prompts = await self.prompts(body, body.prompts, turn, with_text=bool(body.echo))
         echoes = [prompt.text if body.echo else None for prompt in prompts]
         writers = [
             CompletionWriter(
@@ -94,7 +89,31 @@ class Endpoints:
         envelope = Envelope.of_completion(service.model_name, body.request_options())
         return await self._respond(body, request, prompts, params, writers, envelope)
 
-    async def _truncated(self, prompt: Prompt, body: GenerationBody, turn: Turn) -> Prompt:
+    async def prompts(
+        self,
+        body: CompletionBody | EmbeddingBody,
+        requested: list[str | list[int]],
+        turn: Turn,
+        *,
+        with_text: bool = False,
+    ) -> list[Prompt]:
+        """Tokenize and truncate the prompts of a body.
+
+        Args:
+            body: the body.
+            requested: its prompts.
+            turn: tenant and length limit.
+            with_text: whether the text of each prompt is needed.
+        """
+        prompts = await self._service.texts.prompts(
+            requested,
+            _unlimited(turn) if body.truncate_prompt_tokens else turn,
+            add_special_tokens=body.add_special_tokens is not False,
+            with_text=with_text,
+        )
+        return [await self._truncated(prompt, body, turn) for prompt in prompts]
+
+    async def _truncated(self, prompt: Prompt, body: PromptBody, turn: Turn) -> Prompt:
         """The end of a prompt, if the request truncates it."""
         ids = truncated(prompt.token_ids, body.truncate_prompt_tokens, self._service.max_tokens)
         if len(ids) == len(prompt.token_ids):
@@ -123,12 +142,12 @@ class Endpoints:
     async def count_tokens(self, body: ChatBody, request: Request) -> int:
         """Return the number of tokens of a chat's prompt."""
         with naming_fields_of(body):
-            self._check(body, request)
+            self.check(body, request)
             turn = self._service.turn(tenant_of(request))
             return len((await self._chat_prompt(body, self._tools(body), turn)).token_ids)
 
     async def _chat(self, form: Format, body: ChatBody, request: Request) -> Response:
-        self._check(body, request)
+        self.check(body, request)
         service = self._service
         tools = self._tools(body)
         tenant = tenant_of(request)
@@ -167,8 +186,14 @@ class Endpoints:
             tools=tools.definitions,
         )
 
-    def _check(self, body: Body, request: Request) -> None:
-        """Refuse another model's name and wrong fields; record the ignored fields."""
+    def check(self, body: Body, request: Request) -> None:
+        """Refuse another model's name and wrong fields; record the ignored fields.
+
+        Raises:
+            RequestError: a wrong field.
+            UnknownModel: another model.
+            Draining: the server is shutting down.
+        """
         self._service.check_draining()
         self._service.check_model(body.model)
         texts = self._service.texts
@@ -190,39 +215,15 @@ class Endpoints:
         envelope: Envelope,
         form: Format | None = None,
     ) -> Response:
-        request.state.response_id = envelope.id
-        service, tenant = self._service, tenant_of(request)
-        generation = [
-            replace(
-                GenerationRequest(prompt.token_ids, params, **body.request_options()),
-                request_id=f"{envelope.id}-{number}",
-                tenant=tenant,
-                evict=service.rule_of(body, tenant),
-            )
-            for number, prompt in enumerate(prompts)
-        ]
-        grammar = await service.compile(params, tenant)
-        charge = service.charge(tenant, [prompt.token_ids for prompt in prompts], params)
-        request.state.response_headers = charge.headers
-        ids = [one.request_id for one in generation if one.request_id is not None]
-        if service.traces is not None:
-            service.traces.begin(ids, request.headers)
-        try:
-            outputs = await service.submit(generation)
-        except BaseException:  # also a client that disconnects
-            charge.settle(0)
-            if service.traces is not None:
-                service.traces.forget(ids)
-            raise
-        finally:
-            del grammar  # until now, so that the engine's thread finds it
+        service = self._service
+        submission = await submit(service, request, body, prompts, params, envelope.id)
         response = GenerationResponse(
-            outputs=outputs,
+            submission=submission,
             writers=writers,
             envelope=envelope,
             choices_per_prompt=body.n or 1,
             options=body.stream_options or StreamOptions(),
-            charge=charge,
+            interval=body.stream_interval or service.config.stream_interval,
             keep_alive_s=service.config.sse_keep_alive_interval,
             form=form or PlainFormat(),
             scores_prompt=isinstance(body, ChatBody) and body.prompt_logprobs is not None,
@@ -237,7 +238,7 @@ class Endpoints:
             return await self._tokenize(body, request)
 
     async def _tokenize(self, body: TokenizeBody, request: Request) -> Response:
-        self._check(body, request)
+        self.check(body, request)
         service = self._service
         turn = service.turn(tenant_of(request))
         token_ids = (await self._tokenized(body, turn)).token_ids
@@ -273,7 +274,7 @@ class Endpoints:
             return await self._detokenize(body, request)
 
     async def _detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        self._check(body, request)
+        self.check(body, request)
         turn = self._service.turn(tenant_of(request))
         return JSONResponse({"prompt": await self._service.texts.decoded(body.tokens, turn)})
 

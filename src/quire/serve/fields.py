@@ -100,7 +100,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
     "top_logprobs": (0,),
 }
 """Unsupported fields that change the output, each with its values without an effect.

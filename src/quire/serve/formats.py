@@ -7,6 +7,8 @@ JSON = dict[str, Any]
 
 DONE = "data: [DONE]\n\n"
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
 
 def event(body: JSON, name: str | None = None) -> str:
     """A server-sent event.
@@ -16,7 +18,7 @@ def event(body: JSON, name: str | None = None) -> str:
         name: its type; None: no type.
     """
     first = "" if name is None else f"event: {name}\n"
-    return f"{first}data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
+    return f"{first}data: {_encode(body)}\n\n"
 
 
 @runtime_checkable

@@ -140,7 +140,7 @@ def _params(
 
 # Maps an invalid option of the engine to the field of the body that sets it.
 
-_PROMPT = ("prompt", "messages", "tokens")
+_PROMPT = ("prompt", "messages", "tokens", "input")
 _BEAMS = ("beam_width", "best_of", "n", "use_beam_search")
 _FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "prompt": _PROMPT,

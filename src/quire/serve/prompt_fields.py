@@ -64,7 +64,7 @@ def with_budget(rule: str, budget: int | float | str) -> str:
 
     Args:
         rule: the rule of the request, or the default of its tenant or of the engine.
-        budget: tokens of a lane, a share of the prompt such as 0.25 or "25%", or bytes such as
+        budget: tokens of a lane, a fraction of the prompt such as 0.25 or "25%", or bytes such as
             "2MiB".
 
     Raises:

@@ -12,6 +12,7 @@ from quire.config.option_checks import MAX_CHOICES
 from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
+from quire.serve.prompt_lists import are_ids, as_prompts, checked_prompts
 from quire.serve.structured import STRUCTURE_FIELDS
 from quire.serve.tools.definitions import MAX_TOOLS
 
@@ -30,6 +31,8 @@ MAX_MESSAGES = 16_384
 
 MOST_WORD_CHARACTERS = MAX_BAD_TOKENS = 256
 """Limits of the characters of a bad word, and of the tokens of a bad sequence."""
+
+MAX_INTERVAL = 2**31 - 1
 
 MAX_BIASES = 1 << 16
 MAX_ALLOWED_TOKENS = 1 << 19
@@ -75,7 +78,40 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None  # pads chunks; ignored
 
 
-class GenerationBody(Body):
+class PromptBody(Body):
+    """Common fields of all requests that the engine runs."""
+
+    priority: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    deadline_s: float | None = None
+    cache_salt: str | None = None
+    evict: str | None = None
+    kv_budget: int | float | str | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_as_number(cls, value: object, info: Any) -> object:
+        """Refuse true and false except for boolean fields; pydantic would convert true to 1."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and bool not in get_args(field.annotation):
+            raise ValueError(f"expected a value other than true or false, got {str(value).lower()}")
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _some_tokens(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("expected at least 1 token, or -1 for the longest prompt, got 0")
+        return value
+
+    def request_options(self) -> RequestOptions:
+        """Options of `GenerationRequest` that the body sets."""
+        names = OPTION_KINDS.keys() & type(self).model_fields.keys()
+        found = {name: getattr(self, name) for name in sorted(names)}
+        return cast("RequestOptions", {k: v for k, v in found.items() if v is not None})
+
+
+class GenerationBody(PromptBody):
     """Common fields of completions and chats, with the names and meanings of SamplingParams."""
 
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -86,6 +122,7 @@ class GenerationBody(Body):
     early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = Field(default=None, ge=1, le=MAX_INTERVAL)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
@@ -106,13 +143,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     seed: int | None = None
-    priority: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    deadline_s: float | None = None
-    cache_salt: str | None = None
-    evict: str | None = None
-    kv_budget: int | float | str | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     metadata: dict[str, str] | None = None
     do_sample: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -125,22 +156,6 @@ class GenerationBody(Body):
     guided_whitespace_pattern: str | None = None
     reasoning_effort: ReasoningEffort | None = None
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_flag_as_number(cls, value: object, info: Any) -> object:
-        """Refuse true and false except for boolean fields; pydantic would convert true to 1."""
-        field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, bool) and bool not in get_args(field.annotation):
-            raise ValueError(f"expected a value other than true or false, got {str(value).lower()}")
-        return value
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _some_tokens(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("expected at least 1 token, or -1 for the longest prompt, got 0")
-        return value
-
     @field_validator("bad_token_ids", mode="before")
     @classmethod
     def _bad_sequences(cls, value: object) -> object:
@@ -151,12 +166,6 @@ class GenerationBody(Body):
                 "ids: put each id into a separate list"
             )
         return value
-
-    def request_options(self) -> RequestOptions:
-        """Options of `GenerationRequest` that the body sets."""
-        names = OPTION_KINDS.keys() & GenerationBody.model_fields.keys()
-        found = {name: getattr(self, name) for name in sorted(names)}
-        return cast("RequestOptions", {k: v for k, v in found.items() if v is not None})
 
     def structure_fields(self) -> dict[str, Any]:
         """The fields that set the structure of the output."""
@@ -194,19 +203,12 @@ class CompletionBody(GenerationBody):
     @field_validator("prompt", mode="plain", json_schema_input_type=Prompts)
     @classmethod
     def _prompt(cls, value: object) -> object:
-        """Check the four formats in one pass; a union would report every element four times."""
-        if isinstance(value, str) or (isinstance(value, list) and value and _is_uniform(value)):
-            return value
-        raise ValueError(
-            "expected a text, a list of texts, a list of token ids or a list of lists of token "
-            "ids, without empty lists"
-        )
+        return checked_prompts(value)
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """All prompts, each a text or token ids; the field may be a single prompt."""
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        return as_prompts(self.prompt)
 
 
 class Message(BaseModel):
@@ -274,7 +276,7 @@ class DetokenizeBody(Body):
     @classmethod
     def _tokens(cls, value: object) -> object:
         """Check in Python: pydantic would block all threads for a list of millions of ids."""
-        if isinstance(value, list) and _are_ids(value):
+        if isinstance(value, list) and are_ids(value):
             return value
         raise ValueError("expected a list of token ids")
 
@@ -287,13 +289,3 @@ def refuse_misspelled(messages: list[Message]) -> None:
     """
     extra = {name: True for message in messages for name in message.model_extra or ()}
     unknown_fields(extra, ("role", "content"), inside="messages.")
-
-
-def _is_uniform(prompt: list[object]) -> bool:
-    if isinstance(prompt[0], list):
-        return all(isinstance(ids, list) and ids and _are_ids(ids) for ids in prompt)
-    return all(isinstance(text, str) for text in prompt) or _are_ids(prompt)
-
-
-def _are_ids(values: list[object]) -> bool:
-    return all(type(value) is int for value in values)

@@ -24,7 +24,7 @@ from quire.serve.inspection_cost import InspectionCost
 from quire.serve.logprobs import TokenPieces
 from quire.serve.metrics.observer import EngineObserver
 from quire.serve.prompt_fields import with_budget
-from quire.serve.protocol import GenerationBody
+from quire.serve.protocol import PromptBody
 from quire.serve.rate_limits import Charge, RateLimit, RateLimits
 from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import TenantKeys
@@ -216,7 +216,7 @@ class Service:
             return Turn(tenant, None)
         return Turn(tenant, self._max_tokens if evict is None else longest)
 
-    def rule_of(self, body: GenerationBody, tenant: str) -> str | None:
+    def rule_of(self, body: PromptBody, tenant: str) -> str | None:
         """The eviction rule of a request: of its body, else of its tenant; None: the engine's.
 
         Raises:

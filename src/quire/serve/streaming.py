@@ -1,7 +1,7 @@
 """Sends outputs to the client: as one response, or streamed as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -10,13 +10,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.sampling.output_stream import OutputStream
-from quire.sampling.outputs import OutputDelta, Usage
+from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, joined
 from quire.serve.errors import RequestFailed, error_body
 from quire.serve.formats import Format, PlainFormat
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol import StreamOptions
-from quire.serve.rate_limits import Charge
 from quire.serve.responses import Envelope, Writer, token_counts, usage_body
+from quire.serve.submission import Submission
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of server-sent events skip."""
@@ -83,23 +83,23 @@ class GenerationResponse:
     """The response of one HTTP request. Its requests are cancelled if the client disconnects.
 
     Attributes:
-        outputs: output stream of the engine, with one request per prompt.
+        submission: the requests of the engine, one per prompt.
         writers: one writer per choice; the choices of a prompt are consecutive.
         envelope: metadata of the response.
         choices_per_prompt: number of choices per prompt.
         options: options of a streamed response.
-        charge: tokens charged to the tenant's rate limit.
         scores_prompt: whether the body of a chat contains the scores of the prompt.
         form: format of the response.
+        interval: number of tokens of an event, except the first and the last one.
         keep_alive_s: interval of comments in a stream without output, in seconds; 0: none.
     """
 
-    outputs: OutputStream
+    submission: Submission
     writers: Sequence[Writer]
     envelope: Envelope
     choices_per_prompt: int
     options: StreamOptions
-    charge: Charge
+    interval: int = 1
     keep_alive_s: float = 0.0
     scores_prompt: bool = False
     form: Format = field(default_factory=PlainFormat)
@@ -113,65 +113,61 @@ class GenerationResponse:
             RequestFailed: a request ended with an error.
             EngineDead: the engine has stopped.
         """
-        watcher = asyncio.create_task(self._cancel_on_disconnect(request))
         try:
-            collected = await self.outputs.collect()
-            self._num_tokens = sum(output.usage.completion_tokens for output in collected)
+            outputs = await collected(self.submission.outputs, request)
+            self._num_tokens = sum(output.usage.completion_tokens for output in outputs)
         finally:
             self.end()
-            watcher.cancel()
-        for output in collected:
-            _raise_if_failed(output.error)
         choices = [
             self._writers_of(number)[choice.index].whole(output, choice)
-            for number, output in enumerate(collected)
+            for number, output in enumerate(outputs)
             for choice in output.choices
         ]
-        usage = usage_body([output.usage for output in collected])
+        usage = usage_body([output.usage for output in outputs])
         body = self.envelope.body(choices, usage)
         if self.scores_prompt:
-            scores = collected[0].prompt_logprobs or ()
+            scores = outputs[0].prompt_logprobs or ()
             body["prompt_logprobs"] = prompt_logprobs(self.writers[0].pieces, scores)
         return JSONResponse(self.form.whole(body))
 
     def streamed(self) -> StreamingResponse:
         """Send server-sent events, beginning with the first delta."""
+        self.submission.outputs.wake_interval = self.interval
         return _Events(self._events(), self)
 
     def end(self) -> None:
         """Cancel requests that have not ended, and return tokens that were not generated."""
-        self.outputs.cancel()
-        prompt_tokens = sum(len(request.prompt) for request in self.outputs.requests)
-        self.charge.settle(prompt_tokens + self._num_tokens)
-
-    async def _cancel_on_disconnect(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.outputs.cancel()
+        self.submission.settle(self._num_tokens)
 
     async def _events(self) -> AsyncIterator[str]:
-        form = self.form
-        try:
-            async for chunk in self._chunks():
-                for text in form.chunk(chunk):
-                    yield text
-        except QuireError as error:
-            for text in form.error(error_body(error)):
-                yield text
-        for text in form.end():
-            yield text
-
-    async def _chunks(self) -> AsyncIterator[dict[str, object]]:
+        """Yield the events; those that are ready at once are one text, which is sent once."""
+        form, outputs, texts = self.form, self.submission.outputs, list[str]()
         writers = {
             request_id: self._writers_of(number)
-            for number, request_id in enumerate(self.outputs.request_ids)
+            for number, request_id in enumerate(outputs.request_ids)
         }
-        async for delta in self.outputs:
+        try:
+            async for delta in outputs:
+                texts += self._texts(writers, [delta, *outputs.ready()])
+                if texts and not outputs.has_ended:
+                    yield "".join(texts)
+                    texts.clear()
+            if self.options.include_usage or form.needs_usage:
+                texts += form.chunk(self.envelope.chunk_body([], self._usage()))
+        except QuireError as error:
+            texts += form.error(error_body(error))
+        yield "".join([*texts, *form.end()])
+
+    def _texts(
+        self, writers: Mapping[str, Sequence[Writer]], deltas: Sequence[OutputDelta]
+    ) -> Iterator[str]:
+        """Yield the events of deltas; with an interval one of each completion."""
+        if self.interval > 1 and len(deltas) > 1:
+            deltas = list(joined(deltas))
+        for delta in deltas:
             self._count(delta)
             for choice in writers[delta.request_id][delta.index].chunks(delta):
-                yield self.envelope.chunk_body([choice], self._usage_so_far())
-        if self.options.include_usage or self.form.needs_usage:
-            yield self.envelope.chunk_body([], self._usage())
+                yield from self.form.chunk(self.envelope.chunk_body([choice], self._usage_so_far()))
 
     def _count(self, delta: OutputDelta) -> None:
         _raise_if_failed(delta.error)
@@ -182,16 +178,39 @@ class GenerationResponse:
     def _usage_so_far(self) -> dict[str, object] | None:
         if not self.options.continuous_usage_stats:
             return None
-        prompt_tokens = sum(len(request.prompt) for request in self.outputs.requests)
+        prompt_tokens = sum(len(request.prompt) for request in self.submission.outputs.requests)
         return token_counts(prompt_tokens, self._num_tokens)
 
     def _usage(self) -> dict[str, object]:
-        in_order = [self._usages[request_id] for request_id in self.outputs.request_ids]
+        in_order = [self._usages[request_id] for request_id in self.submission.outputs.request_ids]
         return usage_body(in_order)
 
     def _writers_of(self, prompt: int) -> Sequence[Writer]:
         first = prompt * self.choices_per_prompt
         return self.writers[first : first + self.choices_per_prompt]
+
+
+async def collected(outputs: OutputStream, request: Request) -> list[RequestOutput]:
+    """Wait for all outputs; they are cancelled if the client disconnects.
+
+    Raises:
+        RequestFailed: a request ended with an error.
+        EngineDead: the engine has stopped.
+    """
+    watcher = asyncio.create_task(_cancel_on_disconnect(outputs, request))
+    try:
+        found = await outputs.collect()
+    finally:
+        watcher.cancel()
+    for output in found:
+        _raise_if_failed(output.error)
+    return found
+
+
+async def _cancel_on_disconnect(outputs: OutputStream, request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    outputs.cancel()
 
 
 def _raise_if_failed(error: str | None) -> None:

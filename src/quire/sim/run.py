@@ -100,7 +100,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
         page_tokens=config.kv.page_tokens,
         evicting=config.eviction.cap is not None,
     )
-    refuse_too_many_rows(layout, config.schedule.num_rows)
+    refuse_too_many_rows(layout.groups, config.schedule.num_rows)
     longest = config.kv.store_tokens or config.model.max_positions
     limits = LaneLimits.of(longest, config.eviction)
     memory = make_memory(

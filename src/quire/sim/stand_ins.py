@@ -19,7 +19,7 @@ from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lane_capacities import Evicted
-from quire.scheduler.lane_slots import Slots, evicting_table
+from quire.scheduler.lane_slots import Slots, evicting_lanes
 from quire.scheduler.request import Request
 from quire.sim.traces.base import Segment
 
@@ -136,15 +136,19 @@ class OldestFirstEvictor:
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
         """Retain the last `keep` [lanes] slots of every lane that can evict tokens."""
-        memory, table = self._memory, evicting_table(self._memory)
-        assert table is not None, "only called for a layout that evicts"
-        held = table.num_slots[request.memory.row]
+        memory, lanes = self._memory, evicting_lanes(self._memory)
+        assert lanes is not None, "only called for a layout that evicts"
+        row = request.memory.row
+        held = lanes.held(row)
         slot = np.arange(int(held.max(initial=0)))
         mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
-        plan = plan_compaction(memory, table.group.name, request.memory.row, mask)
-        if least_gain is not None and plan.gain_bytes < least_gain:
+        plans = [
+            plan_compaction(memory, table.group.name, row, mask[places])
+            for table, places in zip(lanes.tables, lanes.places, strict=True)
+        ]
+        if least_gain is not None and sum(plan.gain_bytes for plan in plans) < least_gain:
             return None
-        commit_compaction(memory, plan)
+        commit_compaction(memory, *plans)
         return Evicted(int((held - keep).clip(min=0).sum()), len(held))
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
@@ -186,7 +190,7 @@ def folded_layout(
 
 def _folded(group: LaneGroup) -> LaneGroup:
     page_class = replace(group.page_class, layers=len(group.layers))
-    return replace(group, page_class=page_class, layers=(0,))
+    return replace(group, page_class=page_class, layers=group.layers[:1])
 
 
 def make_memory(

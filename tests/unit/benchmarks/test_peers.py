@@ -301,7 +301,7 @@ def test_an_engine_that_fails_has_a_row_with_its_error(made_part):
     assert rows["vllm"]["total s"] is None
     assert "got 2 outputs of 5 tokens" in str(rows["llamacpp"]["error"])
     assert rows["quire"]["error"] == ""
-    assert rows["quire"]["Quire's total over it"] == pytest.approx(1)
+    assert rows["quire"]["Quire's time / engine's"] == pytest.approx(1)
     assert len(found.raw["cells"]) == 2 * len(rows)
     assert PartResult.from_json(json.loads(json.dumps(found.to_json()))) == found
 

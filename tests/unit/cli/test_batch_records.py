@@ -87,6 +87,9 @@ def test_completion_record_parses_with_the_openai_client():
     assert record["response"]["status_code"] == 200
     body = Completion.model_validate(record["response"]["body"], strict=True)
     assert (body.choices[0].text, body.usage.total_tokens) == ("Hello", 5)
+    usage = record["response"]["body"]["usage"]
+    assert usage["kv_peak_bytes"] == output().usage.kv_peak_bytes
+    assert usage["evicted_tokens"] == output().usage.evicted_tokens
 
 
 def test_chat_record_parses_with_the_openai_client():

@@ -146,6 +146,33 @@ def bar_of(result: Result) -> str:
     return next(line for line in result.output.splitlines() if line.startswith("["))
 
 
+def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(
+    folder: Path, tmp_path: Path
+):
+    file = tmp_path / "engine.toml"
+    file.write_text(
+        f'model = "{folder}"\nkv-codec = "int8"\nkv-memory = "1MiB"\nblock-size = 32\n'
+        'evict = "h2o:cap=64"\nmax-num-seqs = 4\n'
+    )
+
+    result = quire_plan("--config", str(file), "--kv-memory", "2MiB", "--json")
+
+    assert result.exit_code == 0, result.output
+    config = json.loads(result.stdout.splitlines()[-1])["config"]
+    assert (config["kv_codec"], config["page_tokens"]) == ("int8", 32)
+    assert config["kv_memory_bytes"] == 2 << 20
+
+
+def test_eviction_rule_on_the_command_line_needs_maximize_batch(folder: Path, tmp_path: Path):
+    file = tmp_path / "engine.toml"
+    file.write_text('evict = "h2o:cap=64"\n')
+
+    result = quire_plan(str(folder), "--config", str(file), "--evict", "recent:cap=64")
+
+    assert result.exit_code == 2
+    assert "--maximize-batch" in result.output
+
+
 def test_memory_bar_is_proportional(folder: Path):
     """64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half (up to rounding) headroom."""
     result = quire_plan(

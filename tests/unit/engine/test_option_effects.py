@@ -71,6 +71,6 @@ def test_page_table_bytes_are_checked_before_allocation(model, monkeypatch):
         assert sum(array.nbytes for array in arrays) == table_bytes(group, 7)
     monkeypatch.setattr("quire.kv.tables.free_host_bytes", lambda: 1 << 20)
 
-    refuse_too_many_rows(layout, 100)
+    refuse_too_many_rows(layout.groups, 100)
     with pytest.raises(ConfigError, match=r"of which 1\.00 MiB are free; lower --max-num-seqs"):
-        refuse_too_many_rows(layout, 100_000)
+        refuse_too_many_rows(layout.groups, 100_000)

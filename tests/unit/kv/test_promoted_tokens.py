@@ -24,7 +24,7 @@ from support.full_precision_account import CPU, PAGE, WINDOW, CheckedMemory, pla
 
 FORMATS = [
     "int2+residual=6+promoted=3:int8",
-    "int4+sinks=2+residual=4+promoted=2:int8/fp8",
+    "int4+sinks=2+residual=4+promoted=2:int4/fp8",
     "int4:group=8/int2+residual=9+promoted=5:int8/int4_outliers",
 ]
 
@@ -50,7 +50,8 @@ def promote_and_evict(checked: CheckedMemory, row: int, *, pages: bool = False) 
         free = np.flatnonzero(found[lane] < 0)
         chosen = candidates[: min(len(free), int(checked.rng.integers(4)))].astype(np.int64)
         at = np.full(len(chosen), lane), free[: len(chosen)]
-        buffer.put(row, at, chosen, window)
+        index = np.searchsorted(positions[: np.count_nonzero(positions >= 0)], chosen)
+        buffer.put(row, at, chosen, reader.lost(at[0], index))
         heads = range(2) if per_layer == 1 else range(lane % 2, lane % 2 + 1)
         for position in chosen.tolist():
             checked.account.promote_token(row, (0, 2)[lane // per_layer], position, heads)

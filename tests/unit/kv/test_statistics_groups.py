@@ -272,11 +272,11 @@ def ordered_memory():
     return with_groups(kv, SUMS, RING)
 
 
-def test_row_without_statistics_can_be_split_at_a_page_border():
+def test_row_can_be_split_at_a_page_border():
     memory = ordered_memory()
     row, other = started(memory, 10, ()), started(memory, 10)
-    assert (split_border(memory, row), split_border(memory, other)) == (4, 0)
-    assert not can_split(memory, other, 4)
+    assert (split_border(memory, row), split_border(memory, other)) == (4, 4)
+    assert can_split(memory, other, 4)
 
     swapped = swap_out(memory, [row], keep_from=4)
     row = started(memory, 4, ())
@@ -286,7 +286,22 @@ def test_row_without_statistics_can_be_split_at_a_page_border():
     memory.check()
 
 
-def test_tail_is_not_appended_to_a_head_with_statistics():
+def test_statistics_of_the_whole_row_replace_those_of_the_head():
+    memory = ordered_memory()
+    row = started(memory, 10)
+    before = {name: keys(memory, row, 1, name=name) for name in ("kv.sums", "kv.ring")}
+
+    swapped = swap_out(memory, [row], keep_from=4)
+    row = started(memory, 4)
+    append_tail(memory, row, swapped)
+
+    assert len(before["kv.sums"]) == 10
+    assert {name: keys(memory, row, 1, name=name) for name in before} == before
+    assert keys(memory, row) == expected(10)
+    memory.check()
+
+
+def test_tail_is_not_appended_to_a_head_with_other_statistics():
     memory = ordered_memory()
     swapped = swap_out(memory, [started(memory, 10, ())], keep_from=4)
     row = started(memory, 4)

@@ -9,8 +9,6 @@ from quire.errors import ConfigError, OutOfPages, UnsoundCombination
 from quire.kv.arena import Arena
 from quire.kv.sharing import fork, reference_pages
 from quire.kv.stores.registry import (
-    LOSSY_CODEC,
-    NO_WINDOW,
     PRE_ROPE,
     PREFIX_CACHE,
     STORES,
@@ -240,20 +238,14 @@ def test_pages_of_a_run_are_neither_shared_nor_dropped(store):
         refuse_unsound(store, {PREFIX_CACHE: True})
 
 
-def test_pre_rope_keys_are_shared_but_not_quantized():
-    refuse_unsound("paged", {PRE_ROPE: True, PREFIX_CACHE: True, LOSSY_CODEC: False})
-    with pytest.raises(UnsoundCombination, match=r"keys .*before RoPE.*'sinks'"):
-        refuse_unsound("paged", {PRE_ROPE: True, LOSSY_CODEC: True, NO_WINDOW: True})
-
-
-@pytest.mark.parametrize(("codec", "lossy"), [("bfloat16", False), ("int8", True)])
-def test_features_of_a_layout_include_pre_rope_keys_and_lossy_codec(codec, lossy):
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_features_of_a_layout_include_pre_rope_keys(codec):
     numbers = codec_spec(codec)
     page = PageClass(key=numbers, value=numbers, head_dim=8, heads=1, tokens=4, rotated=False)
     layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
     features = features_of(layout, enable_prefix_caching=False)
 
-    assert (features[PRE_ROPE], features[LOSSY_CODEC]) == (True, lossy)
+    assert features[PRE_ROPE]
 
 
 def test_every_refusal_has_a_store_a_reason_and_an_alternative():

@@ -229,13 +229,10 @@ def test_split_border_is_common_to_all_groups():
     assert [n for n in range(13) if can_split(memory, long, n)] == [12]
 
 
-def test_lanes_with_evicted_or_private_pages_cannot_be_split():
-    ragged = one_group(ordered=False)
+def test_lanes_with_evicted_pages_cannot_be_split():
     window = one_group(window=4)
-    sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
-    private = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
     dropped = one_group(num_lanes=2)
-    for memory in (ragged, window, private, dropped):
+    for memory in (window, dropped):
         row = started(memory, 12)
         memory.drop_behind_windows(np.array([row]))
         if memory is dropped:

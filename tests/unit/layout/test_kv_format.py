@@ -188,9 +188,6 @@ def test_layout_without_eviction_has_no_promoted_group():
         ("int4+residual=9+promoted=3:float16", r"sinks= and residual= keep tokens in full"),
         ("int4+residual=9+promoted=3:int8/int4_page", "encodes tokens one by one"),
         ("int4+residual=9+promoted=3:int8_channel", "without measured constants"),
-        ("int4+residual=9+promoted=3:int4", "4.5 for keys and 4.5 for values, got 4.5 and 4.5"),
-        ("int8+residual=9+promoted=3:int4", "promoted tokens with more bits than the others"),
-        ("int8/int2+residual=9+promoted=3:int4", "promoted tokens with more bits than the others"),
         ("float32+promoted=3:int8", "is unquantized"),
         ("int4+promoted=3:int8", "is unset; add residual=64"),
         ("int4+sinks=4+promoted=3:int8", "is unset; add residual=64"),
@@ -254,11 +251,9 @@ def test_all_layers_can_be_plain():
 @pytest.mark.parametrize(
     ("text", "requested", "reason"),
     [
-        ("int8/int4_page", {"evicts": True}, "share scales"),
-        ("int8/int4_page", {"evicts": True, "by_page": True, "in_runs": True}, "eviction in a run"),
-        ("int8+plain_layers=1", {"evicts": True}, "eviction applies to all layers together"),
+        ("int8_channel", {"evicts": True, "rerotates": True}, "measured on keys after RoPE"),
+        ("int4:equalise=1", {"rerotates": True}, "measured on keys after RoPE"),
         (MIXED, {}, "eviction is off"),
-        (MIXED, {"evicts": True, "scores": False}, "the eviction rule does not score tokens"),
         (MIXED, {"evicts": True, "every": 65}, "before the rule scores them"),
     ],
 )
@@ -274,11 +269,11 @@ def test_every_excluded_combination_is_rejected(text, requested, reason):
 @pytest.mark.parametrize(
     ("text", "requested"),
     [
-        ("int8", {"evicts": True, "in_runs": True}),
-        ("kivi4", {"in_runs": True}),
-        ("kivi4", {"evicts": True, "by_page": True}),
+        ("int8", {"evicts": True, "rerotates": True}),
+        ("int8/int8_channel", {"evicts": True, "rerotates": True}),
+        ("kivi4", {"evicts": True}),
         ("int4+sinks=4+residual=9", {"evicts": True}),
-        ("int8+plain_layers=1", {"in_runs": True}),
+        ("int8+plain_layers=1", {"evicts": True}),
         (MIXED, {"evicts": True, "every": 64}),
     ],
 )

@@ -142,10 +142,11 @@ def dense_params(params: SamplingParams) -> SamplingParams:
         or params.use_beam_search
         or params.prompt_logprobs is not None
         or params.structured_outputs is not None
+        or params.pooling is not None
     ):
         raise RequestError(
-            "dense rows do not support best_of, beams, structured_outputs or prompt_logprobs; "
-            "create the batch with rows='paged', or use quire.LLM"
+            "dense rows do not support best_of, beams, structured_outputs, prompt_logprobs or "
+            "pooling; create the batch with rows='paged', or use quire.LLM"
         )
     return params.resolve(GenerationDefaults())
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.errors import ConfigError
 from quire.kv.arena import Arena
 from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import CountedPages, PageNumbers
@@ -92,6 +93,14 @@ class Placement(ABC):
             f"{self._slabs_needed(pages) * slab_bytes:,} B more in slabs of {slab_bytes:,} B are "
             f"needed, {free * slab_bytes:,} of {self.arena.total_bytes:,} B are free"
         )
+
+    def add_page_class(self, page_class: PageClass) -> None:
+        """Add a page pool for pages of another class, for statistics of a request's rule.
+
+        Raises:
+            ConfigError: the store reserves lanes in advance, or a page is larger than a slab.
+        """
+        raise ConfigError("lanes of this store are reserved in advance; use --kv-store paged")
 
     # ---- growing lanes -------------------------------------------------------------------------
 

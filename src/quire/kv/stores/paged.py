@@ -11,13 +11,13 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import OutOfPages
-from quire.kv.arena import Arena
+from quire.errors import ConfigError, OutOfPages
+from quire.kv.arena import Arena, pages_per_slab
 from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.stores.base import NO_PAGES, Demand, Placement, pages_by_class
 from quire.kv.tables import LaneTable, Rows
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 
 @final
@@ -41,6 +41,18 @@ class Paged(Placement):
     ) -> None:
         arena = arena or Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         super().__init__(arena, {c: PagePool(arena, c) for c in layout.page_classes})
+
+    def add_page_class(self, page_class: PageClass) -> None:
+        """See `Placement`."""
+        if page_class in self.pools:
+            return
+        if pages_per_slab(self.arena.slab_bytes, page_class.page_bytes) < 1:
+            raise ConfigError(
+                f"a page of {page_class.page_bytes:,} B is larger than a slab of "
+                f"{self.arena.slab_bytes:,} B; raise --kv-memory, or name the rule in --evict or "
+                "--evict-allow when the engine starts"
+            )
+        self.pools[page_class] = PagePool(self.arena, page_class)
 
     def can_allocate(self, demands: Sequence[Demand]) -> bool:
         """See `Placement`."""

@@ -21,7 +21,6 @@ from quire.layout.pages import CacheLayout
 PREFIX_CACHE = "prefix_cache"
 NO_WINDOW = "no_window"
 PRE_ROPE = "pre_rope"
-LOSSY_CODEC = "lossy_codec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +88,7 @@ UNSOUND: Mapping[tuple[str, str], Unsound] = MappingProxyType(
 )
 
 
-UNSOUND_TOGETHER: Mapping[tuple[str, str], Unsound] = MappingProxyType(
-    {
-        (PRE_ROPE, LOSSY_CODEC): Unsound(
-            "keys before RoPE are rotated unquantized in every attention, and codes would have to "
-            "be decoded and rotated each time",
-            "use a plain codec, or 'sinks'",
-        ),
-    }
-)
+UNSOUND_TOGETHER: Mapping[tuple[str, str], Unsound] = MappingProxyType({})
 """Features that cannot be combined in any store."""
 
 
@@ -165,5 +156,4 @@ def features_of(layout: CacheLayout, *, enable_prefix_caching: bool) -> dict[str
         PREFIX_CACHE: enable_prefix_caching,
         NO_WINDOW: all(group.window is None for group in layout.groups),
         PRE_ROPE: not all(group.page_class.rotated for group in layout.groups),
-        LOSSY_CODEC: not all(group.page_class.is_plain for group in layout.groups),
     }

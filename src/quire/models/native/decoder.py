@@ -24,6 +24,7 @@ from quire.kernels.native.linear import Products
 from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, Batch, ChainedAttention
+from quire.models.hidden_states import note_hidden_states
 from quire.models.native.layers import FusedModel, fuse, refusal
 from quire.models.native.rope_table import RopeTable
 from quire.models.native.workspace import LayerCalls, Workspace
@@ -58,6 +59,10 @@ class NativeDecoder(TransformersDecoder):
         """See `Decoder.prepare`; the residual stream after attention is always at hand."""
         return None if isinstance(statistic, ResidualSimilarity) else super().prepare(statistic)
 
+    def prepare_hidden_states(self) -> str | None:
+        """See `HiddenStates`; the residual stream is always at hand."""
+        return None
+
     def time_parts(self) -> PartTimes:
         """Time the C calls of all following forwards by component; return the times."""
         return self._workspace.time_parts()
@@ -71,6 +76,7 @@ class NativeDecoder(TransformersDecoder):
         workspace.stream.copy_(self._fused.embedding(batch.token_ids))
         workspace.set_turns(*self._rope_table.at(batch.positions))
         self._run_layers(batch.attention)
+        note_hidden_states(batch.attention, workspace.normed_rows)
         return workspace.logits(batch.sample_rows)
 
     def _run_layers(self, attention: Any) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.kernels.chains import HeadBuffers
 from quire.kernels.native.chain import Chain, LayerChain, PartTimes, RowArgs
@@ -161,6 +162,11 @@ class Workspace:
         head.chain.set_rows(rows)
         head.chain.run(self._times)
         return logits
+
+    def normed_rows(self, rows: Tensor) -> Tensor:
+        """Apply the last norm to these rows of the residual stream; float32."""
+        norm, stream = self._model.norm, self.stream[rows]
+        return F.rms_norm(stream, stream.shape[1:], norm.weight.float(), norm.eps)
 
     def _are_all(self, sample_rows: Tensor) -> bool:
         """Whether these are all rows in order, as in a step without prompts."""

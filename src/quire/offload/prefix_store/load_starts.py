@@ -34,7 +34,7 @@ class LoadStarts:
     def find(self, request: Request, chain: BlockChain | None) -> list[tuple[Block, Place]]:
         """The stored blocks after a request's cached prefix, up to one with its statistics."""
         lease, used = request.memory.lease, request.memory.statistics
-        if not isinstance(lease, PrefixLease) or chain is None or request.scores_prompt:
+        if not isinstance(lease, PrefixLease) or chain is None or request.computes_whole_prompt:
             return []
         if request.memory.swapped is not None or self._tier.is_closed:
             return []  # a swapped tail follows the recomputed head

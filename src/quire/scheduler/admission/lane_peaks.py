@@ -54,7 +54,11 @@ class LaneOffload:
 
 
 def evicting_pages(
-    placement: Placement, group: LaneGroup, sequences: NeedGroup, offload: LaneOffload | None = None
+    placement: Placement,
+    group: LaneGroup,
+    sequences: NeedGroup,
+    layers: tuple[int, ...],
+    offload: LaneOffload | None = None,
 ) -> Tokens:
     """Peak pages [n] of a group of evicting lanes, or of the statistics of such lanes.
 
@@ -64,12 +68,13 @@ def evicting_pages(
         placement: allocates the pages.
         group: the lane group.
         sequences: the sequences.
+        layers: layers of all evicting lanes.
         offload: offload of their oldest pages; None if all pages are in the arena.
     """
     pages: Tokens | int = 0
     least: Tokens | None = None  # pages of the shortest lane
     ragged = sequences.eviction.ragged or sequences.eviction.divided
-    caps = lanes_by_cap(group, sequences.eviction)
+    caps = lanes_by_cap(group, sequences.eviction, layers)
     for cap, num_lanes in caps:
         slots = np.stack(list(_peak_slots(sequences, cap)))
         of_lane = placement.peak_pages(group, slots, UNBOUNDED)
@@ -108,16 +113,23 @@ def _peak_slots(sequences: NeedGroup, cap: int | None) -> Iterator[Tokens]:
 
 
 @lru_cache(maxsize=1024)
-def lanes_by_cap(group: LaneGroup, eviction: EvictionSpec) -> tuple[tuple[int | None, int], ...]:
+def lanes_by_cap(
+    group: LaneGroup, eviction: EvictionSpec, layers: tuple[int, ...]
+) -> tuple[tuple[int | None, int], ...]:
     """Return the distinct caps of a group's lanes and the number of lanes with each cap.
 
     The cap of a lane with several heads is the lowest cap of its heads. Caps that are divided again
     are counted as equal: their sum does not change.
+
+    Args:
+        group: the lane group.
+        eviction: the eviction specification; its caps are those of all evicting lanes.
+        layers: layers of all evicting lanes.
     """
     if eviction.cap is None or eviction.lane_capacities is None or eviction.divided:
         return ((eviction.cap, group.num_lanes),)
-    caps = (
-        np.array(eviction.lane_capacities, dtype=np.int64).reshape(group.num_lanes, -1).min(axis=1)
-    )
+    by_layer = np.array(eviction.lane_capacities, dtype=np.int64).reshape(len(layers), -1)
+    own = by_layer[[layers.index(layer) for layer in group.layers]]
+    caps = own.reshape(group.num_lanes, -1).min(axis=1)
     distinct, lanes = np.unique(caps, return_counts=True)
     return tuple(zip(distinct.tolist(), lanes.tolist(), strict=True))

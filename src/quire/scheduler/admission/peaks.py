@@ -2,15 +2,16 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory
+from quire.layout.evicting import evicting_layers
 from quire.layout.eviction import KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import can_be_offloaded, statistics_used
-from quire.layout.pages import LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.statistics import Statistic
 from quire.scheduler.admission.lane_peaks import UNBOUNDED, LaneOffload, evicting_pages
 from quire.scheduler.admission.need import (
@@ -28,6 +29,34 @@ from quire.scheduler.request import Request
 Counts = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class _Classes:
+    """The page classes of a layout.
+
+    Attributes:
+        layout: the layout.
+        page_classes: its page classes.
+        index: their indices.
+        page_bytes: [page classes] bytes of a page.
+        evicting_layers: layers whose lanes evict tokens.
+        used: lane groups that sequences with given statistics use; filled on demand.
+    """
+
+    layout: CacheLayout
+    page_classes: tuple[PageClass, ...]
+    index: Mapping[PageClass, int]
+    page_bytes: NDArray[np.int64]
+    evicting_layers: tuple[int, ...]
+    used: dict[tuple[Statistic, ...], list[LaneGroup]]
+
+    @classmethod
+    def of(cls, layout: CacheLayout) -> "_Classes":
+        classes = layout.page_classes
+        page_bytes = np.array([c.page_bytes for c in classes], dtype=np.int64)
+        index = {c: i for i, c in enumerate(classes)}
+        return cls(layout, classes, index, page_bytes, evicting_layers(layout), {})
+
+
 class Peaks:
     """Page arithmetic: peak pages of sequences, computed for many at once.
 
@@ -40,7 +69,6 @@ class Peaks:
 
     Attributes:
         memory: see above.
-        page_classes: the last axis of every array of counts.
         offloaded_tokens: see above.
         offload_bytes: see above.
     """
@@ -57,12 +85,25 @@ class Peaks:
         self.memory = memory
         self._shapes = step_shapes(chunk_tokens)
         self._windows = any(group.window is not None for group in memory.layout.groups)
-        self.page_classes = memory.layout.page_classes
-        self._index = {page_class: i for i, page_class in enumerate(self.page_classes)}
-        self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
-        self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
+        self._classes = _Classes.of(memory.layout)
         self.offloaded_tokens, self.offload_bytes = offloaded_tokens, offload_bytes
         self._pages_in_flight = pages_in_flight or (lambda request: {})
+
+    @property
+    def page_classes(self) -> tuple[PageClass, ...]:
+        """The last axis of every array of counts."""
+        return self._now.page_classes
+
+    @property
+    def _index(self) -> Mapping[PageClass, int]:
+        return self._now.index
+
+    @property
+    def _now(self) -> "_Classes":
+        """The page classes of the layout, which requests with other statistics extend."""
+        if self._classes.layout is not self.memory.layout:
+            self._classes = _Classes.of(self.memory.layout)
+        return self._classes
 
     def counts(self, needs: Sequence[Need]) -> Counts:
         """Pages [sequences, page classes] that sequences hold at their peaks.
@@ -95,22 +136,23 @@ class Peaks:
 
     def _groups_of(self, eviction: EvictionSpec) -> list[LaneGroup]:
         """The lane groups that sequences use: all except statistics that they do not record."""
-        if eviction.statistics not in self._used:
+        used = self._now.used
+        if eviction.statistics not in used:
             layout = self.memory.layout
             names = statistics_used(layout, eviction.statistics)
-            self._used[eviction.statistics] = [
+            used[eviction.statistics] = [
                 g
                 for g in layout.groups
                 if g.name in names or (g.mirrors is None and g.fixed_slots is None)
             ]
-        return self._used[eviction.statistics]
+        return used[eviction.statistics]
 
     def _group_pages(self, group: LaneGroup, sequences: NeedGroup, shape: StepShape) -> Counts:
         placement, eviction = self.memory.placement, sequences.eviction
         if group.fixed_slots is None and not group.ordered:
-            return evicting_pages(
-                placement, group, sequences, self._offload(sequences, group, shape)
-            )
+            offload = self._offload(sequences, group, shape)
+            layers = self._now.evicting_layers
+            return evicting_pages(placement, group, sequences, layers, offload)
         slots, chunk = sequences.tokens, shape.chunk_tokens
         if group.fixed_slots is not None:
             slots = np.minimum(slots, 1) * group.fixed_slots
@@ -273,7 +315,7 @@ class Peaks:
 
     def num_bytes(self, counts: Counts) -> int:
         """Bytes of one row of counts."""
-        return int(counts @ self._bytes)
+        return int(counts @ self._now.page_bytes)
 
     def peak_pages(self, need: Need) -> dict[PageClass, int]:
         """Pages of each class that a sequence holds at its peak."""

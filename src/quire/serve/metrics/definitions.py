@@ -82,7 +82,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("requests_waiting", "Requests that wait", vllm="num_requests_waiting"),
     _gauge(
         "kv_usage_ratio",
-        "Share of the KV memory that requests use, 0 to 1",
+        "Fraction of the KV memory that requests use, 0 to 1",
         vllm="kv_cache_usage_perc",
     ),
     _gauge("kv_memory_bytes", "Size of the KV memory"),
@@ -99,7 +99,11 @@ METRICS: tuple[Metric, ...] = (
     _gauge("weight_bytes", "Weights on the device"),
     _gauge("host_weight_bytes", "Weights of offloaded layers in CPU memory"),
     # counters of the engine
-    _counter("prompt_tokens", "Prompt tokens of requests with a first token", vllm="prompt_tokens"),
+    _counter(
+        "prompt_tokens",
+        "Prompt tokens of requests with a first token or an embedding",
+        vllm="prompt_tokens",
+    ),
     _counter("generation_tokens", "Generated tokens", vllm="generation_tokens"),
     _counter("processed_tokens", "Tokens that ran through the model, recomputed ones included"),
     _counter("steps", "Steps of the engine"),

@@ -38,7 +38,7 @@ class EngineObserver:
         distributions: histograms by the name of the metric.
         finished: finished sequences by reason.
         transferred_bytes: bytes of KV by kind of the transfer.
-        prompt_tokens: prompt tokens of the requests that have a first token.
+        prompt_tokens: prompt tokens of the requests that have a first token or an embedding.
     """
 
     def __init__(self, engine: Engine, traces: RequestTraces | None = None) -> None:
@@ -77,10 +77,16 @@ class EngineObserver:
             if delta.finish_reason is not None:
                 self.finished[delta.finish_reason] += 1
             if delta.is_last:
-                self._open.pop(delta.request_id, None)
+                self._end(delta)
                 ended = True
         if ended:
             self._count_finished({delta.request_id for delta in deltas if delta.is_last})
+
+    def _end(self, delta: OutputDelta) -> None:
+        """Forget a request; count its prompt if it has no output tokens, as an embedding."""
+        opened = self._open.pop(delta.request_id, None)
+        if opened is not None and not opened.last_s and delta.finish_reason == "length":
+            self.prompt_tokens += opened.prompt_tokens
 
     def _count_tokens(self, delta: OutputDelta, now_s: float) -> None:
         opened = self._open.get(delta.request_id)

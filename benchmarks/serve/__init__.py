@@ -1,0 +1,1 @@
+"""Tokens per second of the server over those of the offline engine."""

@@ -1,0 +1,1 @@
+"""Data sets of `quire bench serve`, one per module."""

@@ -1,0 +1,64 @@
+"""Connection of a decoder's layers and the attention of a step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMath
+from quire.kernels.chains import HeadBuffers
+from quire.kv.step import StepAttention
+from quire.models.base import AttentionCall
+
+
+class StepBridge:
+    """Adapter between a decoder's layers and the attention of a step.
+
+    Args:
+        step: attention of the step.
+        hidden_rows: rows of the batch whose hidden states are needed; None: none.
+
+    Attributes:
+        hidden_rows: see above.
+        hidden_states: [rows, hidden] after the forward.
+    """
+
+    def __init__(self, step: StepAttention, hidden_rows: Tensor | None = None) -> None:
+        self._step = step
+        self.hidden_rows = hidden_rows
+        self.hidden_states = torch.empty(0)
+
+    def note_hidden_states(self, states: Tensor) -> None:
+        """Keep the hidden states of `hidden_rows`."""
+        self.hidden_states = states
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Forward the call; the lane group sets the window."""
+        math = AttentionMath(call.scale, call.softcap, call.sinks)
+        return self._step.attend(call.layer, math, query, key, value, call.rotary)
+
+    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
+        """See `StepAttention.chain`."""
+        return self._step.chain(layers, heads)
+
+    @property
+    def wants_residual_similarity(self) -> bool:
+        """Whether any row records the residual cosine similarity of attention."""
+        return self._step.wants_residual_similarity
+
+    def begin_layer(self, layer: int) -> None:
+        """Forward the start of a layer whose weights may still be in transfer."""
+        self._step.begin_layer(layer)
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether the inputs of the layers' attention are stored."""
+        return self._step.wants_inputs
+
+    def note_input(self, layer: int, inputs: Tensor) -> None:
+        """Forward the attention input of a layer."""
+        self._step.note_input(layer, inputs)
+
+    def note_residual_similarity(self, layer: int, cosines: Tensor) -> None:
+        """Forward the residual cosine similarity of a layer."""
+        self._step.note_residual_similarity(layer, cosines)

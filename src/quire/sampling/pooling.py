@@ -1,0 +1,80 @@
+"""Embeddings: the hidden states of a prompt, pooled to one vector.
+
+last   the hidden state of the last token, which has attended to the whole prompt
+mean   the mean over all tokens of the prompt
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.config.sampling_params import Pooling
+from quire.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepHidden:
+    """Hidden states of consecutive prompt tokens of one request in a step.
+
+    Attributes:
+        request: the request.
+        first_position: position of the first token.
+        states: hidden states after the last layer and its norm.
+    """
+
+    request: Request
+    first_position: int
+    states: Float[Tensor, "rows hidden"]
+
+
+def pooled_rows(pooling: Pooling, first: int, tokens: int, prompt_tokens: int) -> range:
+    """Rows of a chunk, from its start, whose hidden states are pooled.
+
+    Args:
+        pooling: see `SamplingParams.pooling`.
+        first: position of the chunk's first token.
+        tokens: tokens of the chunk.
+        prompt_tokens: length of the prompt.
+    """
+    in_prompt = max(0, min(tokens, prompt_tokens - first))
+    if pooling == "mean":
+        return range(in_prompt)
+    is_last = first + in_prompt == prompt_tokens
+    return range(in_prompt - 1, in_prompt) if in_prompt and is_last else range(0)
+
+
+class PooledStates:
+    """The pooled hidden states of one request; chunks are added in any number.
+
+    A preempted prompt is computed again from an earlier token: states that were added are skipped.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._end = self._count = 0
+
+    def add(self, found: StepHidden) -> None:
+        """Add hidden states; those before the end of the last addition are skipped."""
+        new = found.states[max(0, self._end - found.first_position) :]
+        if not len(new):
+            return
+        total = new.to(torch.float64).sum(0)
+        self._sum = total if self._sum is None else self._sum + total
+        self._end, self._count = found.first_position + len(found.states), self._count + len(new)
+
+    def vector(self) -> tuple[float, ...]:
+        """The embedding in float32, not normalized."""
+        assert self._sum is not None, "the whole prompt has been computed"
+        mean = (self._sum / self._count).to("cpu", torch.float32)
+        values: list[float] = mean.tolist()
+        return tuple(values)
+
+
+def normalized(vector: tuple[float, ...]) -> np.ndarray:
+    """The vector in float32 with a Euclidean norm of 1; a vector of zeros is unchanged."""
+    found = np.asarray(vector, dtype=np.float64)
+    norm = float(np.linalg.norm(found))
+    return (found / (norm or 1.0)).astype(np.float32)

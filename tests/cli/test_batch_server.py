@@ -1,0 +1,158 @@
+"""`quire batch --base-url`: lines run on a server; records equal those of the engine."""
+
+import json
+import threading
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from support.http_server import answering
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+DONE = {"choices": [{"index": 0, "text": "out", "finish_reason": "length"}], "usage": USAGE}
+
+
+def chat_body(text):
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": USAGE}
+
+
+class Server:
+    """Responds with the next of some responses, then with an output."""
+
+    def __init__(self, *responses):
+        self.responses, self.bodies, self.headers = list(responses), [], []
+        self.open = self.most_open = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, path, body, headers):
+        with self._lock:
+            self.bodies.append((path, body))
+            self.headers.append(dict(headers))
+            self.open += 1
+            self.most_open = max(self.open, self.most_open)
+            found = self.responses.pop(0) if self.responses else None
+        threading.Event().wait(0.02)
+        with self._lock:
+            self.open -= 1
+        if found is not None:
+            return found
+        return 200, {"x-request-id": "r1"}, chat_body("out") if "chat" in path else DONE
+
+
+LINES = [
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}},
+    {"custom_id": "b", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user"}]}},
+    {"custom_id": "c", "url": "/v1/embeddings", "body": {"input": "x"}},
+    {"id": "d", "prompt": "y", "max_tokens": 4},
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def write(*lines):
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return source, target
+
+    return write
+
+
+def batch(files, url, *arguments, code=0):
+    source, target = files
+    line = ["batch", "m", str(source), str(target), "--base-url", url, *arguments]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    text = target.read_text(encoding="utf-8") if target.exists() else ""
+    return result, {r["line"]: r for r in map(json.loads, text.splitlines())}
+
+
+def test_every_line_gets_a_record_of_its_response(files):
+    server = Server()
+    with answering(server) as url:
+        result, records = batch(files(*LINES), f"{url}/v1", "--api-key", "k", "--json")
+
+    bodies = dict(server.bodies)
+    assert bodies["/v1/chat/completions"]["max_tokens"] == 128
+    assert bodies["/v1/embeddings"] == {"model": "m", "input": "x"}
+    assert {one["authorization"] for one in server.headers} == {"Bearer k"}
+    assert records[1]["custom_id"] == "a"
+    assert records[1]["response"] == {"status_code": 200, "request_id": "r1", "body": DONE}
+    assert records[2]["response"]["body"] == chat_body("out")
+    assert (records[4]["id"], records[4]["text"], records[4]["usage"]) == ("d", "out", USAGE)
+    claims = json.loads(result.stdout.splitlines()[-1])["claims"]
+    assert (claims["requests_completed"], claims["completion_tokens"]) == (4, 8)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_refused_request_is_repeated_after_the_time_of_the_server(files, status):
+    server = Server(*[(status, {"retry-after": "0.01"}, {})] * 3)
+    with answering(server) as url:
+        _, records = batch(files(LINES[0]), url)
+
+    assert len(server.bodies) == 4
+    assert records[1]["error"] is None
+
+
+def test_an_invalid_request_gets_an_error_record_without_a_repetition(files):
+    server = Server((400, {}, {"error": {"message": "bad prompt"}}))
+    with answering(server) as url:
+        _, records = batch(files(LINES[0], {"prompt": ""}, ["no object"]), url, code=1)
+
+    assert len(server.bodies) == 1
+    assert records[1]["response"]["status_code"] == 400
+    assert records[1]["error"] == {"code": "status_400", "message": "bad prompt"}
+    assert "expected a prompt" in records[2]["error"]
+    assert "expected a JSON object" in records[3]["error"]
+
+
+def test_no_more_requests_are_open_than_the_limit(files):
+    server = Server()
+    with answering(server) as url:
+        batch(files(*[LINES[3] | {"id": str(i)} for i in range(12)]), url, "--max-concurrency", "3")
+
+    assert server.most_open == 3
+
+
+def test_a_batch_resumes_after_the_server_was_unreachable(files):
+    pair = files(LINES[0], LINES[3])
+    with answering(Server()) as url:
+        pass
+    result, records = batch(pair, url, "--max-retries", "0", code=2)
+    assert "cannot be reached" in result.stderr
+    assert "to resume" in result.stderr
+    assert not records
+
+    server = Server((200, {}, DONE))
+    with answering(server) as other:
+        batch(pair, other, "--overwrite")
+        _, records = batch(pair, other)
+
+    assert len(server.bodies) == 2  # the second run sent nothing
+    assert records.keys() == {1, 2}
+
+
+def test_a_refused_key_ends_the_batch(files):
+    with answering(Server((401, {}, {"error": {"message": "no"}}))) as url:
+        result, records = batch(files(LINES[0]), url, code=2)
+
+    assert "set --api-key" in result.stderr
+    assert not records
+
+
+@pytest.mark.parametrize("flag", ["--kv-memory", "--dtype"])
+def test_an_option_of_the_engine_is_refused(files, flag):
+    value = "64MiB" if flag == "--kv-memory" else "float32"
+
+    result, _ = batch(files(LINES[0]), "http://127.0.0.1:1", flag, value, code=2)
+
+    assert "has no effect with --base-url" in result.stderr
+
+
+def test_a_response_that_is_not_json_gets_an_error_record(files):
+    with answering(Server((200, {}, b"<html>"))) as url:
+        _, records = batch(files(LINES[0]), url, code=1)
+
+    assert records[1]["error"]["message"] == "<html>"
