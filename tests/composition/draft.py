@@ -1,7 +1,9 @@
 """What features ask of a run, and the fuzz case that has all of it."""
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 from fuzz.build import ROOM_FOR_ALL
 from fuzz.case import Case, RequestCase
@@ -18,7 +20,8 @@ SCARCE = (0.6, 0.85, 1.1, 1.5, 2.1)
 """Sizes that are tried one after the other, until every feature has acted."""
 
 ONE_IN_TWO = ("gpt_oss",)  # zoo models of two layers, one of them with a sliding window
-DEFAULT_RULE = "h2o:recent=3"
+DEFAULT_RULES = ("h2o:recent=3", "tova", "keydiff", "snapkv:window=4", "sinks:sinks=2")
+"""Where a feature needs a rule and none is named: the first one with which the features act."""
 
 
 @dataclass
@@ -30,15 +33,16 @@ class Draft:
         evicts: a schedule, a granularity or a budget needs a rule.
         when, granularity, budget: parts of the eviction's text.
         default_when: schedule if none is set.
+        vary: values of fields that are tried one after the other, until every feature has acted.
         codec, window, promoted, plain_layers: parts of the codec's text.
         kv, schedule: options of `KVConfig` and `ScheduleConfig`.
         params: arguments of `SamplingParams` of every request.
-        allowed: rules that single requests name.
+        allowed: rules that single requests name, and whether they may name all others.
         tenants: of the requests, in turn.
-        architecture, times, weights, tiers, preempt_steps, tokenizer: as in `Case`.
+        architecture, times, weights, tiers, preempt_steps, preempt_whole, tokenizer: as in `Case`.
         units: sizes of the KV memory to try.
         host_units, stream_units: sizes of the swap space and of offload memory.
-        late: the last requests are submitted while the first ones run.
+        late: the last requests are submitted while the first ones run, before step `late_step`.
         urgent: the last request has priority over the others.
         some_short: the last requests are short, so that their KV grows below a cap.
         cancels: the second request is cancelled.
@@ -49,6 +53,7 @@ class Draft:
     evicts: bool = False
     when: str = ""
     default_when: str = "prefill_and_decode"
+    vary: dict[str, tuple[object, ...]] = field(default_factory=dict)
     granularity: str = "token"
     budget: str = ""
     codec: str = ""
@@ -59,21 +64,40 @@ class Draft:
     schedule: dict[str, object] = field(default_factory=dict)
     params: dict[str, object] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
+    allows_all: bool = True
     tenants: tuple[str, ...] = ("default",)
     architecture: str = "llama"
     times: int = 1
     weights: str = ""
     tiers: tuple[str, ...] = ()
     preempt_steps: tuple[int, ...] = ()
+    preempt_whole: bool = False
     tokenizer: bool = False
     units: tuple[float, ...] = AMPLE
     host_units: float = 0.0
     stream_units: float = 0.0
     late: bool = False
+    late_step: int = 9
     urgent: bool = False
     some_short: bool = False
     cancels: bool = False
     exact: bool | None = None
+
+    # ---- variants ------------------------------------------------------------------------------
+
+    def variants(self) -> Iterator["Draft"]:
+        """This draft with each combination of the values in `vary`; the first has the defaults."""
+        named = self.rule is not None or {"rule", "allowed"} & set(self.vary)
+        vary = {"rule": DEFAULT_RULES} if self._needs_rule and not named else {}
+        vary |= self.vary
+        for values in product(*vary.values()):
+            yield replace(self, vary={}, **dict(zip(vary, values, strict=True)))
+
+    def differing(self, other: "Draft") -> str:
+        """Values that another variant does not have, as text."""
+        same = vars(other)
+        found = {name: value for name, value in vars(self).items() if value != same[name]}
+        return "; ".join(f"{name} {value}" for name, value in found.items())
 
     # ---- texts ---------------------------------------------------------------------------------
 
@@ -88,7 +112,7 @@ class Draft:
 
     def eviction(self, rule: str | None = None) -> str:
         """The eviction as text: with the draft's rule, or another."""
-        rule = rule or self.rule or (DEFAULT_RULE if self._needs_rule else None)
+        rule = rule or self.rule or next(iter(self.allowed), None)
         if rule in (None, "full"):
             return "full"
         options = [f"cap={self.cap}", f"every={EVERY}", f"when={self.when or self.default_when}"]
@@ -102,7 +126,7 @@ class Draft:
 
     @property
     def _needs_rule(self) -> bool:
-        return self.evicts or bool(self.promoted or self.allowed)
+        return self.evicts or bool(self.promoted)
 
     @property
     def coded(self) -> bool:
@@ -135,7 +159,8 @@ class Draft:
         if exact and not self.eviction().startswith("streaming"):
             kv["attention"] = "gathered"
         if self.allowed:
-            kv["evict_allow"] = "all"
+            named = [rule for rule in self.allowed if rule != "full"]
+            kv["evict_allow"] = "all" if self.allows_all else "; ".join(named)
         schedule = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunk_tokens": 16}
         if len(self.units) > 1:
             schedule["admission"] = "optimistic"
@@ -150,6 +175,7 @@ class Draft:
             weights=self.weights,
             tiers=self.tiers,
             preempt_steps=self.preempt_steps,
+            preempt_whole=self.preempt_whole,
             tokenizer=self.tokenizer,
             kv=kv | self.kv,
             schedule=schedule | self.schedule,
@@ -172,7 +198,7 @@ class Draft:
                     params={"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number}
                     | {"temperature": 0.0, "logprobs": 0}
                     | self.params,
-                    step=9 * late * self.late,
+                    step=self.late_step * late * self.late,
                     priority=-1 if self.urgent and number == len(OTHER_TOKENS) - 1 else 0,
                     tenant=self.tenants[number % len(self.tenants)],
                     evict=None if rule is None else self.eviction(rule),

@@ -89,7 +89,8 @@ class EvictionRules:
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow, self._reserved = allow.strip(), reserved
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
-        self.served = tuple(possible([*own, *announced(allow)], provided.why_not, self._allow))
+        required = possible(own, provided.why_not, NONE)
+        self.served = (*required, *possible(announced(allow), provided.why_not, self._allow))
         if not self.mixes:
             refuse_mixture(self.served)
         self._storing = Storing(

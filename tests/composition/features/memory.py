@@ -5,6 +5,7 @@ from composition.feature import Feature, both, setting
 from composition.ran import Ran
 
 OFTEN = (5, 9, 12, 15)
+HYBRID_UNITS = (0.2, 0.35, 0.5, 0.05, 0.75, 0.1)  # of swap space: less than some victim holds
 OFFLOADS = setting(times=3, units=SCARCE, stream_units=8.0, default_when="decode")
 
 
@@ -51,7 +52,12 @@ FEATURES = (
         name="hybrid",
         group="preemption",
         option="`--preempt hybrid`",
-        draw=setting(schedule={"preempt": "hybrid"}, host_units=0.6, preempt_steps=OFTEN),
+        draw=setting(
+            schedule={"preempt": "hybrid"},
+            preempt_steps=(1, 2, 3, *OFTEN),
+            preempt_whole=True,
+            vary={"host_units": HYBRID_UNITS},
+        ),
         acted=_preempted("hybrid"),
         alone_in="preempt",
     ),

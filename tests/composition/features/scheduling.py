@@ -119,7 +119,13 @@ FEATURES = (
         name="urgent requests",
         group="scheduling",
         option="`--urgent -1`",
-        draw=setting(schedule={"urgent": -1}, units=(*SCARCE, 2.6, 3.2), urgent=True, late=True),
+        draw=setting(
+            schedule={"urgent": -1},
+            units=(*SCARCE, 2.6, 3.2),
+            urgent=True,
+            late=True,
+            vary={"late_step": (9, 4, 6, 13)},
+        ),
         acted=lambda ran: ran.happened("preempted an urgent request is waiting"),
     ),
     Feature(
