@@ -117,6 +117,9 @@ def _try(case: Case, draft: Draft, features: Sequence[Feature]) -> tuple[str, st
         frames = traceback.extract_tb(error.__traceback__)[-5:]
         where = "; ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in frames)
         return FAILED, f"{type(error).__name__}: {error} [{where}]", outcome.worst
+    told = [f.told(ran) for f in features if f.name in inert and f.told is not None]
+    if any(told):
+        return REFUSED, "; ".join(filter(None, told)), 0.0
     if inert:
         return INERT, ", ".join(inert), outcome.worst
     return WORKS, outcome.near_tie, outcome.worst

@@ -36,7 +36,7 @@ class Draft:
         vary: values of fields that are tried one after the other, until every feature has acted.
         codec, window, promoted, plain_layers: parts of the codec's text.
         kv, schedule: options of `KVConfig` and `ScheduleConfig`.
-        params: arguments of `SamplingParams` of every request.
+        params, first_params: arguments of `SamplingParams` of every request, and of the first half.
         allowed: rules that single requests name, and whether they may name all others.
         tenants: of the requests, in turn.
         architecture, times, weights, tiers, preempt_steps, preempt_whole, tokenizer: as in `Case`.
@@ -44,9 +44,10 @@ class Draft:
         host_units, stream_units: sizes of the swap space and of offload memory.
         late: the last requests are submitted while the first ones run, before step `late_step`.
         urgent: the last request has priority over the others.
+        larger: caps and prompts are larger, so that several pages of a request can be offloaded.
         some_short: the last requests are short, so that their KV grows below a cap.
         cancels: the second request is cancelled.
-        exact: products in float64; None where codes or evictions need them.
+        exact: products in float64; None where codes (also of activations) or evictions need them.
     """
 
     rule: str | None = None
@@ -63,6 +64,7 @@ class Draft:
     kv: dict[str, object] = field(default_factory=dict)
     schedule: dict[str, object] = field(default_factory=dict)
     params: dict[str, object] = field(default_factory=dict)
+    first_params: dict[str, object] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
     allows_all: bool = True
     tenants: tuple[str, ...] = ("default",)
@@ -79,6 +81,7 @@ class Draft:
     late: bool = False
     late_step: int = 9
     urgent: bool = False
+    larger: bool = False
     some_short: bool = False
     cancels: bool = False
     exact: bool | None = None
@@ -99,6 +102,18 @@ class Draft:
         found = {name: value for name, value in vars(self).items() if value != same[name]}
         return "; ".join(f"{name} {value}" for name, value in found.items())
 
+    @property
+    def _rows(self) -> dict[str, object]:
+        """Rows for two requests with all their outputs, if the batcher has few."""
+        outputs = self.params.get("beam_width") or self.params.get("best_of")
+        return {"max_num_seqs": 6} if outputs and "batcher" in self.schedule else {}
+
+    @property
+    def _ends(self) -> dict[str, object]:
+        """Beams in a structure end with the end-of-sequence token."""
+        both = {"use_beam_search", "structured_outputs"} <= self.params.keys()
+        return {"ignore_eos": False} if both else {}
+
     # ---- texts ---------------------------------------------------------------------------------
 
     @property
@@ -108,7 +123,7 @@ class Draft:
 
     @property
     def _has_larger_cap(self) -> bool:
-        return self.granularity == "page" or self.some_short
+        return self.granularity == "page" or self.some_short or self.larger
 
     def eviction(self, rule: str | None = None) -> str:
         """The eviction as text: with the draft's rule, or another."""
@@ -140,6 +155,11 @@ class Draft:
         base = self.codec or ("int2" if self.promoted else "int8")
         return base + (self.promoted or self.window) + self.plain_layers
 
+    @property
+    def _rounds(self) -> bool:
+        """Whether the last bits of a number can change others: codes, or the choice of tokens."""
+        return self.coded or self.eviction() != "full" or self.weights == "int8"
+
     # ---- the case ------------------------------------------------------------------------------
 
     def case(self, units: float, seed: int = 0) -> Case:
@@ -149,7 +169,7 @@ class Draft:
             units: size of the KV memory, in units of the largest request.
             seed: of the prompts.
         """
-        exact = (self.coded or self.eviction() != "full") if self.exact is None else self.exact
+        exact = self._rounds if self.exact is None else self.exact
         kv: dict[str, object] = {
             "page_tokens": PAGE_TOKENS,
             "evict": self.eviction(),
@@ -161,7 +181,7 @@ class Draft:
         if self.allowed:
             named = [rule for rule in self.allowed if rule != "full"]
             kv["evict_allow"] = "all" if self.allows_all else "; ".join(named)
-        schedule = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunk_tokens": 16}
+        schedule = {"max_num_batched_tokens": 64, "chunk_tokens": 16, "max_num_seqs": 8}
         if len(self.units) > 1:
             schedule["admission"] = "optimistic"
         return Case(
@@ -178,7 +198,7 @@ class Draft:
             preempt_whole=self.preempt_whole,
             tokenizer=self.tokenizer,
             kv=kv | self.kv,
-            schedule=schedule | self.schedule,
+            schedule=schedule | self.schedule | self._rows,
             requests=self._requests(seed),
         )
 
@@ -197,7 +217,9 @@ class Draft:
                     else (*shared, *_tokens(rng, count)),
                     params={"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number}
                     | {"temperature": 0.0, "logprobs": 0}
-                    | self.params,
+                    | self.params
+                    | (self.first_params if not late else {})
+                    | self._ends,
                     step=self.late_step * late * self.late,
                     priority=-1 if self.urgent and number == len(OTHER_TOKENS) - 1 else 0,
                     tenant=self.tenants[number % len(self.tenants)],

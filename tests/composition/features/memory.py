@@ -5,8 +5,9 @@ from composition.feature import Feature, both, setting
 from composition.ran import Ran
 
 OFTEN = (5, 9, 12, 15)
+LATE = {"late_step": (9, 4, 6)}
 HYBRID_UNITS = (0.2, 0.35, 0.5, 0.05, 0.75, 0.1)  # of swap space: less than some victim holds
-OFFLOADS = setting(times=3, units=SCARCE, stream_units=8.0, default_when="decode")
+OFFLOADS = setting(times=3, units=(*SCARCE, 0.96), stream_units=8.0, default_when="decode")
 
 
 def _offload(**options: object):
@@ -28,7 +29,7 @@ def _shared_prefix(ran: Ran) -> bool:
 
 def _tier(*names: str):
     caching = {"enable_prefix_caching": True}
-    return setting(tiers=names, kv=caching, late=True)
+    return setting(tiers=names, kv=caching, late=True, vary=LATE)
 
 
 FEATURES = (
@@ -65,8 +66,9 @@ FEATURES = (
         name="prefix cache",
         group="prefix cache",
         option="`--enable-prefix-caching` (default)",
-        draw=setting(kv={"enable_prefix_caching": True}, late=True),
+        draw=setting(kv={"enable_prefix_caching": True}, late=True, vary=LATE),
         acted=_shared_prefix,
+        told=lambda ran: ran.scarce.engine.pool.why_no_prefix,
     ),
     Feature(
         name="prefixes on disk",

@@ -21,7 +21,7 @@ CROSSED = (
     5.7,
     6.5,
 )  # units of memory: a limit is crossed in one of them
-LONG = {"max_tokens": 40}  # KV of running requests grows by a third or more
+LONG = {"max_tokens": 40, "min_tokens": 30}  # KV of running requests grows by a third or more
 TENANTS = "a:weight=2; b"
 
 
