@@ -96,14 +96,17 @@ def _run(case: Case, outcome: Outcome) -> None:
 def run_scarce(case: Case, ample: Watched, outcome: Outcome) -> Watched:
     """Run a case in little memory; with tiers a second time, in a new engine."""
     unit_bytes = max(answer.usage.kv_peak_bytes for answer in ample.answers.values())
+    earlier: tuple[Watched, ...] = ()
     for _ in range(2 if case.tiers else 1):
-        scarce = Watched(scarce_engine(case, unit_bytes), poisoned=case.poison)
+        engine = scarce_engine(case, unit_bytes)
+        scarce = Watched(engine, poisoned=case.poison, earlier=earlier)
         try:
             drive(case, scarce)
             scarce.engine.close()
         finally:
             outcome.kinds, outcome.steps = dict(scarce.kinds), scarce.steps
         scarce.require_nothing_held()
+        earlier = (scarce,)
     return scarce
 
 

@@ -86,6 +86,7 @@ class Watched:
         details: number of events of each kind with a way or a reason, such as "preempted swap".
         peaks: largest number of bytes of offloaded KV, and of waiting requests, after a step.
         steps: so far.
+        earlier: engines that filled the tiers of this one.
     """
 
     engine: Engine
@@ -95,6 +96,7 @@ class Watched:
     details: Counter[str] = field(default_factory=Counter)
     peaks: Counter[str] = field(default_factory=Counter)
     steps: int = 0
+    earlier: tuple["Watched", ...] = ()
 
     def __post_init__(self) -> None:
         self._builders: dict[str, OutputBuilder] = {}

@@ -22,7 +22,11 @@ CROSSED = (
     6.5,
 )  # units of memory: a limit is crossed in one of them
 LONG = {"max_tokens": 40, "min_tokens": 30}  # KV of running requests grows by a third or more
-TENANTS = "a:weight=2; b"
+TENANTS = "a:weight=2; b; default"
+SERVED = (("a", "b"), ("a", "b", "default"))
+"""Tenants of the requests, in turn. Only requests without a tenant load what another engine wrote
+to a remote store."""
+
 
 
 def _batched(ran: Ran) -> bool:
@@ -35,7 +39,8 @@ def _waited(ran: Ran) -> bool:
 
 
 def _chunked(ran: Ran) -> bool:
-    return ran.scarce.kinds["chunk"] >= 3 * len(ran.case.requests)
+    chunks = sum(engine.kinds["chunk"] for engine in (ran.scarce, *ran.scarce.earlier))
+    return chunks >= 3 * len(ran.case.requests)
 
 
 def _both_tenants(ran: Ran) -> bool:
@@ -132,7 +137,7 @@ FEATURES = (
         name="tenants",
         group="scheduling",
         option=f"`--tenants '{TENANTS}'`",
-        draw=setting(schedule={"tenants": TENANTS}, tenants=("a", "b")),
+        draw=setting(schedule={"tenants": TENANTS}, vary={"tenants": SERVED}),
         acted=_both_tenants,
     ),
     Feature(
