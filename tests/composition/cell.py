@@ -56,9 +56,7 @@ def run_cell(features: Sequence[Feature]) -> Cell:
     names, started_s = tuple(f.name for f in features), time.process_time()
     result, why, worst, used = _best_variant(features)
     seconds = round(time.process_time() - started_s, 3)
-    return Cell(
-        features=names, result=result, why=why, worst=worst, used=used, seconds=seconds
-    )
+    return Cell(features=names, result=result, why=why, worst=worst, used=used, seconds=seconds)
 
 
 def _best_variant(features: Sequence[Feature]) -> tuple[str, str, float, str]:

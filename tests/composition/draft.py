@@ -9,9 +9,8 @@ from fuzz.build import ROOM_FOR_ALL
 from fuzz.case import Case, RequestCase
 from support import zoo
 
-PAGE_TOKENS, CAP, EVERY, NEW_TOKENS = 4, 20, 4, 8
+PAGE_TOKENS, CAP, EVERY, NEW_TOKENS, GROWN_TOKENS = 4, 20, 4, 8, 40
 SHARED_TOKENS = 16  # of all prompts
-SHORT_TOKENS = 9
 LARGER = 4 * PAGE_TOKENS  # of caps and prompts, where pages are evicted or KV has to grow
 LONG = 120  # of prompts, where the smallest memory is large
 OTHER_TOKENS = (20, 27, 33, 14)
@@ -35,6 +34,7 @@ class Draft:
         default_when: schedule if none is set.
         vary: values of fields that are tried one after the other, until every feature has acted.
         codec, window, promoted, plain_layers: parts of the codec's text.
+        contiguous: a store reserves lanes for the longest request.
         kv, schedule: options of `KVConfig` and `ScheduleConfig`.
         params, first_params: arguments of `SamplingParams` of every request, and of the first half.
         allowed: rules that single requests name, and whether they may name all others.
@@ -44,7 +44,9 @@ class Draft:
         host_units, stream_units: sizes of the swap space and of offload memory.
         late: the last requests are submitted while the first ones run, before step `late_step`.
         urgent: the last request has priority over the others.
-        larger: caps and prompts are larger, so that several pages of a request can be offloaded.
+        watermark: low and high watermark of the memory.
+        grows: like `some_short`, with more tokens to generate.
+        short_tokens: of the last requests, if they are short.
         some_short: the last requests are short, so that their KV grows below a cap.
         cancels: the second request is cancelled.
         exact: products in float64; None where codes (also of activations) or evictions need them.
@@ -61,6 +63,7 @@ class Draft:
     window: str = ""
     promoted: str = ""
     plain_layers: str = ""
+    contiguous: bool = False
     kv: dict[str, object] = field(default_factory=dict)
     schedule: dict[str, object] = field(default_factory=dict)
     params: dict[str, object] = field(default_factory=dict)
@@ -81,8 +84,10 @@ class Draft:
     late: bool = False
     late_step: int = 9
     urgent: bool = False
-    larger: bool = False
+    watermark: float | None = None
     some_short: bool = False
+    grows: bool = False
+    short_tokens: int = 9
     cancels: bool = False
     exact: bool | None = None
 
@@ -94,13 +99,31 @@ class Draft:
         vary = {"rule": DEFAULT_RULES} if self._needs_rule and not named else {}
         vary |= self.vary
         for values in product(*vary.values()):
-            yield replace(self, vary={}, **dict(zip(vary, values, strict=True)))
+            yield self._with(dict(zip(vary, values, strict=True)))
+
+    def _with(self, values: dict[str, object]) -> "Draft":
+        """This draft with other values; "schedule.batcher" is a key of a field."""
+        fields: dict[str, object] = {}
+        for name, value in values.items():
+            field_name, _, key = name.partition(".")
+            fields[field_name] = getattr(self, field_name) | {key: value} if key else value
+        return replace(self, vary={}, **fields)
 
     def differing(self, other: "Draft") -> str:
         """Values that another variant does not have, as text."""
-        same = vars(other)
-        found = {name: value for name, value in vars(self).items() if value != same[name]}
-        return "; ".join(f"{name} {value}" for name, value in found.items())
+        found = []
+        for name, value in vars(self).items():
+            known = getattr(other, name)
+            if isinstance(value, dict):
+                found += [f"{key} {new}" for key, new in value.items() if known.get(key) != new]
+            elif value != known:
+                found.append(f"{name} {value}")
+        return "; ".join(found)
+
+    @property
+    def _watermarks(self) -> dict[str, object]:
+        both = ("low_watermark", "high_watermark")
+        return {} if self.watermark is None else dict.fromkeys(both, self.watermark)
 
     @property
     def _rows(self) -> dict[str, object]:
@@ -123,7 +146,12 @@ class Draft:
 
     @property
     def _has_larger_cap(self) -> bool:
-        return self.granularity == "page" or self.some_short or self.larger
+        return self.granularity == "page" or self.has_short
+
+    @property
+    def has_short(self) -> bool:
+        """Whether the last requests are short."""
+        return self.some_short or self.grows
 
     def eviction(self, rule: str | None = None) -> str:
         """The eviction as text: with the draft's rule, or another."""
@@ -197,10 +225,16 @@ class Draft:
             preempt_steps=self.preempt_steps,
             preempt_whole=self.preempt_whole,
             tokenizer=self.tokenizer,
-            kv=kv | self.kv,
-            schedule=schedule | self.schedule | self._rows,
+            kv=kv | self.kv | ({"store_tokens": self._longest_tokens} if self.contiguous else {}),
+            schedule=schedule | self.schedule | self._watermarks | self._rows,
             requests=self._requests(seed),
         )
+
+    @property
+    def _longest_tokens(self) -> int:
+        """Tokens of the longest request."""
+        longest = max(map(len, (request.prompt for request in self._requests(0))))
+        return longest + max(int(str(r.params["max_tokens"])) for r in self._requests(0))
 
     def _requests(self, seed: int) -> tuple[RequestCase, ...]:
         rng = random.Random(f"composition {seed}")
@@ -212,12 +246,13 @@ class Draft:
             late = number >= len(OTHER_TOKENS) // 2
             made.append(
                 RequestCase(
-                    prompt=_tokens(rng, SHORT_TOKENS)
-                    if late and self.some_short
+                    prompt=_tokens(rng, self.short_tokens)
+                    if late and self.has_short
                     else (*shared, *_tokens(rng, count)),
                     params={"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number}
                     | {"temperature": 0.0, "logprobs": 0}
                     | self.params
+                    | ({"max_tokens": GROWN_TOKENS} if self.grows else {})
                     | (self.first_params if not late else {})
                     | self._ends,
                     step=self.late_step * late * self.late,

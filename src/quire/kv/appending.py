@@ -10,7 +10,13 @@ import numpy as np
 
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.sharing import CachedReference, begin_lanes, copy_private_pages, require_chain, zeroed_pages
+from quire.kv.sharing import (
+    CachedReference,
+    begin_lanes,
+    copy_private_pages,
+    require_chain,
+    zeroed_pages,
+)
 from quire.kv.tables import LaneTable
 from quire.layout.pages import PageClass
 

@@ -7,7 +7,13 @@ from composition.ran import Ran
 OFTEN = (5, 9, 12, 15)
 LATE = {"late_step": (9, 4, 6)}
 HYBRID_UNITS = (0.2, 0.35, 0.5, 0.05, 0.75, 0.1)  # of swap space: less than some victim holds
-OFFLOADS = setting(times=3, units=(*SCARCE, 0.96), stream_units=8.0, default_when="decode")
+OFFLOADS = setting(
+    times=3,
+    units=(*SCARCE, 0.96),
+    stream_units=8.0,
+    default_when="decode",
+    vary={"grows": (False, True)},
+)
 
 
 def _offload(**options: object):
