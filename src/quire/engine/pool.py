@@ -278,12 +278,6 @@ def _why_no_pre_rope(model: LoadedModel, config: KVConfig, schedule: ScheduleCon
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:
     """Refuse rules whose lane lengths are unknown to a store that reserves lanes in advance."""
-    budget = rules.default.budget
-    if config.store != "paged" and (budget.needs_prompt or budget.ragged):
-        raise UnsoundCombination(
-            f"store {config.store!r} reserves lanes before prefill, and the budget of "
-            f"{config.evict!r} divides the cap later; use --kv-store paged, or leave out budget"
-        )
     if config.store == "contiguous_max" and rules.default.when == PRESSURE and rules.default.evicts:
         raise UnsoundCombination(
             f"store {config.store!r} reserves the longest lane of a request until its end, so "
