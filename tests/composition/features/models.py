@@ -12,7 +12,11 @@ MODELS = {
     "native decoder": ("wide_llama", "`llama` in C (`--model-impl native`)"),
 }
 
-OTHERS = {"one KV head": "wide_mistral", "native decoder": "wide_qwen2"}
+OTHERS = {
+    "long RoPE": "phi3_longrope_window",
+    "one KV head": "wide_mistral",
+    "native decoder": "wide_qwen2",
+}
 """Tried where a feature needs sliding windows, or several KV heads."""
 
 
