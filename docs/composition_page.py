@@ -9,7 +9,9 @@ RESULTS = Path("docs/results/composition.json")
 INTRODUCTION = """# Composition
 
 The aim is that every feature of Quire works with every other one, or the combination is refused
-with the reason. Cells below that are inert or failed are open.
+with the reason. A schedule, granularity or budget of
+evictions without a named rule takes the first of h2o, tova, keydiff, snapkv and sinks with which it
+works: a pair is refused only if none does. Cells below that are inert or failed are open.
 This page is generated from runs: `python -m tests.composition --size 2` runs all pairs of the
 features below on tiny random models, and `--size 3` a sample of triples. Options of one text,
 such as two codecs, exclude each other and are no pair.
@@ -19,7 +21,8 @@ A run **works** if all of this holds:
 * Each feature acted. Counters show it: evicted tokens and their positions, pages in codes,
   preemptions of the kind, cached and loaded prefixes, offloaded bytes, recomputed and
   CPU-attended tokens, transferred weights, shared pages, the text of a structured output. A run
-  in which a feature did not act is repeated in another memory size. If it never acts, the pair is
+  in which a feature did not act is repeated in another memory size, and then with other values:
+  [these pairs](#pairs-that-work-with-other-values) need them. If it never acts, the pair is
   reported as *inert*.
 * Logits of the same tokens after the same evictions differ by at most 1e-4 (float32) from those
   of the requests in ample memory without batcher, preemption, offload, cached prefixes and tiers.
@@ -36,7 +39,13 @@ def page(root: Path) -> str:
     """The text of the page."""
     results = json.loads((root / RESULTS).read_text(encoding="utf-8"))
     return INTRODUCTION + "\n".join(
-        (_counts(results), _groups(results), _features(results), _reasons(results))
+        (
+            _counts(results),
+            _groups(results),
+            _features(results),
+            _reasons(results),
+            _values(results),
+        )
     )
 
 
@@ -94,6 +103,18 @@ def _reasons(results: dict[str, Any]) -> str:
     ]
     heading = "## Pairs that do not work\n\nA refusal quotes the message that a user reads.\n\n"
     return heading + _table(("features", "result", "reason"), rows)
+
+
+def _values(results: dict[str, Any]) -> str:
+    """Pairs that need other values than most, and the values."""
+    rows = [(" + ".join(cell["features"]), cell["used"]) for cell in results["with_values"]]
+    heading = (
+        "## Pairs that work with other values\n\nThe first values that are tried do not let both "
+        "features act, or are refused. Options of the command have their own names; `late_step`, "
+        "`grows`, `short_tokens`, `host_units` and `tenants` describe the requests and the swap "
+        "space of a run (`tests/composition/draft.py`).\n\n"
+    )
+    return heading + _table(("features", "values"), rows)
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

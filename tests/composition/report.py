@@ -27,6 +27,11 @@ def results_of(
         "triples": counts(triples.values()),
         "by_group": _by_group(pairs),
         "worst_difference": _worst([*pairs.values(), *triples.values()]),
+        "with_values": [
+            {name: c[name] for name in ("features", "used")}
+            for c in pairs.values()
+            if c["result"] == WORKS and c.get("used")
+        ],
         "others": [_other(c) for c in [*pairs.values(), *triples.values()] if c["result"] != WORKS],
     }
 
