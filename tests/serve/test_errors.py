@@ -214,7 +214,7 @@ def test_range_limits_are_accepted(complete, options):
         ({"n": 1_000}, "n: expected a number less than or equal to 128, got 1000"),
         ({"n": True}, "n: expected a value other than true or false, got true"),
         ({"metadata": {"a": 1}}, "metadata.a: expected a valid string, got 1"),
-        ({"metadata": []}, "metadata: expected a valid dictionary, got a list"),
+        ({"metadata": []}, "metadata: expected a JSON object, got a list"),
         ({"deadline_s": "soon"}, 'deadline_s: expected a valid number, got "soon"'),
         ({"priority": 1.5}, "priority: expected a valid integer, got 1.5"),
         ({"evict": {}}, "evict: expected a valid string, got an object"),
@@ -260,7 +260,7 @@ def test_large_invalid_request_has_a_small_response(post):
     [
         (b"{prompt", "Expecting property name enclosed in double quotes at character 2"),
         (b'{"prompt":\n a}', "Expecting value at character 13 (line 2, column 2)"),
-        (b"", "body: Field required"),
+        (b"", "body: expected a JSON object, got nothing"),
         (b'{"prompt": "\xff"}', "byte 13 is not utf-8"),
         (b"[" * 100_000, "nested too deep"),
         (b'{"seed": ' + b"9" * 5_000 + b"}", "more than 4,300 digits"),
@@ -298,22 +298,35 @@ def test_json_content_types_are_accepted(serve, content_type):
     assert response.status_code == 200
 
 
+def test_messages_name_the_expected_kind_and_number(post, serve):
+    no_messages = error_of(post(CHATS, messages=[]), 400)
+    no_object = error_of(serve(lambda client: client.post(CHATS, json=[1])), 400)
+
+    assert no_messages["message"] == "messages: expected at least 1 item, got 0"
+    assert no_object["message"] == "body: expected a JSON object, got a list"
+
+
 def test_unknown_paths_and_methods_have_the_error_format(serve):
     async def main(client):
         return await client.get("/v1/images/generations"), await client.get(COMPLETIONS)
 
     missing, wrong_method = serve(main)
 
-    assert error_of(missing, 404)["type"] == "NotFoundError"
-    assert error_of(wrong_method, 405)["message"] == "Method Not Allowed"
+    error = error_of(missing, 404)
+    assert error["type"] == "NotFoundError"
+    assert (
+        error["message"] == "this server has no path /v1/images/generations: see /docs for its API"
+    )
+    message = error_of(wrong_method, 405)["message"]
+    assert message == f"{COMPLETIONS} does not take GET: use POST"
 
 
-def test_failed_output_is_a_server_error(post, llm):
+def test_output_that_fails_by_the_options_of_its_request_is_a_bad_request(post, llm):
     eos = list(llm.model.generation.eos_token_ids)
 
     response = post(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
 
-    assert "leave no token to sample" in error_of(response, 500)["message"]
+    assert "leave no token to sample" in error_of(response, 400)["message"]
 
 
 def test_internal_error_does_not_expose_details(serve, llm, monkeypatch):

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import SplitResult
 
 import h11
@@ -50,7 +51,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, host: str, clock: Callable[[], float]) -> None:
         self._host, self._clock = host, clock
         self._http = h11.Connection(h11.CLIENT)
-        self._transport: asyncio.WriteTransport | None = None
+        self._transport: Any = None  # asyncio.WriteTransport
         self._unread: list[tuple[float, bytes]] = []
         self._reply: Reply | None = None
         self._is_chunked = False
@@ -97,9 +98,8 @@ class Connection(asyncio.Protocol):
 
     # ---- asyncio.Protocol ----------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:  # those of uvloop have no common base class
         """Store the transport."""
-        assert isinstance(transport, asyncio.WriteTransport), "a stream transport"
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

@@ -44,7 +44,17 @@ def bench_server(
     Raises:
         ConfigError: the server cannot be reached, or the data set cannot be read.
     """
-    return asyncio.run(_bench(config, api_key, on_end))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_bench(config, api_key, on_end))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Event loop of uvloop if it is installed: the client often runs on the cores of the server."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 async def _bench(

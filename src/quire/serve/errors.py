@@ -18,6 +18,7 @@ Quotes of a client's input are bounded: a large invalid request gets a small res
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -238,11 +239,23 @@ def _invalid(errors: Sequence[Mapping[str, Any]], path: str) -> JSONResponse:
     return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), fields[0] or None, path=path)
 
 
+_COUNTED = re.compile(r"should have (at (?:least|most) \d+ items?)")
+_OBJECTS = frozenset({"model_attributes_type", "model_type", "dict_type"})
+"""Kinds of pydantic's errors for a value that is no JSON object."""
+
+
 def _what_is_wrong(part: Mapping[str, Any]) -> str:
     """Rewrite pydantic's message as expected and given value; a long value is truncated."""
     text = str(part["msg"]).removeprefix("Value error, ")
+    if part.get("type") == "missing":
+        return "required" if len(part["loc"]) > 1 else "expected a JSON object, got nothing"
+    counted = _COUNTED.search(text)
+    if counted and isinstance(part.get("input"), list | dict):
+        return f"expected {counted[1]}, got {len(part['input']):,}"
     if not text.startswith("Input should be "):
         return text
+    if part.get("type") in _OBJECTS:
+        return f"expected a JSON object, got {_shown(part.get('input'))}"
     expected, given = text.removeprefix("Input should be ").partition(", ")[0], part.get("input")
     number = "a number " if expected.startswith(("less", "greater")) else ""
     return f"expected {number}{expected}, got {_shown(given)}"
@@ -265,7 +278,21 @@ def _field_path(location: tuple[object, ...]) -> str:
 async def _handle_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status, path = HTTPStatus(error.status_code), request.url.path
-    return error_response(status, error.detail, headers=error.headers, path=path)
+    message = _routing_message(request, status, error) or error.detail
+    return error_response(status, message, headers=error.headers, path=path)
+
+
+def _routing_message(request: Request, status: HTTPStatus, error: HTTPException) -> str | None:
+    """Message for a path or method that the server does not have; None for other errors."""
+    if error.detail != status.phrase:
+        return None
+    path = bounded(request.url.path, 100)
+    if status is HTTPStatus.NOT_FOUND:
+        return f"this server has no path {path}: see /docs for its API"
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return f"{path} does not take {request.method}: use {allowed}"
+    return None
 
 
 async def _handle_bug(request: Request, error: Exception) -> JSONResponse:

@@ -8,9 +8,10 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestError
 from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, joined
+from quire.sampling.sampler import NO_TOKEN_LEFT
 from quire.serve.errors import RequestFailed, error_body
 from quire.serve.formats import Format, PlainFormat
 from quire.serve.logprobs import prompt_logprobs
@@ -214,5 +215,7 @@ async def _cancel_on_disconnect(outputs: OutputStream, request: Request) -> None
 
 
 def _raise_if_failed(error: str | None) -> None:
-    if error is not None:
-        raise RequestFailed(error)
+    if error is None:
+        return
+    # an error of the request's own options is the client's, although it appears during generation
+    raise RequestError(error) if error == NO_TOKEN_LEFT else RequestFailed(error)
