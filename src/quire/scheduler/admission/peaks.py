@@ -181,14 +181,16 @@ class Peaks:
             return self._resident_pages(group, pages, shape)
         return pages * group.num_lanes
 
+    def offloads(self, need: Need | NeedGroup) -> bool:
+        """Whether the oldest pages of sequences can be in offload memory at their peak."""
+        evicts_by_layer = need.eviction.cap is None or self._now.cuts_by_layer
+        return bool(need.may_offload and self.offloaded_tokens and evicts_by_layer)
+
     def _offload(
         self, sequences: NeedGroup, group: LaneGroup, shape: StepShape
     ) -> LaneOffload | None:
         """Offload of the oldest pages of a group's lanes; None if they stay in the arena."""
-        evicts = sequences.eviction.cap is not None
-        if not (sequences.may_offload and self.offloaded_tokens and can_be_offloaded(group)):
-            return None
-        if evicts and not self._now.cuts_by_layer:
+        if not (self.offloads(sequences) and can_be_offloaded(group)):
             return None
         page_tokens = group.page_class.tokens
         rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
@@ -214,7 +216,7 @@ class Peaks:
             page = group.page_class
             pages = self._group_pages(group, sequence, shape)
             rest += int(pages[0]) * page.page_bytes
-            if need.may_offload and self.offloaded_tokens and can_be_offloaded(group):
+            if self.offloads(need) and can_be_offloaded(group):
                 lane_offloaded = int(
                     self._offloaded_pages(group, pages // group.num_lanes, shape)[0]
                 )
