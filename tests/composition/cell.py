@@ -1,8 +1,9 @@
 """One cell: features together in one run, which works, is refused, or is a fault."""
 
+import re
 import time
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -30,12 +31,14 @@ class Cell:
         result: works, refused, inert (a feature did not act) or failed.
         why: of a refusal, as the user reads it; of a failure; the features that did not act.
         worst: largest difference of logits from those of the same requests in ample memory.
+        used: values that differ from those of most cells, because a feature acts with them.
         seconds: of the processor.
     """
 
     features: tuple[str, ...]
     result: str
     why: str = ""
+    used: str = ""
     worst: float = 0.0
     seconds: float = 0.0
 
@@ -45,25 +48,46 @@ class Cell:
 
 
 def run_cell(features: Sequence[Feature]) -> Cell:
-    """Run a combination, with several sizes of memory and prompts until all features act.
+    """Run a combination, with several rules, sizes of memory and prompts until all features act.
 
     Args:
         features: none excludes another.
     """
     names, started_s = tuple(f.name for f in features), time.process_time()
+    result, why, worst, used = _best_variant(features)
+    seconds = round(time.process_time() - started_s, 3)
+    return Cell(features=names, result=result, why=why, worst=worst, used=used, seconds=seconds)
+
+
+def _best_variant(features: Sequence[Feature]) -> tuple[str, str, float, str]:
+    """Result of the first variant that works or fails; else of an inert one; else a refusal."""
+    first, *others = drafted(features).variants()
+    found = [(*_run_variant(first, features), "")]
+    for draft in others:
+        if found[-1][0] in (WORKS, FAILED):
+            break
+        found.append((*_run_variant(draft, features), draft.differing(first)))
+    if found[-1][0] in (WORKS, FAILED):
+        return found[-1]
+    inert = [one for one in found if one[0] == INERT]
+    return inert[0] if inert else (REFUSED, _commonest([why for _, why, *_ in found]), 0.0, "")
+
+
+def _commonest(reasons: list[str]) -> str:
+    """The first of the reasons that most variants have, whatever rule they name."""
+    kinds = [re.sub(r"'[^']*'|\([^)]*\)", "", reason)[:50] for reason in reasons]
+    kind, _ = Counter(kinds).most_common(1)[0]
+    return reasons[kinds.index(kind)]
+
+
+def _run_variant(draft: Draft, features: Sequence[Feature]) -> tuple[str, str, float]:
     result, why, worst = INERT, "", 0.0
-    for case in _cases(features):
-        result, why, worst = _try(case, features)
+    seeds = range(SEEDS if len(draft.units) == 1 else 1)
+    for case in (draft.case(units, seed) for seed in seeds for units in draft.units):
+        result, why, worst = _try(case, draft, features)
         if result != INERT:
             break
-    seconds = round(time.process_time() - started_s, 3)
-    return Cell(features=names, result=result, why=why, worst=worst, seconds=seconds)
-
-
-def _cases(features: Sequence[Feature]) -> list[Case]:
-    draft = drafted(features)
-    seeds = range(SEEDS if len(draft.units) == 1 else 1)
-    return [draft.case(units, seed) for seed in seeds for units in draft.units]
+    return result, why, worst
 
 
 def drafted(features: Sequence[Feature]) -> Draft:
@@ -74,12 +98,12 @@ def drafted(features: Sequence[Feature]) -> Draft:
     return draft
 
 
-def _try(case: Case, features: Sequence[Feature]) -> tuple[str, str, float]:
+def _try(case: Case, draft: Draft, features: Sequence[Feature]) -> tuple[str, str, float]:
     outcome = Outcome(seed=case.seed)
     try:
         with products(case):
             own = [f.run for f in features if f.run is not None]
-            ran = own[0](drafted(features)) if own else _run(case, outcome)
+            ran = own[0](draft) if own else _run(case, outcome)
             inert = [feature.name for feature in features if not feature.acted(ran)]
     except Refused as error:
         return REFUSED, str(error.__cause__), 0.0
@@ -91,6 +115,9 @@ def _try(case: Case, features: Sequence[Feature]) -> tuple[str, str, float]:
         frames = traceback.extract_tb(error.__traceback__)[-5:]
         where = "; ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in frames)
         return FAILED, f"{type(error).__name__}: {error} [{where}]", outcome.worst
+    told = [f.told(ran) for f in features if f.name in inert and f.told is not None]
+    if any(told):
+        return REFUSED, "; ".join(filter(None, told)), 0.0
     if inert:
         return INERT, ", ".join(inert), outcome.worst
     return WORKS, outcome.near_tie, outcome.worst

@@ -20,6 +20,7 @@ class Feature:
         alone_in: features with the same text here exclude each other, as two values of one option;
             "" for a feature that combines with all others of its group.
         only_with: groups whose features can be set together with this one; None: all.
+        told: reason that the engine states for not using the feature, where it runs without it.
         never_with: features of these groups that cannot be set together with it.
         run: runs a draft and compares; None: the engine, in little memory and in ample memory.
     """
@@ -32,6 +33,7 @@ class Feature:
     alone_in: str = ""
     only_with: tuple[str, ...] | None = None
     never_with: tuple[str, ...] = ()
+    told: Callable[[Ran], str | None] | None = None
     run: Callable[[Draft], Ran] | None = None
 
     def excludes(self, other: "Feature") -> bool:
@@ -57,7 +59,8 @@ def setting(**values: object) -> Callable[[Draft], None]:
 def _joined(name: str, own: object, value: object) -> object:
     """The value of a field that two features set."""
     if isinstance(own, dict):
-        return own | value
+        longest = [v["max_tokens"] for v in (own, value) if "max_tokens" in v]
+        return own | value | ({"max_tokens": max(longest)} if longest else {})
     if name == "units":
         return value if own == AMPLE else tuple(sorted({*own, *value}))
     if name in ("times", "host_units", "stream_units"):

@@ -44,7 +44,8 @@ class Case:
             "" for plain weights.
         tiers: of cached prefixes: disk, remote. The requests run twice, the second time in a new
             engine over the same tiers.
-        preempt_steps: before each of these steps a running request is preempted.
+        preempt_steps: before each of these steps a running request is preempted: with the most
+            evictions, or the fewest if `preempt_whole`.
         tokenizer: the model has one, of single bytes.
         schedule: options of `ScheduleConfig`.
         requests: in the order of their names, r0, r1 and so on.
@@ -60,6 +61,7 @@ class Case:
     weights: str = ""
     tiers: tuple[str, ...] = ()
     preempt_steps: tuple[int, ...] = ()
+    preempt_whole: bool = False
     tokenizer: bool = False
     kv: Mapping[str, object]
     schedule: Mapping[str, object]

@@ -51,9 +51,9 @@ def _loaded(name: str, weights: str) -> LoadedModel:
     architecture, _, times = name.partition("*")
     repeated = int(times or 1)
     if weights.startswith(STAY):
-        return load_streamed(
-            architecture, stay=int(weights.removeprefix(STAY)), times=repeated or 3
-        )
+        stay, times = int(weights.removeprefix(STAY)), repeated or 3
+        streamed = load_streamed(architecture, stay=stay, times=times)
+        return replace(streamed, folder=_folder_of(architecture, times))
     if weights == PLAIN:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adapter, "fastest_products", lambda: None)
@@ -64,6 +64,14 @@ def _loaded(name: str, weights: str) -> LoadedModel:
         zoo.build(architecture, times=repeated), None, impl="auto", codec=weights
     )
     return replace(load(architecture, times=repeated), decoder=decoder, weight_codec=weights)
+
+
+@cache
+def _folder_of(architecture: str, times: int) -> Path:
+    """A folder with the model's weights, which identify the prefixes in a tier."""
+    folder = Path(tempfile.mkdtemp(prefix="model-"))
+    zoo.build(architecture, times=times).save_pretrained(folder)
+    return folder
 
 
 @cache

@@ -96,14 +96,17 @@ def _run(case: Case, outcome: Outcome) -> None:
 def run_scarce(case: Case, ample: Watched, outcome: Outcome) -> Watched:
     """Run a case in little memory; with tiers a second time, in a new engine."""
     unit_bytes = max(answer.usage.kv_peak_bytes for answer in ample.answers.values())
+    earlier: tuple[Watched, ...] = ()
     for _ in range(2 if case.tiers else 1):
-        scarce = Watched(scarce_engine(case, unit_bytes), poisoned=case.poison)
+        engine = scarce_engine(case, unit_bytes)
+        scarce = Watched(engine, poisoned=case.poison, earlier=earlier)
         try:
             drive(case, scarce)
             scarce.engine.close()
         finally:
             outcome.kinds, outcome.steps = dict(scarce.kinds), scarce.steps
         scarce.require_nothing_held()
+        earlier = (scarce,)
     return scarce
 
 
@@ -181,19 +184,24 @@ def drive(case: Case, watched: Watched) -> None:
             if request.cancel_step == step:
                 engine.cancel(f"r{number}", request.cancel_index)
         if step in case.preempt_steps:
-            _preempt(watched)
+            _preempt(watched, -1 if case.preempt_whole else 1)
         watched.step()
         step += 1
 
 
-def _preempt(watched: Watched) -> None:
-    """Preempt the running request with offloaded KV, the most evictions, or the most tokens."""
+def _preempt(watched: Watched, sign: int) -> None:
+    """Preempt the running request with offloaded KV, the most evictions, or the most tokens.
+
+    Args:
+        watched: the engine.
+        sign: -1 for the fewest evictions.
+    """
     engine = watched.engine
     offload = engine.pool.offload
 
     def rank(request) -> tuple[bool, int, int]:
         offloaded = offload is not None and request.memory.row in offload.prefixes.rows
-        return offloaded, request.eviction.num_evictions, request.progress.num_computed
+        return offloaded, sign * request.eviction.num_evictions, request.progress.num_computed
 
     if engine.scheduler.running:
         engine.scheduler.lifecycle.preempt(max(engine.scheduler.running, key=rank), "for the test")

@@ -84,8 +84,10 @@ class Watched:
         answers: by request, when it has ended.
         kinds: number of events of each kind.
         details: number of events of each kind with a way or a reason, such as "preempted swap".
-        peaks: largest number of bytes of offloaded KV, and of waiting requests, after a step.
+        peaks: largest number of bytes of offloaded KV, of waiting requests, and of bytes used by two
+            or more running requests, after a step.
         steps: so far.
+        earlier: engines that filled the tiers of this one.
     """
 
     engine: Engine
@@ -95,6 +97,7 @@ class Watched:
     details: Counter[str] = field(default_factory=Counter)
     peaks: Counter[str] = field(default_factory=Counter)
     steps: int = 0
+    earlier: tuple["Watched", ...] = ()
 
     def __post_init__(self) -> None:
         self._builders: dict[str, OutputBuilder] = {}
@@ -133,6 +136,8 @@ class Watched:
     def _note_peaks(self) -> None:
         offload = self.engine.pool.offload
         found = {"waiting": self.engine.scheduler.num_waiting}
+        if len(self.engine.scheduler.running) > 1:
+            found["used_bytes_of_several"] = self.engine.pool.kv.memory.used_bytes
         if offload is not None:
             found["offloaded_bytes"] = offload.prefixes.pool.used_bytes
         for name, value in found.items():

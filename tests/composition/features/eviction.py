@@ -20,7 +20,35 @@ RULES = {
     "kvcrush": ("kvcrush:base=(h2o:recent=3),share=0.5", "representatives, around another rule"),
     "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
 }
-ALLOWED = ("h2o:recent=3", "tova", "full", "keydiff")
+OTHER_FORMS = {
+    "tova": ("tova:scope=lane",),
+    "value_norm": ("value_norm:base=tova",),
+    "kvcrush": (
+        "kvcrush:base=tova,share=0.5",
+        "kvcrush:base=keydiff,share=0.5",
+        "kvcrush:base=(h2o:recent=3),share=0.5,sets=head",
+    ),
+    "kmeans": (
+        "kmeans:base=tova,share=0.5",
+        "kmeans:base=keydiff,share=0.5",
+        "kmeans:base=(h2o:recent=3),share=0.5,sets=head",
+    ),
+    "lagkv": ("lagkv:lag=4,sinks=2,granularity=chunk,chunk_tokens=3",),  # ranks of tokens are equal
+}
+"""Tried where a feature excludes the first form: around another rule, or one set for each head."""
+
+ALLOWED = (
+    ("h2o:recent=3", "tova", "keydiff", "full"),
+    ("tova", "sinks:sinks=2", "random", "full"),  # one set for all heads of a layer
+    ("keydiff", "sinks:sinks=2", "lagkv:lag=4,sinks=2", "full"),  # without attention
+    ("h2o:recent=3", "keydiff", "average", "full"),  # one set for each head
+    ("streaming:sinks=2", "streaming:sinks=4", "streaming:sinks=3", "full"),
+)
+
+
+def _forms(name: str, text: str) -> dict[str, tuple[str, ...]]:
+    others = OTHER_FORMS.get(name, ())
+    return {"rule": (text, *others)} if others else {}
 
 
 def _before_end_of_prompt(ran: Ran) -> bool:
@@ -68,6 +96,10 @@ BUDGETS = {
     "fastgen": "(fastgen:share=0.85)",
     "ada": "ada",
 }
+OTHER_BUDGETS = {
+    "fastgen": ("(fastgen:share=0.6)", "(fastgen:share=0.97)", "(fastgen:share=0.4)"),
+    "lazy": ("(lazy:last=4,threshold=0.6)", "(lazy:last=4,threshold=0.4)"),
+}
 AFTER_PROMPT = ("squeeze", "lazy", "fastgen")  # their default schedule here
 
 FEATURES = (
@@ -76,7 +108,7 @@ FEATURES = (
             name=name,
             group="eviction rule",
             option=f"`--evict {text}`: {basis}",
-            draw=setting(rule=text),
+            draw=setting(rule=text, vary=_forms(name, text)),
             acted=lambda ran: ran.evicted,
             alone_in="rule",
         )
@@ -111,6 +143,7 @@ FEATURES = (
             option=f"`budget={text}`".replace("{factors}", "1.2/0.8"),
             draw=setting(
                 budget=text,
+                vary={"budget": (text, *OTHER_BUDGETS.get(name, ()))},
                 evicts=True,
                 default_when="prefill_end" if name in AFTER_PROMPT else "prefill_and_decode",
             ),
@@ -123,7 +156,7 @@ FEATURES = (
         name="rules of requests",
         group="eviction rule",
         option="`--evict-allow all`, and requests name rules",
-        draw=setting(allowed=ALLOWED),
+        draw=setting(vary={"allowed": ALLOWED, "allows_all": (True, False)}),
         acted=_several_rules,
     ),
 )

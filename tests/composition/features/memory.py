@@ -5,7 +5,15 @@ from composition.feature import Feature, both, setting
 from composition.ran import Ran
 
 OFTEN = (5, 9, 12, 15)
-OFFLOADS = setting(times=3, units=SCARCE, stream_units=8.0, default_when="decode")
+LATE = {"late_step": (9, 4, 6)}
+HYBRID_UNITS = (0.2, 0.35, 0.5, 0.05, 0.75, 0.1)  # of swap space: less than some victim holds
+OFFLOADS = setting(
+    times=3,
+    units=(*SCARCE, 0.96),
+    stream_units=8.0,
+    default_when="decode",
+    vary={"grows": (False, True)},
+)
 
 
 def _offload(**options: object):
@@ -27,7 +35,7 @@ def _shared_prefix(ran: Ran) -> bool:
 
 def _tier(*names: str):
     caching = {"enable_prefix_caching": True}
-    return setting(tiers=names, kv=caching, late=True)
+    return setting(tiers=names, kv=caching, late=True, vary=LATE)
 
 
 FEATURES = (
@@ -51,7 +59,12 @@ FEATURES = (
         name="hybrid",
         group="preemption",
         option="`--preempt hybrid`",
-        draw=setting(schedule={"preempt": "hybrid"}, host_units=0.6, preempt_steps=OFTEN),
+        draw=setting(
+            schedule={"preempt": "hybrid"},
+            preempt_steps=(1, 2, 3, *OFTEN),
+            preempt_whole=True,
+            vary={"host_units": HYBRID_UNITS},
+        ),
         acted=_preempted("hybrid"),
         alone_in="preempt",
     ),
@@ -59,8 +72,9 @@ FEATURES = (
         name="prefix cache",
         group="prefix cache",
         option="`--enable-prefix-caching` (default)",
-        draw=setting(kv={"enable_prefix_caching": True}, late=True),
+        draw=setting(kv={"enable_prefix_caching": True}, late=True, vary=LATE),
         acted=_shared_prefix,
+        told=lambda ran: ran.scarce.engine.pool.why_no_prefix,
     ),
     Feature(
         name="prefixes on disk",

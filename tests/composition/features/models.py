@@ -18,7 +18,7 @@ FEATURES = tuple(
         group="model",
         option=option,
         draw=setting(architecture=architecture, times=2 if architecture == "gpt_oss" else 1),
-        acted=lambda ran: ran.outcome.compared > 0,
+        acted=lambda ran: ran.outcome.compared > 0 or ran.case.approximate,
         alone_in="model",
     )
     for name, (architecture, option) in MODELS.items()

@@ -5,15 +5,21 @@ import re
 from composition.feature import Feature, setting
 from composition.ran import Ran
 
-ALLOWED = list(range(2, 12))
-FORCED = 77
-STOPS = "abcdefghijklm"
-PATTERN = "[a-d]{2}-[0-9]{3,12}"
+FORCED = 53
+"""The token "5", which the pattern and the allowed tokens have too."""
+
+ALLOWED = [*b"abcd-0123456789efg"]
+STOPS = "efghijklm789"
+PATTERN = "[a-d]{2}-[0-9]{3,36}"
+BEGUN = "[a-d]{0,2}|[a-d]{2}-[0-9]{0,36}"
 
 
 def _several(ran: Ran) -> bool:
     answers = ran.scarce.answers.values()
-    return all(len(answer.choices) > 1 for answer in answers) and ran.happened("shared", "copied")
+    alone = ran.scarce.engine.pool.store != "paged"  # lanes of their own: no pages are shared
+    return all(len(answer.choices) > 1 for answer in answers) and (
+        alone or ran.happened("shared", "copied")
+    )
 
 
 def _ranked(ran: Ran) -> bool:
@@ -45,8 +51,11 @@ def _only(allowed: list[int]):
 
 def _structured(ran: Ran) -> bool:
     full = [c for c in ran.choices if c.finish_reason != "abort"]
-    begun = re.compile("[a-d]{2}-[0-9]{3,12}$")
-    return any(c.text for c in full) and all(begun.match(c.text) for c in full)
+    early = {c.text for c in full if c.stop_reason is not None}  # at a stop token or text
+    whole = re.compile(PATTERN)
+    return any(c.text for c in full) and all(
+        whole.fullmatch(c.text) or (c.text in early and re.fullmatch(BEGUN, c.text)) for c in full
+    )
 
 
 def _scored(ran: Ran) -> bool:
@@ -137,5 +146,11 @@ FEATURES = (
         lambda ran: all(c.logprobs for c in ran.choices if c.finish_reason != "abort"),
         logprobs=2,
     ),
-    _sampling("prompt_logprobs", "`prompt_logprobs=1`", _scored, prompt_logprobs=1),
+    Feature(
+        name="prompt_logprobs",
+        group="sampling",
+        option="`prompt_logprobs=1`",
+        draw=setting(first_params={"prompt_logprobs": 1}),
+        acted=_scored,
+    ),
 )

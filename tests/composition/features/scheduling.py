@@ -11,9 +11,11 @@ BATCHERS = {
     "baton_pd": "baton_pd:queue=1",
     "baton_pd_best_fit": "baton_pd_best_fit:queue=1",
 }
+HELD = "baton_pd:queue=2,hold=host,lead=1"
 CROSSED = (
     2.1,
     2.6,
+    2.69,
     3.0,
     3.4,
     3.8,
@@ -21,8 +23,11 @@ CROSSED = (
     5.7,
     6.5,
 )  # units of memory: a limit is crossed in one of them
-LONG = {"max_tokens": 40}  # KV of running requests grows by a third or more
-TENANTS = "a:weight=2; b"
+LONG = {"max_tokens": 40, "min_tokens": 30}  # KV of running requests grows by a third or more
+TENANTS = "a:weight=2; b; default"
+SERVED = (("a", "b"), ("a", "b", "default"))
+"""Tenants of the requests, in turn. Only requests without a tenant load what another engine wrote
+to a remote store."""
 
 
 def _batched(ran: Ran) -> bool:
@@ -35,12 +40,28 @@ def _waited(ran: Ran) -> bool:
 
 
 def _chunked(ran: Ran) -> bool:
-    return ran.scarce.kinds["chunk"] >= 3 * len(ran.case.requests)
+    chunks = sum(engine.kinds["chunk"] for engine in (ran.scarce, *ran.scarce.earlier))
+    return chunks >= 3 * len(ran.case.requests)
 
 
 def _both_tenants(ran: Ran) -> bool:
     served = {one.tenant for one in ran.stats.served if one.output_tokens}
     return {"a", "b"} <= served
+
+
+def _kept_below(ran: Ran, limit: str) -> bool:
+    """Where memory is reserved at admission, the limit delays admissions instead.
+
+    `scale_down_at` reserves 16 tokens of each request, all that a sliding window retains.
+    """
+    reserves = ran.case.schedule.get("admission") == "reserved"
+    reserves = reserves or ran.case.kv.get("store") == "contiguous_max"
+    tables = ran.scarce.engine.pool.kv.memory.tables.values()
+    reserves = reserves or all(table.group.window is not None for table in tables)
+    most = float(str(ran.case.schedule[limit]))
+    total_bytes = ran.scarce.engine.pool.kv.memory.total_bytes
+    used_bytes = ran.scarce.peaks["used_bytes_of_several"]
+    return reserves and _waited(ran) and 0 < used_bytes <= most * total_bytes
 
 
 FEATURES = (
@@ -58,11 +79,12 @@ FEATURES = (
     Feature(
         name="baton_pd on the host",
         group="batcher",
-        option="`--batcher baton_pd:queue=2,hold=host,lead=1`",
+        option=f"`--batcher {HELD}`",
         draw=setting(
-            schedule={"batcher": "baton_pd:queue=2,hold=host,lead=1", "max_num_seqs": 2},
+            schedule={"batcher": HELD, "max_num_seqs": 2},
             host_units=8.0,
             params={"max_tokens": 16},
+            vary={"schedule.batcher": (HELD, HELD.replace("queue=2", "queue=6"))},
         ),
         acted=lambda ran: ran.happened("swapped_out"),
         alone_in="batcher",
@@ -71,7 +93,7 @@ FEATURES = (
         name="reserved admission",
         group="scheduling",
         option="`--admission reserved`",
-        draw=setting(schedule={"admission": "reserved"}, units=(1.3, 1.8, 2.5)),
+        draw=setting(schedule={"admission": "reserved"}, units=(1.3, 1.8, 2.5, 3.5, 4.5)),
         acted=_waited,
         alone_in="admission",
     ),
@@ -95,12 +117,16 @@ FEATURES = (
         group="scheduling",
         option="`--high-watermark 0.6`",
         draw=setting(
-            schedule={"low_watermark": 0.6, "high_watermark": 0.6},
+            watermark=0.6,
             units=CROSSED,
             params=LONG,
             some_short=True,
+            vary={"watermark": (0.6, 0.52, 0.4), "short_tokens": (9, 3)},
         ),
-        acted=lambda ran: ran.happened("preempted memory use above the high watermark"),
+        acted=lambda ran: (
+            ran.happened("preempted memory use above the high watermark")
+            or _kept_below(ran, "high_watermark")
+        ),
     ),
     Feature(
         name="scale_down_at",
@@ -112,21 +138,31 @@ FEATURES = (
             host_units=8.0,
             params=LONG,
             some_short=True,
+            vary={"schedule.scale_down_at": (0.5, 0.35, 0.42, 0.25), "short_tokens": (9, 3)},
         ),
-        acted=lambda ran: ran.happened("preempted memory use above scale_down_at"),
+        acted=lambda ran: (
+            ran.happened("preempted memory use above scale_down_at")
+            or _kept_below(ran, "scale_down_at")
+        ),
     ),
     Feature(
         name="urgent requests",
         group="scheduling",
         option="`--urgent -1`",
-        draw=setting(schedule={"urgent": -1}, units=(*SCARCE, 2.6, 3.2), urgent=True, late=True),
+        draw=setting(
+            schedule={"urgent": -1},
+            units=(*SCARCE, 2.6, 3.2),
+            urgent=True,
+            late=True,
+            vary={"late_step": (9, 4, 6, 13)},
+        ),
         acted=lambda ran: ran.happened("preempted an urgent request is waiting"),
     ),
     Feature(
         name="tenants",
         group="scheduling",
         option=f"`--tenants '{TENANTS}'`",
-        draw=setting(schedule={"tenants": TENANTS}, tenants=("a", "b")),
+        draw=setting(schedule={"tenants": TENANTS}, vary={"tenants": SERVED}),
         acted=_both_tenants,
     ),
     Feature(

@@ -1,6 +1,5 @@
 """How pages store numbers, and where: codecs, full-precision tokens, mixed precision, stores."""
 
-from composition.draft import LARGER, OTHER_TOKENS, SHARED_TOKENS
 from composition.feature import Feature, setting
 from composition.ran import Ran
 
@@ -37,8 +36,6 @@ def _promoted(ran: Ran) -> bool:
 def _stored_in(name: str):
     return lambda ran: ran.scarce.engine.pool.store == name and ran.stats.kv_peak_bytes > 0
 
-
-LONGEST = SHARED_TOKENS + max(OTHER_TOKENS) + LARGER + 40
 
 FEATURES = (
     *(
@@ -78,7 +75,7 @@ FEATURES = (
             name=name,
             group="store",
             option=f"`--kv-store {name}`",
-            draw=setting(kv={"store": name, "store_tokens": LONGEST}),
+            draw=setting(kv={"store": name}, contiguous=True),
             acted=_stored_in(name),
             alone_in="store",
         )
