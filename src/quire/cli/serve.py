@@ -34,6 +34,7 @@ def serve(
     found = with_default_keys(found, own_keys)
     keys = TenantKeys(found.keys, parse_tenants(settings.schedule.tenants))
     _refuse_unreadable(config)
+    config.key_of_metrics()  # checks the environment variable before the model is loaded
     # the port first: loading a model takes long
     with (
         bind(config.host, config.port) as bound,

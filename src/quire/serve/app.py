@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import socket
 import ssl
 import sys
@@ -20,7 +19,7 @@ from quire.serve.access import HEADER, AccessLog
 from quire.serve.api_docs import DOCS_PATHS, ApiDocs
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
-from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
+from quire.serve.config import ServerConfig
 from quire.serve.connection import (
     MAX_HEADER_BYTES,
     BodyLimit,
@@ -80,7 +79,6 @@ def create_app(
     app.state.service = service
     endpoints = Endpoints(service)
     http_requests = HttpRequests()
-    metrics_key = config.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
     for handlers in (
         endpoints,
         OtherApis(endpoints),
@@ -88,7 +86,7 @@ def create_app(
         Probes(service),
         KVEndpoints(service),
         KVRequestEndpoints(service),
-        MetricsEndpoint(service, http_requests, metrics_key),
+        MetricsEndpoint(service, http_requests, config.key_of_metrics()),
     ):
         app.include_router(handlers.router(), responses=ERRORS)
     app.include_router(ApiDocs().router())
