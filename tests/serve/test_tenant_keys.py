@@ -113,6 +113,14 @@ def test_file_with_limits_of_the_default_tenant_is_accepted_with_other_keys():
     require_keys(TenantFile({"a": (KEY_A,), "default": ()}), Path("keys.toml"))
 
 
+def test_default_tenant_with_a_key_needs_it():
+    keys = TenantKeys(KEYS | {"default": ("sk-d-2f0c77d1",)}, parse_tenants("a;b;default"))
+
+    assert keys.tenant_of("Bearer sk-d-2f0c77d1") == "default"
+    with pytest.raises(Unauthorized, match="missing API key"):
+        keys.tenant_of(None)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

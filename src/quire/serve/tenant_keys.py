@@ -45,7 +45,8 @@ class TenantKeys:
                 raise UnknownName("tenant with an API key", tenant, known)
             for key in own:
                 self._add(tenant, key)
-        self._allows_no_key = DEFAULT_TENANT in known or not (known or self._tenants)
+        allows_default = DEFAULT_TENANT in known and not (keys or {}).get(DEFAULT_TENANT)
+        self._allows_no_key = allows_default or not (known or self._tenants)
         if not self._tenants and not self._allows_no_key:
             raise ConfigError(
                 f"--tenants names {', '.join(sorted(known))}, but no tenant has an API key: give "
@@ -73,7 +74,7 @@ class TenantKeys:
         """The tenant of a request; if no tenant has a key, the header is not read.
 
         If tenants have keys, a request without a key is refused, unless the tenants of the engine
-        include `default`, which needs no key.
+        include `default` and `default` has no key.
 
         Args:
             authorization: the header, `Bearer KEY`; None if missing.
