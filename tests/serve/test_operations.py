@@ -1,12 +1,15 @@
 """Operation of the server: back-pressure, CORS, TLS, large headers, keep-alives and the end."""
 
 import asyncio
+import json
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -166,8 +169,6 @@ class Server:
     """A server process; `url` is its address without /v1."""
 
     def __init__(self, **options):
-        import json
-
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER, json.dumps(options)],
             stdout=subprocess.PIPE,
@@ -218,9 +219,13 @@ def test_second_signal_ends_open_requests():
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
+        text = "\n".join(lines)
         code = server.process.wait(PATIENCE_S)
+        log = server.process.stderr.read()
 
     assert code == -signal.SIGTERM
+    assert "the server has shut down before the request ended" in text
+    assert "Traceback" not in log
 
 
 def test_requests_over_the_shutdown_timeout_are_ended():
@@ -234,6 +239,58 @@ def test_requests_over_the_shutdown_timeout_are_ended():
         code = server.process.wait(PATIENCE_S)
 
     assert code == -signal.SIGTERM
+
+
+def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
+    whole = LONG | {"max_tokens": 1900}
+    found = {}
+
+    def post(name, body):
+        found[name] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+    with Server(shutdown_timeout=1.0, memory="32MiB") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        bodies = {"whole": whole, "stream": whole | {"stream": True}}
+        threads = [threading.Thread(target=post, args=pair) for pair in bodies.items()]
+        with (
+            slow_reader(host, int(port), whole | {"stream": True, "n": 8, "logprobs": 5}),
+            httpx.stream("GET", f"{server.url}/v1/kv/events/stream", timeout=PATIENCE_S) as events,
+        ):
+            for thread in threads:
+                thread.start()
+            next(events.iter_lines())
+            time.sleep(0.5)
+            server.process.send_signal(signal.SIGTERM)
+            code = server.process.wait(PATIENCE_S)
+        for thread in threads:
+            thread.join()
+        log = server.process.stderr.read()
+
+    assert code == -signal.SIGTERM
+    assert found["whole"].status_code == 503
+    assert found["whole"].json()["error"]["message"].startswith("the server has shut down before")
+    *_, error, done, _ = found["stream"].text.split("\n\n")
+    assert '"code":503' in error.replace(" ", "")
+    assert done == "data: [DONE]"
+    assert "Traceback" not in log
+    assert " 500 in " not in log
+    assert "open requests may continue for 1 s" in log
+    assert "open requests were ended" in log
+
+
+@contextmanager
+def slow_reader(host, port, body):
+    """A client that never reads its stream."""
+    content = json.dumps(body)
+    request = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n{content}"
+    )
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect((host, port))
+        client.sendall(request.encode())
+        yield
 
 
 def test_tls_serves_https(certificate):

@@ -72,6 +72,7 @@ class AsyncLLM:
         self._ended_at_s: deque[float] = deque(maxlen=_RATE_OVER)
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}  # by request id; only in the engine's thread
+        self._refusal: Callable[[], QuireError] | None = None  # of requests after `end_requests`
         self._state = threading.Lock()  # guards the next three, so that no command comes too late
         self._closing = False
         self._ended = False
@@ -105,6 +106,7 @@ class AsyncLLM:
         Raises:
             RequestError: the engine refused one of the requests; none runs.
             QueueFull: too many requests are waiting; see `QueueLimit`.
+            QuireError: the error of `end_requests`, after that call.
             EngineDead: the engine has stopped.
         """
         stream = OutputStream(requests, self._cancel)
@@ -218,6 +220,17 @@ class AsyncLLM:
         """
         return await self._call(partial(read, self.engine))
 
+    async def end_requests(self, error: Callable[[], QuireError]) -> None:
+        """End all open requests with an error, and refuse later ones with it.
+
+        Args:
+            error: creates the error for one stream.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        await self._call(partial(self._end_requests, error))
+
     def close(self) -> None:
         """Stop after the current step and leave the engine idle; open requests get `EngineDead`.
 
@@ -293,7 +306,18 @@ class AsyncLLM:
         except queue.Empty:
             return
 
+    def _end_requests(self, error: Callable[[], QuireError]) -> None:
+        self._refusal = error
+        for request_id in self._streams:
+            self.engine.cancel(request_id)
+        streams = set(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            stream.put(error())
+
     def _submit(self, stream: OutputStream) -> None:
+        if self._refusal is not None:
+            raise self._refusal()
         self._queue_limit.check(self.engine, self._served_per_s())
         request_ids: list[str] = []
         try:

@@ -19,7 +19,7 @@ from quire.sampling.grammar import CompiledGrammar
 from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_OUTPUTS, ServerConfig
-from quire.serve.errors import Draining, FieldError, UnknownModel
+from quire.serve.errors import Draining, FieldError, ShutDown, UnknownModel
 from quire.serve.inspection_cost import InspectionCost
 from quire.serve.logprobs import TokenPieces
 from quire.serve.metrics.observer import EngineObserver
@@ -110,6 +110,14 @@ class Service:
     def drain(self) -> None:
         """Start to refuse new requests; open requests continue."""
         self._is_draining = True
+
+    async def end_requests(self) -> None:
+        """End open requests with an error, and refuse those that are not submitted yet.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        await self._running().end_requests(ShutDown)
 
     @property
     def is_alive(self) -> bool:
