@@ -19,7 +19,7 @@ from quire.serve.access import HEADER, AccessLog
 from quire.serve.api_docs import DOCS_PATHS, ApiDocs
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
-from quire.serve.config import ServerConfig
+from quire.serve.config import ServerConfig, is_loopback
 from quire.serve.connection import (
     MAX_HEADER_BYTES,
     BodyLimit,
@@ -31,6 +31,7 @@ from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.embeddings import EmbeddingEndpoint
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
+from quire.serve.hosts import LocalHosts
 from quire.serve.json_route import IGNORED_HEADER
 from quire.serve.kv_endpoints import KVEndpoints
 from quire.serve.kv_requests import KVRequestEndpoints
@@ -101,6 +102,8 @@ def create_app(
     )  # the middleware added last runs first
     if config.allowed_origins:
         _add_cors(app, config)
+    if is_loopback(config.host) and not service.keys.tells_tenants_apart:
+        app.add_middleware(LocalHosts)
     app.add_middleware(AccessLog, counts=http_requests, writes=config.access_log)
     return app
 
