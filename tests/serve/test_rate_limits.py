@@ -1,5 +1,7 @@
 """Rate limits: arithmetic of the buckets, headers, and requests over HTTP."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +79,18 @@ def test_unused_tokens_are_returned_once():
 
     headers = limits.charge("a", requests=1, tokens=60).headers
     assert headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_refund_returns_requests_and_tokens_once():
+    limits = limits_of(requests_per_minute=2, tokens_per_minute=100)
+    charge = limits.charge("a", requests=2, tokens=100)
+    charge.refund()
+    charge.refund()
+    charge.settle(0)
+
+    headers = limits.charge("a", requests=1, tokens=60).headers
+    assert headers["x-ratelimit-remaining-requests"] == "1"
+    assert headers["x-ratelimit-remaining-tokens"] == "40"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +176,21 @@ def test_refused_request_returns_its_charge(serve):
 
     assert refused.status_code == 400
     assert response.headers["x-ratelimit-remaining-tokens"] == "90"
+
+
+def test_request_that_a_full_queue_refuses_is_not_charged(serve, llm):
+    long = BODY | {"max_tokens": 300}
+
+    async def main(client):
+        many = [client.post("/v1/completions", json=long) for _ in range(40)]
+        statuses = [response.status_code for response in await asyncio.gather(*many)]
+        last = await client.post("/v1/completions", json=BODY)
+        return statuses, last.headers["x-ratelimit-remaining-requests"]
+
+    statuses, remaining = serve(main, requests_per_minute=100, max_num_queued_reqs=1)
+
+    assert 503 in statuses
+    assert int(remaining) >= 100 - statuses.count(200) - 1
 
 
 def test_stream_has_the_headers(serve):

@@ -81,17 +81,26 @@ class _Bucket:
 
 @dataclass(slots=True)
 class Charge:
-    """The tokens that a request was charged; `settle` returns the rest when it ends."""
+    """What a request was charged; `settle` returns unused tokens when it ends.
 
-    tokens: int
+    After `settle` or `refund`, further calls have no effect.
+    """
+
     headers: Mapping[str, str]
-    _bucket: _Bucket | None = field(default=None, repr=False)
+    _amounts: Mapping[str, tuple[_Bucket, int]] = field(default_factory=dict, repr=False)
 
     def settle(self, used_tokens: int) -> None:
-        """Return the charged tokens that were not used; later calls have no effect."""
-        bucket, self._bucket = self._bucket, None
-        if bucket is not None:
-            bucket.put_back(max(0, self.tokens - used_tokens))
+        """Return the charged tokens that were not used."""
+        amounts, self._amounts = self._amounts, {}
+        if "tokens" in amounts:
+            bucket, amount = amounts["tokens"]
+            bucket.put_back(max(0, amount - used_tokens))
+
+    def refund(self) -> None:
+        """Return the whole charge, for a request that was refused afterwards."""
+        amounts, self._amounts = self._amounts, {}
+        for bucket, amount in amounts.values():
+            bucket.put_back(amount)
 
 
 class RateLimits:
@@ -140,8 +149,7 @@ class RateLimits:
             raise self._refusal(tenant, longest, waits[longest], buckets)
         for bucket, amount in buckets.values():
             bucket.level -= amount
-        held = buckets.get("tokens")
-        return Charge(tokens, _headers(buckets), held[0] if held else None)
+        return Charge(_headers(buckets), buckets)
 
     def _refusal(
         self, tenant: str, kind: str, wait_s: float, buckets: Mapping[str, tuple[_Bucket, int]]

@@ -7,6 +7,7 @@ from fastapi import Request
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
+from quire.errors import QuireError
 from quire.sampling.output_stream import OutputStream
 from quire.serve.protocol import PromptBody
 from quire.serve.rate_limits import Charge
@@ -77,8 +78,11 @@ async def submit(
         service.traces.begin(ids, request.headers)
     try:
         outputs = await service.submit(generation)
-    except BaseException:  # also a client that disconnects
-        charge.settle(0)
+    except BaseException as error:  # also a client that disconnects
+        if isinstance(error, QuireError):
+            charge.refund()
+        else:
+            charge.settle(0)
         if service.traces is not None:
             service.traces.forget(ids)
         raise
