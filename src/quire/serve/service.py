@@ -34,6 +34,9 @@ from quire.serve.tracing import open_traces
 
 T = TypeVar("T")
 
+CHARGED_TOKENS = 256
+"""Tokens of each output that a request without `max_tokens` is charged before it ends."""
+
 
 class Service:
     """One served model.
@@ -260,7 +263,12 @@ class Service:
             )
 
     def charge(
-        self, tenant: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        tenant: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        is_estimate: bool = False,
     ) -> Charge:
         """Charge the rate limits of a tenant; see `RateLimits.charge`.
 
@@ -268,14 +276,22 @@ class Service:
             tenant: tenant of the HTTP request.
             prompts: token ids of its prompts.
             params: sampling parameters of each prompt.
+            is_estimate: whether the request has no `max_tokens`, so that `CHARGED_TOKENS` of each
+                output are charged at first.
 
         Raises:
             RequestError: more than the limit of a whole minute.
             RateLimited: the limit of this minute is used up.
         """
-        outputs = params.max_tokens * params.num_sequences
-        tokens = sum(len(prompt) + outputs for prompt in prompts)
-        return self.rate_limits.charge(tenant, requests=len(prompts), tokens=tokens)
+        each = min(params.max_tokens, CHARGED_TOKENS) if is_estimate else params.max_tokens
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        tokens = prompt_tokens + len(prompts) * each * params.num_sequences
+        return self.rate_limits.charge(
+            tenant,
+            requests=len(prompts),
+            tokens=tokens,
+            least_tokens=prompt_tokens + 1 if is_estimate else None,
+        )
 
     async def compile(self, params: SamplingParams, tenant: str) -> CompiledGrammar | None:
         """Compile the structure of an output in a tokenizer thread; None without a structure.
