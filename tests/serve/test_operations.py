@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from quire.api.queue_limit import QueueLimit
+from quire.api.queue_limit import QueueLimit, ServedRate
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, QueueFull
@@ -54,7 +54,7 @@ def test_retry_time_follows_the_rate(llm):
     ids = [llm.engine.submit(request) for _ in range(6)]
     try:
         limit = QueueLimit(requests=6)
-        for rate, wait_s in ((0.0, 60.0), (2.0, 3.0), (600.0, 1.0)):
+        for rate, wait_s in ((0.0, 2.0), (0.01, 60.0), (2.0, 3.0), (600.0, 1.0)):
             with pytest.raises(QueueFull) as refused:
                 limit.check(llm.engine, rate)
             assert refused.value.retry_after_s == wait_s
@@ -66,6 +66,24 @@ def test_retry_time_follows_the_rate(llm):
             llm.engine.cancel(request_id)
         while llm.engine.has_work:
             llm.engine.step()
+
+
+def test_rate_of_served_requests_does_not_count_idle_time():
+    rate = ServedRate()
+    assert rate.per_s == 0.0
+    for _ in range(300):  # two requests end in every tenth step
+        for step in range(10):
+            rate.add(0.1, 2 * (step == 9))
+
+    assert rate.per_s == pytest.approx(2.0)
+
+
+def test_requests_that_end_in_one_step_took_the_time_before_it():
+    rate = ServedRate()
+    rate.add(8.0, 0)
+    rate.add(2.0, 50)
+
+    assert rate.per_s == pytest.approx(5.0)
 
 
 # ---- web pages -----------------------------------------------------------------------------------
