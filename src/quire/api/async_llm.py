@@ -88,6 +88,11 @@ class AsyncLLM:
         """Number of requests that run or wait."""
         return len(self._streams)
 
+    def num_open_of(self, tenant: str) -> int:
+        """Number of requests of a tenant that run or wait."""
+        streams = self._streams.copy().values()  # the engine's thread changes the dictionary
+        return sum(stream.requests[0].tenant == tenant for stream in streams)
+
     @property
     def has_failed(self) -> bool:
         """Whether the step loop has ended by an error."""

@@ -127,10 +127,15 @@ class Service:
         """Whether the engine runs."""
         return self._engine is not None and self._engine.is_alive
 
-    @property
-    def num_open(self) -> int:
-        """Number of requests that run or wait."""
-        return 0 if self._engine is None else self._engine.num_open
+    def num_open(self, tenant: str | None) -> int:
+        """Number of requests that run or wait.
+
+        Args:
+            tenant: counts the requests of this tenant; None: of all.
+        """
+        if self._engine is None:
+            return 0
+        return self._engine.num_open if tenant is None else self._engine.num_open_of(tenant)
 
     @property
     def has_died(self) -> bool:
