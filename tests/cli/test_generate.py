@@ -397,3 +397,22 @@ def test_serve_refuses_an_unreadable_certificate_before_the_model_is_loaded(quir
 
     assert result.exit_code == 2
     assert "cannot read --ssl-certfile none.pem: No such file or directory" in result.stderr
+
+
+def test_serve_refuses_a_file_without_keys_before_the_model_is_loaded(quire, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text("# a = 'sk-a-2f0c77d1'\n")
+
+    result = quire("serve", "./no-such-model", "--tenant-keys", path)
+
+    assert result.exit_code == 2
+    assert "expected at least one API key, got none" in " ".join(result.stderr.split())
+
+
+def test_serve_refuses_a_short_metrics_key_before_the_model_is_loaded(quire, monkeypatch):
+    monkeypatch.setenv("QUIRE_METRICS_KEY", "short")
+
+    result = quire("serve", "./no-such-model")
+
+    assert result.exit_code == 2
+    assert "QUIRE_METRICS_KEY: expected at least 8" in " ".join(result.stderr.split())

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from quire.serve.tenant_keys import TenantKeys
+from support.kv_load import BLUE, RED, running, two_tenants
 
 KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",)})
 
@@ -57,3 +58,12 @@ def test_load_is_the_number_of_open_requests(serve):
     idle, busy, ended = serve(main)
 
     assert (idle, busy, ended) == ({"server_load": 0}, {"server_load": 1}, {"server_load": 0})
+
+
+def test_load_of_a_tenant_counts_only_its_own_requests(serve):
+    async def main(client):
+        async with running(client, prompts=("Once", "Twice"), headers=RED):
+            answers = [await client.get("/load", headers=headers) for headers in (RED, BLUE)]
+        return [answer.json()["server_load"] for answer in answers]
+
+    assert serve(main, tenant_keys=two_tenants()) == [2, 0]

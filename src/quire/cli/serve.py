@@ -24,7 +24,12 @@ def serve(
     # imported here: the web framework is not needed for --help
     from quire.serve.config import KEY_VARIABLE
     from quire.serve.connection import bind
-    from quire.serve.tenant_file import TenantFile, read_tenant_keys, with_default_keys
+    from quire.serve.tenant_file import (
+        TenantFile,
+        read_tenant_keys,
+        require_keys,
+        with_default_keys,
+    )
     from quire.serve.tenant_keys import TenantKeys
 
     config = settings.server
@@ -32,8 +37,11 @@ def serve(
     found = TenantFile() if path is None else read_tenant_keys(Path(path))
     own_keys = config.api_key or tuple(filter(None, (os.environ.get(KEY_VARIABLE),)))
     found = with_default_keys(found, own_keys)
+    if path is not None:
+        require_keys(found, Path(path))
     keys = TenantKeys(found.keys, parse_tenants(settings.schedule.tenants))
     _refuse_unreadable(config)
+    config.key_of_metrics()  # checks the environment variable before the model is loaded
     # the port first: loading a model takes long
     with (
         bind(config.host, config.port) as bound,

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import socket
 import ssl
 import sys
@@ -20,7 +19,7 @@ from quire.serve.access import HEADER, AccessLog
 from quire.serve.api_docs import DOCS_PATHS, ApiDocs
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
-from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
+from quire.serve.config import ServerConfig, is_loopback
 from quire.serve.connection import (
     MAX_HEADER_BYTES,
     BodyLimit,
@@ -32,6 +31,7 @@ from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.embeddings import EmbeddingEndpoint
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
+from quire.serve.hosts import LocalHosts
 from quire.serve.json_route import IGNORED_HEADER
 from quire.serve.kv_endpoints import KVEndpoints
 from quire.serve.kv_requests import KVRequestEndpoints
@@ -80,7 +80,6 @@ def create_app(
     app.state.service = service
     endpoints = Endpoints(service)
     http_requests = HttpRequests()
-    metrics_key = config.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
     for handlers in (
         endpoints,
         OtherApis(endpoints),
@@ -88,7 +87,7 @@ def create_app(
         Probes(service),
         KVEndpoints(service),
         KVRequestEndpoints(service),
-        MetricsEndpoint(service, http_requests, metrics_key),
+        MetricsEndpoint(service, http_requests, config.key_of_metrics()),
     ):
         app.include_router(handlers.router(), responses=ERRORS)
     app.include_router(ApiDocs().router())
@@ -103,6 +102,8 @@ def create_app(
     )  # the middleware added last runs first
     if config.allowed_origins:
         _add_cors(app, config)
+    if is_loopback(config.host) and not service.keys.tells_tenants_apart:
+        app.add_middleware(LocalHosts)
     app.add_middleware(AccessLog, counts=http_requests, writes=config.access_log)
     return app
 

@@ -2,6 +2,7 @@
 
 import ipaddress
 import math
+import os
 from dataclasses import dataclass
 from typing import Literal, no_type_check
 
@@ -22,6 +23,8 @@ KEY_VARIABLE = "QUIRE_API_KEY"
 
 METRICS_KEY_VARIABLE = "QUIRE_METRICS_KEY"
 """Environment variable with the API key of /metrics."""
+
+LEAST_KEY_CHARACTERS = 8
 
 LIMITS, TLS, CORS = "Limits of the server", "TLS", "Web pages (CORS)"
 OBSERVATION = "Metrics and traces"
@@ -204,6 +207,17 @@ class ServerConfig:
             return self.dashboard
         return with_keys or is_loopback(self.host)
 
+    def key_of_metrics(self) -> str | None:
+        """The API key of /metrics: the option, else the environment variable; None: unset.
+
+        Raises:
+            ConfigError: a key that is too short or not printable ASCII.
+        """
+        key = self.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
+        if key is not None:
+            check_key(key, f"--metrics-key or {METRICS_KEY_VARIABLE}")
+        return key
+
     def __post_init__(self) -> None:
         check_options(self)
         if not self.host:
@@ -245,6 +259,8 @@ class ServerConfig:
                 raise ConfigError(f"expected {name.replace('_', '-')} >= 0 seconds, got {value}")
 
     def _check_security(self) -> None:
+        if self.metrics_key is not None:
+            check_key(self.metrics_key, "--metrics-key")
         url = self.otlp_traces_endpoint
         if url is not None and not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -260,6 +276,23 @@ class ServerConfig:
                 "expected --allowed-origins other than * with --allow-credentials: browsers refuse "
                 "cookies for every origin"
             )
+
+
+def check_key(key: str, owner: str) -> None:
+    """Refuse an API key that is easily guessed, or that a header cannot contain.
+
+    Args:
+        key: the key.
+        owner: option or tenant of the key, for the error.
+
+    Raises:
+        ConfigError: a key that is too short or not printable ASCII.
+    """
+    if len(key) < LEAST_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"{owner}: expected at least {LEAST_KEY_CHARACTERS} printable ASCII characters, got "
+            f"{len(key)} characters; choose another key"
+        )
 
 
 def is_loopback(host: str) -> bool:

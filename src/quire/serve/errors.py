@@ -89,6 +89,13 @@ class Draining(QuireError):
         super().__init__("the server is shutting down and accepts no new requests: send it again")
 
 
+class ShutDown(QuireError):
+    """The server shut down before an open request had ended."""
+
+    def __init__(self) -> None:
+        super().__init__("the server has shut down before the request ended: send it again")
+
+
 class TooManyStreams(QuireError):
     """Too many clients receive KV events."""
 
@@ -146,7 +153,7 @@ def _status(error: QuireError) -> HTTPStatus:
             return HTTPStatus.BAD_REQUEST
         case RateLimited():
             return HTTPStatus.TOO_MANY_REQUESTS
-        case EngineDead() | Draining() | QueueFull() | TooManyStreams():
+        case EngineDead() | Draining() | ShutDown() | QueueFull() | TooManyStreams():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
