@@ -1,11 +1,15 @@
 """`quire bench serve` against a server whose responses are known."""
 
+import asyncio
 import json
 import threading
+import time
+from itertools import pairwise
 
 import pytest
 from typer.testing import CliRunner
 
+from quire.bench.connection import Connection
 from quire.cli.main import app
 from support.http_server import answering
 
@@ -144,3 +148,27 @@ def test_a_response_that_is_not_http_fails_alone():
         found = bench(url, code=1)
 
     assert found["claims"]["failed"] == 6
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+
+
+class Transport:
+    """A transport that sends nothing."""
+
+    def write(self, data):
+        pass
+
+
+@pytest.mark.parametrize("cuts", [(-1,), (-2,), (-4,), (-4, -3, -2, -1), (-7, -5)])
+def test_a_response_whose_last_chunk_arrives_in_segments_ends(cuts):
+    async def main():
+        connection = Connection("host", time.perf_counter)
+        connection.connection_made(Transport())
+        exchange = asyncio.ensure_future(connection.exchange("GET", "/", {}))
+        await asyncio.sleep(0)  # it sends the request
+        for start, end in pairwise((0, *(len(CHUNKED) + cut for cut in cuts), len(CHUNKED))):
+            connection.data_received(CHUNKED[start:end])
+        return await asyncio.wait_for(exchange, 5)
+
+    assert asyncio.run(main()).body == b"abc"
