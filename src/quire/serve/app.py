@@ -45,6 +45,7 @@ from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
 from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantKeys
+from quire.serve.validation_errors import install_validation_handlers
 from quire.version import __version__
 
 
@@ -97,6 +98,7 @@ def create_app(
         app.include_router(Dashboard().router())
         open_paths |= dashboard_paths()
     install_error_handlers(app)
+    install_validation_handlers(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body)
     app.add_middleware(
         KeyGuard, keys=service.keys, open_paths=open_paths
