@@ -139,15 +139,14 @@ def endpoints() -> dict[str, object]:
     """Routes of the server, and the fields of the request and response bodies."""
     from pydantic import BaseModel
 
-    import quire.serve.endpoints
-    import quire.serve.kv_endpoints
     import quire.serve.protocol as protocol
 
     routes = sorted(
-        f"{line.split(chr(34))[1]}"
-        for module in (quire.serve.endpoints, quire.serve.kv_endpoints)
-        for line in Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()
-        if '"/' in line and ("route" in line or "get" in line or "post" in line)
+        {
+            found
+            for path in (ROOT / "src" / "quire" / "serve").rglob("*.py")
+            for found in re.findall(r'"(/[a-z0-9_/{}:]+)"', path.read_text(encoding="utf-8"))
+        }
     )
     bodies = {
         name: sorted(kind.model_fields)
@@ -209,7 +208,7 @@ def formats() -> dict[str, str]:
 def claims() -> dict[str, list[str]]:
     """Claims of the recorded benchmark runs."""
     return {
-        path.stem: sorted(json.loads(path.read_text(encoding="utf-8"))["claims"])
+        path.stem: sorted(json.loads(path.read_text(encoding="utf-8")).get("claims", {}))
         for path in sorted((ROOT / "docs" / "results").glob("*.json"))
     }
 

@@ -139,7 +139,7 @@ def test_large_and_small_bodies_have_equal_errors(serve, path, fields):
         (f'{{"user": "{PAD}", "prompt": "a",}}', "property name enclosed in double quotes at ch"),
         (f'{{"user": "{PAD}", "seed": {"9" * 5_000}}}', "more than 4,300 digits"),
         ("[" * len(PAD) * 2, "nested too deep"),
-        (f'["{PAD}"]', "expected a JSON object, got a list"),
+        (f'["{PAD}"]', "expected a JSON object"),
         (json.dumps({f"field-{n}": n for n in range(9_000)}), "at most 64 may be unknown"),
         (json.dumps({"prompt": "a", "x": [[]] * 140_000}), "more than 131,072 arrays"),
         (json.dumps({"prompt": "a", "x": dict.fromkeys(map(str, range(140_000)))}), "131,072"),

@@ -124,5 +124,5 @@ def test_failed_output_ends_the_stream_with_an_error(stream, llm):
     chunks = stream(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
 
     assert [list(chunk) for chunk in chunks] == [["error"]]
-    assert chunks[0]["error"]["code"] == 500
+    assert chunks[0]["error"]["code"] == 400
     assert "leave no token to sample" in chunks[0]["error"]["message"]

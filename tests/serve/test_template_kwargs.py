@@ -81,7 +81,7 @@ def test_variable_overrides_the_field_of_the_same_name(text_of, post, llm):
         ({"tokenize": True}, "cannot contain 'tokenize'"),
         ({"messages": []}, "cannot contain 'messages'"),
         ({"tools": [{}]}, "cannot contain 'tools'"),
-        (["enable_thinking"], "valid dictionary"),
+        (["enable_thinking"], "expected a JSON object"),
         ({f"x{number}": 1 for number in range(65)}, "at most 64"),
     ],
 )
