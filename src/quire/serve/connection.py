@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire.engine.host_memory import return_freed_memory
 from quire.errors import ConfigError
 from quire.layout.sizes import format_size
+from quire.serve.access import HEADER, new_request_id
 from quire.serve.errors import error_response
 
 if sys.platform != "win32":
@@ -35,6 +36,12 @@ _TOO_LARGE_HEADERS = (
 def _is_too_large(connection: h11.Connection) -> bool:
     """Whether incomplete headers have exceeded the limit."""
     return len(connection.trailing_data[0]) > MAX_HEADER_BYTES
+
+
+def _requested_path(connection: h11.Connection) -> str:
+    """Path in the first line of a request that could not be read; empty without one."""
+    words = connection.trailing_data[0][:MAX_HEADER_BYTES].split(b" ", 2)
+    return words[1].decode("latin-1") if len(words) == 3 else ""
 
 
 class StreamingConnection(h11.Connection):
@@ -128,8 +135,9 @@ class TimedConnection(H11Protocol):
         status = HTTPStatus.BAD_REQUEST
         if _is_too_large(self.conn):
             status, msg = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE_HEADERS
-        body = error_response(status, msg).body
+        body = error_response(status, msg, path=_requested_path(self.conn)).body
         headers = [("content-type", "application/json"), ("connection", "close")]
+        headers.append((HEADER, new_request_id()))
         headers.append(("content-length", str(len(body))))
         events = (
             h11.Response(status_code=int(status), headers=headers, reason=status.phrase.encode()),
@@ -188,11 +196,13 @@ class BodyLimit:
             return
         if _header_bytes(scope) > MAX_HEADER_BYTES:
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            await error_response(status, _TOO_LARGE_HEADERS)(scope, receive, send)
+            response = error_response(status, _TOO_LARGE_HEADERS, path=scope["path"])
+            await response(scope, receive, send)
             return
         if _announced_bytes(scope) > self._most_bytes:
             refusal = BodyTooLarge(self._most_bytes)
-            response = error_response(HTTPStatus(refusal.status_code), refusal.detail)
+            status = HTTPStatus(refusal.status_code)
+            response = error_response(status, refusal.detail, path=scope["path"])
             await response(scope, receive, send)
             return
         counted = _Counted(receive, self._most_bytes)
