@@ -251,6 +251,7 @@ def test_serve_refuses_a_port_in_use_before_the_model_is_loaded(quire, monkeypat
         (("--max-body", "much"), "not a size"),
         (("--header-timeout", "0"), "header-timeout > 0"),
         (("--header-timeout", "nan"), "header-timeout > 0"),
+        (("--timeout-keep-alive", "0"), "timeout-keep-alive > 0"),
         (("--unknown-fields", "keep"), "one of refuse, warn, got 'keep'"),
         (("--tokenizer-threads", "0"), "1 to 64 tokenizer-threads"),
         (("--served-model-name", ""), "served-model-name"),

@@ -102,6 +102,13 @@ def test_credentials_of_all_origins_are_refused():
         ServerConfig(allowed_origins=("*",), allow_credentials=True)
 
 
+def test_idle_connections_stay_open_longer_than_those_of_nginx(llm):
+    default, short = ServerConfig(), ServerConfig(timeout_keep_alive=2.5)
+
+    assert uvicorn_config(create_app(llm, default), default).timeout_keep_alive > 60
+    assert uvicorn_config(create_app(llm, short), short).timeout_keep_alive == 2.5
+
+
 # ---- tls -----------------------------------------------------------------------------------------
 
 

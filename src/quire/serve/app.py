@@ -179,6 +179,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]  # seconds
         timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,

@@ -186,6 +186,12 @@ class ServerConfig:
         "the connection is closed",
         unit="s",
     )
+    timeout_keep_alive: float = option(
+        75.0,
+        help="time in seconds that a connection without requests stays open; longer than that of a "
+        "proxy in front of the server, such as 60 s of nginx",
+        unit="s",
+    )
     tokenizer_threads: int = option(
         2,
         help="tokenizer threads; with more than one, a tenant can use all except one",
@@ -219,8 +225,6 @@ class ServerConfig:
             )
         if not self.max_body:
             raise ConfigError("expected a max-body of at least 1 byte, got 0")
-        if not 0 < self.header_timeout < math.inf:
-            raise ConfigError(f"expected header-timeout > 0 seconds, got {self.header_timeout}")
         self._check_limits()
         self._check_security()
         if not 1 <= self.tokenizer_threads <= MAX_TOKENIZER_THREADS:
@@ -239,6 +243,10 @@ class ServerConfig:
             raise ConfigError(
                 f"expected stream-interval of 1 token or more, got {self.stream_interval}"
             )
+        for name in ("header_timeout", "timeout_keep_alive"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"expected {name.replace('_', '-')} > 0 seconds, got {value}")
         for name in ("shutdown_timeout", "sse_keep_alive_interval"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
