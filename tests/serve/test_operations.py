@@ -349,9 +349,16 @@ def test_comments_can_be_turned_off():
         {"shutdown_timeout": -1.0},
         {"sse_keep_alive_interval": float("inf")},
         {"allowed_origins": "https://chat.example"},
+        {"allowed_origins": ('["*"]',)},
+        {"allowed_origins": ("chat.example",)},
+        {"allowed_origins": ("https://chat.example/",)},
         {"log_format": "xml"},
     ],
 )
 def test_invalid_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options)).replace("_", ".")):
         ServerConfig(**options)
+
+
+def test_origins_have_a_scheme_and_a_host():
+    ServerConfig(allowed_origins=("*", "https://chat.example", "http://[::1]:3000", "app://x"))

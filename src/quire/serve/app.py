@@ -16,6 +16,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
+from quire.layout.open_files import raise_file_limit
 from quire.serve.access import HEADER, AccessLog
 from quire.serve.api_docs import DOCS_PATHS, ApiDocs
 from quire.serve.apis.endpoints import OtherApis
@@ -26,7 +27,6 @@ from quire.serve.connection import (
     BodyLimit,
     TimedConnection,
     listen,
-    raise_file_limit,
 )
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.embeddings import EmbeddingEndpoint

@@ -2,6 +2,7 @@
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, no_type_check
 
@@ -30,6 +31,7 @@ _LEAST = (
     *("max_num_queued_reqs", "max_num_queued_tokens"),
 )
 MAX_TOKENIZER_THREADS = 64
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9._-]+)(:\d+)?")
 
 
 @no_type_check  # run-time type checks in tests must not precede ConfigError
@@ -263,6 +265,13 @@ class ServerConfig:
                 "expected --ssl-certfile with --ssl-keyfile or --ssl-ca-certs, got none: without a "
                 "certificate the server has no TLS"
             )
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "expected --allowed-origins as * or SCHEME://HOST, such as "
+                    f"https://chat.example, got {origin!r}: repeat the flag for each origin, "
+                    "without a path"
+                )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError(
                 "expected --allowed-origins other than * with --allow-credentials: browsers refuse "

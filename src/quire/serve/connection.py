@@ -7,7 +7,6 @@ memory as long as it is open.
 import asyncio
 import os
 import socket
-import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -21,9 +20,6 @@ from quire.errors import ConfigError
 from quire.layout.sizes import format_size
 from quire.serve.access import HEADER, new_request_id
 from quire.serve.errors import error_response
-
-if sys.platform != "win32":
-    import resource
 
 MAX_HEADER_BYTES = 1 << 16
 """Limit of the request line and headers of one request."""
@@ -242,10 +238,6 @@ def _announced_bytes(scope: Scope) -> int:
 # The server's socket: bound before the model is loaded, so that a port in use is reported at once.
 
 
-MOST_FILES = 1 << 16
-"""Open files that the server asks for, if the system allows more."""
-
-
 def bind(host: str, port: int) -> socket.socket:
     """Create a socket that is bound but does not accept connections yet.
 
@@ -268,19 +260,6 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise _cannot_listen(host, port, error) from error
     return bound
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: every connection needs a file.
-
-    Many systems start a process with 1,024, fewer than the streams of a busy server.
-    """
-    if sys.platform == "win32":
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(bound: socket.socket, *, scheme: str = "http") -> str:
