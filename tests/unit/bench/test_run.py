@@ -107,6 +107,15 @@ def test_no_more_requests_are_open_than_the_limit():
     assert len(server.bodies) == 9
 
 
+def test_the_limit_of_open_files_is_raised(monkeypatch):
+    calls = []
+    monkeypatch.setattr("quire.bench.run.raise_file_limit", lambda: calls.append(1))
+    with answering(Server()) as url:
+        bench(f"{url}/v1", "--backend", "vllm")
+
+    assert calls == [1]
+
+
 def test_failed_requests_are_counted_with_their_reason():
     server = Server({"error": {"message": "queue full"}}, status=503)
     with answering(server) as url:
