@@ -18,7 +18,7 @@ from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
 from quire.layout.open_files import raise_file_limit
 from quire.serve.access import HEADER, AccessLog
-from quire.serve.api_docs import DOCS_PATHS, ApiDocs
+from quire.serve.api_docs import DOCS_PATHS, ApiDocs, key_dependencies
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
 from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
@@ -82,6 +82,7 @@ def create_app(
     endpoints = Endpoints(service)
     http_requests = HttpRequests()
     metrics_key = config.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
+    has_keys = service.keys.tells_tenants_apart or metrics_key is not None
     for handlers in (
         endpoints,
         OtherApis(endpoints),
@@ -91,7 +92,8 @@ def create_app(
         KVRequestEndpoints(service),
         MetricsEndpoint(service, http_requests, metrics_key),
     ):
-        app.include_router(handlers.router(), responses=ERRORS)
+        needs = key_dependencies() if has_keys else []
+        app.include_router(handlers.router(), responses=ERRORS, dependencies=needs)
     app.include_router(ApiDocs().router())
     open_paths = OPEN_PATHS | DOCS_PATHS | {METRICS_PATH}  # /metrics checks its key itself
     if service.shows_texts:
