@@ -185,7 +185,7 @@ class ServerConfig:
     header_timeout: float = option(
         20.0,
         help="timeout in seconds for request headers, and for pauses within a request body; then "
-        "the connection is closed",
+        "the connection is closed; with TLS it starts after the handshake, which may take 60 s",
         unit="s",
     )
     timeout_keep_alive: float = option(
