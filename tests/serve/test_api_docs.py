@@ -30,6 +30,31 @@ def test_documentation_needs_no_key_and_no_other_host(serve):
     assert "/v1/chat/completions" in schema.json()["paths"]
 
 
+def security_of(serve, **options):
+    schema = serve(lambda client: client.get("/openapi.json"), **options).json()
+    paths = {
+        path: operation.get("security")
+        for path, operations in schema["paths"].items()
+        for operation in operations.values()
+    }
+    return schema["components"].get("securitySchemes"), paths
+
+
+def test_the_page_can_send_a_key_if_tenants_have_keys(serve):
+    schemes, paths = security_of(serve, tenant_keys=KEYS)
+
+    assert [(found["type"], found["scheme"]) for found in schemes.values()] == [("http", "bearer")]
+    assert paths["/v1/chat/completions"] == paths["/v1/kv/prefixes"] == [{"API key": []}]
+    assert paths["/metrics"] == paths["/v1/models"] == [{"API key": []}]
+
+
+def test_without_keys_the_page_asks_for_none(serve):
+    schemes, paths = security_of(serve)
+
+    assert schemes is None
+    assert set(paths.values()) == {None}
+
+
 def test_other_files_of_the_package_are_not_served(serve):
     async def main(client):
         names = ("__init__.py", "..%2fmain.py", "nothing")

@@ -123,6 +123,13 @@ def test_credentials_of_all_origins_are_refused():
         ServerConfig(allowed_origins=("*",), allow_credentials=True)
 
 
+def test_idle_connections_stay_open_longer_than_those_of_nginx(llm):
+    default, short = ServerConfig(), ServerConfig(timeout_keep_alive=2.5)
+
+    assert uvicorn_config(create_app(llm, default), default).timeout_keep_alive > 60
+    assert uvicorn_config(create_app(llm, short), short).timeout_keep_alive == 2.5
+
+
 # ---- tls -----------------------------------------------------------------------------------------
 
 
@@ -417,9 +424,16 @@ def test_comments_can_be_turned_off():
         {"shutdown_timeout": -1.0},
         {"sse_keep_alive_interval": float("inf")},
         {"allowed_origins": "https://chat.example"},
+        {"allowed_origins": ('["*"]',)},
+        {"allowed_origins": ("chat.example",)},
+        {"allowed_origins": ("https://chat.example/",)},
         {"log_format": "xml"},
     ],
 )
 def test_invalid_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options)).replace("_", ".")):
         ServerConfig(**options)
+
+
+def test_origins_have_a_scheme_and_a_host():
+    ServerConfig(allowed_origins=("*", "https://chat.example", "http://[::1]:3000", "app://x"))

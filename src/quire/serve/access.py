@@ -111,6 +111,11 @@ def _request_id(scope: Scope) -> str:
             text: str = value.decode("latin-1")
             if _ID.fullmatch(text):
                 return text
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    """An id for a request without one."""
     return uuid.uuid4().hex
 
 

@@ -15,8 +15,9 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
+from quire.layout.open_files import raise_file_limit
 from quire.serve.access import HEADER, AccessLog
-from quire.serve.api_docs import DOCS_PATHS, ApiDocs
+from quire.serve.api_docs import DOCS_PATHS, ApiDocs, key_dependencies
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
 from quire.serve.config import ServerConfig, is_loopback
@@ -25,7 +26,6 @@ from quire.serve.connection import (
     BodyLimit,
     TimedConnection,
     listen,
-    raise_file_limit,
 )
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.embeddings import EmbeddingEndpoint
@@ -45,6 +45,7 @@ from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
 from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantKeys
+from quire.serve.validation_errors import install_validation_handlers
 from quire.version import __version__
 
 
@@ -80,6 +81,7 @@ def create_app(
     app.state.service = service
     endpoints = Endpoints(service)
     http_requests = HttpRequests()
+    has_keys = service.keys.tells_tenants_apart or config.key_of_metrics() is not None
     for handlers in (
         endpoints,
         OtherApis(endpoints),
@@ -89,13 +91,15 @@ def create_app(
         KVRequestEndpoints(service),
         MetricsEndpoint(service, http_requests, config.key_of_metrics()),
     ):
-        app.include_router(handlers.router(), responses=ERRORS)
+        needs = key_dependencies() if has_keys else []
+        app.include_router(handlers.router(), responses=ERRORS, dependencies=needs)
     app.include_router(ApiDocs().router())
     open_paths = OPEN_PATHS | DOCS_PATHS | {METRICS_PATH}  # /metrics checks its key itself
     if service.shows_texts:
         app.include_router(Dashboard().router())
         open_paths |= dashboard_paths()
     install_error_handlers(app)
+    install_validation_handlers(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body)
     app.add_middleware(
         KeyGuard, keys=service.keys, open_paths=open_paths
@@ -178,6 +182,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]  # seconds
         timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,

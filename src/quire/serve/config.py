@@ -3,6 +3,7 @@
 import ipaddress
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal, no_type_check
 
@@ -33,6 +34,7 @@ _LEAST = (
     *("max_num_queued_reqs", "max_num_queued_tokens"),
 )
 MAX_TOKENIZER_THREADS = 64
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9._-]+)(:\d+)?")
 
 
 @no_type_check  # run-time type checks in tests must not precede ConfigError
@@ -186,7 +188,13 @@ class ServerConfig:
     header_timeout: float = option(
         20.0,
         help="timeout in seconds for request headers, and for pauses within a request body; then "
-        "the connection is closed",
+        "the connection is closed; with TLS it starts after the handshake, which may take 60 s",
+        unit="s",
+    )
+    timeout_keep_alive: float = option(
+        75.0,
+        help="time in seconds that a connection without requests stays open; longer than that of a "
+        "proxy in front of the server, such as 60 s of nginx",
         unit="s",
     )
     tokenizer_threads: int = option(
@@ -233,8 +241,6 @@ class ServerConfig:
             )
         if not self.max_body:
             raise ConfigError("expected a max-body of at least 1 byte, got 0")
-        if not 0 < self.header_timeout < math.inf:
-            raise ConfigError(f"expected header-timeout > 0 seconds, got {self.header_timeout}")
         self._check_limits()
         self._check_security()
         if not 1 <= self.tokenizer_threads <= MAX_TOKENIZER_THREADS:
@@ -253,6 +259,10 @@ class ServerConfig:
             raise ConfigError(
                 f"expected stream-interval of 1 token or more, got {self.stream_interval}"
             )
+        for name in ("header_timeout", "timeout_keep_alive"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"expected {name.replace('_', '-')} > 0 seconds, got {value}")
         for name in ("shutdown_timeout", "sse_keep_alive_interval"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -271,6 +281,13 @@ class ServerConfig:
                 "expected --ssl-certfile with --ssl-keyfile or --ssl-ca-certs, got none: without a "
                 "certificate the server has no TLS"
             )
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "expected --allowed-origins as * or SCHEME://HOST, such as "
+                    f"https://chat.example, got {origin!r}: repeat the flag for each origin, "
+                    "without a path"
+                )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError(
                 "expected --allowed-origins other than * with --allow-credentials: browsers refuse "
