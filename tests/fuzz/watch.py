@@ -84,8 +84,8 @@ class Watched:
         answers: by request, when it has ended.
         kinds: number of events of each kind.
         details: number of events of each kind with a way or a reason, such as "preempted swap".
-        peaks: largest number of bytes of offloaded KV, of waiting requests, and of bytes used by
-            two or more running requests, after a step.
+        peaks: largest number of bytes of offloaded KV, of waiting requests, and of bytes that two
+            or more running requests use, after a step.
         steps: so far.
         earlier: engines that filled the tiers of this one.
     """

@@ -131,6 +131,11 @@ class EvictionRules:
         by_page = self.default.evicts and self.default.granularity == PAGE
         return self._reserved or not by_page or self._allow not in ("", NONE)
 
+    @property
+    def reserves_lanes(self) -> bool:
+        """Whether lanes are allocated with the maximum length under the default rule."""
+        return self._reserved
+
     def fitted(self, layout: CacheLayout) -> CacheLayout:
         """Return a layout without records that no rule of this engine uses."""
         return layout if self.moves_slots else without_relocated_tokens(layout)

@@ -21,6 +21,7 @@ RULES = {
     "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
 }
 OTHER_FORMS = {
+    "random": ("random:scope=lane",),
     "tova": ("tova:scope=lane",),
     "value_norm": ("value_norm:base=tova",),
     "kvcrush": (

@@ -17,6 +17,16 @@ CODECS = (
     "kvquant4",
     "int4:equalise=1",
 )
+OF_VALUES = {
+    "kvquant4": "int8/kvquant4",
+    "int8_channel/int8": "int8/int8_channel",
+    "int4:equalise=1": "int8/int4:equalise=1",
+}
+"""Tried where constants of keys cannot be used: the codec for values."""
+
+
+def _forms(name: str) -> dict[str, tuple[str, ...]]:
+    return {"codec": (name, OF_VALUES[name])} if name in OF_VALUES else {}
 
 
 def _coded(ran: Ran) -> bool:
@@ -43,7 +53,7 @@ FEATURES = (
             name=name,
             group="codec",
             option=f"`--kv-codec {name}`",
-            draw=setting(codec=name),
+            draw=setting(codec=name, vary=_forms(name)),
             acted=_coded,
             alone_in="codec",
         )
