@@ -194,7 +194,7 @@ class ServerConfig:
     timeout_keep_alive: float = option(
         75.0,
         help="time in seconds that a connection without requests stays open; longer than that of a "
-        "proxy in front of the server, such as 60 s of nginx",
+        "proxy before the server, such as 60 s of nginx",
         unit="s",
     )
     tokenizer_threads: int = option(
