@@ -102,7 +102,9 @@ setup(
     ext_modules=[
         Extension(
             "quire.kernels.native._attention",
-            sources=[f"{NATIVE}/{name}.c" for name in ("attention", "linear", "rows", "sample")],
+            sources=[
+                f"{NATIVE}/{name}.c" for name in ("attention", "linear", "rows", "sample", "select")
+            ],
             depends=sorted(glob(f"{NATIVE}/*.h")),
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,

@@ -6,7 +6,12 @@ heads      KVCrush with a retained set per KV head and the best pick
 kmeans     the same with k-means clusters of signatures
 
 Overhead is the selection without the base rule's scores: signatures, distances, buckets, and the
-selection by scores, which the base rule also has. Scores and compaction are counted separately.
+selection by scores. The base rule selects by scores too, so what KVCrush adds is the difference:
+
+    added overhead = (selection + signatures + representatives) with KVCrush - selection alone
+
+as a fraction of the run with KVCrush. Scores and compaction are counted separately; KVCrush adds to
+scores because every query head is scored, and the base rule alone scores KV heads.
 
 While the part runs, the methods of eviction rules are wrapped with a stopwatch. Time is charged to
 the innermost open phase, so phases add up. The methods are wrapped on their classes and restored
@@ -48,7 +53,8 @@ COMPACTION, SCORING, SELECTION = "compaction", "scoring", "selection"
 SIGNATURES, REPRESENTATIVES = "signatures", "representatives"
 PHASES = (SCORING, SELECTION, SIGNATURES, REPRESENTATIVES, COMPACTION)
 """Phases of an eviction: the base rule's scores; selection by scores; signature bits; distances and
-buckets, or clusters; views, tables and moves, which every rule needs."""
+buckets, or clusters; views, tables and moves, which every rule needs. If one call of the C library
+makes the decision, its selection by scores counts as representatives."""
 
 _WATCHED: tuple[tuple[type, str, str], ...] = (
     (PolicyEvictor, "evict", COMPACTION),
@@ -57,6 +63,7 @@ _WATCHED: tuple[tuple[type, str, str], ...] = (
     (Crushed, "decide", SELECTION),
     (SelectionContext, "signatures", SIGNATURES),
     (KVCrush, "represent", REPRESENTATIVES),
+    (KVCrush, "decision_in_c", REPRESENTATIVES),
     (KMeans, "represent", REPRESENTATIVES),
 )
 
@@ -147,6 +154,11 @@ class Run:
         """Fraction of the run's time in the given phases."""
         return sum(self.seconds[phase] for phase in phases) / self.run_s
 
+    def added(self, alone: "Run", *phases: str) -> float:
+        """Time of the phases in addition to another run's, as a fraction of this run's time."""
+        added_s = sum(self.seconds[phase] - alone.seconds[phase] for phase in phases)
+        return added_s / self.run_s
+
 
 def arms(config: OverheadConfig) -> dict[str, str]:
     """`--evict` values by arm."""
@@ -209,22 +221,28 @@ def claims(runs: Mapping[str, Run]) -> Numbers:
     """Fractions of the runs' times.
 
     overhead_fraction, heads_overhead_fraction, kmeans_overhead_fraction: signatures, distances,
-    buckets (or clusters) and selection. heads_added_overhead_fraction: without the selection time
-    of the base rule alone, which also has a retained set per KV head. kmeans_overhead_over_rest:
-    over the other time of the run, as in the paper.
+    buckets (or clusters) and selection. kmeans_overhead_over_rest: over the other time of the run,
+    as in the paper.
+    added_overhead_fraction, heads_added_overhead_fraction: the same without the selection time of
+    the base rule alone, with one retained set per layer and per KV head.
+    added_scoring_fraction, heads_added_scoring_fraction: scores with KVCrush, without those of the
+    base rule alone.
     alone_selection_fraction: selection with the base rule alone.
     base_scoring_fraction, compaction_fraction: in the run with KVCrush.
 
     """
-    crush, kmeans, heads = runs[KVCRUSH], runs[KMEANS], runs[OF_HEADS]
+    crush, kmeans, heads, alone = runs[KVCRUSH], runs[KMEANS], runs[OF_HEADS], runs[ALONE]
     return {
         "overhead_fraction": crush.fraction(*COUNTED),
         "heads_overhead_fraction": heads.fraction(*COUNTED),
-        "heads_added_overhead_fraction": (heads.overhead_s - runs[ALONE].overhead_s) / heads.run_s,
+        "added_overhead_fraction": crush.added(alone, *COUNTED),
+        "heads_added_overhead_fraction": heads.added(alone, *COUNTED),
+        "added_scoring_fraction": crush.added(alone, SCORING),
+        "heads_added_scoring_fraction": heads.added(alone, SCORING),
         "signatures_fraction": crush.fraction(SIGNATURES),
         "representatives_fraction": crush.fraction(REPRESENTATIVES),
         "selection_fraction": crush.fraction(SELECTION),
-        "alone_selection_fraction": runs[ALONE].fraction(*COUNTED),
+        "alone_selection_fraction": alone.fraction(*COUNTED),
         "base_scoring_fraction": crush.fraction(SCORING),
         "compaction_fraction": crush.fraction(COMPACTION),
         "kmeans_overhead_fraction": kmeans.fraction(*COUNTED),
@@ -236,7 +254,8 @@ def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
     rows: list[tuple[str | float, ...]] = []
     for name, run in runs.items():
         shares = (100 * run.fraction(phase) for phase in PHASES)
-        rows.append((name, run.run_s, *shares, 100 * run.fraction(*COUNTED)))
+        added = 100 * run.added(runs[ALONE], *COUNTED)
+        rows.append((name, run.run_s, *shares, 100 * run.fraction(*COUNTED), added))
     return Table(
         name="kvcrush-overhead",
         caption=(
@@ -244,8 +263,9 @@ def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
             f"{config.new_tokens}, "
             f"cap {config.cap}, {config.every} tokens evicted at once, base {config.base.text}, "
             f"random-weight Llama ({config.model}), {config.dtype}. In percent of the run; "
-            f"overhead is {', '.join(COUNTED)} (distances and buckets, or clusters)."
+            f"overhead is {', '.join(COUNTED)} (distances and buckets, or clusters); added is the "
+            "overhead without the selection of the base rule alone."
         ),
-        columns=("rule", "run s", *(f"{phase} %" for phase in PHASES), "overhead %"),
+        columns=("rule", "run s", *(f"{phase} %" for phase in PHASES), "overhead %", "added %"),
         rows=tuple(rows),
     )

@@ -4,11 +4,13 @@ import random
 from dataclasses import replace
 
 from fuzz.case import Case, RequestCase
-from fuzz.rules import draw_rule
+from fuzz.rules import LAYER_CODECS, PAGE_CODECS, PROMOTED, TOKEN_CODECS, draw_rule
 
 CALIBRATED = ("int8_channel", "int4:equalise=1/int8", "kvquant4/int4", "none/int8_channel")
 PATTERNS = ("[a-d]{2}-[0-9]{3,12}", "(yes|no|perhaps)", '\\{"a": [0-9]{1,9}\\}')
 LAYERS_TIMES = 3
+INEXACT = ("mixtral", "gpt_oss", "phi3_longrope", "granite")
+"""Models whose experts multiply outside of linear layers, or that scale what they multiply."""
 STREAMED = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma3", "opt", "gpt2")
 
 
@@ -83,6 +85,18 @@ def _rule(rng: random.Random, case: Case) -> str:
     return text
 
 
+def _codecs(rng: random.Random, case: Case) -> Case:
+    """Codecs of pages and layers with evictions; any codec with re-rotated positions."""
+    evict = str(case.kv["evict"])
+    if rng.random() >= 0.3 or evict == "full" or PROMOTED in _codec(case) or case.model in INEXACT:
+        return case
+    choices = PAGE_CODECS + LAYER_CODECS
+    choices += TOKEN_CODECS if evict.startswith("streaming") else ()
+    attention = "auto" if evict.startswith("streaming") else "gathered"
+    kv = {**case.kv, "codec": rng.choice(choices), "attention": attention}
+    return replace(case, kv=kv, exact=True)
+
+
 def _calibrated(rng: random.Random, case: Case) -> Case:
     if rng.random() >= 0.3 or _codec(case) != "int8" or "*" in case.model:
         return case
@@ -100,6 +114,7 @@ def _codec(case: Case) -> str:
 
 
 CHANGES = {
+    "codecs": _codecs,
     "weights": _weights,
     "tiers": _tiers,
     "preempts": _preempts,

@@ -15,7 +15,7 @@ from support.pressure import POISON, poison
 Context = tuple[tuple[int, ...], tuple[str, ...], int]
 """Tokens, digests of the evictions so far, and RoPE scaling variant: these determine the logits."""
 
-STALLED_STEPS, STALLED_S = 300, 20.0
+STALLED_STEPS, STALLED_S = 300, 120.0
 
 
 class Stalled(QuireError):

@@ -126,9 +126,55 @@ def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(kind, when)
     assert largest_difference(logits, expected) <= 1e-4
 
 
-def test_evictions_of_offloaded_requests_are_replayed_after_a_preemption():
+@pytest.mark.parametrize("codec", ["int4_page", "int8+plain_layers=1"])
+def test_a_prompt_that_evicts_only_in_the_kv_memory_is_refused_when_submitted(codec):
+    """Pages with common scales, and lanes of several groups, are not cut layer by layer."""
+    evict = "tova:cap=32,every=8,when=decode"
+
+    with pytest.raises(NeverFits) as refused:
+        run("llama", 0.6, ALONE, codec=codec, evict=evict)
+    assert "staging" not in str(refused.value)
+
+    engine, _, _ = run("llama", 1.5, ALONE, codec=codec, evict=evict)
+    assert engine.stats().num_evictions
+
+
+MERGING = "kvcrush:base=(h2o:recent=3),share=0.5,merge=values"
+
+
+@pytest.mark.parametrize("when", ["decode", "prefill_end"])
+@pytest.mark.parametrize(
+    ("own", "codec", "rows"),
+    [
+        ("sets=layer", "none", 0.6),
+        ("sets=head", "none", 0.75),
+        ("sets=head,granularity=page", "none", 0.75),
+        ("sets=layer,granularity=page", "int8", 0.9),
+    ],
+)
+def test_values_of_offloaded_requests_are_merged_layer_by_layer(
+    own, codec, rows, when, monkeypatch
+):
+    if codec != "none":
+        use_exact_products(monkeypatch)
+    evict = f"{MERGING},{own},cap=32,every=8,when={when}"
+
+    engine, logits, _ = run("llama", rows, ALONE, codec=codec, evict=evict)
+
+    assert peak_offloaded_bytes(engine)
+    assert engine.stats().num_evictions
+    assert engine.stats().num_preemptions == 0
+    assert_all_free(engine)
+    expected = run("llama", 16, ALONE, codec=codec, evict=evict, offload=0)[1]
+    assert largest_difference(logits, expected) <= 1e-4
+    dropped = run("llama", 16, ALONE, codec=codec, evict=evict.replace("=values", "=none"))[1]
+    assert largest_difference(logits, dropped) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["tova:", f"{MERGING},"])
+def test_evictions_of_offloaded_requests_are_replayed_after_a_preemption(rule):
     schedule = {"preempt": "recompute", "admission": "optimistic"}
-    evict = "tova:cap=40,every=8,when=decode"
+    evict = f"{rule}cap=40,every=8,when=decode"
     requests = [(LONG, greedy(NEW_TOKENS)), (LONG[::-1], greedy(NEW_TOKENS))]
     engine, logits, _ = run(
         "llama", 0.75, requests, evict=evict, schedule=schedule, offload="96KiB"

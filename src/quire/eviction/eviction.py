@@ -23,6 +23,7 @@ from quire.kv.compaction import (
     CompactionPlan,
     Kind,
     commit_compaction,
+    count_copies,
     plan_compaction,
     require_private_copies,
 )
@@ -145,7 +146,7 @@ class PolicyEvictor:
         """
         plans = []
         for table in self._lanes.tables:
-            merged = [part.stored_merged for part in parts if part.is_of(table.group)]
+            own = [part for part in parts if part.is_of(table.group)]
             plans.append(
                 plan_compaction(
                     self._kv.memory,
@@ -153,7 +154,7 @@ class PolicyEvictor:
                     request.memory.row,
                     masks[table.group.name],
                     _kind_of(_eviction_of(request)),
-                    written=stacked(merged) if any(marks.any() for marks in merged) else None,
+                    written=_written(own),
                 )
             )
         return plans
@@ -265,12 +266,18 @@ class PolicyEvictor:
         """Refuse an eviction layer by layer that lacks pages, before anything is changed.
 
         Raises:
-            OutOfPages: too few free pages, or values are merged, which needs all layers.
+            OutOfPages: too few free pages.
         """
-        if any(part.merged is not None for part in parts):
-            raise OutOfPages("merged values need all pages of a request in the arena")
-        kept = self._retained_pages(mask, _eviction_of(request))
-        layers.require_pages(request.memory.row, self._lanes.tables[0].group.name, kept)
+        row, group, eviction = (
+            request.memory.row,
+            self._lanes.tables[0].group,
+            _eviction_of(request),
+        )
+        written = _written(parts)
+        copies = count_copies(
+            self._kv.memory, group.name, row, mask, _kind_of(eviction), written=written
+        )
+        layers.require_pages(row, group.name, self._retained_pages(mask, eviction), copies)
 
     def _compact_by_layer(
         self,
@@ -279,10 +286,16 @@ class PolicyEvictor:
         mask: NDArray[np.bool_],
         parts: Sequence[Selected],
     ) -> None:
-        """Store statistics, then settle each layer and cut it before the next one is settled."""
+        """Store statistics, then settle each layer and cut it before the next one is settled.
+
+        Merged values are written after the cut of their layer: its retained pages are then in the
+        arena, and private.
+        """
         memory, group, row = self._kv.memory, self._lanes.tables[0].group, request.memory.row
         eviction, per_layer = _eviction_of(request), group.lanes_per_layer
         kept, kind = self._retained_pages(mask, eviction), _kind_of(eviction)
+        written = _written(parts)
+        merging = {part.part.layers.start: part for part in parts if part.merged is not None}
         for part in parts:
             part.store_statistics()
         for index in range(len(group.layers)):
@@ -292,8 +305,17 @@ class PolicyEvictor:
             keep = np.ones((group.num_lanes, slots), dtype=bool)
             keep[lanes] = False
             keep[lanes, : mask.shape[1]] = mask[lanes, :slots]
-            plan = plan_compaction(memory, group.name, row, keep, kind, in_place=False)
+            of_layer = None
+            if written is not None:
+                of_layer = np.zeros_like(keep)
+                of_layer[lanes, : written.shape[1]] = written[lanes, :slots]
+            plan = plan_compaction(
+                memory, group.name, row, keep, kind, written=of_layer, in_place=False
+            )
             commit_compaction(memory, plan)
+            if index in merging:  # each part is one layer
+                one = range(index, index + 1)
+                merging[index].overwrite(LaneReader(self._kv, group.name, row, one))
         layers.forget(row, group.name)
 
     def _repeated_mask(
@@ -415,6 +437,12 @@ def _eviction_of(request: Request) -> Eviction:
     eviction = request.eviction.selection
     assert isinstance(eviction, Eviction), "only called for requests that evict"
     return eviction
+
+
+def _written(parts: Sequence[Selected]) -> NDArray[np.bool_] | None:
+    """[lanes, slots] retained slots that get merged values, in storage order; None for none."""
+    marks = [part.stored_merged for part in parts]
+    return stacked(marks) if any(part.any() for part in marks) else None
 
 
 def _selects_again(eviction: Eviction) -> bool:

@@ -137,9 +137,7 @@ def plan_compaction(
             f"the slots of group {group!r} are ordered and cannot be moved: drop whole pages "
             "instead, in the store 'paged'"
         )
-    moves = no_moves()
-    if kept_columns is None:
-        moves = fill_holes(keep) if kind is Kind.FILL_HOLES else close_gaps(keep)
+    moves = no_moves() if kept_columns is not None else _moves(keep, kind)
     mirrors = (mirror.name for mirror in memory.layout.mirrors_of(group))
     statistics = tuple(name for name in mirrors if memory.tables[name].active[row])
     tables = [table, *(memory.tables[name] for name in statistics)]
@@ -166,18 +164,54 @@ def _live(table: LaneTable, row: int, keep: Mask) -> Mask:
     return live
 
 
-def _count_needed(
-    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, written: Mask | None
+def count_copies(
+    memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind, *, written: Mask | None = None
 ) -> int:
-    lane, column = _shared_targets(memory, table, row, moves, written)
+    """Count the private copies that a compaction of one layer after another makes.
+
+    The offloaded pages that are kept get pages of their own before; they are not counted.
+
+    Args:
+        memory: the KV memory that holds the row.
+        group: name of a KV lane group.
+        row: the sequence; its first pages may be offloaded.
+        keep: [lanes, slots] True for retained slots.
+        kind: how pages are freed.
+        written: [lanes, slots] slots whose data will be overwritten; None for none.
+    """
+    table = memory.tables[group]
+    keep = _live(table, row, keep)
+    drops = kind is Kind.DROP_PAGES and memory.placement.drops_pages
+    moves = no_moves() if drops else _moves(keep, kind)
+    return _count_needed(memory, table, row, moves, written, first_column=int(table.staged[row]))
+
+
+def _moves(keep: Mask, kind: Kind) -> SlotMoves:
+    return fill_holes(keep) if kind is Kind.FILL_HOLES else close_gaps(keep)
+
+
+def _count_needed(
+    memory: KVMemory,
+    table: LaneTable,
+    row: int,
+    moves: SlotMoves,
+    written: Mask | None,
+    first_column: int = 0,
+) -> int:
+    lane, column = _shared_targets(memory, table, row, moves, written, first_column)
     shared = table.pages[row, lane, column]
     if len(shared) and memory.listeners.unpublish(table.group.page_class, shared).any():
-        lane, _ = _shared_targets(memory, table, row, moves, written)
+        lane, _ = _shared_targets(memory, table, row, moves, written, first_column)
     return len(lane)
 
 
 def _shared_targets(
-    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, written: Mask | None
+    memory: KVMemory,
+    table: LaneTable,
+    row: int,
+    moves: SlotMoves,
+    written: Mask | None,
+    first_column: int = 0,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the table entries (lanes, columns) of shared pages that would be written."""
     pool = memory.pools[table.group.page_class]
@@ -190,6 +224,7 @@ def _shared_targets(
         stays[moves.lane, moves.source] = False  # the target of a move is written anyway
         lane, slot = np.nonzero(stays)
         targets[lane, slot // table.group.page_class.tokens] = True
+    targets[:, :first_column] = False
     lane, column = np.nonzero(targets)
     shared = pool.ref_counts[table.pages[row, lane, column]] > 1
     return lane[shared], column[shared]

@@ -24,13 +24,14 @@ class LayerLoads(Protocol):
         """
         ...
 
-    def require_pages(self, row: int, group: str, kept: NDArray[np.bool_]) -> None:
+    def require_pages(self, row: int, group: str, kept: NDArray[np.bool_], copies: int = 0) -> None:
         """Check that all layers can be settled in turn, each cut before the next one is settled.
 
         Args:
             row: the sequence.
             group: name of the lane group.
             kept: [lanes, columns] pages of each lane after the cut.
+            copies: private copies of pages in the arena that the cuts make.
 
         Raises:
             OutOfPages: too few free pages, or other sequences share the offloaded pages.

@@ -1,7 +1,8 @@
-"""Top-k of each row of scores, ties to the lower index: NumPy on CPUs, torch elsewhere.
+"""Top-k of each row of scores, ties to the lower index: C or NumPy on CPUs, torch elsewhere.
 
-On CPUs NumPy sorts rows about forty times faster than torch, finds a single order statistic faster
-still, and takes half the time for small inputs.
+The C extension ranks float32 scores. Without it, NumPy is used on CPUs. It sorts rows about forty
+times faster than torch, finds a single order statistic faster still, and takes half the time for
+small inputs.
 """
 
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+
+from quire.kernels.native.selection import native_selection
 
 Floats = NDArray[np.floating[Any]]
 _IN_NUMPY = (torch.float32, torch.float64)
@@ -36,7 +39,20 @@ def best_slots(
 def best_of(
     score: Floats, free: NDArray[np.bool_], wanted: NDArray[np.integer]
 ) -> NDArray[np.bool_]:
-    """Mark the best free slots of each lane with NumPy, on the CPU."""
+    """Mark the best free slots of each lane on the CPU, in C if the scores are float32."""
+    native = native_selection()
+    fits = score.dtype == np.float32 and free.shape == score.shape and score.size > 0
+    if native is None or not fits:
+        return best_with_numpy(score, free, wanted)
+    shape = score.shape
+    flat, wanted = (-1, shape[-1]), np.broadcast_to(wanted, shape[:-1]).reshape(-1)
+    return native.best(score.reshape(flat), free.reshape(flat), wanted).reshape(shape)
+
+
+def best_with_numpy(
+    score: Floats, free: NDArray[np.bool_], wanted: NDArray[np.integer]
+) -> NDArray[np.bool_]:
+    """Mark the best free slots of each lane with NumPy."""
     # usually only the oldest and newest slots are protected, and all slots given here are free
     ranked: Floats
     ranked = score.copy() if free.all() else np.where(free, score, score.dtype.type(-np.inf))

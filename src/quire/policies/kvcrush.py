@@ -48,12 +48,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import UnknownName
+from quire.kernels.native.selection import native_selection
 from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
 from quire.policies.base import Decision, MergedValues
 from quire.policies.best import Floats, count_of
 from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
-from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
+from quire.policies.signatures.anchors import (
+    MEAN,
+    Signatures,
+    Words,
+    check_anchor,
+    fixed_anchor,
+    nearest_anchor,
+)
 from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.merging import merged_values
 from quire.policies.signatures.query_heads import apart
@@ -67,7 +75,7 @@ from quire.policies.signatures.representatives import (
     of_each_anchor,
     slices_of,
 )
-from quire.policies.signatures.units import Marks, Units
+from quire.policies.signatures.units import Marks, Units, spread
 from quire.policies.view import KVView
 
 RECOMPUTED, STORED = "recomputed", "stored"
@@ -138,14 +146,45 @@ class KVCrush(CrushedShare):
         return replace(context, known=(self._by_row(bits, view), self._by_row(signed, view)))
 
     def decision_of(self, context: SelectionContext) -> Decision:
-        decision = CrushedShare.decision_of(self, context)
+        decision = self.decision_in_c(context) or CrushedShare.decision_of(self, context)
         if not self.writes_statistics:
             return decision
         return replace(decision, statistics=statistics_to_store(context))
 
+    def decision_in_c(self, context: SelectionContext) -> Decision | None:
+        """Make the same decision in one call of the C library; None if it cannot."""
+        native = native_selection()
+        plain = self.anchors == 1 and self.pick != RANDOM and not self.merges_values
+        if native is None or not plain or context.piece_tokens > 1:
+            return None
+        if not self.share or context.score.dtype != torch.float32:
+            return None
+        signatures = context.signatures()
+        units, score = context.units, context.sums
+        count = self.num_representatives(units, score)
+        kept = native.retained(
+            units.live,
+            units.free,
+            units.columns.start,
+            units.num_retained,
+            count,
+            signatures.words,
+            score,
+            anchor=self._anchor_of(signatures),
+            pick_best=self.pick == BEST,
+        )
+        return Decision(spread(kept, context.heads_per_row).to(context.score.device))
+
+    def _anchor_of(self, signatures: Signatures) -> Words | None:
+        """The anchor of the C library; None for the majority."""
+        return None if self.anchor == MEAN else fixed_anchor(signatures, self.anchor, self.seed)
+
     def represent(
         self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
     ) -> Marks:
+        native = self._represent_natively(context, grouped, count)
+        if native is not None:
+            return native
         chosen = np.zeros_like(grouped)
         seeds = (self.seed, context.numbers) if self.pick == RANDOM else None
         for distance, near, counts in self._near_anchors(context, grouped, count):
@@ -154,6 +193,20 @@ class KVCrush(CrushedShare):
             else:
                 chosen |= choose_representatives(distance, near, counts, seeds)
         return chosen
+
+    def _represent_natively(
+        self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]
+    ) -> Marks | None:
+        """Select the same units with the C library; None if it cannot."""
+        native = native_selection()
+        if native is None or self.anchors > 1 or self.pick == RANDOM:
+            return None
+        score = context.sums if self.pick == BEST else None
+        if score is not None and score.dtype != np.float32:
+            return None
+        signatures = context.signatures(grouped)
+        anchor = self._anchor_of(signatures)
+        return native.representatives(signatures.words, grouped, count, anchor, score)
 
     def merged(
         self, context: SelectionContext, grouped: Marks, chosen: Marks

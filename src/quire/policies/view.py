@@ -96,6 +96,11 @@ class KVView:
         numbers = torch.tensor(layers, device=self.positions.device)
         return numbers.repeat_interleave(self.heads_per_layer)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lanes and slots."""
+        return tuple(self.positions.shape)
+
     @cached_property
     def live(self) -> Bool[Tensor, "lane slot"]:
         """Slots that hold a token."""
@@ -157,4 +162,6 @@ class KVView:
 
     def oldest_positions(self, sinks: int) -> Bool[Tensor, "lane slot"]:
         """Return the tokens at logical positions below `sinks`."""
+        if sinks <= 0:
+            return torch.zeros_like(self.live)
         return self.live & (self.positions < sinks)

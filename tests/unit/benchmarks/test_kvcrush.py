@@ -532,7 +532,10 @@ def test_overhead_claims_match_hand_computation():
     assert found == {
         "overhead_fraction": 0.1,
         "heads_overhead_fraction": 0.12,
+        "added_overhead_fraction": 0.08,
         "heads_added_overhead_fraction": 0.1,
+        "added_scoring_fraction": 0.03,
+        "heads_added_scoring_fraction": 0.03,
         "signatures_fraction": 0.03,
         "representatives_fraction": 0.05,
         "selection_fraction": 0.02,

@@ -30,7 +30,11 @@ def flags_of_the_library():
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 @pytest.mark.parametrize(
     "sources",
-    [(HARNESSES / "harness.c",), (HARNESSES / "linear_harness.c", SOURCE / "attention.c")],
+    [
+        (HARNESSES / "harness.c",),
+        (HARNESSES / "linear_harness.c", SOURCE / "attention.c"),
+        (HARNESSES / "select_harness.c",),
+    ],
     ids=lambda sources: sources[0].stem,
 )
 def test_c_kernels_access_no_memory_out_of_bounds(sources, tmp_path):

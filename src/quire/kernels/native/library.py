@@ -39,6 +39,14 @@ from quire.kernels.native.linear_args import (
     SampleArgs,
     SampleRow,
 )
+from quire.kernels.native.select_args import (
+    AlignArgs,
+    BestArgs,
+    FreeArgs,
+    RepresentArgs,
+    RetainArgs,
+    SignArgs,
+)
 
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -64,6 +72,13 @@ class NativeLibrary:
         chain: `quire_chain`.
         sample: `quire_sample` of sample.c.
         sample_bytes: `quire_sample_bytes`.
+        free: `quire_free` of select.c.
+        best: `quire_best`.
+        align: `quire_align`.
+        sign: `quire_sign`.
+        represent: `quire_represent`.
+        retain: `quire_retain`.
+        represent_words: `quire_represent_words`.
         path: code path for this CPU, an index into PATHS.
         parallel_for: address of torch's thread function; None for a single thread.
         max_head_dim: largest supported head_dim.
@@ -82,6 +97,13 @@ class NativeLibrary:
     chain: Callable[..., int]
     sample: Callable[..., int]
     sample_bytes: Callable[..., int]
+    free: Callable[..., int]
+    best: Callable[..., int]
+    align: Callable[..., int]
+    sign: Callable[..., int]
+    represent: Callable[..., int]
+    retain: Callable[..., int]
+    represent_words: Callable[..., int]
     path: int
     parallel_for: int | None
     max_head_dim: int
@@ -144,6 +166,12 @@ _SIZES = {
     "chain_call": ChainCall,
     "sample_args": SampleArgs,
     "sample_row": SampleRow,
+    "free_args": FreeArgs,
+    "best_args": BestArgs,
+    "align_args": AlignArgs,
+    "sign_args": SignArgs,
+    "represent_args": RepresentArgs,
+    "retain_args": RetainArgs,
 }
 """Mirrors by name: `quire_NAME_size` returns the size of the C structure."""
 
@@ -161,6 +189,12 @@ _ARGUMENTS = {
         ctypes.POINTER(ctypes.c_int64),
     ),
     "sample": (ctypes.POINTER(SampleArgs), ctypes.c_void_p, ctypes.c_int),
+    "free": (ctypes.POINTER(FreeArgs),),
+    "best": (ctypes.POINTER(BestArgs),),
+    "align": (ctypes.POINTER(AlignArgs),),
+    "sign": (ctypes.POINTER(SignArgs),),
+    "represent": (ctypes.POINTER(RepresentArgs),),
+    "retain": (ctypes.POINTER(RetainArgs),),
 }
 """Argument types of the functions `quire_NAME` that return a status."""
 
@@ -206,12 +240,15 @@ def _bound(library: ctypes.CDLL) -> NativeLibrary:
     scratch_bytes, sample_bytes = library.quire_scratch_bytes, library.quire_sample_bytes
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     sample_bytes.argtypes = (ctypes.c_int,)
-    scratch_bytes.restype = sample_bytes.restype = ctypes.c_int64
+    represent_words = library.quire_represent_words
+    represent_words.argtypes = (ctypes.c_int, ctypes.c_int)
+    scratch_bytes.restype = sample_bytes.restype = represent_words.restype = ctypes.c_int64
     return NativeLibrary(
         **functions,
         block_queries=library.quire_block_queries,
         scratch_bytes=scratch_bytes,
         sample_bytes=sample_bytes,
+        represent_words=represent_words,
         path=library.quire_best_path(),
         parallel_for=_torch_parallel_for(),
         max_head_dim=library.quire_max_head_dim(),

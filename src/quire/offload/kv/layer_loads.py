@@ -48,7 +48,7 @@ class OffloadedLayers:
             self._load(page_group, layers.start, pages)
         self._prefixes.pool.copies.wait()
 
-    def require_pages(self, row: int, group: str, kept: NDArray[np.bool_]) -> None:
+    def require_pages(self, row: int, group: str, kept: NDArray[np.bool_], copies: int = 0) -> None:
         """See `LayerLoads`."""
         if self._prefixes.is_shared(row):
             raise OutOfPages(f"other sequences share the offloaded pages of row {row}")
@@ -59,7 +59,8 @@ class OffloadedLayers:
         grown = by_layer.sum(axis=(1, 2)) - resident
         before = np.cumsum(grown) - grown  # of the layers that were cut before each layer
         needed = int((before + by_layer[:, :, :staged].sum(axis=(1, 2))).max(initial=0))
-        if not self._memory.fits({table.group.page_class: max(0, needed)}):
+        needed = max(0, needed) + copies
+        if not self._memory.fits({table.group.page_class: needed}):
             raise OutOfPages(f"{needed} pages needed to evict from an offloaded prefix")
 
     def settle(self, row: int, group: str, layer: int, kept: NDArray[np.bool_]) -> None:

@@ -193,6 +193,17 @@ def nearest_anchor(
     return nearest, which
 
 
+def fixed_anchor(signatures: Signatures, kind: str, seed: int) -> Words:
+    """Return an anchor that does not depend on the signatures, packed, [row, 1, word].
+
+    Args:
+        signatures: for their width and the numbers of their rows.
+        kind: random, alternating, zeros or ones.
+        seed: seed of a random anchor.
+    """
+    return signatures.packed(_pattern(signatures, kind, 0, seed))
+
+
 def _anchor(
     signatures: Signatures,
     kind: str,

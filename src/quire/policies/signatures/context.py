@@ -8,6 +8,7 @@ has evicted the token are 0, as that head would not retain it.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.native.selection import native_selection
 from quire.policies.base import ScorePolicy
 from quire.policies.best import Floats, best_slots
 from quire.policies.signatures.alignment import aligned_words
-from quire.policies.signatures.anchors import Signatures, Words, pack
+from quire.policies.signatures.anchors import WORD_BITS, Signatures, Words, pack
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 
@@ -64,8 +66,10 @@ class SelectionContext:
     @cached_property
     def units(self) -> Units:
         """The units that are evicted whole."""
+        if self._signed is not None:
+            return self._signed[0]
         live, protected, keep = map(on_host, (self.rows.live, self.protected, self.keep))
-        return Units.of(live, protected & live, keep, self.piece_tokens)
+        return Units.of(live, protected, keep, self.piece_tokens)
 
     @property
     def may_leave(self) -> Bool[Tensor, "row slot"]:
@@ -132,28 +136,82 @@ class SelectionContext:
     @cached_property
     def words(self) -> Words:
         """[row, column, word] one bit for every query head of a row's layer, packed."""
+        if self._signed is not None:
+            return self._signed[1][:, :, None]
+        if self._words_fit:
+            return self._native_words()[:, :, None]
         if self.rows_per_layer == 1:
             return pack(on_host(self.own_bits))
         must, positions = map(on_host, (self.protected & self.rows.live, self.rows.positions))
         bits, columns = on_host(self.own_bits), self.units.columns
         return aligned_words(bits, must, positions, self.rows_per_layer, columns)
 
-    def signatures(self, grouped: Marks) -> Signatures:
+    @property
+    def _words_fit(self) -> bool:
+        """Whether the C library can compute the words."""
+        plain = self.known is None and type(self.base).choose is ScorePolicy.choose
+        fits = plain and self.width <= WORD_BITS and self.score.dtype == torch.float32
+        return fits and self.score.device.type == "cpu" and native_selection() is not None
+
+    @cached_property
+    def _signed(self) -> tuple[Units, NDArray[np.uint64]] | None:
+        """Units of one slot, and words, in one call of the C library; None if it cannot."""
+        native = native_selection()
+        if native is None or self.piece_tokens > 1 or not self._words_fit:
+            return None
+        columns, free, retained, words = native.signed(
+            self.rows.live,
+            self.protected,
+            self.keep.long(),
+            self.score,
+            self.rows.positions.long(),
+            past_end=self.view.next_position,
+            rows_per_layer=self.rows_per_layer,
+        )
+        live = on_host(self.rows.live)
+        return Units(live, columns, free, retained, free, retained, piece_tokens=1), words
+
+    def _native_words(self) -> NDArray[np.uint64]:
+        """The words from the C library."""
+        native, score = native_selection(), self.score
+        assert native is not None, "see _words_fit"
+        units, rows = self.units, self.rows_per_layer
+        of_columns = on_host(score)[:, :, units.columns]
+        words = native.best_words(of_columns, units.free_slots, units.wanted_slots, rows)
+        if rows == 1:
+            return words
+        positions, first = on_host(self.rows.positions), units.columns.start
+        return native.aligned_words(
+            words,
+            units.free_slots,
+            positions,
+            first,
+            past_end=self.view.next_position,
+            rows_per_layer=rows,
+            heads=score.shape[1],
+        )
+
+    @property
+    def width(self) -> int:
+        """Bits of a token: the query heads of a layer."""
+        return self.score.shape[1] * self.rows_per_layer
+
+    def signatures(self, grouped: Marks | None = None) -> Signatures:
         """Return the bits of a layer's query heads for each unit.
 
         Args:
-            grouped: [row, unit] units that representatives may replace.
+            grouped: [row, unit] units that representatives may replace; None for all free ones.
         """
+        grouped = self.units.free if grouped is None else grouped
         words = self.units.side_by_side(self.words.transpose(0, 2, 1)).transpose(0, 2, 1)
-        width = self.score.shape[1] * self.rows_per_layer
-        return Signatures(np.ascontiguousarray(words), width, grouped, self.numbers)
+        return Signatures(np.ascontiguousarray(words), self.width, grouped, self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Number of each row in the model, from which random choices are drawn."""
         layers = self.view.layers or range(len(self.score) // self.rows_per_layer)
         each = self.rows_per_layer
-        return tuple(layer * each + row for layer in layers for row in range(each))
+        return tuple(chain.from_iterable(range(n * each, (n + 1) * each) for n in layers))
 
 
 def on_host(numbers: Tensor) -> NDArray[Any]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.layout.statistics import OfWeights, QueryMoments, QueryRing, Statistic
@@ -28,14 +29,37 @@ def by_query_head(view: KVView, statistics: Sequence[Statistic]) -> KVView:
     Raises:
         PolicyError: the view was built without a statistic.
     """
-    return replace(
-        view,
-        positions=view.positions.repeat_interleave(view.group, dim=0),
+    heads = object.__new__(_QueryHeads)
+    vars(heads).update(
+        {name: number for name, number in vars(view).items() if name in _COPIED},
+        of_lanes=view,
         heads_per_layer=view.heads_per_layer * view.group,
         statistics={s.name: _of_heads(view, s) for s in statistics},
         slots=None if view.slots is None else _Repeated(view.slots, view.group),
         group=1,
     )
+    return heads
+
+
+class _QueryHeads(KVView):
+    """A lane for each query head; positions are repeated on first use: many rules need none."""
+
+    of_lanes: KVView | None = None  # None for a copy with positions of its own
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.of_lanes is None:
+            return super().shape
+        lanes, slots = self.of_lanes.shape
+        return lanes * self.of_lanes.group, slots
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "lane slot"]:
+        assert self.of_lanes is not None, "a copy has positions"
+        return self.of_lanes.positions.repeat_interleave(self.of_lanes.group, dim=0)
+
+
+_COPIED = ("next_position", "layers", "prompt_tokens", "head_dim", "scale", "rotation")
 
 
 def first_heads(view: KVView) -> KVView:

@@ -17,6 +17,7 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.native.selection import native_selection
 from quire.policies.best import Floats, best_of, count_of
 
 Marks = NDArray[np.bool_]
@@ -53,10 +54,21 @@ class Units:
 
         Args:
             live: [layer, slot] slots that hold a token.
-            protected: [layer, slot] slots that are always retained; live ones.
+            protected: [layer, slot] slots that are always retained.
             keep: [layer] slots to retain.
             piece_tokens: slots of a unit.
         """
+        native = native_selection()
+        if piece_tokens == 1 and native is not None:
+            columns, slots, wanted = native.free_slots(live, protected, keep)
+            return cls(live, columns, slots, wanted, slots, wanted, piece_tokens)
+        return cls.with_numpy(live, protected, keep, piece_tokens)
+
+    @classmethod
+    def with_numpy(
+        cls, live: Marks, protected: Marks, keep: NDArray[np.int64], piece_tokens: int
+    ) -> "Units":
+        """Cut layers into units, as `of` does, without the C library."""
         open_: Marks = live & ~protected
         columns = _between(open_, piece_tokens)
         slots: Marks = open_[:, columns]
@@ -108,7 +120,12 @@ class Units:
         """Mark the retained slots for all heads: selected free units and all other slots."""
         kept = self.live.copy()
         kept[:, self.columns] = self.slots(retained | ~self.free)
-        return torch.from_numpy(kept.repeat(heads, axis=0))
+        return spread(kept, heads)
+
+
+def spread(retained: Marks, heads: int) -> Bool[Tensor, "lane slot"]:
+    """Repeat the slots of each layer for all its heads."""
+    return torch.from_numpy(retained if heads == 1 else retained.repeat(heads, axis=0))
 
 
 def _between(marks: Marks, piece_tokens: int) -> slice:

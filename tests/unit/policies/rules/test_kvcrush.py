@@ -25,6 +25,7 @@ from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
 from support.histories import best, changed, retained_positions
+from support.native_selection import without_native_selection
 from support.plain_kvcrush import (
     history_of,
     of_layers,
@@ -206,6 +207,7 @@ def test_one_distance_is_computed_per_token_and_anchor(monkeypatch):
         return hamming(words, anchor)
 
     monkeypatch.setattr(anchors, "hamming", counted)
+    without_native_selection(monkeypatch)
     for number in (1, 4):
         policy = KVCrush(base=BASE, anchors=number)
         view = history_of(tokens=100).view(policy.statistics)

@@ -20,6 +20,7 @@ from quire.policies.signatures import alignment, anchors
 from quire.policies.signatures.alignment import aligned_words
 from quire.policies.snapkv import SnapKV
 from support.histories import changed, retained_positions
+from support.native_selection import without_native_selection
 from support.plain_kvcrush import history_of, plain_kvcrush, plain_merged, ragged_history
 
 BASES = [H2O(recent=4, sinks=2), SnapKV(window=4), RoCo(sinks=1, recent=2)]
@@ -227,3 +228,32 @@ def test_merging_with_negative_scores_is_refused():
 def test_invalid_options_are_refused_with_a_suggestion(text, error, message):
     with pytest.raises(error, match=message):
         make_eviction(text)
+
+
+# ---- C library -----------------------------------------------------------------------------------
+
+
+def float32(view):
+    statistics = {name: numbers.float() for name, numbers in view.statistics.items()}
+    return changed(view, statistics=statistics)
+
+
+@pytest.mark.parametrize("anchor", ["mean", "random"])
+@pytest.mark.parametrize("pick", ["middle", "best", "random"])
+@pytest.mark.parametrize("sets", ["layer", "head"])
+@pytest.mark.parametrize("base", BASES[:2], ids=lambda base: type(base).__name__)
+@pytest.mark.parametrize("form", [{}, {"dynamic": True}, {"anchors": 2}, {"signatures": "stored"}])
+def test_the_c_library_and_numpy_decide_the_same(monkeypatch, base, sets, pick, anchor, form):
+    policy = KVCrush(base=base, share=0.5, sets=sets, pick=pick, anchor=anchor, **form)
+    histories = [history_of(tokens=90, group=3, seed=seed) for seed in range(3)]
+    if sets == "head":
+        histories += [ragged_history(tokens=90, group=16, seed=seed) for seed in range(2)]
+        histories += [ragged_history(tokens=90, group=40)]  # more heads than bits of a word
+    views = [float32(history.view(policy.statistics)) for history in histories]
+    keep = torch.full((4,), 50)
+    found = [policy.select(view, keep, piece) for view in views for piece in (1, 3)]
+
+    without_native_selection(monkeypatch)
+    expected = [policy.select(view, keep, piece) for view in views for piece in (1, 3)]
+
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
